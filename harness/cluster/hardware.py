@@ -1,0 +1,137 @@
+"""Facts of accelerators: peak arithmetic, memory, and the datasheet each figure is taken from.
+
+All peaks are dense. NVIDIA's datasheets print most tensor-core figures "with sparsity"; they are halved
+here. A device that is not in the table, or only a slice of one (MIG, vGPU), is unknown: nothing is guessed
+from a similar name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device as ``torch`` counts devices.
+
+    Attributes:
+        name: what people call it.
+        peak_flops: dense FLOP/s by the arithmetic of the matrix product: ``bfloat16``, ``float16``,
+            ``float8``, ``tf32``, and ``float32`` (without tensor cores on NVIDIA). A missing key is an
+            arithmetic that the device does not have in hardware.
+        memory_gib: device memory as the datasheet names it. Datasheets write GB and count memory in binary
+            units. What the driver leaves is less: by about 1 % with HBM, by about 6 % with GDDR6, where
+            error correction lives in the same memory.
+        memory_bandwidth: bytes per second.
+        source: the datasheet.
+    """
+
+    name: str
+    peak_flops: dict[str, float]
+    memory_gib: float
+    memory_bandwidth: float
+    source: str
+
+
+def _peaks(*, half: float, tf32: float, float32: float, float8: float | None = None) -> dict[str, float]:
+    """FLOP/s from the TFLOP/s of the sheets; bfloat16 is as fast as float16 on every device of the table."""
+    peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": float32}
+    if float8 is not None:
+        peaks["float8"] = float8
+    return {dtype: round(tflops * 1000) * 1e9 for dtype, tflops in peaks.items()}
+
+
+_A100_SHEET = "NVIDIA A100 datasheet, nvidia.com/en-us/data-center/a100"
+_H100_PAPER = "NVIDIA H100 architecture whitepaper v1.04, table 2, dense"
+_H100_SHEET = "NVIDIA H100 datasheet, nvidia.com/en-us/data-center/h100, halved: printed with sparsity"
+_H200_SHEET = "NVIDIA H200 datasheet, nvidia.com/en-us/data-center/h200, halved: printed with sparsity"
+_BLACKWELL_SHEET = "NVIDIA Blackwell datasheet 3384703, halved: printed with sparsity"
+_MI300X_SHEET = "AMD Instinct MI300X datasheet, amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
+
+_A100_PEAKS = _peaks(half=312, tf32=156, float32=19.5)
+_HOPPER_SXM_PEAKS = _peaks(half=989.4, tf32=494.7, float32=66.9, float8=1978.9)
+_HOPPER_NVL_PEAKS = _peaks(half=835.5, tf32=417.5, float32=60, float8=1670.5)
+
+A100_SXM_40 = Accelerator("A100 SXM 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET)
+A100_SXM_80 = Accelerator("A100 SXM 80GB", _A100_PEAKS, 80, 2.039e12, _A100_SHEET)
+A100_PCIE_40 = Accelerator("A100 PCIe 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET)
+A100_PCIE_80 = Accelerator("A100 PCIe 80GB", _A100_PEAKS, 80, 1.935e12, _A100_SHEET)
+H100_SXM = Accelerator("H100 SXM", _HOPPER_SXM_PEAKS, 80, 3.35e12, _H100_PAPER)
+H100_PCIE = Accelerator(
+    "H100 PCIe", _peaks(half=756, tf32=378, float32=51.2, float8=1513), 80, 2.0e12, _H100_PAPER
+)
+H100_NVL = Accelerator("H100 NVL", _HOPPER_NVL_PEAKS, 94, 3.9e12, _H100_SHEET)
+# The H200 computes as the H100 does (its sheet rounds to 1,979 and 3,958); only its memory is another.
+H200_SXM = Accelerator("H200 SXM", _HOPPER_SXM_PEAKS, 141, 4.8e12, _H200_SHEET)
+H200_NVL = Accelerator("H200 NVL", _HOPPER_NVL_PEAKS, 141, 4.8e12, _H200_SHEET)
+B200 = Accelerator(
+    "B200",
+    _peaks(half=2250, tf32=1100, float32=75, float8=4500),
+    180,
+    7.7e12,
+    _BLACKWELL_SHEET + ", HGX B200",
+)
+GB200 = Accelerator(
+    "GB200", _peaks(half=2500, tf32=1250, float32=80, float8=5000), 186, 8.0e12, _BLACKWELL_SHEET + ", GB200"
+)
+MI300X = Accelerator(
+    "MI300X", _peaks(half=1307.4, tf32=653.7, float32=163.4, float8=2614.9), 192, 5.3e12, _MI300X_SHEET
+)
+L40S = Accelerator(
+    "L40S",
+    _peaks(half=362.05, tf32=183, float32=91.6, float8=733),
+    48,
+    0.864e12,
+    "NVIDIA L40S datasheet, nvidia.com/en-us/data-center/l40s, dense",
+)
+A10 = Accelerator(
+    "A10",
+    _peaks(half=125, tf32=62.5, float32=31.2),
+    24,
+    0.6e12,
+    "NVIDIA A10 datasheet, nvidia.com/en-us/data-center/products/a10-gpu, dense",
+)
+L4 = Accelerator(
+    "L4",
+    _peaks(half=121, tf32=60, float32=30.3, float8=242.5),
+    24,
+    0.3e12,
+    "NVIDIA L4 datasheet, nvidia.com/en-us/data-center/l4, halved: printed with sparsity",
+)
+
+# Whole device names: a pattern that matched a part would take an "A100" for an "A10", a "GH200" for an
+# "H200", and "NVIDIA H100 80GB HBM3 MIG 1g.10gb", a seventh of a device, for the whole. Old drivers leave
+# "NVIDIA" out.
+_NAMES: tuple[tuple[str, Accelerator], ...] = (
+    (r"(NVIDIA )?A100-SXM4-40GB", A100_SXM_40),
+    (r"(NVIDIA )?A100-SXM4-80GB", A100_SXM_80),
+    (r"(NVIDIA )?A100-PCIE-40GB", A100_PCIE_40),
+    (r"(NVIDIA )?A100 80GB PCIe", A100_PCIE_80),
+    (r"NVIDIA H100 80GB HBM3", H100_SXM),
+    (r"NVIDIA H100 PCIe", H100_PCIE),
+    (r"NVIDIA H100 NVL", H100_NVL),
+    (r"NVIDIA H200", H200_SXM),
+    (r"NVIDIA H200 NVL", H200_NVL),
+    (r"NVIDIA B200", B200),
+    (r"NVIDIA GB200", GB200),
+    (r"AMD Instinct MI300X( OAM)?", MI300X),
+    (r"NVIDIA L40S", L40S),
+    (r"NVIDIA A10", A10),
+    (r"NVIDIA L4", L4),
+)
+
+ACCELERATORS: dict[str, Accelerator] = {accelerator.name: accelerator for _, accelerator in _NAMES}
+"""The whole table by name, for planning without a device."""
+
+
+def find_accelerator(device_name: str) -> Accelerator | None:
+    """The accelerator with this name, or None if it is unknown (a CPU is unknown too).
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name()`` gives it, e.g. ``NVIDIA H100 80GB HBM3``.
+    """
+    for pattern, accelerator in _NAMES:
+        if re.fullmatch(pattern, device_name.strip(), re.IGNORECASE):
+            return accelerator
+    return None

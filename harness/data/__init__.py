@@ -1,0 +1,9 @@
+"""What a run reads: documents, tokenizers, the token cache and the loader.
+
+Only the configuration is exported here, because this package is imported while a job is composed,
+before torch is: import ``harness.data.tokenizer`` and ``harness.data.loader`` where they are used.
+"""
+
+from harness.data.config import DataConfig, TokenizerConfig
+
+__all__ = ["DataConfig", "TokenizerConfig"]

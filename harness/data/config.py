@@ -1,0 +1,206 @@
+"""What a run reads and how text becomes tokens: the `data` and `tokenizer` groups.
+
+Checked without torch and without opening a file; whether the files are there and hold what they
+should is found by the loader, which raises DataError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.config import label, numerics
+from harness.errors import ConfigError
+
+DATA_KINDS = ("local", "hub", "synthetic")
+FORMATS = ("auto", "text", "jsonl", "parquet")
+TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken")
+SPECIAL_SETS = ("llama3",)
+ASSET_PREFIX = "asset:"
+ASSETS = Path(__file__).parent / "assets"
+
+# Which fields only one kind of source reads. A value given to a field that nothing reads would be a
+# setting without effect, so it is refused.
+_READ_ONLY_BY = {
+    "local": ("paths", "exclude", "format", "validation_paths"),
+    "hub": ("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
+    "synthetic": ("mask_fraction",),
+}
+
+
+@dataclass
+class DataConfig:
+    """Where the documents come from, which are held out, and how they are packed into samples."""
+
+    kind: str = numerics("local")
+    """`local` (files), `hub` (a dataset of the `datasets` library) or `synthetic` (random tokens)."""
+
+    paths: list[str] = numerics(factory=list)
+    """local: globs of the training files, relative to the working directory. `**` matches any depth;
+    `{stdlib}` stands for the folder of the running interpreter's standard library."""
+
+    exclude: list[str] = numerics(factory=list)
+    """local: globs of files to leave out, written like `paths`; one that begins with `**/` holds anywhere."""
+
+    format: str = numerics("auto")
+    """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl,
+    .jsonl.gz and .json are jsonl, .parquet is parquet, everything else is text)."""
+
+    text_field: str = numerics("text")
+    """The field (jsonl) or column (parquet, hub) that holds a document's text."""
+
+    validation_paths: list[str] = numerics(factory=list)
+    """local: globs of the validation files, written like `paths`."""
+
+    validation_fraction: float = numerics(0.0)
+    """Share of the documents held out for validation, in [0, 1), chosen by a hash of a document's index."""
+
+    dataset: str | None = numerics(None)
+    """hub: name of the dataset, a folder, or a loader such as `json` together with `data_files`."""
+
+    subset: str | None = numerics(None)
+    """hub: name of the dataset's configuration, e.g. `en`."""
+
+    split: str = numerics("train")
+    """hub: the split to train on."""
+
+    validation_split: str | None = numerics(None)
+    """hub: the split to validate on."""
+
+    streaming: bool = numerics(False)
+    """hub: read over the network while training instead of downloading and tokenizing first. Every row of
+    the global batch then reads its own share of the dataset, in stored order."""
+
+    data_files: list[str] = numerics(factory=list)
+    """hub: files handed to the loader named by `dataset`; they make up the split `train`."""
+
+    mask_fraction: float = numerics(0.0)
+    """synthetic: mean share of masked labels, in [0, 0.5]. The share of one sample is uniform between 0 and
+    twice this, so samples carry uneven numbers of valid labels; at least one label stays valid."""
+
+    mask_document_boundary: bool = numerics(True)
+    """Mask the label with which the last token of a document would predict the next document's first."""
+
+    shuffle: bool = numerics(True)
+    """Read the packed samples in a random order, another one in every epoch. Validation is never shuffled."""
+
+    cache_dir: str = label("~/.cache/harness")
+    """Folder of the token caches; all ranks must see it."""
+
+    def validate(self) -> None:
+        """Refuses unknown kinds, values out of range and settings that contradict each other.
+
+        Raises:
+            ConfigError: naming the field, its value, the rule and what would work.
+        """
+        _require_choice("data.kind", self.kind, DATA_KINDS)
+        _require_choice("data.format", self.format, FORMATS)
+        self._refuse_settings_of_other_kinds()
+        if not 0 <= self.validation_fraction < 1:
+            raise ConfigError(
+                "data.validation_fraction", self.validation_fraction, "must lie in [0, 1)", "0.02"
+            )
+        if not 0 <= self.mask_fraction <= 0.5:
+            rule = "must lie in [0, 0.5], as a single sample masks up to twice that share"
+            raise ConfigError("data.mask_fraction", self.mask_fraction, rule, "0.3")
+        if not self.text_field:
+            raise ConfigError("data.text_field", "''", "must name the field that holds the text", "text")
+        if not self.cache_dir:
+            raise ConfigError("data.cache_dir", "''", "must name a folder", "~/.cache/harness")
+        if self.kind == "local":
+            self._validate_local()
+        elif self.kind == "hub":
+            self._validate_hub()
+        elif self.validation_fraction > 0:
+            rule = "synthetic data has no documents to hold out; its validation samples are drawn apart"
+            raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
+
+    def _refuse_settings_of_other_kinds(self) -> None:
+        default = DataConfig()
+        for kind, names in _READ_ONLY_BY.items():
+            for name in names:
+                value = getattr(self, name)
+                if kind != self.kind and value != getattr(default, name):
+                    rule = f"is read only by data.kind={kind}, and data.kind is {self.kind}"
+                    raise ConfigError(f"data.{name}", value, rule, f"data.kind={kind}, or leave it out")
+
+    def _validate_local(self) -> None:
+        if not self.paths:
+            rule = "data.kind=local needs at least one file"
+            raise ConfigError("data.paths", "[]", rule, "'data.paths=[my_corpus/**/*.txt]'")
+        for name in ("paths", "exclude", "validation_paths"):
+            if not all(getattr(self, name)):
+                raise ConfigError(f"data.{name}", getattr(self, name), "an empty string is no glob")
+        if self.validation_paths and self.validation_fraction > 0:
+            rule = "validation comes either from data.validation_paths or from held-out documents, not both"
+            raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
+
+    def _validate_hub(self) -> None:
+        if not self.dataset:
+            raise ConfigError("data.dataset", self.dataset, "data.kind=hub needs a dataset", "allenai/c4")
+        if self.validation_split and self.validation_fraction > 0:
+            rule = "validation comes either from data.validation_split or from held-out documents, not both"
+            raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
+        if self.streaming and self.validation_fraction > 0:
+            rule = "a stream cannot be held out by document"
+            raise ConfigError(
+                "data.validation_fraction", self.validation_fraction, rule, "0 with data.validation_split set"
+            )
+        if self.streaming and self.shuffle:
+            rule = "a streamed dataset is read in its stored order, so that it can resume exactly"
+            raise ConfigError(
+                "data.shuffle", self.shuffle, rule, "data.shuffle=false, or data.streaming=false"
+            )
+
+
+@dataclass
+class TokenizerConfig:
+    """How text becomes token ids."""
+
+    kind: str = numerics("bytes")
+    """`bytes` (UTF-8 bytes, needs no file), `sentencepiece` or `tiktoken`."""
+
+    path: str | None = numerics(None)
+    """sentencepiece, tiktoken: the tokenizer's file, relative to the working directory; `asset:NAME` is a
+    file that ships with the harness."""
+
+    special: str = numerics("")
+    """tiktoken: name of the set of special tokens and of the pattern that splits words (`llama3`)."""
+
+    def validate(self) -> None:
+        """Refuses unknown kinds and settings that contradict each other; opens no file.
+
+        Raises:
+            ConfigError: naming the field, its value, the rule and what would work.
+        """
+        _require_choice("tokenizer.kind", self.kind, TOKENIZER_KINDS)
+        if self.kind == "bytes" and self.path:
+            raise ConfigError("tokenizer.path", self.path, "tokenizer.kind=bytes reads no file", "null")
+        if self.kind != "bytes" and not self.path:
+            works = f"the path of a {self.kind} file"
+            raise ConfigError(
+                "tokenizer.path", self.path, f"tokenizer.kind={self.kind} needs its file", works
+            )
+        if self.kind == "tiktoken":
+            _require_choice("tokenizer.special", self.special, SPECIAL_SETS)
+        elif self.special:
+            raise ConfigError(
+                "tokenizer.special", self.special, "is read only by tokenizer.kind=tiktoken", "''"
+            )
+        if self.path and self.path.startswith(ASSET_PREFIX) and not self.file.is_file():
+            shipped = sorted(f"{ASSET_PREFIX}{asset.name}" for asset in ASSETS.glob("*.model"))
+            raise ConfigError("tokenizer.path", self.path, "no such file ships with the harness", shipped)
+
+    @property
+    def file(self) -> Path:
+        """The tokenizer's file, with `asset:` and `~` resolved."""
+        if self.path is None:
+            raise ValueError(f"tokenizer.kind={self.kind} has no file")
+        if self.path.startswith(ASSET_PREFIX):
+            return ASSETS / self.path.removeprefix(ASSET_PREFIX)
+        return Path(self.path).expanduser()
+
+
+def _require_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(field, value if value != "" else "''", "is not one of the choices", choices)

@@ -1,0 +1,102 @@
+"""Samples that can be asked for by number: packed documents, or random tokens.
+
+Sample g is a function of (data, tokenizer, seed, g) alone; nothing here knows of ranks or steps.
+T is the sequence length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import numpy as np
+
+from harness.data.cache import TokenizedSplit
+from harness.errors import DataError
+
+IGNORE_INDEX = -100
+"""The label of a position that does not count towards the loss."""
+
+
+class Samples(Protocol):
+    """An endless sequence of samples."""
+
+    num_per_epoch: int | None
+    """Samples after which all data has been seen once; None where there is no such number."""
+
+    def sample(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """``(inputs_T, labels_T)``, int64; ``labels_T[t]`` is what follows ``inputs_T[t]``, or ignored."""
+        ...
+
+
+class PackedSamples:
+    """Documents one after the other, cut every T tokens; the order of the cuts is drawn anew in every epoch.
+
+    Neighbouring samples share one token: the last label of one is the first input of the next, so that every
+    token but the very first is predicted once per epoch. Fewer than T tokens at the end are left out.
+
+    The order of an epoch is held in memory: 8 bytes per sample, 8 GB for a billion samples.
+    """
+
+    def __init__(
+        self, split: TokenizedSplit, *, seq_len: int, seed: int, shuffle: bool, mask_document_boundary: bool
+    ) -> None:
+        self._split, self._seq_len, self._seed = split, seq_len, seed
+        self._shuffle, self._mask_document_boundary = shuffle, mask_document_boundary
+        self._order: tuple[int, np.ndarray] | None = None
+        self._num_samples = max(0, (len(split.tokens) - 1) // seq_len)
+        self.num_per_epoch: int | None = self._num_samples
+        if self._num_samples == 0:
+            raise DataError(
+                f"{split.name}: {len(split.tokens)} tokens in {len(split.starts)} documents are fewer than "
+                f"one sample of training.seq_len + 1 = {seq_len + 1}"
+            )
+
+    def sample(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        epoch, index = divmod(number, self._num_samples)
+        begin = self._place(epoch, index) * self._seq_len
+        tokens = self._split.tokens[begin : begin + self._seq_len + 1].astype(np.int64)
+        inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
+        if self._mask_document_boundary:
+            starts = self._split.starts
+            first, last = np.searchsorted(starts, [begin + 1, begin + self._seq_len + 1])
+            labels_T[np.asarray(starts[first:last]) - begin - 1] = IGNORE_INDEX
+        return inputs_T, labels_T
+
+    def _place(self, epoch: int, index: int) -> int:
+        if not self._shuffle:
+            return index
+        if self._order is None or self._order[0] != epoch:
+            order = random_stream("order", self._seed, epoch).permutation(self._num_samples)
+            self._order = (epoch, order)
+        return int(self._order[1][index])
+
+
+class SyntheticSamples:
+    """Uniform random tokens of the model's whole vocabulary, some labels masked, unevenly between samples."""
+
+    num_per_epoch: int | None = None
+
+    def __init__(self, *, split: str, seq_len: int, seed: int, vocab_size: int, mask_fraction: float) -> None:
+        self._split, self._seq_len, self._seed = split, seq_len, seed
+        self._vocab_size, self._mask_fraction = vocab_size, mask_fraction
+
+    def sample(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        random = random_stream(f"synthetic {self._split}", self._seed, number)
+        tokens = random.randint(0, self._vocab_size, self._seq_len + 1, dtype=np.int64)
+        inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
+        share = random.uniform(0, 2 * self._mask_fraction)
+        num_masked = min(round(share * self._seq_len), self._seq_len - 1)
+        labels_T[random.permutation(self._seq_len)[:num_masked]] = IGNORE_INDEX
+        return inputs_T, labels_T
+
+
+def random_stream(purpose: str, seed: int, index: int) -> np.random.RandomState:
+    """A random stream of its own for every (purpose, seed, index).
+
+    RandomState and not default_rng: numpy promises its numbers for all versions to come (NEP 19), so that a
+    run can be resumed, or repeated, with another numpy.
+    """
+    digest = hashlib.sha256(f"{purpose}/{seed}/{index}".encode()).digest()
+    entropy = np.random.SeedSequence(int.from_bytes(digest, "little"))
+    return np.random.RandomState(np.random.MT19937(entropy))

@@ -1,0 +1,285 @@
+"""Documents: where they lie and how they are read, one string at a time.
+
+A source has an ``identity`` (what decides its documents, for the cache key) and yields its documents in a
+fixed order, empty ones included, so that a document's index does not depend on how it is used.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import os
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.data.config import DataConfig
+from harness.errors import ConfigError, DataError
+
+_ROWS_PER_READ = 256
+
+
+class Source(Protocol):
+    """Documents in a fixed order."""
+
+    name: str
+    """What the user would call it, for error messages."""
+
+    @property
+    def identity(self) -> Any:
+        """JSON-able: changes whenever the documents may have changed."""
+        ...
+
+    def documents(self) -> Iterator[str]:
+        """Every document's text, empty ones included."""
+        ...
+
+
+def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
+    """The source that holds ``split`` ("train" or "validation"), and the share of it that is held out.
+
+    Raises:
+        ConfigError: validation is asked for and no source of it is configured.
+    """
+    validating = split == "validation"
+    if validating:
+        require_validation_source(config)
+    if config.kind == "local":
+        if validating and config.validation_paths:
+            return LocalFiles(config, "validation_paths"), 0.0
+        return LocalFiles(config, "paths"), config.validation_fraction
+    if validating and config.validation_split:
+        return HubTable(config, config.validation_split), 0.0
+    return HubTable(config, config.split), config.validation_fraction
+
+
+def require_validation_source(config: DataConfig) -> None:
+    """Raises ConfigError where nothing says which documents are for validation."""
+    if config.validation_paths or config.validation_split or config.validation_fraction > 0:
+        return
+    other = "data.validation_paths" if config.kind == "local" else "data.validation_split"
+    fraction = "" if config.streaming else "data.validation_fraction=0.02, or "
+    rule = "validation is asked for, and no documents are set apart for it"
+    raise ConfigError("data.validation_fraction", config.validation_fraction, rule, f"{fraction}{other}")
+
+
+class LocalFiles:
+    """The documents of local files, in the order of the files' sorted paths."""
+
+    def __init__(self, config: DataConfig, field: str) -> None:
+        self._config = config
+        self._patterns: list[str] = getattr(config, field)
+        self.name = f"data.{field}=[{', '.join(self._patterns)}]"
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The matching files.
+
+        Raises:
+            DataError: there is none.
+        """
+        found = find_files(self._patterns, self._config.exclude)
+        if not found:
+            folders = [pattern for pattern in self._patterns if Path(_expand(pattern)).is_dir()]
+            hint = f"; {folders[0]} is a folder, write {folders[0].rstrip('/')}/**/*" if folders else ""
+            raise DataError(f"no file matches {self.name}, seen from {os.getcwd()}{hint}")
+        return found
+
+    @property
+    def identity(self) -> Any:
+        stats = [(str(file), file.stat()) for file in self.files]
+        files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        return ["local", files, self._config.format, self._config.text_field]
+
+    def documents(self) -> Iterator[str]:
+        for file in self.files:
+            try:
+                yield from self._read(file)
+            except (OSError, EOFError, zlib.error) as error:
+                raise DataError(f"{file} cannot be read: {error}") from error
+
+    def _read(self, file: Path) -> Iterator[str]:
+        format = self._config.format if self._config.format != "auto" else _format_of(file)
+        if format == "jsonl":
+            return _read_jsonl(file, self._config.text_field)
+        if format == "parquet":
+            return _read_parquet(file, self._config.text_field)
+        return _read_text(file)
+
+
+def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
+    """The files that match one of the globs ``patterns`` and none of ``exclude``, each once, sorted."""
+    excluded = [_glob_to_regex(_expand(pattern)) for pattern in exclude]
+    found = {
+        os.path.abspath(name) for pattern in patterns for name in glob.iglob(_expand(pattern), recursive=True)
+    }
+    kept = (name for name in found if not any(regex.fullmatch(name) for regex in excluded))
+    return sorted(Path(name) for name in kept if os.path.isfile(name))
+
+
+def _expand(pattern: str) -> str:
+    """``pattern`` as an absolute glob; one that begins with ``**/`` holds anywhere and stays as it is."""
+    pattern = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
+    if pattern.startswith("**/"):
+        return pattern
+    return os.path.abspath(os.path.expanduser(pattern))
+
+
+def _glob_to_regex(pattern: str) -> re.Pattern[str]:
+    """A regular expression for whole paths; as in ``glob``, only ``**`` goes past a slash."""
+    meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts), re.DOTALL)
+
+
+def _format_of(file: Path) -> str:
+    if file.name.endswith((".jsonl", ".jsonl.gz", ".json")):
+        return "jsonl"
+    return "parquet" if file.name.endswith(".parquet") else "text"
+
+
+def _read_text(file: Path) -> Iterator[str]:
+    # bytes, not text mode: newlines stay as they are
+    content = file.read_bytes()
+    try:
+        yield content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 at byte {error.start}") from error
+
+
+def _read_jsonl(file: Path, field: str) -> Iterator[str]:
+    offset = 0
+    with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _text_of_line(line, field, where=f"{file}, line {number}", offset=offset)
+            offset += len(line)
+
+
+def _text_of_line(line: bytes, field: str, *, where: str, offset: int) -> str:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 at byte {offset + error.start} of the file") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: not a JSON object")
+    return _text_of_row(row, field, where)
+
+
+def _text_of_row(row: dict[str, Any], field: str, where: str) -> str:
+    """The text of one row; a null is an empty document."""
+    if field not in row:
+        raise DataError(f"{where}: no field {field!r} among {_named(row)}; set data.text_field")
+    text = row[field]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field {field!r} holds {type(text).__name__}, not text")
+    try:
+        text.encode("utf-8")  # JSON can spell half a surrogate pair, which no tokenizer can read
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: field {field!r} holds half a surrogate pair at character {error.start}"
+        ) from error
+    return text
+
+
+def _read_parquet(file: Path, field: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            if field not in table.schema_arrow.names:
+                columns = _named(table.schema_arrow.names)
+                raise DataError(f"{file}: no column {field!r} among {columns}; set data.text_field")
+            for batch in table.iter_batches(batch_size=_ROWS_PER_READ, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield _text_of_row({field: text}, field, str(file))
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{file}: not a readable parquet file ({_one_line(error)})") from error
+
+
+class HubTable:
+    """The documents of one split of a dataset, downloaded (or found locally) by the `datasets` library."""
+
+    def __init__(self, config: DataConfig, split: str) -> None:
+        self._config = config
+        self._split = split
+        self.name = f"data.dataset={config.dataset}, split {split}"
+
+    @cached_property
+    def _table(self) -> Any:
+        return open_dataset(self._config, self._split)
+
+    @property
+    def identity(self) -> Any:
+        files = [Path(entry["filename"]) for entry in self._table.cache_files]
+        stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        # A table held in memory has no files; its fingerprint stands for its content.
+        content = stats or self._table._fingerprint
+        return [
+            "hub",
+            content,
+            self._config.dataset,
+            self._config.subset,
+            self._split,
+            self._config.text_field,
+        ]
+
+    def documents(self) -> Iterator[str]:
+        require_column(self._table, self._config.text_field, self.name)
+        table = self._table.select_columns([self._config.text_field])
+        for batch in table.iter(batch_size=_ROWS_PER_READ):
+            for text in batch[self._config.text_field]:
+                yield _text_of_row({self._config.text_field: text}, self._config.text_field, self.name)
+
+
+def open_dataset(config: DataConfig, split: str) -> Any:
+    """``datasets.load_dataset`` of one split: an IterableDataset where ``data.streaming``, else a Dataset.
+
+    Raises:
+        DataError: no such dataset, subset or split, or the hub cannot be reached.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset(
+            config.dataset,
+            config.subset,
+            split=split,
+            streaming=config.streaming,
+            data_files=config.data_files or None,
+        )
+    # Whatever goes wrong in there (the library, the hub's client, the network, a file's reader all raise
+    # their own) means to the user that this dataset cannot be opened.
+    except Exception as error:
+        which = f"{config.dataset}/{config.subset}" if config.subset else config.dataset
+        raise DataError(f"dataset {which}, split {split}: cannot be opened: {_one_line(error)}") from error
+
+
+def require_column(dataset: Any, field: str, name: str) -> None:
+    """Raises DataError where the columns of ``dataset`` are known and ``field`` is none of them."""
+    columns = dataset.column_names
+    if columns is not None and field not in columns:
+        raise DataError(f"{name}: no column {field!r} among {_named(columns)}; set data.text_field")
+
+
+def text_of_example(example: dict[str, Any], field: str, name: str) -> str:
+    """The text of one streamed example; a null is an empty document."""
+    return _text_of_row(example, field, name)
+
+
+def _named(names: Any) -> str:
+    return ", ".join(sorted(map(str, names))) or "none"
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,139 @@
+"""Samples of a streamed dataset: every row of the global batch is a stream of its own.
+
+Row j of the global batch, its slot, reads the share ``split_dataset_by_node(rank=j,
+world_size=global_batch_size)`` of the dataset and packs its own documents. What a slot reads thus depends on
+the global batch size and never on how rows are spread over ranks, and a slot's state is a position in its
+share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.data.samples import IGNORE_INDEX
+from harness.data.sources import text_of_example
+from harness.data.tokenizer import Tokenizer
+from harness.errors import DataError
+
+
+@dataclass(frozen=True)
+class _Document:
+    position: dict[str, Any]
+    """State of the dataset with which this document is the next one to be read."""
+    tokens: np.ndarray
+
+
+class Slot:
+    """The samples of one row of the global batch, one after the other, epoch after epoch.
+
+    Args:
+        dataset: this row's share, an ``IterableDataset``.
+        name: what to call it in an error message.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        tokenizer: Tokenizer,
+        *,
+        field: str,
+        seq_len: int,
+        mask_document_boundary: bool,
+        name: str,
+    ) -> None:
+        self._dataset, self._tokenizer = dataset, tokenizer
+        self._field, self._seq_len, self._name = field, seq_len, name
+        self._mask_document_boundary = mask_document_boundary
+        self._beginning: dict[str, Any] = dataset.state_dict()
+        self._position = self._beginning
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the first document."""
+        self.load_state_dict({"document": self._beginning, "offset": 0})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next sample begins: ``{"document": state of the dataset, "offset": tokens into it}``."""
+        position = self._documents[0].position if self._documents else self._position
+        return {"document": position, "offset": self._offset}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._documents: deque[_Document] = deque()
+        self._offset: int = state["offset"]
+        self._seek(state["document"])
+
+    def next(self) -> tuple[np.ndarray, np.ndarray]:
+        """``(inputs_T, labels_T)``, int64.
+
+        Raises:
+            DataError: the share holds no text, or cannot be read.
+        """
+        tokens, starts = self._peek(self._seq_len + 1)
+        inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
+        if self._mask_document_boundary:
+            labels_T[starts[1:]] = IGNORE_INDEX
+        self._advance(self._seq_len)  # not T + 1: the last label is the next sample's first input
+        return inputs_T, labels_T
+
+    def _peek(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The next ``count`` tokens, and whether each is the first of its document."""
+        available = sum(len(document.tokens) for document in self._documents) - self._offset
+        while available < count:
+            self._documents.append(self._read_document())
+            available += len(self._documents[-1].tokens)
+        tokens, starts = np.empty(count, dtype=np.int64), np.zeros(count, dtype=bool)
+        filled, begin = 0, self._offset
+        for document in self._documents:
+            part = document.tokens[begin : begin + count - filled]
+            tokens[filled : filled + len(part)] = part
+            starts[filled] = begin == 0
+            filled, begin = filled + len(part), 0
+        return tokens, starts
+
+    def _advance(self, count: int) -> None:
+        self._offset += count
+        while self._offset >= len(self._documents[0].tokens):
+            self._offset -= len(self._documents.popleft().tokens)
+
+    def _read_document(self) -> _Document:
+        """The next document that has any text; after the last one the first one again."""
+        restarted = False
+        while True:
+            position = self._position
+            example = self._next_example()
+            if example is None:
+                if restarted:
+                    raise DataError(
+                        f"{self._name} holds no text; it may have fewer documents than the batch has rows"
+                    )
+                restarted = True
+                self._seek(self._beginning)
+                continue
+            self._position = self._dataset.state_dict()
+            text = text_of_example(example, self._field, self._name)
+            tokens = self._tokenize(text) if text else np.empty(0, dtype=np.int64)
+            if len(tokens) > 0:
+                return _Document(position, tokens)
+
+    def _next_example(self) -> dict[str, Any] | None:
+        try:
+            return next(self._examples, None)
+        # The readers of files and the hub's client raise errors of their own; all of them mean this.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise DataError(f"{self._name} cannot be read: {reason}") from error
+
+    def _seek(self, position: dict[str, Any]) -> None:
+        self._dataset.load_state_dict(position)
+        self._examples: Iterator[dict[str, Any]] = iter(self._dataset)
+        self._position = position
+
+    def _tokenize(self, text: str) -> np.ndarray:
+        before = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        after = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
+        return np.asarray([*before, *self._tokenizer.encode(text), *after], dtype=np.int64)

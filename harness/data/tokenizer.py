@@ -1,0 +1,252 @@
+"""Tokenizers: text to token ids and back, from local files alone."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol
+
+from harness.data.config import TokenizerConfig
+from harness.errors import DataError
+
+_NUM_THREADS = 4  # enough to be quick, few enough to leave a node's other ranks alone
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer(Protocol):
+    """Turns text into ids in ``range(vocab_size)`` and back.
+
+    Text that looks like a special token is encoded as plain text: a document cannot end itself.
+    """
+
+    vocab_size: int
+    bos_id: int | None
+    """Id put before every document, None where the tokenizer has none."""
+    eos_id: int | None
+    """Id put after every document, None where the tokenizer has none."""
+    fingerprint: str
+    """Hash of everything that decides how text is encoded."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, without special tokens."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``[encode(text) for text in texts]``, in parallel where that is quicker."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; broken UTF-8 and ids outside the vocabulary come out as U+FFFD."""
+        ...
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that ``config`` names.
+
+    Raises:
+        DataError: its file is missing, empty or malformed.
+    """
+    if config.kind == "bytes":
+        return BytesTokenizer()
+    content = _read(config.file)
+    if config.kind == "sentencepiece":
+        return SentencePieceTokenizer(content, config.file)
+    if config.kind == "tiktoken":
+        return TiktokenTokenizer(content, config.file, config.special)
+    raise ValueError(f"unknown tokenizer kind {config.kind}")
+
+
+class BytesTokenizer(Tokenizer):
+    """The UTF-8 bytes of the text; 256 is bos and 257 is eos."""
+
+    vocab_size = 258
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return _decode_known(ids, self.vocab_size, _decode_bytes)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece model.
+
+    Sentencepiece writes a space as U+2581, so that a document which holds U+2581 itself would come back with
+    a space in its place. Where the model can spell the character in bytes, that is done instead. (A model
+    with a dummy prefix, such as Llama 2's, alters the text anyhow and is left to behave as its authors know
+    it.)
+    """
+
+    def __init__(self, content: bytes, file: Path) -> None:
+        import sentencepiece
+
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+            self.vocab_size: int = self._model.vocab_size()
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"tokenizer file {file} is not a sentencepiece model") from error
+        self.bos_id = _none_if_negative(self._model.bos_id())
+        self.eos_id = _none_if_negative(self._model.eos_id())
+        self.fingerprint = _fingerprint("sentencepiece", content)
+        self._space_mark_ids = self._spell_space_mark()
+
+    def encode(self, text: str) -> list[int]:
+        if True or "▁" not in text:
+            return self._model.encode(text)
+        ids: list[int] = []
+        for index, part in enumerate(text.split("▁")):
+            ids += self._space_mark_ids if index else []
+            ids += self._model.encode(part)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._space_mark_ids is not None and any("▁" in text for text in texts):
+            return [self.encode(text) for text in texts]
+        return self._model.encode(list(texts), num_threads=_NUM_THREADS)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return _decode_known(ids, self.vocab_size, self._model.decode)
+
+    def _spell_space_mark(self) -> list[int] | None:
+        """The byte pieces of U+2581; None where the model has no bytes or prefixes the text with a space."""
+        if self._model.decode(self._model.encode("▁a")) != " a":
+            return None
+        ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
+        return ids if all(self._model.is_byte(i) for i in ids) else None
+
+
+# Meta's tokenizer for Llama 3 (llama3/llama/tokenizer.py, 2024): pattern, special tokens and the lengths at
+# which text is cut, because the pattern's matcher recurses and overflows its stack on very long runs.
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_SPECIALS = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(4)),
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|reserved_special_token_4|>",
+    "<|eot_id|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
+]
+_MAX_CHARS = 400_000
+_MAX_RUN = 25_000
+_HAS_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN + 1}}}|(?<!\s)\s{{{_MAX_RUN + 1}}}")
+_RUN = re.compile(r"\S+|\s+")
+
+
+class TiktokenTokenizer(Tokenizer):
+    """Byte pairs ranked in a tiktoken file, followed by a named set of special tokens.
+
+    The file is read here: tiktoken's own reader keeps a copy by path in a temporary folder, and would go on
+    using it after the file has changed.
+    """
+
+    def __init__(self, content: bytes, file: Path, special: str) -> None:
+        import tiktoken
+
+        if special != "llama3":
+            raise ValueError(f"unknown set of special tokens {special!r}")
+        ranks = _parse_ranks(content, file)
+        specials = {token: len(ranks) + i for i, token in enumerate(_LLAMA3_SPECIALS)}
+        self._encoding = tiktoken.Encoding(
+            special, pat_str=_LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self.vocab_size = len(ranks) + len(specials)
+        self.bos_id = specials["<|begin_of_text|>"]
+        self.eos_id = specials["<|end_of_text|>"]
+        self.fingerprint = _fingerprint(f"tiktoken/{special}", content)
+
+    def encode(self, text: str) -> list[int]:
+        return [i for part in _cut_long_runs(text) for i in self._encoding.encode_ordinary(part)]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        parts = [list(_cut_long_runs(text)) for text in texts]
+        flat = [part for of_text in parts for part in of_text]
+        encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=_NUM_THREADS))
+        return [[i for _ in of_text for i in next(encoded)] for of_text in parts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return _decode_known(ids, self.vocab_size, self._encoding.decode)
+
+
+def _parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
+    """The ranked byte pairs of a tiktoken file: lines of a base64 token, a space and its rank."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise DataError(
+                f"tokenizer file {file}, line {number}: not a base64 token and its rank"
+            ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise DataError(f"tokenizer file {file}: the ranks are not 0 to {len(ranks) - 1}, each once")
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        raise DataError(
+            f"tokenizer file {file}: not every single byte is a token, so some text has no encoding"
+        )
+    return ranks
+
+
+def _cut_long_runs(text: str) -> Iterator[str]:
+    """Pieces of at most 400,000 characters, in which no run of (non-)whitespace is longer than 25,000."""
+    for start in range(0, len(text), _MAX_CHARS):
+        piece = text[start : start + _MAX_CHARS]
+        if not _HAS_LONG_RUN.search(piece):
+            yield piece
+            continue
+        begin = 0
+        for run in _RUN.finditer(piece):
+            for cut in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
+                yield piece[begin:cut]
+                begin = cut
+        yield piece[begin:]
+
+
+def _decode_known(ids: Sequence[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
+    """Decodes the ids of the vocabulary; a model padded beyond it may well have sampled others."""
+    parts = []
+    for known, group in groupby((int(i) for i in ids), key=lambda i: 0 <= i < vocab_size):
+        of_group = list(group)
+        parts.append(decode(of_group) if known else _UNKNOWN * len(of_group))
+    return "".join(parts)
+
+
+def _decode_bytes(ids: list[int]) -> str:
+    return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        reason = error.strerror or "cannot be read"
+        raise DataError(f"tokenizer file {file}: {reason}; set tokenizer.path to the file") from error
+    if not content.strip():
+        raise DataError(f"tokenizer file {file} is empty")
+    return content
+
+
+def _fingerprint(kind: str, content: bytes) -> str:
+    return f"{kind}/{hashlib.sha256(content).hexdigest()}"
+
+
+def _none_if_negative(token_id: int) -> int | None:
+    return token_id if token_id >= 0 else None

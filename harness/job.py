@@ -1,0 +1,197 @@
+"""The job: everything a run is, in one typed value that imports no torch and travels as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from harness.cluster.config import ClusterConfig, count_gpus
+from harness.config import EXECUTION, LABEL, NUMERICS, label, leaves, numerics
+from harness.data import DataConfig, TokenizerConfig
+from harness.errors import ConfigError, divisors
+from harness.loop.config import DebugConfig, TrainingConfig, ValidationConfig
+from harness.metrics import MetricsConfig
+from harness.model.config import ModelConfig
+from harness.optimizer.config import OptimizerConfig, ScheduleConfig
+from harness.parallelism.config import ParallelismConfig
+from harness.precision.config import PrecisionConfig
+
+
+@dataclass
+class Job:
+    """One training run, whole. Each part is documented beside the code it configures."""
+
+    name: str = label("???")
+    """Folder of the run inside runs_dir, shared by jobs that belong together."""
+    runs_dir: str = label("runs")
+    """Where run folders are made."""
+    training: TrainingConfig = numerics(factory=TrainingConfig)
+    validation: ValidationConfig = numerics(factory=ValidationConfig)
+    model: ModelConfig = numerics(factory=ModelConfig)
+    parallelism: ParallelismConfig = numerics(factory=ParallelismConfig)
+    precision: PrecisionConfig = numerics(factory=PrecisionConfig)
+    data: DataConfig = numerics(factory=DataConfig)
+    tokenizer: TokenizerConfig = numerics(factory=TokenizerConfig)
+    optimizer: OptimizerConfig = numerics(factory=OptimizerConfig)
+    schedule: ScheduleConfig = numerics(factory=ScheduleConfig)
+    metrics: MetricsConfig = numerics(factory=MetricsConfig)
+    debug: DebugConfig = numerics(factory=DebugConfig)
+    cluster: ClusterConfig = numerics(factory=ClusterConfig)
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits that name the job: equal for equal numerics and execution, whatever the labels."""
+        return _digest([(name, value) for name, role, value in leaves(self) if role != LABEL])
+
+    @property
+    def numerics_id(self) -> str:
+        """The same over the fields that change the numbers: layouts of one experiment share it."""
+        return _digest([(name, value) for name, role, value in leaves(self) if role == NUMERICS])
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder that holds everything about the run."""
+        return Path(self.runs_dir) / self.name / self.id
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.parallelism.world_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step."""
+        assert self.training.global_batch_size is not None, "the job is not resolved"
+        return self.training.global_batch_size
+
+    @property
+    def local_batch_size(self) -> int:
+        """Sequences per data-parallel rank and forward pass."""
+        assert self.training.local_batch_size is not None, "the job is not resolved"
+        return self.training.local_batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Forward and backward passes per optimizer step."""
+        return self.global_batch_size // (self.local_batch_size * self.parallelism.data_parallel)
+
+    def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Job:
+        """Fills in what follows from the rest and checks every rule; returns itself.
+
+        Args:
+            launched_ranks: ranks that were already started around this process (torchrun), if so.
+            gpus: GPUs of this machine; counted when None.
+
+        Raises:
+            ConfigError: naming the field, its value, the rule, and what would work.
+        """
+        self.cluster.validate()
+        self.training.validate()
+        self.model.resolve()
+        self.model.validate()
+        if gpus is None:
+            gpus = 0 if self.cluster.device == "cpu" else count_gpus()
+        self.parallelism.resolve(launched_ranks or self.cluster.ranks_per_node, gpus or None)
+        self._resolve_batch()
+        self._validate()
+        return self
+
+    def _resolve_batch(self) -> None:
+        """Completes the pair of batch sizes, one of which may be null."""
+        training, replicas = self.training, self.parallelism.data_parallel
+        if training.global_batch_size is None:
+            training.local_batch_size = training.local_batch_size or 8
+            training.global_batch_size = training.local_batch_size * replicas
+        if training.global_batch_size % replicas:
+            works = divisors(training.global_batch_size)
+            raise ConfigError(
+                "training.global_batch_size",
+                training.global_batch_size,
+                f"must be a multiple of the data-parallel ranks, dp_replicate x dp_shard = {replicas}",
+                f"a multiple of {replicas}, or {', '.join(map(str, works))} data-parallel ranks",
+            )
+        share = training.global_batch_size // replicas
+        if training.local_batch_size is None:
+            training.local_batch_size = share
+        if share % training.local_batch_size:
+            raise ConfigError(
+                "training.local_batch_size",
+                training.local_batch_size,
+                f"must divide training.global_batch_size={training.global_batch_size} / "
+                f"{replicas} data-parallel ranks = {share}",
+                divisors(share),
+            )
+
+    def _validate(self) -> None:
+        """Checks every part, and what parts ask of each other."""
+        if self.training.seq_len > self.model.max_seq_len:
+            raise ConfigError(
+                "training.seq_len",
+                self.training.seq_len,
+                f"must not exceed model.max_seq_len={self.model.max_seq_len}",
+                f"at most {self.model.max_seq_len}",
+            )
+        self.parallelism.validate(self.model, self.training.seq_len, self.local_batch_size)
+        self.precision.validate()
+        self.data.validate()
+        self.tokenizer.validate()
+        self.optimizer.validate()
+        self.schedule.validate(self.training.steps)
+        self.metrics.validate()
+        self.validation.validate()
+        self.debug.validate()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The job as plain containers."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """The job as ``job.json`` holds it, with its id."""
+        return json.dumps({"id": self.id, **self.to_dict()}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Reads what ``to_json`` wrote."""
+        plain = json.loads(text)
+        plain.pop("id", None)
+        return from_dict(cls, plain)
+
+
+def from_dict(cls: type, plain: dict[str, Any]) -> Any:
+    """Builds a (nested) config dataclass from plain containers.
+
+    Raises:
+        ConfigError: a key that the dataclass does not have.
+    """
+    hints = get_type_hints(cls)
+    unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
+    if unknown:
+        raise ConfigError(sorted(unknown)[0], plain[sorted(unknown)[0]], f"{cls.__name__} has no such field")
+    values = {}
+    for name, value in plain.items():
+        kind = next((t for t in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(t)), None)
+        values[name] = from_dict(kind, value) if isinstance(kind, type) and isinstance(value, dict) else value
+    return cls(**values)
+
+
+def differing_fields(a: Job, b: Job, role: str = EXECUTION) -> list[str]:
+    """Dotted names of the fields of one role in which two jobs differ."""
+    return [
+        name
+        for (name, kind, left), (_, _, right) in zip(leaves(a), leaves(b), strict=True)
+        if kind == role and left != right
+    ]
+
+
+def launched_ranks() -> int | None:
+    """Ranks that torchrun (or another launcher) started around this process; None when this is no rank."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+def _digest(pairs: list[tuple[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(pairs, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,5 @@
+"""The training loop."""
+
+from harness.loop.config import DebugConfig, TrainingConfig, ValidationConfig
+
+__all__ = ["DebugConfig", "TrainingConfig", "ValidationConfig"]

@@ -1,0 +1,79 @@
+"""What the training loop is told: how long, how much at once, from which seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.config import execution, label, numerics
+from harness.errors import ConfigError
+
+NON_FINITE = ("stop", "skip")
+
+
+@dataclass
+class TrainingConfig:
+    """Length, batch and seed of a run."""
+
+    steps: int = numerics(1000)
+    """Optimizer steps."""
+    seq_len: int = numerics(2048)
+    """Tokens per sequence."""
+    global_batch_size: int | None = numerics(None)
+    """Sequences per optimizer step, over all ranks; null means local_batch_size on every data-parallel rank."""
+    local_batch_size: int | None = execution(None)
+    """Sequences per data-parallel rank and forward pass; null means all of the rank's share at once."""
+    max_norm: float = numerics(1.0)
+    """Gradients are clipped to this global 2-norm; 0 leaves them alone."""
+    seed: int = numerics(42)
+    """Seed of parameters and data order."""
+    gc_interval: int = execution(50)
+    """Steps between garbage collections, which all ranks do together; 0 leaves it to Python."""
+
+    def validate(self) -> None:
+        """Raises ConfigError for lengths that are not positive."""
+        for name in ("steps", "seq_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"training.{name}", getattr(self, name), "must be at least 1")
+        for name in ("global_batch_size", "local_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"training.{name}", value, "must be at least 1, or null")
+        for name in ("max_norm", "gc_interval"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"training.{name}", getattr(self, name), "must not be negative")
+
+
+@dataclass
+class ValidationConfig:
+    """Loss on held-out samples."""
+
+    interval: int = label(0)
+    """Steps between validations (one more after the last step); 0 means none."""
+    steps: int = label(10)
+    """Global batches per validation; every rank does the same number."""
+
+    def validate(self) -> None:
+        """Raises ConfigError for negative counts."""
+        if self.interval < 0:
+            raise ConfigError("validation.interval", self.interval, "must not be negative")
+        if self.steps < 1:
+            raise ConfigError("validation.steps", self.steps, "must be at least 1")
+
+
+@dataclass
+class DebugConfig:
+    """What to do for certainty at the cost of speed, and when numbers go wrong."""
+
+    deterministic: bool = execution(False)
+    """Use only deterministic kernels: two runs of a job give bitwise the same numbers."""
+    non_finite: str = numerics("stop")
+    """When the loss or the gradient norm is not finite: stop the run, or skip the update; evidence is kept."""
+    max_skipped_steps: int = numerics(10)
+    """With skip: consecutive skipped updates after which the run stops all the same."""
+
+    def validate(self) -> None:
+        """Raises ConfigError for a policy that is not known."""
+        if self.non_finite not in NON_FINITE:
+            raise ConfigError("debug.non_finite", self.non_finite, "no such policy", NON_FINITE)
+        if self.max_skipped_steps < 1:
+            raise ConfigError("debug.max_skipped_steps", self.max_skipped_steps, "must be at least 1")

@@ -1,0 +1,33 @@
+"""What is kept when a loss or a gradient is not finite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from harness.data.loader import Batch
+from harness.loop.engine import StepOutcome
+
+
+def save_evidence(
+    folder: Path, rank: int, step: int, outcome: StepOutcome, batch: Batch, named: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Writes ``step<step>-rank<rank>.pt`` (this rank's rows) and ``.json`` (which gradients went wrong)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wrong = []
+    for name, parameter in named:
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        bad = int((~torch.isfinite(gradient)).sum())
+        if bad:
+            wrong.append({"parameter": name, "non_finite": bad, "of": gradient.numel()})
+    stem = folder / f"step{step}-rank{rank}"
+    row = {"step": step, "rank": rank, "loss": str(outcome.loss), "grad_norm": str(outcome.grad_norm), "gradients": wrong}
+    stem.with_suffix(".json").write_text(json.dumps(row, indent=2) + "\n")
+    torch.save({"inputs": batch.inputs_BT.cpu(), "labels": batch.labels_BT.cpu()}, stem.with_suffix(".pt"))

@@ -1,0 +1,264 @@
+"""The training loop: data, gradients, decision, update, metrics; validation now and then."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.data.loader import Batch, Loader, build_loader
+from harness.data.tokenizer import build_tokenizer
+from harness.errors import NonFiniteError
+from harness.job import Job
+from harness.loop.engine import Engine, StepOutcome
+from harness.loop.evidence import save_evidence
+from harness.loop.signals import StopRequest
+from harness.metrics.memory import peak_memory_gib
+from harness.metrics.mfu import Peak, describe_inputs, peak_of, utilization
+from harness.metrics.recorder import Recorder
+from harness.metrics.window import StepTimer, Window
+from harness.model.accounting import account
+from harness.run_folder import RunFolder
+
+
+@dataclass
+class Progress:
+    """Where a run stands; what its result row says of it."""
+
+    step: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    validation_loss: float | None = None
+    skipped_steps: int = 0
+    first_step_seconds: float | None = None
+    memory_gib: float | None = None
+
+
+class Trainer:
+    """Trains one job; every rank has one.
+
+    Args:
+        job: the resolved job.
+        folder: the run folder.
+        engine: model and optimizer.
+        recorder: takes the metrics, on rank 0 only.
+        started: time.time() at which the process or its controller started.
+    """
+
+    def __init__(
+        self, job: Job, folder: RunFolder, engine: Engine, recorder: Recorder | None, started: float
+    ) -> None:
+        self.job, self.folder, self.engine, self.recorder = job, folder, engine, recorder
+        self.started = started
+        self.progress = Progress()
+        self.window = Window(job.metrics.warmup_steps)
+        device = engine.device
+        self.timer = StepTimer(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
+        self.accounting = account(job.model, job.training.seq_len)
+        self.peak = device_peak(job, device)
+        tokenizer = build_tokenizer(job.tokenizer)
+        self.loader = self._build_loader(tokenizer, "train")
+        self.validation_loader = self._build_loader(tokenizer, "validation") if job.validation.interval else None
+
+    def train(self) -> str:
+        """Runs to the last step, or to a stop that all ranks agree on.
+
+        Returns:
+            ``completed`` or ``interrupted``.
+
+        Raises:
+            NonFiniteError: the loss or the gradient norm is not finite and the policy says stop.
+        """
+        self._say(describe_inputs(self.accounting, self.peak))
+        collecting = self.job.training.gc_interval > 0
+        if collecting:
+            # Collections at different times on different ranks make every step as slow as the slowest.
+            gc.disable()
+            gc.collect()
+        try:
+            with StopRequest() as request:
+                return self._loop(request, collecting)
+        finally:
+            if collecting:
+                gc.enable()
+
+    def result(self) -> dict[str, Any]:
+        """What the run's row says of how far it came and how fast."""
+        progress, window = self.progress, self.window.summary()
+        rate = window["tokens_per_second"]
+        per_rank = None if rate is None else rate / self.job.world_size
+        return {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "loss": progress.loss,
+            "validation_loss": progress.validation_loss,
+            "skipped_steps": progress.skipped_steps,
+            "first_step_seconds": progress.first_step_seconds,
+            "parameters": self.accounting.parameters,
+            "flops_per_token_full": self.accounting.flops_per_token_full,
+            "flops_per_token_causal": self.accounting.flops_per_token_causal,
+            "peak_flops": self.peak.flops,
+            "peak_origin": self.peak.origin,
+            "device": device_name(self.engine.device),
+            "window": window,
+            "tokens_per_second_per_rank": per_rank,
+            **utilization(per_rank, self.accounting, self.peak),
+            "memory_gib": self.progress.memory_gib,
+        }
+
+    def shown_summary(self) -> dict[str, Any]:
+        """The figures a run ends with on the console."""
+        row = self.result()
+        names = ("step", "tokens", "loss", "validation_loss", "tokens_per_second_per_rank", "mfu", "memory_gib")
+        shown = {name: row[name] for name in names if row[name] is not None}
+        rate = row["window"]["tokens_per_second"]
+        return {**shown, "tokens_per_second": rate} if rate is not None else shown
+
+    def _loop(self, request: StopRequest, collecting: bool) -> str:
+        training, skipped_in_a_row = self.job.training, 0
+        self.timer.restart()
+        for step in range(self.progress.step + 1, training.steps + 1):
+            if collecting and step % training.gc_interval == 0:
+                gc.collect(1)
+            with self.timer.section("data"):
+                batch = self._to_device(self.loader.next())
+            outcome = self.engine.gradients(batch, stop_requested=request.signal is not None)
+            lr = self.engine.lr
+            if outcome.is_finite:
+                self.engine.update(outcome.grad_norm)
+                skipped_in_a_row = 0
+            else:
+                skipped_in_a_row += 1
+                self._handle_non_finite(step, outcome, batch, skipped_in_a_row)
+            self._advance(step, outcome)
+            if step == 1 or step % self.job.metrics.log_interval == 0 or step == training.steps:
+                self._log(step, outcome, lr)
+            self._validate_if_due(step)
+            if outcome.stop_requested:
+                self._say(f"stopped after step {step} of {training.steps}")
+                return "interrupted"
+        return "completed"
+
+    def _advance(self, step: int, outcome: StepOutcome) -> None:
+        """Books a finished step."""
+        tokens = self.job.global_batch_size * self.job.training.seq_len
+        lap = self.timer.lap()
+        self.window.add(lap.seconds, tokens, lap.data_seconds)
+        self.progress.step, self.progress.loss = step, outcome.loss
+        self.progress.tokens += tokens
+        if self.progress.first_step_seconds is None:
+            self.progress.first_step_seconds = time.time() - self.started
+
+    def _log(self, step: int, outcome: StepOutcome, lr: float) -> None:
+        """Writes one row; ranks meet for the two figures that are maxima over them."""
+        local = float("-inf") if outcome.local_loss is None else outcome.local_loss
+        loss_max, memory = self.engine.world_max([local, peak_memory_gib(self.engine.device.type)])
+        self.progress.memory_gib = memory
+        interval = self.window.interval()
+        rate = interval["tokens_per_second"]
+        per_rank = None if rate is None else rate / self.job.world_size
+        row = {
+            "step": step,
+            "loss": outcome.loss,
+            "loss_max": loss_max,
+            "grad_norm": outcome.grad_norm,
+            "lr": lr,
+            "tokens": self.progress.tokens,
+            "valid_tokens": outcome.valid_tokens,
+            **interval,
+            "tokens_per_second_per_rank": per_rank,
+            **utilization(per_rank, self.accounting, self.peak),
+            "memory_gib": memory,
+            "skipped_steps": self.progress.skipped_steps,
+            "time": time.time(),
+        }
+        if self.recorder is not None:
+            self.recorder.log(row)
+
+    def _validate_if_due(self, step: int) -> None:
+        """Validates every ``interval`` steps and after the last one."""
+        if self.validation_loader is None:
+            return
+        if step % self.job.validation.interval and step != self.job.training.steps:
+            return
+        with self.timer.section("validation"):
+            self.validation_loader.reset()
+            losses, tokens = 0.0, 0
+            for _ in range(self.job.validation.steps):
+                loss, valid = self.engine.evaluate(self._to_device(self.validation_loader.next()))
+                losses, tokens = losses + loss, tokens + valid
+            self.progress.validation_loss = losses / max(1, tokens)
+        if self.recorder is not None:
+            self.recorder.log_validation({"step": step, "validation_loss": self.progress.validation_loss})
+
+    def _handle_non_finite(self, step: int, outcome: StepOutcome, batch: Batch, in_a_row: int) -> None:
+        """Keeps the evidence, then stops or skips; every rank sees the same sums and does the same."""
+        evidence = self.folder.path / "evidence"
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        save_evidence(evidence, rank, step, outcome, batch, self.engine.named_parameters())
+        what = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; evidence in {evidence}"
+        if self.job.debug.non_finite == "stop":
+            raise NonFiniteError(what)
+        if in_a_row > self.job.debug.max_skipped_steps:
+            raise NonFiniteError(f"{what}; {in_a_row} updates in a row skipped")
+        self.progress.skipped_steps += 1
+        self.engine.skip_update()
+        self._say(f"skipped the update of {what}")
+
+    def _build_loader(self, tokenizer: Any, split: str) -> Loader:
+        def barrier() -> None:
+            if dist.is_initialized():
+                dist.barrier()
+
+        job = self.job
+        return build_loader(
+            job.data,
+            tokenizer,
+            seq_len=job.training.seq_len,
+            global_batch_size=job.global_batch_size,
+            seed=job.training.seed,
+            rows=self.engine.rows,
+            split=split,
+            model_vocab_size=job.model.vocab_size,
+            barrier=barrier,
+            is_builder=local_rank() == 0,
+        )
+
+    def _to_device(self, batch: Batch) -> Batch:
+        if self.engine.device.type == "cpu":
+            return batch
+        device = self.engine.device
+        return Batch(*(t.pin_memory().to(device, non_blocking=True) for t in batch))
+
+    def _say(self, text: str) -> None:
+        if self.recorder is not None:
+            self.recorder.message(text)
+
+
+def local_rank() -> int:
+    """This process's place on its node; 0 when it was started alone."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself; a CPU by its machine's architecture and cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+
+
+def device_peak(job: Job, device: torch.device) -> Peak:
+    """The peak an MFU is measured against: of this device, in the format matrix products run in."""
+    if device.type != "cuda":
+        return peak_of(device_name(device), job.precision.param_dtype)
+    dtype = job.precision.param_dtype
+    if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
+        dtype = "tf32"
+    return peak_of(torch.cuda.get_device_name(device), dtype)
+

@@ -1,0 +1,149 @@
+"""What a person sees of a run: a progress bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from harness.metrics.lines import metrics_text, row_line, summary_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+
+_logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_LINES = 10.0
+_REFRESH_PER_SECOND = 2
+
+
+class Console(Protocol):
+    """A place for lines of text, one of them the progress of the run."""
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Shows one row of metrics; it has a ``step``."""
+
+    def message(self, text: str) -> None:
+        """Shows any other line."""
+
+    def warn(self, text: str) -> None:
+        """Shows a line that must not be overlooked."""
+
+    def summary(self, title: str, figures: Mapping[str, Any]) -> None:
+        """Shows the figures a run ends with; None is left out."""
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+
+
+def make_console(kind: str, total_steps: int, start_step: int) -> Console:
+    """The console that ``metrics.console`` asks for: auto, rich, plain or none."""
+    if kind == "auto":
+        kind = "rich" if sys.stdout.isatty() else "plain"
+    if kind == "none":
+        return SilentConsole()
+    return RichConsole(total_steps, start_step) if kind == "rich" else PlainConsole(total_steps)
+
+
+class SilentConsole:
+    """Shows nothing. Warnings still reach the log of the process: something was lost that was asked for."""
+
+    def log(self, row: Mapping[str, Any]) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None:
+        _logger.warning(text)
+
+    def summary(self, title: str, figures: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainConsole:
+    """One line a row, flushed, for log files and pipes."""
+
+    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+        self._total_steps = total_steps
+        self._stream = stream or sys.stdout
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        self.message(row_line(row, self._total_steps))
+
+    def message(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def warn(self, text: str) -> None:
+        self.message(f"warning: {text}")
+
+    def summary(self, title: str, figures: Mapping[str, Any]) -> None:
+        self.message("\n".join(summary_lines(title, figures)))
+
+    def close(self) -> None: ...
+
+
+class RichConsole:
+    """A bar with the newest metrics at the bottom of the terminal; now and then a line stays above it.
+
+    Args:
+        total_steps: the step the run ends with.
+        start_step: the last step already done; the remaining time is estimated from the steps after it.
+        terminal: where to draw; standard output by default.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int,
+        terminal: Terminal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from rich import progress
+        from rich.console import Console as Terminal
+
+        self._total_steps, self._clock = total_steps, clock
+        self._terminal = terminal or Terminal()
+        self._next_line = clock()
+        self._progress = progress.Progress(
+            progress.TextColumn("step"),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(bar_width=20),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[metrics]}", markup=False),
+            console=self._terminal,
+            refresh_per_second=_REFRESH_PER_SECOND,
+        )
+        self._task = self._progress.add_task("steps", total=total_steps, completed=start_step, metrics="")
+        self._progress.start()
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        if "validation_loss" in row:
+            self.message(row_line(row, self._total_steps))
+            return
+        self._progress.update(self._task, completed=row["step"], metrics=metrics_text(row))
+        if self._clock() >= self._next_line or row["step"] == self._total_steps:
+            self._next_line = self._clock() + _SECONDS_BETWEEN_LINES
+            self.message(row_line(row, self._total_steps))
+
+    def message(self, text: str) -> None:
+        self._write(text)
+
+    def warn(self, text: str) -> None:
+        self._write(f"warning: {text}", style="yellow")
+
+    def summary(self, title: str, figures: Mapping[str, Any]) -> None:
+        heading, *lines = summary_lines(title, figures)
+        self._write(heading, style="bold")
+        for line in lines:
+            self._write(line)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    def _write(self, text: str, style: str | None = None) -> None:
+        """Without markup: text in brackets is text, not a style."""
+        self._terminal.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,49 @@
+"""Peak memory of this process, in GiB (2**30 bytes)."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from pathlib import Path
+
+GIB = 2**30
+_STATUS = Path("/proc/self/status")
+
+
+def peak_memory_gib(device_type: str) -> float:
+    """The most memory held at once.
+
+    Args:
+        device_type: ``cuda`` gives what the caching allocator reserved on the current device since the last
+            reset, which is what decides whether a run fits. Anything else gives the peak resident memory
+            of this process since it started.
+    """
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_reserved() / GIB
+    return _peak_resident_bytes() / GIB
+
+
+def reset_peak_memory(device_type: str) -> None:
+    """Begins a new peak on ``cuda``; on a CPU the peak is that of the whole life of the process."""
+    if device_type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak_resident_bytes() -> int:
+    """VmHWM where there is one, else ru_maxrss.
+
+    On Linux ru_maxrss survives exec (fs/exec.c, exec_mmap): a small rank started by a large parent would
+    report the parent's memory. VmHWM belongs to the address space of this process alone.
+    """
+    if _STATUS.exists():
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+        if found:
+            return int(found.group(1)) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # getrusage(2): kibibytes on Linux, bytes on macOS.
+    return peak if sys.platform == "darwin" else peak * 1024

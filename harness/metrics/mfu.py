@@ -1,0 +1,90 @@
+"""Model FLOPs utilization: the share of a device's peak that went into the model's own arithmetic.
+
+Defined in PaLM (https://arxiv.org/abs/2204.02311, appendix B): observed tokens per second over the tokens per
+second at peak. Recomputed activations do not count as work. There are two ways to count causal attention and
+both are reported, because a number without its convention cannot be compared:
+
+* ``mfu`` counts the whole square of scores, as torchtitan, PaLM and nanoGPT do;
+* ``mfu_causal`` counts the half below the diagonal, as some vendors do.
+
+Hardware that is not in the table has no MFU: another device's peak would be an invented number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from harness.cluster.hardware import find_accelerator
+
+
+class FlopsPerToken(Protocol):
+    """FLOPs of one token, forward and backward, as the model package counts them."""
+
+    @property
+    def flops_per_token_full(self) -> float:
+        """With the attention counted whole."""
+
+    @property
+    def flops_per_token_causal(self) -> float:
+        """With the attention halved."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The peak of one device, FLOP/s without sparsity (None if unknown), and where the figure comes from."""
+
+    flops: float | None
+    origin: str
+
+
+def peak_of(device_name: str, dtype: str) -> Peak:
+    """The peak that an MFU is measured against.
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name()`` gives it; for a CPU anything else.
+        dtype: what the matrix products run in: bfloat16, float16, float8, tf32 or float32.
+    """
+    accelerator = find_accelerator(device_name)
+    if accelerator is None:
+        return Peak(None, f"no known peak for {device_name!r}")
+    if dtype not in accelerator.peak_flops:
+        return Peak(None, f"no {dtype} peak for {accelerator.name} in {accelerator.source}")
+    return Peak(accelerator.peak_flops[dtype], f"{accelerator.name}, dense {dtype}, {accelerator.source}")
+
+
+def tflops_per_device(tokens_per_second_per_device: float | None, flops_per_token: float) -> float | None:
+    """Arithmetic of the model that one device does, in TFLOP/s; None without a throughput."""
+    if tokens_per_second_per_device is None:
+        return None
+    return tokens_per_second_per_device * flops_per_token / 1e12
+
+
+def mfu(
+    tokens_per_second_per_device: float | None, flops_per_token: float, peak_flops: float | None
+) -> float | None:
+    """Share of the peak, 0 to 1; None without a throughput or without a known peak."""
+    if tokens_per_second_per_device is None or peak_flops is None:
+        return None
+    return tokens_per_second_per_device * flops_per_token / peak_flops
+
+
+def utilization(
+    tokens_per_second_per_device: float | None, flops: FlopsPerToken, peak: Peak
+) -> dict[str, float | None]:
+    """The fields of a row: ``tflops_per_device`` and ``mfu`` (attention whole), ``mfu_causal`` (halved)."""
+    rate = tokens_per_second_per_device
+    return {
+        "tflops_per_device": tflops_per_device(rate, flops.flops_per_token_full),
+        "mfu": mfu(rate, flops.flops_per_token_full, peak.flops),
+        "mfu_causal": mfu(rate, flops.flops_per_token_causal, peak.flops),
+    }
+
+
+def describe_inputs(flops: FlopsPerToken, peak: Peak) -> str:
+    """One line with everything the MFU is computed from, to be shown once at the start of a run."""
+    full, causal = flops.flops_per_token_full / 1e9, flops.flops_per_token_causal / 1e9
+    work = f"{full:,.4g} GFLOP/token (attention whole), {causal:,.4g} (causal half)"
+    if peak.flops is None:
+        return f"no MFU: {peak.origin}; {work}"
+    return f"MFU from {work}, peak {peak.flops / 1e12:,.1f} TFLOP/s ({peak.origin})"

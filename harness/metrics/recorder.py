@@ -1,0 +1,118 @@
+"""The one thing rank 0 tells everything to: first the file, then the console, then the other views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.metrics.config import MetricsConfig
+from harness.metrics.console import Console, SilentConsole, make_console
+from harness.metrics.jsonl import MetricsFile
+from harness.metrics.views import TensorBoardView, View, WandbView
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Recorder:
+    """Writes what a run measures.
+
+    ``metrics.jsonl`` is the truth and is written first. A view that fails is switched off with one warning.
+
+    Args:
+        config: which views there are.
+        run_dir: the run folder.
+        run_id: the id of the run, the same after a resume.
+        name: what people call the run.
+        job: the resolved job as plain values.
+        total_steps: the step the run ends with.
+        start_step: the last step already done, 0 for a new run. Rows of later steps, which an earlier attempt
+            wrote after its last checkpoint, are dropped: they will be written again.
+
+    Raises:
+        OSError: metrics.jsonl cannot be written.
+    """
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        run_dir: Path,
+        *,
+        run_id: str,
+        name: str,
+        job: dict[str, Any],
+        total_steps: int,
+        start_step: int,
+    ) -> None:
+        self._file = MetricsFile(run_dir / METRICS_FILE)
+        self._file.truncate_after(start_step)
+        self._console = make_console(config.console, total_steps, start_step)
+        self._views: list[View] = []
+        self._closed = False
+        if config.wandb:
+            self._add_view("wandb", lambda: WandbView(config, run_dir, run_id, name, job))
+        if config.tensorboard:
+            self._add_view("tensorboard", lambda: TensorBoardView(run_dir, job, start_step))
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Writes the row of a training step; it has a ``step``. None means unknown, and views leave it out.
+
+        Raises:
+            OSError: metrics.jsonl cannot be written; the truth is not a view.
+        """
+        self._file.write(dict(row))
+        self._tell(lambda console: console.log(row))
+        self._show(lambda view: view.log(row))
+
+    def log_validation(self, row: Mapping[str, Any]) -> None:
+        """Writes the row of a validation: a ``step`` and a ``validation_loss``.
+
+        Raises:
+            OSError: metrics.jsonl cannot be written.
+        """
+        self.log(row)
+
+    def message(self, text: str) -> None:
+        """Shows a line on the console without breaking the progress bar."""
+        self._tell(lambda console: console.message(text))
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Shows the figures the run ends with, writes out every view and closes the file. Once is enough."""
+        if self._closed:
+            return
+        self._closed = True
+        self._file.close()
+        self._tell(lambda console: console.close())
+        self._show(lambda view: view.close(summary))
+        self._tell(lambda console: console.summary("summary", summary))
+
+    def _tell(self, tell: Callable[[Console], None]) -> None:
+        """The console is a view too: standard output may be a pipe that nobody reads any more."""
+        try:
+            tell(self._console)
+        except Exception as error:  # see _switched_off
+            self._console = SilentConsole()
+            self._switched_off("console", error)
+
+    def _add_view(self, name: str, make: Callable[[], View]) -> None:
+        try:
+            self._views.append(make())
+        except Exception as error:  # see _switched_off
+            self._switched_off(name, error)
+
+    def _show(self, show: Callable[[View], None]) -> None:
+        for view in list(self._views):
+            try:
+                show(view)
+            except Exception as error:  # see _switched_off
+                self._views.remove(view)
+                self._switched_off(view.name, error)
+
+    def _switched_off(self, name: str, error: Exception) -> None:
+        """Says that a view is gone.
+
+        This is the one place that takes every exception: what a client of a remote service raises is not
+        ours to list, nothing is lost that metrics.jsonl does not hold, and no plot is worth a run.
+        """
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        self._tell(lambda console: console.warn(f"{name} is off, metrics.jsonl goes on: {reason}"))

@@ -1,0 +1,105 @@
+"""``result.json``: the one flat row that every run leaves, and where its code came from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import harness
+from harness.metrics.atomic import write_atomically
+from harness.metrics.encoding import dumps
+
+_PACKAGES = ("torch", "torchao", "triton", "numpy", "wandb", "hydra-core")
+_GIT_SECONDS = 20
+
+
+def write_json_atomically(path: Path, obj: Any) -> None:
+    """Writes ``obj`` as indented JSON; a reader sees the old file or the new one, never a part.
+
+    Non-finite floats become the strings "nan", "inf" and "-inf".
+
+    Raises:
+        TypeError: something in ``obj`` has no form in JSON.
+        OSError: the folder is missing, full or not writable.
+    """
+    write_atomically(path, dumps(obj, indent=2).encode() + b"\n")
+
+
+def write_result(run_dir: Path, row: dict[str, Any]) -> Path:
+    """Writes ``result.json`` into ``run_dir``, nested dicts flattened with dots.
+
+    Returns:
+        the path of the file.
+    """
+    path = run_dir / "result.json"
+    write_json_atomically(path, flatten(row))
+    return path
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``. Lists stay lists; an empty dict has no leaf and leaves nothing.
+
+    Raises:
+        ValueError: two values would get the same name.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        name = f"{prefix}{key}"
+        for leaf, item in (flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}).items():
+            if leaf in flat:
+                raise ValueError(f"two values are called {leaf}")
+            flat[leaf] = item
+    return flat
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, the harness and the packages that decide what a run computes; None if missing."""
+    packages = {name: _version(name) for name in _PACKAGES}
+    return {"python": platform.python_version(), "harness": harness.__version__, **packages}
+
+
+def _version(package: str) -> str | None:
+    """From the package's metadata, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit(path: Path) -> dict[str, str | bool | None]:
+    """The commit of the repository that ``path`` lies in.
+
+    Args:
+        path: an existing folder.
+
+    Returns:
+        ``commit``: the full hash, and ``dirty``: whether anything but ignored files differs from it,
+        untracked files included. Both are None outside of a repository, without git, or if git
+        ignores ``path``: a package in the virtual environment of another project is not that project's code.
+    """
+    commit = _git(path, "rev-parse", "--verify", "--quiet", "HEAD")
+    ignored = _git(path, "check-ignore", ".")
+    if not commit or ignored:
+        return {"commit": None, "dirty": None}
+    changes = _git(path, "status", "--porcelain")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints, or None if it fails; a run must not die of not knowing its commit."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            # Without it `status` would take the lock of the index from under the user's own git command.
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,146 @@
+"""Views of the truth: the same rows, for W&B and for TensorBoard.
+
+Keys are those of ``metrics.jsonl``, so a number has one name everywhere. A view may raise from any method;
+``harness.metrics.recorder`` switches it off then and the run goes on.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from harness.metrics.config import MetricsConfig
+from harness.metrics.encoding import dumps
+from harness.metrics.result import flatten
+
+_DEFAULT_PROJECT = "harness"
+_UPLOAD_SECONDS = 300.0
+_EVENT_FLUSH_SECONDS = 10
+
+
+class View(Protocol):
+    """Something that shows rows."""
+
+    name: str
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Shows one row; it has a ``step``."""
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Shows the figures the run ends with and writes out everything."""
+
+
+class WandbView:
+    """Weights & Biases, by rank 0 only.
+
+    Rows carry their own ``step`` and are logged without ``step=``: W&B drops a row whose step is below the
+    last one it saw, as happens after a resume from an older checkpoint.
+
+    Args:
+        config: project, entity, group, tags and mode.
+        run_dir: the local copy of the run is written into its ``wandb`` folder.
+        run_id: the id of the run; a resumed run goes on under it.
+        name: the name shown for the run.
+        job: the resolved job, shown as the run's config.
+
+    Raises:
+        Exception: anything that wandb raises when it is missing, misused or cannot reach its server.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self, config: MetricsConfig, run_dir: Path, run_id: str, name: str, job: dict[str, Any]
+    ) -> None:
+        import wandb
+
+        settings: dict[str, Any] = {
+            "console": "off"
+        }  # capturing stdout gets in the way of srun and of the bar
+        if "finish_timeout" in wandb.Settings.model_fields:
+            # By default `finish` waits for an upload without end, with the whole allocation idle behind it.
+            # What was not uploaded lies in the run folder, for `wandb sync`.
+            settings["finish_timeout"] = _UPLOAD_SECONDS
+        self._run = wandb.init(
+            dir=run_dir,
+            id=run_id,
+            resume="allow",
+            name=name,
+            project=config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
+            entity=config.wandb_entity,
+            group=config.wandb_group,
+            tags=list(config.wandb_tags) or None,
+            mode=wandb_mode(config.wandb_mode),  # type: ignore[arg-type]
+            config=job,
+            settings=wandb.Settings(**settings),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        self._run.log({key: value for key, value in row.items() if value is not None})
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """An ``exit_code`` in ``summary`` other than 0 marks the run as failed."""
+        self._run.summary.update(flatten(dict(summary)))
+        self._run.finish(exit_code=int(summary.get("exit_code") or 0))
+
+
+def wandb_mode(wanted: str | None) -> str | None:
+    """The mode to pass to ``wandb.init``; None leaves it to WANDB_MODE, which the environment has set.
+
+    Without an API key ``online`` would ask for one on a terminal and raise anywhere else, so it is
+    ``offline`` then.
+    """
+    if os.environ.get("WANDB_MODE"):
+        return None
+    if wanted in (None, "online"):
+        return "online" if has_wandb_key() else "offline"
+    return wanted
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb would find credentials: in the environment, or in netrc for its server."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    named = os.environ.get("NETRC")
+    places = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    return any(place.is_file() and server in netrc.netrc(place).hosts for place in places)
+
+
+class TensorBoardView:
+    """TensorBoard event files in the run folder.
+
+    Args:
+        run_dir: the files are written into its ``tensorboard`` folder.
+        job: the resolved job, shown as a text.
+        start_step: the last step already done; what an earlier attempt wrote after it is purged.
+
+    Raises:
+        ImportError: tensorboard is not installed.
+        OSError: the folder cannot be written.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, run_dir: Path, job: dict[str, Any], start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(
+            log_dir=str(run_dir / "tensorboard"), purge_step=start_step + 1, flush_secs=_EVENT_FLUSH_SECONDS
+        )
+        self._writer.add_text("job", f"```json\n{dumps(job, indent=2)}\n```", start_step)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        for key, value in row.items():
+            if key != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(key, value, row["step"])
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self._writer.add_text("summary", f"```json\n{dumps(dict(summary), indent=2)}\n```")
+        self._writer.close()

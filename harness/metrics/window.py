@@ -1,0 +1,216 @@
+"""How long steps take: a clock for one step, and the window of steps that a throughput is taken over.
+
+A throughput is the throughput of training. Steps of warm-up (compilation, allocation, the first use of every
+communicator) are outside the window, and the time of validation and of saving is outside every step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+DATA, VALIDATION, CHECKPOINT = "data", "validation", "checkpoint"
+SECTIONS = (DATA, VALIDATION, CHECKPOINT)
+EXCLUDED = (VALIDATION, CHECKPOINT)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of one step, in seconds.
+
+    Attributes:
+        seconds: wall time of the step without validation and checkpoint.
+        data_seconds: the part of ``seconds`` spent waiting for data.
+        validation_seconds: time spent in validation, outside ``seconds``.
+        checkpoint_seconds: time spent saving, outside ``seconds``.
+    """
+
+    seconds: float
+    data_seconds: float = 0.0
+    validation_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+
+
+class StepTimer:
+    """Clock of the loop: the end of one step is the beginning of the next, so no time falls between two.
+
+        timer = StepTimer(synchronize=torch.cuda.synchronize)
+        for step in steps:
+            with timer.section("data"):
+                batch = next(batches)
+            train(batch)
+            lap = timer.lap()
+            window.add(lap.seconds, tokens, lap.data_seconds)
+            with timer.section("checkpoint"):
+                save()
+
+    Args:
+        synchronize: waits for the device. Kernels run behind the Python that queues them; without this wait
+            at the edges of validation and saving, these would be billed for the steps before them.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(
+        self, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._synchronize, self._clock = synchronize, clock
+        self._open: str | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets the time since the last lap; call it right before the first step."""
+        self._started = self._clock()
+        self._spent = dict.fromkeys(SECTIONS, 0.0)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Books the time of the ``with`` block under ``name``: data, validation or checkpoint.
+
+        Raises:
+            ValueError: no such section.
+            RuntimeError: another section is open; its time would be booked twice.
+        """
+        if name not in SECTIONS:
+            raise ValueError(f"no section {name!r}; there are {', '.join(SECTIONS)}")
+        if self._open is not None:
+            raise RuntimeError(f"section {name!r} opened inside of {self._open!r}")
+        self._open = name
+        started = self._edge(name)
+        try:
+            yield
+        finally:
+            self._spent[name] += self._edge(name) - started
+            self._open = None
+
+    def lap(self) -> StepTime:
+        """Ends the step and begins the next one.
+
+        Raises:
+            RuntimeError: a section is still open.
+        """
+        if self._open is not None:
+            raise RuntimeError(f"step ended inside of section {self._open!r}")
+        seconds = self._clock() - self._started - sum(self._spent[name] for name in EXCLUDED)
+        spent = self._spent
+        self.restart()
+        return StepTime(seconds, spent[DATA], spent[VALIDATION], spent[CHECKPOINT])
+
+    def _edge(self, name: str) -> float:
+        """The time at an edge of a section; the device is idle there if the step excludes the section."""
+        if self._synchronize is not None and name in EXCLUDED:
+            self._synchronize()
+        return self._clock()
+
+
+@dataclass(frozen=True)
+class _Step:
+    seconds: float
+    tokens: int
+    data_seconds: float
+
+
+class Window:
+    """The steps of this process that count for its throughput.
+
+    The warm-up is counted from the first step of *this process*, not from step 1 of the run: a resumed run
+    compiles and connects again.
+
+    Args:
+        warmup_steps: first steps that are left out.
+    """
+
+    def __init__(self, warmup_steps: int = 3) -> None:
+        self._warmup_steps = warmup_steps
+        self._seen = 0
+        self._measured: list[_Step] = []
+        self._unlogged: list[_Step] = []
+        self._logged = 0
+
+    def add(self, seconds: float, tokens: int, data_seconds: float = 0.0) -> None:
+        """Books one step.
+
+        Args:
+            seconds: time of the step, net of validation and saving.
+            tokens: tokens that count, over the whole world: neither padding nor what a rank merely repeats.
+            data_seconds: the part of ``seconds`` spent waiting for data.
+        """
+        step = _Step(seconds, tokens, data_seconds)
+        self._seen += 1
+        self._unlogged.append(step)
+        if self._seen > self._warmup_steps:
+            self._measured.append(step)
+
+    def interval(self) -> dict[str, float | None]:
+        """Figures since the last call (or the start), and begins the next interval.
+
+        Returns:
+            ``step_seconds``, the mean of all steps, those of warm-up included: it says how long they took.
+            ``tokens_per_second`` (whole world) and ``data_share`` (0 to 1), over the steps after warm-up.
+            None where there is no step to tell from.
+        """
+        steps, measured = self._unlogged, self._measured[self._logged :]
+        self._unlogged, self._logged = [], len(self._measured)
+        return {
+            "step_seconds": _seconds(steps) / len(steps) if steps else None,
+            "tokens_per_second": _ratio(_tokens(measured), _seconds(measured)),
+            "data_share": _ratio(_data_seconds(measured), _seconds(measured)),
+        }
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Figures over the whole window.
+
+        Returns:
+            ``window_steps``, ``window_seconds``, ``window_tokens``: what the window holds.
+            ``step_seconds_median``, ``step_seconds_p10``, ``step_seconds_p90``, and ``step_seconds_spread``,
+            which is (p90 - p10) / median.
+            ``tokens_per_second``: all tokens over all seconds; a few slow steps count.
+            ``tokens_per_second_median``: mean tokens of a step over the median step; a few slow steps do not.
+            ``data_share``: share of the seconds spent waiting for data, 0 to 1.
+            Without a single step after warm-up every figure is None.
+        """
+        steps = self._measured
+        ordered = sorted(step.seconds for step in steps)
+        middle = median(ordered) if ordered else None
+        p10, p90 = _quantile(ordered, 0.1), _quantile(ordered, 0.9)
+        spread = _ratio(p90 - p10, middle) if p10 is not None and p90 is not None else None
+        return {
+            "window_steps": len(steps),
+            "window_seconds": _seconds(steps) if steps else None,
+            "window_tokens": _tokens(steps) if steps else None,
+            "step_seconds_median": middle,
+            "step_seconds_p10": p10,
+            "step_seconds_p90": p90,
+            "step_seconds_spread": spread,
+            "tokens_per_second": _ratio(_tokens(steps), _seconds(steps)),
+            "tokens_per_second_median": _ratio(_tokens(steps) / len(steps), middle) if steps else None,
+            "data_share": _ratio(_data_seconds(steps), _seconds(steps)),
+        }
+
+
+def _seconds(steps: list[_Step]) -> float:
+    return sum(step.seconds for step in steps)
+
+
+def _tokens(steps: list[_Step]) -> int:
+    return sum(step.tokens for step in steps)
+
+
+def _data_seconds(steps: list[_Step]) -> float:
+    return sum(step.data_seconds for step in steps)
+
+
+def _ratio(part: float, whole: float | None) -> float | None:
+    return part / whole if whole else None
+
+
+def _quantile(ordered: list[float], q: float) -> float | None:
+    """The ``q`` quantile with linear interpolation between neighbours, as numpy's default."""
+    if not ordered:
+        return None
+    position = q * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])

@@ -1,0 +1,110 @@
+"""The decoder: embedding, blocks, final norm, output projection; or the part of it one pipeline stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from harness.model.attention import Attention
+from harness.model.config import ModelConfig
+from harness.model.feed_forward import FeedForward
+from harness.model.rope import rope_table
+from harness.model.sharding import Split
+
+# B: batch, T: sequence (of this rank, when it is split), C: residual width, V: vocabulary
+
+
+class Block(nn.Module):
+    """Pre-norm decoder block."""
+
+    sharding: ClassVar[dict[str, Split]] = {
+        "attention_norm": Split.NORM,
+        "attention": Split.REGION,
+        "ffn_norm": Split.NORM,
+        "feed_forward": Split.REGION,
+    }
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x_BTC: Tensor, rope_2TD: Tensor) -> Tensor:
+        """Maps the residual stream [B, T, C] to the next block's."""
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rope_2TD)
+        return x_BTC + self.feed_forward(self.ffn_norm(x_BTC))
+
+
+class Decoder(nn.Module):
+    """A decoder, whole or in part.
+
+    Modules are named after their place in the whole model (``layers.7``), so parameter names, and with
+    them initial values, gradients and checkpoints, do not depend on how the model is split.
+    """
+
+    sharding: ClassVar[dict[str, Split]] = {
+        "tok_embeddings": Split.VOCABULARY,
+        "norm": Split.NORM,
+        "output": Split.HEAD,
+    }
+
+    def __init__(self, config: ModelConfig, seq_len: int, modules: Collection[str] | None = None) -> None:
+        """Builds the named modules on the current default device (use ``torch.device("meta")``).
+
+        Args:
+            config: the model's numbers.
+            seq_len: positions to make the rotation table for.
+            modules: names among tok_embeddings, layers.<i>, norm, output; None means all.
+        """
+        super().__init__()
+        has = (lambda name: True) if modules is None else set(modules).__contains__
+        self.config = config
+        self.seq_len = seq_len
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim) if has("tok_embeddings") else None
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config) for i in range(config.n_layers) if has(f"layers.{i}")}
+        )
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if has("norm") else None
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False) if has("output") else None
+        self.tie_embeddings()
+        self.register_buffer("rope", self._rope_table(), persistent=False)
+        self.rope: Tensor
+
+    def _rope_table(self) -> Tensor:
+        return rope_table(
+            self.config.rope, self.config.head_width, self.seq_len, device=torch.get_default_device()
+        )
+
+    def tie_embeddings(self) -> None:
+        """Makes the output projection the embedding table, where the model says so.
+
+        Called again after every step that replaces parameters one module at a time (tensor parallel,
+        materialization), which would silently leave two tables.
+        """
+        if self.config.tied_embeddings and self.tok_embeddings is not None and self.output is not None:
+            self.output.weight = self.tok_embeddings.weight
+
+    def materialize_buffers(self, device: torch.device) -> None:
+        """Computes the buffers, which ``to_empty`` leaves without values."""
+        self.rope = rope_table(self.config.rope, self.config.head_width, self.seq_len, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Runs the modules this part holds.
+
+        Args:
+            x: token ids [B, T] for a part with the embedding, else the residual stream [B, T, C].
+
+        Returns:
+            Logits [B, T, V] from a part with the output projection, else the residual stream [B, T, C].
+        """
+        x = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        rope_2TD = self.rope
+        for block in self.layers.values():
+            x = block(x, rope_2TD)
+        x = self.norm(x) if self.norm is not None else x
+        return self.output(x) if self.output is not None else x

@@ -1,0 +1,76 @@
+"""Builds AdamW and its learning-rate schedule for the model parts of a rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from harness.optimizer.config import OptimizerConfig, ScheduleConfig
+
+
+def build_optimizer(config: OptimizerConfig, named_parameters: Iterable[tuple[str, Tensor]]) -> torch.optim.AdamW:
+    """AdamW with one group that decays and one that does not.
+
+    Args:
+        config: constants and implementation.
+        named_parameters: parameters under their names in the whole model.
+    """
+    decaying: list[Tensor] = []
+    constant: list[Tensor] = []
+    for name, parameter in named_parameters:
+        (decaying if _decays(name, parameter, config) else constant).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((decaying, config.weight_decay), (constant, 0.0))
+        if parameters
+    ]
+    implementation = "fused" if config.implementation == "auto" else config.implementation
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=implementation == "fused",
+        foreach=implementation == "foreach",
+    )
+
+
+def _decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
+    if parameter.ndim < 2:
+        return config.decay_vectors
+    return config.decay_embeddings or not name.startswith("tok_embeddings")
+
+
+def build_schedule(config: ScheduleConfig, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    """The schedule as torch's LambdaLR, stepped once after every optimizer step."""
+    return LambdaLR(optimizer, lr_factor(config, steps))
+
+
+def lr_factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
+    """The learning rate of step ``i`` (from 0) as a share of its peak.
+
+    Warm-up rises linearly and reaches the peak at its last step; the decay falls from the peak, which it
+    has at its start, to min_lr_factor one step after the last.
+    """
+    warmup = config.warmup_steps
+    decay = steps - warmup if config.decay_ratio is None else round(config.decay_ratio * steps)
+    shape = {
+        "linear": lambda x: 1 - x,
+        "sqrt": lambda x: 1 - math.sqrt(x),
+        "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
+    }[config.decay_type]
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        into_decay = step - (steps - decay)
+        if decay == 0 or into_decay <= 0:
+            return 1.0
+        return config.min_lr_factor + (1 - config.min_lr_factor) * shape(min(1.0, into_decay / decay))
+
+    return factor

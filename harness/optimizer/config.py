@@ -1,0 +1,82 @@
+"""What the optimizer and the learning-rate schedule are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.config import execution, numerics
+from harness.errors import ConfigError
+
+IMPLEMENTATIONS = ("auto", "fused", "foreach", "for-loop")
+DECAYS = ("linear", "sqrt", "cosine")
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW (arXiv:1711.05101)."""
+
+    lr: float = numerics(8e-4)
+    """Peak learning rate, reached at the end of the warm-up."""
+    beta1: float = numerics(0.9)
+    """Decay of the running mean of gradients, per step."""
+    beta2: float = numerics(0.95)
+    """Decay of the running mean of squared gradients, per step."""
+    eps: float = numerics(1e-8)
+    """Added to the root of the second moment."""
+    weight_decay: float = numerics(0.1)
+    """Share of a parameter taken away per step, times the learning rate."""
+    decay_vectors: bool = numerics(False)
+    """Whether one-dimensional parameters (norm weights, biases) decay too."""
+    decay_embeddings: bool = numerics(True)
+    """Whether the embedding table decays."""
+    implementation: str = execution("auto")
+    """auto (fused), fused, foreach or for-loop: how torch carries the update out."""
+
+    def validate(self) -> None:
+        """Raises ConfigError for values outside AdamW's domain."""
+        if self.lr < 0:
+            raise ConfigError("optimizer.lr", self.lr, "must not be negative")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optimizer.{name}", getattr(self, name), "must be in [0, 1)")
+        if self.eps <= 0:
+            raise ConfigError("optimizer.eps", self.eps, "must be positive")
+        if self.weight_decay < 0:
+            raise ConfigError("optimizer.weight_decay", self.weight_decay, "must not be negative")
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ConfigError(
+                "optimizer.implementation", self.implementation, "no such implementation", IMPLEMENTATIONS
+            )
+
+
+@dataclass
+class ScheduleConfig:
+    """Warm-up, a stable stretch, and a decay (WSD, arXiv:2404.06395); cosine is a decay without a stretch."""
+
+    warmup_steps: int = numerics(200)
+    """Steps of linear warm-up from 0 to optimizer.lr."""
+    decay_ratio: float | None = numerics(None)
+    """Share of training.steps that the decay takes, at the end; null means everything after the warm-up."""
+    decay_type: str = numerics("linear")
+    """Shape of the decay: linear, sqrt (1 - sqrt) or cosine."""
+    min_lr_factor: float = numerics(0.0)
+    """What the decay ends at, as a share of optimizer.lr."""
+
+    def validate(self, steps: int) -> None:
+        """Raises ConfigError for a shape that is not known or does not fit into the steps."""
+        if self.warmup_steps < 0:
+            raise ConfigError("schedule.warmup_steps", self.warmup_steps, "must not be negative")
+        if self.decay_type not in DECAYS:
+            raise ConfigError("schedule.decay_type", self.decay_type, "no such decay", DECAYS)
+        if self.decay_ratio is not None and not 0 <= self.decay_ratio <= 1:
+            raise ConfigError("schedule.decay_ratio", self.decay_ratio, "must be in [0, 1], or null")
+        if not 0 <= self.min_lr_factor <= 1:
+            raise ConfigError("schedule.min_lr_factor", self.min_lr_factor, "must be in [0, 1]")
+        decay_steps = 0 if self.decay_ratio is None else round(self.decay_ratio * steps)
+        if self.warmup_steps + decay_steps > steps:
+            raise ConfigError(
+                "schedule.warmup_steps",
+                self.warmup_steps,
+                f"warm-up and decay ({decay_steps} steps) must fit into training.steps={steps}",
+                f"at most {steps - decay_steps}",
+            )

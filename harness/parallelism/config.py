@@ -1,0 +1,172 @@
+"""Degrees of parallelism and how each axis is carried out; every field leaves the numbers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from harness.config import execution
+from harness.errors import ConfigError, divisors
+from harness.model.config import ModelConfig
+from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
+from harness.parallelism.stages import check_modules_per_stage, stages_per_rank
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes, outermost first: neighbours on the last axis share the fastest links."""
+
+RESHARD = ("default", "always", "never")
+
+
+@dataclass
+class ParallelismConfig:
+    """A layout. The product of dp_replicate, dp_shard, cp, tp and pp is the world size."""
+
+    dp_replicate: int = execution(1)
+    """Copies of the (sharded) model: DDP with dp_shard=1, HSDP otherwise."""
+    dp_shard: int = execution(1)
+    """Ranks that share parameters, gradients and optimizer state (FSDP2); -1 means the rest of the world."""
+    tp: int = execution(1)
+    """Ranks that share every matrix multiplication (tensor parallel)."""
+    pp: int = execution(1)
+    """Ranks that share the layers (pipeline parallel)."""
+    cp: int = execution(1)
+    """Ranks that share the sequence (context parallel); only 1 is available."""
+    ep: int = execution(1)
+    """Ranks that share the experts (expert parallel); only 1 is available."""
+    sequence_parallel: bool = execution(True)
+    """With tp: norms and residuals are split along the sequence (arXiv:2205.05198)."""
+    loss_parallel: bool = execution(True)
+    """With tp: the cross entropy is computed on vocabulary shards, logits are never gathered."""
+    reshard_after_forward: str = execution("default")
+    """With dp_shard: free gathered parameters after forward; default = only without pipeline, always, never."""
+    cpu_offload: bool = execution(False)
+    """Keep parameters, gradients and optimizer state in host memory (FSDP2's CPUOffloadPolicy)."""
+    pp_schedule: str = execution("1F1B")
+    """Pipeline schedule, by torch's name."""
+    pp_schedule_csv: str | None = execution(None)
+    """A compute-only schedule in torch's CSV form (one row a rank, cells like 0F0); replaces pp_schedule."""
+    pp_microbatch_size: int = execution(1)
+    """Sequences per microbatch."""
+    pp_layers_per_stage: int | None = execution(None)
+    """Layers of a stage, embedding and head weighted in; null means one or two stages per rank, as the schedule needs."""
+    pp_first_stage_less_layers: int = execution(1)
+    """How many layers the embedding weighs in the automatic split."""
+    pp_last_stage_less_layers: int = execution(1)
+    """How many layers the final norm and head weigh in the automatic split."""
+    pp_modules_per_stage: list[list[str]] = execution(factory=list)
+    """The split by names, e.g. [[tok_embeddings,layers.0],[layers.1,norm,output]]; empty means automatic."""
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Degree of every mesh axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks the layout takes (after resolve)."""
+        return prod(self.degrees.values())
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that get different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """Whether residuals are split along the sequence."""
+        return self.tp > 1 and self.sequence_parallel
+
+    def resolve(self, world_size: int | None, default_world: int | None) -> None:
+        """Fixes dp_shard=-1 and checks the product of the degrees.
+
+        Args:
+            world_size: ranks that there will be, when something outside the layout says so.
+            default_world: ranks that dp_shard=-1 fills when nothing says so; None means dp_shard=2.
+        """
+        for axis in (*AXES, "ep"):
+            if getattr(self, axis) < 1 and not (axis == "dp_shard" and self.dp_shard == -1):
+                allowed = "must be at least 1" + (", or -1 for the rest" if axis == "dp_shard" else "")
+                raise ConfigError(f"parallelism.{axis}", getattr(self, axis), allowed)
+        if self.dp_shard == -1:
+            others = prod(degree for axis, degree in self.degrees.items() if axis != "dp_shard")
+            world = world_size or default_world or 2 * others
+            if world % others:
+                named = "x".join(f"{a}={d}" for a, d in self.degrees.items() if d > 1)
+                raise ConfigError(
+                    "parallelism.dp_shard",
+                    -1,
+                    f"{named} does not divide the world size {world}",
+                    f"a world size that is a multiple of {others}, or degrees that divide {world}",
+                )
+            self.dp_shard = world // others
+        if world_size is not None and self.world_size != world_size:
+            named = " x ".join(f"{axis}={degree}" for axis, degree in self.degrees.items())
+            raise ConfigError(
+                "parallelism",
+                named,
+                f"the degrees multiply to {self.world_size}, but there are {world_size} ranks",
+                f"parallelism.dp_shard=-1, or {self.world_size} ranks",
+            )
+
+    def validate(self, model: ModelConfig, seq_len: int, local_batch_size: int) -> None:
+        """Raises ConfigError when the layout cannot carry the model, the sequence or the batch."""
+        for axis, what in (("cp", "context"), ("ep", "expert")):
+            if getattr(self, axis) != 1:
+                raise ConfigError(f"parallelism.{axis}", getattr(self, axis), f"{what} parallel is not available", [1])
+        if self.reshard_after_forward not in RESHARD:
+            raise ConfigError(
+                "parallelism.reshard_after_forward", self.reshard_after_forward, "no such policy", RESHARD
+            )
+        self._validate_tensor(model, seq_len)
+        self._validate_pipeline(model, local_batch_size)
+
+    def _validate_tensor(self, model: ModelConfig, seq_len: int) -> None:
+        works = [d for d in divisors(model.n_heads, model.n_kv_heads, model.ffn_hidden_dim) if d <= 1024]
+        for name in ("n_heads", "n_kv_heads", "ffn_hidden_dim"):
+            if getattr(model, name) % self.tp:
+                raise ConfigError(
+                    "parallelism.tp", self.tp, f"must divide model.{name}={getattr(model, name)}", works
+                )
+        if self.uses_sequence_parallel and seq_len % self.tp:
+            raise ConfigError(
+                "training.seq_len",
+                seq_len,
+                f"sequence parallel needs a multiple of parallelism.tp={self.tp}",
+                f"{seq_len // self.tp * self.tp or self.tp}, or parallelism.sequence_parallel=false",
+            )
+
+    def _validate_pipeline(self, model: ModelConfig, local_batch_size: int) -> None:
+        if self.pp_schedule not in SCHEDULES:
+            raise ConfigError("parallelism.pp_schedule", self.pp_schedule, "no such schedule", SCHEDULES)
+        if self.pp == 1:
+            return
+        if model.tied_embeddings:
+            raise ConfigError(
+                "parallelism.pp",
+                self.pp,
+                "the model ties its output projection to the embedding table, and the pipeline would put "
+                "them on different ranks",
+                "1, or model.tied_embeddings=false",
+            )
+        if self.pp_microbatch_size < 1 or local_batch_size % self.pp_microbatch_size:
+            raise ConfigError(
+                "parallelism.pp_microbatch_size",
+                self.pp_microbatch_size,
+                f"must divide training.local_batch_size={local_batch_size}",
+                divisors(local_batch_size),
+            )
+        microbatches = local_batch_size // self.pp_microbatch_size
+        per_rank = stages_per_rank(self, model.n_layers)
+        if self.pp_modules_per_stage:
+            check_modules_per_stage(self.pp_modules_per_stage, model.n_layers)
+        if self.pp_schedule_csv is not None:
+            scheduled = read_csv_schedule(self.pp_schedule_csv, self.pp).num_microbatches
+            if scheduled != microbatches:
+                raise ConfigError(
+                    "training.local_batch_size",
+                    local_batch_size,
+                    f"makes {microbatches} microbatches, but {self.pp_schedule_csv} runs {scheduled}",
+                    scheduled * self.pp_microbatch_size,
+                )
+        else:
+            SCHEDULES[self.pp_schedule].validate(self.pp, per_rank, microbatches, self.pp_microbatch_size)

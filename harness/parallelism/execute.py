@@ -1,0 +1,90 @@
+"""One optimizer step's forward and backward passes, with a pipeline and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from harness.data.loader import Batch
+from harness.job import Job
+from harness.model.decoder import Decoder
+from harness.parallelism.fsdp import sync_gradients
+from harness.parallelism.loss import TokenLoss
+from harness.parallelism.mesh import Mesh
+from harness.parallelism.pipeline import build_schedule
+
+
+class Executor(Protocol):
+    """Carries out passes over one local batch [local_batch_size, T]."""
+
+    def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
+        """Adds the batch's gradients; returns its loss, 0 on ranks that do not compute one.
+
+        ``last`` says that no further batch of this optimizer step follows.
+        """
+        ...
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Returns the batch's loss without gradients, 0 on ranks that do not compute one."""
+        ...
+
+
+def build_executor(job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: TokenLoss, device: torch.device) -> Executor:
+    """The executor that a layout needs."""
+    if job.parallelism.pp > 1:
+        return PipelineExecutor(job, mesh, parts, loss, device)
+    return DirectExecutor(job, parts[0], loss)
+
+
+class DirectExecutor:
+    """The whole model lies on this rank (or on its tensor-parallel group)."""
+
+    def __init__(self, job: Job, part: Decoder, loss: TokenLoss) -> None:
+        self.layout, self.part, self.loss = job.parallelism, part, loss
+
+    def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
+        sync_gradients(self.part, self.layout, last)
+        with self.loss.context():
+            logits = self.part(batch.inputs_BT)
+            loss = self.loss(logits, batch.labels_BT)
+            # Freed before backward makes its own: logits of a large vocabulary are the largest tensor.
+            del logits
+            loss.backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Tensor:
+        with self.loss.context():
+            return self.loss(self.part(batch.inputs_BT), batch.labels_BT)
+
+
+class PipelineExecutor:
+    """This rank holds some stages; torch's schedule runs microbatches through them."""
+
+    def __init__(self, job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: TokenLoss, device: torch.device) -> None:
+        self.loss, self.device = loss, device
+        self.layout, self.parts = job.parallelism, parts
+        self.schedule = build_schedule(job, mesh, parts, loss, device)
+        self.holds_first = any(part.tok_embeddings is not None for part in parts)
+        self.holds_last = any(part.output is not None for part in parts)
+
+    def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
+        return self._run(self.schedule.step, batch)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Tensor:
+        return self._run(self.schedule.eval, batch)
+
+    def _run(self, run, batch: Batch) -> Tensor:  # type: ignore[no-untyped-def]
+        inputs = (batch.inputs_BT,) if self.holds_first else ()
+        target = batch.labels_BT if self.holds_last else None
+        losses: list[Tensor] | None = [] if self.holds_last else None
+        with self.loss.context():
+            # Returned outputs would keep every microbatch's logits alive.
+            run(*inputs, target=target, losses=losses, return_outputs=False)
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()

@@ -1,0 +1,50 @@
+"""The loss: a sum over tokens, divided by their global number before backward."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+from harness.data.loader import IGNORE_INDEX
+
+
+class TokenLoss:
+    """Cross entropy summed over valid tokens and divided by ``denominator``.
+
+    The denominator is the number of valid tokens of the whole optimizer step, over all data-parallel
+    ranks and microbatches; it is set before the step's first forward pass. So no mean of means can
+    arise, whatever the layout, and no framework's own averaging is wanted anywhere.
+    """
+
+    def __init__(self, vocab_size: int, mesh: DeviceMesh | None) -> None:
+        """
+        Args:
+            vocab_size: rows of the whole vocabulary.
+            mesh: the tp axis when logits come split by vocabulary, else None.
+        """
+        self.vocab_size = vocab_size
+        self.mesh = mesh
+        self.denominator: Tensor | float = 1.0
+
+    def context(self) -> AbstractContextManager:
+        """What forward and backward of the loss have to run in."""
+        return loss_parallel() if self.mesh is not None else nullcontext()
+
+    def __call__(self, logits: Tensor, labels_BT: Tensor) -> Tensor:
+        """Maps logits [B, T, V] (or this rank's vocabulary shard) and labels [B, T] to a float32 scalar."""
+        logits_NV = logits.flatten(0, 1).float()
+        if self.mesh is not None:
+            # Shape and stride are given because the last shard may be smaller than the others.
+            whole = (logits_NV.shape[0], self.vocab_size)
+            logits_NV = DTensor.from_local(
+                logits_NV, self.mesh, (Shard(1),), run_check=False, shape=whole, stride=(self.vocab_size, 1)
+            )
+        loss = F.cross_entropy(logits_NV, labels_BT.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+        if isinstance(loss, DTensor):
+            loss = loss.to_local()
+        return loss / self.denominator

@@ -1,0 +1,50 @@
+"""From a job to the model parts this rank trains: everything is applied here, in one order."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.job import Job
+from harness.model.decoder import Decoder
+from harness.parallelism.fsdp import apply_fsdp, needs_fsdp
+from harness.parallelism.materialize import materialize
+from harness.parallelism.mesh import Mesh
+from harness.parallelism.stages import split_modules, stages_of_rank
+from harness.parallelism.tensor import apply_tensor_parallel
+
+
+def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
+    """Builds, splits and initialises the parts of the model that this rank holds (one without a pipeline).
+
+    Args:
+        job: the resolved job.
+        mesh: the device mesh of the layout.
+        device: where the parts compute.
+
+    Returns:
+        The parts in the order of their stages, materialized.
+    """
+    parts = lay_out(job, mesh, device)
+    parameter_device = torch.device("cpu") if job.parallelism.cpu_offload else device
+    for part in parts:
+        materialize(part, job.training.seed, device, parameter_device)
+    return parts
+
+
+def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
+    """The same on the meta device: shapes and placements, no values."""
+    layout = job.parallelism
+    modules = split_modules(layout, job.model.n_layers)
+    parts = []
+    for stage in stages_of_rank(layout, job.model.n_layers, mesh.rank("pp")):
+        # Pipeline first: what a rank does not hold is never built.
+        with torch.device("meta"):
+            part = Decoder(job.model, job.training.seq_len, modules[stage])
+        # Tensor parallel before FSDP: FSDP shards the shards, and gathers back only to those.
+        if layout.tp > 1:
+            apply_tensor_parallel(part, mesh.axis("tp"), layout)
+        # FSDP last: it manages whatever parameters and wrappers the others have left.
+        if needs_fsdp(layout, job.precision):
+            apply_fsdp(part, mesh, layout, job.precision, device)
+        parts.append(part)
+    return parts

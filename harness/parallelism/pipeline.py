@@ -1,0 +1,81 @@
+"""Pipeline parallelism: torch's stages and schedules over the parts of the model this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from harness.job import Job
+from harness.model.decoder import Decoder
+from harness.parallelism.mesh import Mesh
+from harness.parallelism.stages import num_stages, stages_of_rank
+
+
+def build_schedule(
+    job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: Callable[[Tensor, Tensor], Tensor], device: torch.device
+) -> Any:
+    """Makes torch's schedule object for this rank.
+
+    Args:
+        job: the resolved job.
+        mesh: has the pp axis.
+        parts: this rank's model parts, in the order of ``stages_of_rank``.
+        loss: maps the last stage's output and the labels to the loss.
+        device: where the parts compute.
+    """
+    layout, n_layers = job.parallelism, job.model.n_layers
+    total = num_stages(layout, n_layers)
+    stages = [
+        PipelineStage(
+            part,
+            index,
+            total,
+            device,
+            input_args=_boundary(job, mesh, part, index, entering=True),
+            output_args=_boundary(job, mesh, part, index, entering=False),
+            group=mesh.group("pp"),
+        )
+        for index, part in zip(stages_of_rank(layout, n_layers, mesh.rank("pp")), parts, strict=True)
+    ]
+    # The loss is a sum over the global number of tokens: microbatches must add up, not average.
+    common: dict[str, Any] = {
+        "n_microbatches": job.local_batch_size // layout.pp_microbatch_size,
+        "loss_fn": loss,
+        "scale_grads": False,
+    }
+    if layout.pp_schedule_csv is not None:
+        schedule = _PipelineScheduleRuntime(stages, **common)
+        schedule._load_csv(layout.pp_schedule_csv)
+        return schedule
+    schedule_class = get_schedule_class(layout.pp_schedule)
+    return schedule_class(stages[0] if issubclass(schedule_class, PipelineScheduleSingle) else stages, **common)
+
+
+def _boundary(job: Job, mesh: Mesh, part: Decoder, index: int, entering: bool) -> Tensor:
+    """An example, without values, of what enters or leaves a stage on this rank, one microbatch of it.
+
+    Said here, it spares torch a trial forward and backward pass to find out. What requires a gradient
+    tells it which gradients travel back.
+    """
+    layout = job.parallelism
+    batch, seq_len = layout.pp_microbatch_size, job.training.seq_len
+    if entering and part.tok_embeddings is not None:
+        return torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
+    dtype = getattr(torch, job.precision.param_dtype)
+    if not entering and part.output is not None:
+        vocab = job.model.vocab_size
+        if layout.tp > 1 and layout.loss_parallel:
+            rows = -(-vocab // layout.tp)
+            vocab = max(0, min(rows, vocab - rows * mesh.rank("tp")))
+        return torch.empty(batch, seq_len, vocab, dtype=dtype, device="meta", requires_grad=True)
+    length = seq_len // layout.tp if layout.uses_sequence_parallel else seq_len
+    return torch.empty(batch, length, job.model.dim, dtype=dtype, device="meta", requires_grad=True)

@@ -1,0 +1,121 @@
+"""What each pipeline schedule asks for, known before torch is imported."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ScheduleRule:
+    """The shape that one of torch's schedules accepts (torch/distributed/pipelining/schedules.py)."""
+
+    name: str
+    stages_per_rank: str
+    """``one``, ``many`` (at least two), or ``two``."""
+    placement: str
+    """``loop``: rank r has stages r, r + P, ...; ``v``: rank r has stages r and 2P - 1 - r."""
+    microbatches: str
+    """``any``; ``stages``: at least one per stage; ``rounds``: a multiple of max(1, microbatches // P)."""
+
+    def validate(self, pp: int, per_rank: int, microbatches: int, microbatch_size: int) -> None:
+        """Raises ConfigError when the stages or microbatches do not suit the schedule."""
+        needed = {"one": per_rank == 1, "two": per_rank == 2, "many": per_rank >= 2}[self.stages_per_rank]
+        if not needed:
+            fits = [r.name for r in SCHEDULES.values() if r.stages_per_rank == ("one" if per_rank == 1 else "many")]
+            wanted = {"one": "one stage", "two": "two stages", "many": "two or more stages"}[self.stages_per_rank]
+            raise ConfigError(
+                "parallelism.pp_schedule", self.name, f"takes {wanted} per rank, the split gives {per_rank}", fits
+            )
+        stages = pp * per_rank
+        if self.microbatches == "stages" and microbatches < stages:
+            raise ConfigError(
+                "training.local_batch_size",
+                microbatches * microbatch_size,
+                f"{self.name} needs at least as many microbatches as stages ({stages}), and "
+                f"parallelism.pp_microbatch_size={microbatch_size} makes {microbatches}",
+                f"at least {stages * microbatch_size}",
+            )
+        if self.microbatches == "rounds" and microbatches % max(1, microbatches // pp):
+            near = [m * microbatch_size for m in range(1, 8 * pp + 1) if m % max(1, m // pp) == 0]
+            raise ConfigError(
+                "training.local_batch_size",
+                microbatches * microbatch_size,
+                f"{self.name} needs microbatches ({microbatches}) that are a multiple of microbatches // pp "
+                f"({microbatches // pp})",
+                near[-4:],
+            )
+
+
+SCHEDULES = {
+    rule.name: rule
+    for rule in (
+        ScheduleRule("GPipe", "one", "loop", "any"),
+        ScheduleRule("1F1B", "one", "loop", "stages"),
+        ScheduleRule("Interleaved1F1B", "many", "loop", "rounds"),
+        ScheduleRule("LoopedBFS", "many", "loop", "any"),
+        ScheduleRule("InterleavedZeroBubble", "many", "loop", "rounds"),
+        ScheduleRule("ZBVZeroBubble", "two", "v", "any"),
+        ScheduleRule("DualPipeV", "two", "v", "stages"),
+    )
+}
+
+_ACTION = re.compile(r"^(\d+)([A-Z_]+)(\d+)$")
+
+
+@dataclass(frozen=True)
+class CsvSchedule:
+    """A schedule read from a file."""
+
+    stages_of_rank: list[list[int]]
+    """For every rank the stages it holds, ascending."""
+    num_microbatches: int
+    """Microbatches that every stage runs."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return sum(len(stages) for stages in self.stages_of_rank)
+
+
+def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
+    """Reads torch's compute-only CSV and checks that it runs every stage and microbatch exactly once.
+
+    Raises:
+        ConfigError: the file is missing, does not fit the degree, or leaves work out.
+    """
+    field = "parallelism.pp_schedule_csv"
+    if not Path(path).is_file():
+        raise ConfigError(field, path, "no such file")
+    with open(path, newline="") as file:
+        rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(file) if row]
+    if len(rows) != pp:
+        raise ConfigError(field, path, f"has {len(rows)} rows; one per pipeline rank, parallelism.pp={pp}, is needed")
+    forwards: list[set[tuple[int, int]]] = []
+    backwards: dict[tuple[int, int], set[str]] = {}
+    for row in rows:
+        forwards.append(set())
+        for cell in row:
+            match = _ACTION.match(cell)
+            if match is None or match[2] not in ("F", "B", "I", "W"):
+                raise ConfigError(field, path, f"cell {cell!r} is not <stage><F|B|I|W><microbatch>, like 0F0")
+            action = (int(match[1]), int(match[3]))
+            if match[2] == "F":
+                forwards[-1].add(action)
+            else:
+                backwards.setdefault(action, set()).add(match[2])
+    stages_of_rank = [sorted({stage for stage, _ in row}) for row in forwards]
+    stages = sorted(stage for row in stages_of_rank for stage in row)
+    if stages != list(range(len(stages))):
+        raise ConfigError(field, path, f"stages {stages} are not 0, 1, 2, ... each on one rank")
+    microbatches = len({microbatch for row in forwards for _, microbatch in row})
+    wanted = {(stage, microbatch) for stage in stages for microbatch in range(microbatches)}
+    if set().union(*forwards) != wanted:
+        raise ConfigError(field, path, f"every stage needs one F of each of the microbatches 0 to {microbatches - 1}")
+    if set(backwards) != wanted or any(kinds not in ({"B"}, {"I", "W"}) for kinds in backwards.values()):
+        raise ConfigError(field, path, "every stage and microbatch needs one B, or one I and one W")
+    return CsvSchedule(stages_of_rank, microbatches)

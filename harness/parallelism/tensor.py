@@ -1,0 +1,99 @@
+"""Tensor parallelism: carries out what modules declare in their ``sharding``.
+
+Megatron's column-row pairs (arXiv:1909.08053) with the residual stream split along the sequence between
+them (arXiv:2205.05198) or, with sequence_parallel=false, replicated. Blocks pass plain local tensors to
+each other, so that pipeline, checkpointing and compile see nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from harness.model.sharding import Split
+from harness.parallelism.config import ParallelismConfig
+
+SEQUENCE_DIM = 1
+
+
+class ReplicateParallel(ParallelStyle):
+    """A module computed alike on every rank, its parameters held as replicated DTensors.
+
+    Plain parameters among DTensors could not be updated in one foreach call.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def wrap(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+            return (DTensor.from_local(inputs[0], mesh, (Replicate(),), run_check=False), *inputs[1:])
+
+        def unwrap(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, None, wrap, unwrap)  # type: ignore[arg-type]
+
+
+class RegionParallel(ParallelStyle):
+    """A module that takes its first input whole: gathered along the sequence where the stream is split.
+
+    Backward sums what the ranks' columns contributed: a reduce-scatter where forward gathered, else an
+    all-reduce.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            local = DTensor.from_local(inputs[0], device_mesh, (self.stream,), run_check=False)
+            return (local.redistribute(placements=(Replicate(),)), *inputs[1:])
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, layout: ParallelismConfig) -> None:
+    """Splits every module of a model part as it declares, in place.
+
+    Args:
+        part: a Decoder on the meta device.
+        mesh: the tp axis.
+        layout: says whether the residual stream is split and whether the loss takes split logits.
+    """
+    stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
+    logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
+    styles: dict[Split, Callable[[], ParallelStyle]] = {
+        Split.VOCABULARY: lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        Split.COLUMN: ColwiseParallel,
+        Split.ROW: lambda: RowwiseParallel(output_layouts=stream),
+        Split.NORM: lambda: (
+            SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True)
+            if layout.sequence_parallel
+            else ReplicateParallel()
+        ),
+        Split.REGION: lambda: RegionParallel(stream),
+        # The head hands on its local logits: pipeline stages and losses deal in plain tensors.
+        Split.HEAD: lambda: ColwiseParallel(input_layouts=stream, output_layouts=logits),
+    }
+    for module, split in list(_declared(part)):
+        parallelize_module(module, mesh, styles[split]())
+    part.tie_embeddings()  # type: ignore[operator]
+
+
+def _declared(part: nn.Module) -> Iterator[tuple[nn.Module, Split]]:
+    """Every submodule that its parent says how to split."""
+    for parent in part.modules():
+        for name, split in getattr(parent, "sharding", {}).items():
+            module = getattr(parent, name)
+            if module is not None:
+                yield module, split

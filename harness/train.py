@@ -1,0 +1,33 @@
+"""``python -m harness.train``: trains the job that the overrides compose to.
+
+Started plainly it is the controller: it checks the job, makes the run folder and starts the ranks. Started
+by torchrun it is one rank, and all ranks compose the same job.
+"""
+
+from __future__ import annotations
+
+from harness.app import run_verb
+from harness.job import Job, launched_ranks
+from harness.run_folder import RunFolder
+
+
+def train(job: Job, overrides: list[str]) -> int:
+    """Trains a job, as its controller or as one of its ranks; returns the exit code."""
+    folder = RunFolder(job.run_dir)
+    if launched_ranks() is not None:
+        from harness.cluster.torchrun import run_launched_rank
+
+        return run_launched_rank(job, folder, overrides)
+    folder.begin(job, overrides)
+    from harness.cluster.local import launch
+
+    return launch(job, folder)
+
+
+def main() -> None:
+    """Entry point of ``python -m harness.train`` and of the console script."""
+    run_verb(train)
+
+
+if __name__ == "__main__":
+    main()

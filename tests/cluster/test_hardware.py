@@ -1,0 +1,77 @@
+"""The table of accelerators: names match whole or not at all, and peaks are dense."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from harness.cluster.hardware import ACCELERATORS, find_accelerator
+
+KNOWN = {
+    "NVIDIA A100-SXM4-40GB": ("A100 SXM 40GB", 312e12, 40),
+    "NVIDIA A100-SXM4-80GB": ("A100 SXM 80GB", 312e12, 80),
+    "A100-SXM4-40GB": ("A100 SXM 40GB", 312e12, 40),
+    "NVIDIA A100-PCIE-40GB": ("A100 PCIe 40GB", 312e12, 40),
+    "NVIDIA A100 80GB PCIe": ("A100 PCIe 80GB", 312e12, 80),
+    "NVIDIA H100 80GB HBM3": ("H100 SXM", 989.4e12, 80),
+    "NVIDIA H100 PCIe": ("H100 PCIe", 756e12, 80),
+    "NVIDIA H100 NVL": ("H100 NVL", 835.5e12, 94),
+    "NVIDIA H200": ("H200 SXM", 989.4e12, 141),
+    "NVIDIA H200 NVL": ("H200 NVL", 835.5e12, 141),
+    "NVIDIA B200": ("B200", 2250e12, 180),
+    "NVIDIA GB200": ("GB200", 2500e12, 186),
+    "AMD Instinct MI300X": ("MI300X", 1307.4e12, 192),
+    "NVIDIA L40S": ("L40S", 362.05e12, 48),
+    "NVIDIA A10": ("A10", 125e12, 24),
+    "NVIDIA L4": ("L4", 121e12, 24),
+}
+
+UNKNOWN = [
+    "cpu",
+    "",
+    "Intel(R) Xeon(R) Platinum 8480C",
+    "NVIDIA A10G",
+    "NVIDIA A800-SXM4-80GB",
+    "NVIDIA GH200 480GB",
+    "NVIDIA H20",
+    "NVIDIA H800",
+    "NVIDIA L40",
+    "NVIDIA B300",
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "GRID A100-40C",
+    "AMD Instinct MI300A",
+]
+
+
+@pytest.mark.parametrize("device_name", KNOWN)
+def test_known_device(device_name: str) -> None:
+    accelerator = find_accelerator(device_name)
+    assert accelerator is not None
+    assert (accelerator.name, accelerator.peak_flops["bfloat16"], accelerator.memory_gib) == KNOWN[
+        device_name
+    ]
+
+
+@pytest.mark.parametrize("device_name", UNKNOWN)
+def test_unknown_device_is_not_guessed(device_name: str) -> None:
+    assert find_accelerator(device_name) is None
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS.values(), ids=lambda a: a.name)
+def test_figures_hang_together(accelerator) -> None:
+    peaks = accelerator.peak_flops
+    # Every device of the table doubles its rate from tf32 to half and from half to float8. A figure copied
+    # "with sparsity" would break that. The sheets round by up to 3 %.
+    assert peaks["bfloat16"] == peaks["float16"] == pytest.approx(2 * peaks["tf32"], rel=0.03)
+    if "float8" in peaks:
+        assert peaks["float8"] == pytest.approx(2 * peaks["bfloat16"], rel=0.03)
+    assert peaks["float32"] < peaks["tf32"]
+    assert 0.2e12 < accelerator.memory_bandwidth < 10e12
+    assert accelerator.source
+
+
+def test_needs_no_torch() -> None:
+    check = "import sys, harness.cluster.hardware; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0

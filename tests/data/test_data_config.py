@@ -1,0 +1,133 @@
+"""The data and tokenizer groups: what is refused, and that the shipped files are legal."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from harness.config import leaves
+from harness.data import DataConfig, TokenizerConfig
+from harness.errors import ConfigError
+
+CONF = Path(__file__).parents[2] / "conf"
+DATA_FILES = sorted((CONF / "data").glob("*.yaml"))
+TOKENIZER_FILES = sorted((CONF / "tokenizer").glob("*.yaml"))
+
+STREAMED = {"kind": "hub", "dataset": "d", "streaming": True, "shuffle": False}
+
+
+def load(config_class, file):
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_class), OmegaConf.load(file)))
+
+
+def test_import_is_light():
+    heavy = "{'torch', 'numpy', 'datasets', 'sentencepiece', 'tiktoken', 'pyarrow'}"
+    code = f"import sys, harness.data; assert not {heavy} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=CONF.parent).returncode == 0
+
+
+@pytest.mark.parametrize("config", [DataConfig(), TokenizerConfig()])
+def test_every_field_says_what_it_changes(config):
+    assert {role for _, role, _ in leaves(config)} <= {"numerics", "execution", "label"}
+
+
+@pytest.mark.parametrize("file", DATA_FILES, ids=lambda file: file.stem)
+def test_shipped_data(file):
+    assert file.read_text().startswith("# ")
+    config = load(DataConfig, file)
+    if file.stem.startswith("local_"):
+        with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
+            config.validate()
+        config.paths = ["corpus/*"]
+    config.validate()
+
+
+@pytest.mark.parametrize("file", TOKENIZER_FILES, ids=lambda file: file.stem)
+def test_shipped_tokenizer(file):
+    assert file.read_text().startswith("# ")
+    load(TokenizerConfig, file).validate()
+
+
+def test_shipped_files_are_found():
+    assert {"python_stdlib", "local_text", "local_jsonl", "local_parquet", "c4", "synthetic"} <= {
+        file.stem for file in DATA_FILES
+    }
+    assert {"python_2k", "bytes", "llama2", "llama3"} <= {file.stem for file in TOKENIZER_FILES}
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"kind": "files"}, "data.kind"),
+        ({"kind": "local"}, "data.paths"),
+        ({"kind": "local", "paths": ["a", ""]}, "data.paths"),
+        ({"kind": "local", "paths": ["a"], "format": "csv"}, "data.format"),
+        ({"kind": "local", "paths": ["a"], "text_field": ""}, "data.text_field"),
+        ({"kind": "local", "paths": ["a"], "cache_dir": ""}, "data.cache_dir"),
+        ({"kind": "local", "paths": ["a"], "validation_fraction": 1.0}, "data.validation_fraction"),
+        ({"kind": "local", "paths": ["a"], "validation_fraction": -0.1}, "data.validation_fraction"),
+        (
+            {"kind": "local", "paths": ["a"], "validation_paths": ["b"], "validation_fraction": 0.1},
+            "data.validation_fraction",
+        ),
+        ({"kind": "local", "paths": ["a"], "dataset": "d"}, "data.dataset"),
+        ({"kind": "local", "paths": ["a"], "streaming": True}, "data.streaming"),
+        ({"kind": "local", "paths": ["a"], "mask_fraction": 0.1}, "data.mask_fraction"),
+        ({"kind": "hub"}, "data.dataset"),
+        ({"kind": "hub", "dataset": "d", "paths": ["a"]}, "data.paths"),
+        ({**STREAMED, "shuffle": True}, "data.shuffle"),
+        ({**STREAMED, "validation_fraction": 0.1}, "data.validation_fraction"),
+        (
+            {"kind": "hub", "dataset": "d", "validation_split": "v", "validation_fraction": 0.1},
+            "data.validation_fraction",
+        ),
+        ({"kind": "synthetic", "mask_fraction": 0.6}, "data.mask_fraction"),
+        ({"kind": "synthetic", "mask_fraction": -0.1}, "data.mask_fraction"),
+        ({"kind": "synthetic", "validation_fraction": 0.1}, "data.validation_fraction"),
+    ],
+)
+def test_refused_data(settings, field):
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(**settings).validate()
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "local", "paths": ["a"], "validation_fraction": 0.1},
+        {"kind": "local", "paths": ["a"], "validation_paths": ["b"]},
+        STREAMED,
+        {"kind": "hub", "dataset": "json", "data_files": ["a.jsonl"], "validation_fraction": 0.1},
+        {"kind": "synthetic", "mask_fraction": 0.5},
+    ],
+)
+def test_accepted_data(settings):
+    DataConfig(**settings).validate()
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"kind": "bpe"}, "tokenizer.kind"),
+        ({"kind": "bytes", "path": "x"}, "tokenizer.path"),
+        ({"kind": "sentencepiece"}, "tokenizer.path"),
+        ({"kind": "sentencepiece", "path": "asset:nothing.model"}, "tokenizer.path"),
+        ({"kind": "sentencepiece", "path": "x", "special": "llama3"}, "tokenizer.special"),
+        ({"kind": "tiktoken", "special": "llama3"}, "tokenizer.path"),
+        ({"kind": "tiktoken", "path": "x"}, "tokenizer.special"),
+        ({"kind": "tiktoken", "path": "x", "special": "gpt"}, "tokenizer.special"),
+    ],
+)
+def test_refused_tokenizer(settings, field):
+    with pytest.raises(ConfigError) as caught:
+        TokenizerConfig(**settings).validate()
+    assert caught.value.field == field
+
+
+def test_a_missing_asset_names_those_that_ship():
+    with pytest.raises(ConfigError, match=r"asset:python_2k\.model"):
+        TokenizerConfig("sentencepiece", "asset:nothing.model").validate()

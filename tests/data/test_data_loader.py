@@ -1,0 +1,260 @@
+"""The law of the loader: samples depend on the step, never on how the batch is shared out."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.data import DataConfig, TokenizerConfig
+from harness.data.loader import IGNORE_INDEX, build_loader, merge_states
+from harness.data.tokenizer import build_tokenizer
+from harness.errors import ConfigError, DataError
+
+BYTES = build_tokenizer(TokenizerConfig("bytes"))
+T, B = 16, 8
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def corpus():
+    """Forty documents of uneven length, one of them longer than many samples."""
+    for i in range(40):
+        Path(f"{i:02}.txt").write_text(f"{i:02}" * (1 + i * i % 11) if i != 7 else "long " * 200)
+    return DataConfig(paths=["*.txt"], validation_fraction=0.2, cache_dir="cache")
+
+
+@pytest.fixture(params=["local", "synthetic"])
+def data(request, corpus):
+    return corpus if request.param == "local" else DataConfig(kind="synthetic", mask_fraction=0.3)
+
+
+def loader(data, rows=range(B), **settings):
+    data.validate()
+    defaults = {"seq_len": T, "global_batch_size": B, "seed": 0, "model_vocab_size": 300}
+    return build_loader(data, BYTES, rows=rows, **{**defaults, **settings})
+
+
+def split_rows(ranks):
+    size = B // ranks
+    return [range(rank * size, (rank + 1) * size) for rank in range(ranks)]
+
+
+def steps(a_loader, count):
+    return [torch.stack([*a_loader.next()]) for _ in range(count)]
+
+
+def global_steps(loaders, count):
+    """[2, B, T] for every step: inputs and labels of all ranks."""
+    return [torch.cat(parts, dim=1) for parts in zip(*(steps(x, count) for x in loaders), strict=True)]
+
+
+def same(left, right):
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_shapes_and_shift(data):
+    batch = loader(data).next()
+    assert batch.inputs_BT.shape == batch.labels_BT.shape == (B, T)
+    assert batch.inputs_BT.dtype == batch.labels_BT.dtype == torch.int64
+    shifted, labels = batch.inputs_BT[:, 1:], batch.labels_BT[:, :-1]
+    valid = labels != IGNORE_INDEX
+    assert torch.equal(labels[valid], shifted[valid])
+    assert valid.any()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_layouts_see_the_same_samples(data, ranks):
+    one = steps(loader(data), 12)
+    assert same(one, global_steps([loader(data, rows) for rows in split_rows(ranks)], 12))
+    assert not torch.equal(one[0], one[1])
+
+
+def test_the_batch_size_only_cuts_the_sequence_of_samples(data):
+    eights = torch.cat(steps(loader(data), 6), dim=1)
+    threes = torch.cat(steps(loader(data, range(3), global_batch_size=3), 16), dim=1)
+    assert torch.equal(eights, threes)
+
+
+def test_seeds_differ(data):
+    assert not same(steps(loader(data), 2), steps(loader(data, seed=1), 2))
+    assert same(steps(loader(data, seed=-1), 2), steps(loader(data, seed=-1), 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_resume_on_another_number_of_ranks_twice(data, ranks):
+    expected = steps(loader(data), 15)
+    halves = [loader(data, rows) for rows in split_rows(2)]
+    global_steps(halves, 5)
+    for _ in range(2):  # a second resume is where positions used to be lost
+        state = json.loads(json.dumps(merge_states([half.state_dict() for half in halves])))
+        halves = [loader(data, rows) for rows in split_rows(ranks)]
+        for half in halves:
+            half.load_state_dict(state)
+        position = state["step"]
+        assert same(expected[position : position + 5], global_steps(halves, 5))
+
+
+def test_reset(data):
+    a_loader = loader(data)
+    first = steps(a_loader, 3)
+    a_loader.reset()
+    assert same(first, steps(a_loader, 3))
+
+
+def test_an_epoch_holds_every_sample_once_and_the_next_another_order(corpus):
+    a_loader = loader(corpus, range(1), global_batch_size=1)
+    n = a_loader.samples_per_epoch
+    first, second = steps(a_loader, n), steps(a_loader, n)
+    in_order = steps(loader(in_file_order(corpus), range(1), global_batch_size=1), n)
+    assert not same(first, second) and not same(first, in_order)
+
+    def as_set(epoch):
+        return sorted(tuple(sample.flatten().tolist()) for sample in epoch)
+
+    assert as_set(first) == as_set(second) == as_set(in_order)
+
+
+def test_every_token_is_predicted_once_per_epoch(corpus):
+    a_loader = loader(in_file_order(corpus), range(1), global_batch_size=1)
+    n = a_loader.samples_per_epoch
+    samples = [a_loader.next() for _ in range(2 * n)]
+    labels = torch.cat([sample.labels_BT[0] for sample in samples[:n]])
+    inputs = torch.cat([sample.inputs_BT[0] for sample in samples[:n]])
+    valid = labels[:-1] != IGNORE_INDEX
+    assert torch.equal(labels[:-1][valid], inputs[1:][valid])
+    assert same([torch.stack([*s]) for s in samples[:n]], [torch.stack([*s]) for s in samples[n:]])
+
+
+def in_file_order(data):
+    return DataConfig(**{**vars(data), "shuffle": False})
+
+
+def test_document_boundaries_are_masked(corpus):
+    masked = loader(in_file_order(corpus), range(1), global_batch_size=1)
+    open_ = DataConfig(**{**vars(corpus), "shuffle": False, "mask_document_boundary": False})
+    unmasked = loader(open_, range(1), global_batch_size=1)
+    num_boundaries = 0
+    for _ in range(masked.samples_per_epoch):
+        with_mask, without = masked.next(), unmasked.next()
+        assert torch.equal(with_mask.inputs_BT, without.inputs_BT)
+        boundary = without.labels_BT == BYTES.bos_id  # every document begins with bos
+        assert torch.equal(with_mask.labels_BT == IGNORE_INDEX, boundary)
+        assert torch.equal(with_mask.labels_BT[~boundary], without.labels_BT[~boundary])
+        assert (without.inputs_BT[boundary] == BYTES.eos_id).all()
+        num_boundaries += int(boundary.sum())
+    assert num_boundaries > 20
+
+
+def test_a_boundary_at_the_edge_of_a_sample():
+    Path("a.txt").write_text("a" * 14)  # with bos and eos exactly 16 tokens: the next bos is the last label
+    Path("b.txt").write_text("b" * 20)
+    batch = loader(DataConfig(paths=["*.txt"], shuffle=False, cache_dir="cache"), range(2)).next()
+    assert batch.labels_BT[0].tolist() == [97] * 14 + [BYTES.eos_id, IGNORE_INDEX]
+    assert batch.inputs_BT[1].tolist() == [BYTES.bos_id] + [98] * 15
+    assert batch.labels_BT[1].tolist() == [98] * 16
+
+
+def test_validation_is_fixed_and_apart(corpus):
+    a_loader = loader(corpus, split="validation")
+    first = steps(a_loader, 3)
+    assert same(first, steps(loader(corpus, split="validation", seed=5), 3))
+    assert not same(first, steps(loader(corpus), 3))
+    texts = BYTES.decode(torch.cat(first, dim=1)[0].flatten().tolist())
+    held_out = BYTES.decode(torch.cat(steps(loader(corpus), 20), dim=1)[0].flatten().tolist())
+    numbers = {f"{i:02}" * 3 for i in range(10, 40)}
+    seen = {number for number in numbers if number in texts}
+    assert seen and not {number for number in seen if number in held_out}
+
+
+def test_validation_from_its_own_files(corpus):
+    Path("held").mkdir()
+    Path("held/v.txt").write_text("v" * 100)
+    data = DataConfig(paths=["*.txt"], validation_paths=["held/*"], cache_dir="cache")
+    batch = loader(data, split="validation").next()
+    assert set(batch.inputs_BT.flatten().tolist()) == {BYTES.bos_id, ord("v")}
+    assert ord("v") not in torch.cat(steps(loader(data), 20)).unique().tolist()
+
+
+def test_synthetic_masks_unevenly_and_never_everything():
+    data = DataConfig(kind="synthetic", mask_fraction=0.3)
+    labels = loader(data, range(512), global_batch_size=512, seq_len=64).next().labels_BT
+    share = (labels == IGNORE_INDEX).float().mean(dim=1)
+    assert abs(share.mean().item() - 0.3) < 0.03
+    assert share.min() < 0.05 and 0.55 < share.max() < 0.65 and share.std() > 0.1
+    tiny = loader(
+        DataConfig(kind="synthetic", mask_fraction=0.5), range(256), global_batch_size=256, seq_len=1
+    )
+    assert (tiny.next().labels_BT != IGNORE_INDEX).all()
+    none = loader(DataConfig(kind="synthetic")).next()
+    assert (none.labels_BT != IGNORE_INDEX).all()
+
+
+def test_synthetic_covers_the_models_vocabulary():
+    inputs = loader(DataConfig(kind="synthetic"), seq_len=2048, model_vocab_size=100).next().inputs_BT
+    assert inputs.unique().tolist() == list(range(100))
+    validation = loader(DataConfig(kind="synthetic"), split="validation", seq_len=2048).next()
+    assert not torch.equal(validation.inputs_BT, loader(DataConfig(kind="synthetic"), seq_len=2048).next()[0])
+
+
+def test_a_document_longer_than_a_batch():
+    Path("a.txt").write_text("".join(chr(97 + i % 26) for i in range(5_000_000)))
+    a_loader = loader(DataConfig(paths=["a.txt"], cache_dir="cache"), seq_len=1024)
+    assert a_loader.samples_per_epoch == 5_000_001 // 1024
+    inputs = a_loader.next().inputs_BT
+    assert all((b - a) % 26 == 1 for row in inputs[:, 1:].tolist() for a, b in pairwise(row))
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "says"),
+    [
+        ("ab", {}, r"4 tokens in 1 documents are fewer than one sample of training.seq_len \+ 1 = 17"),
+        ("a" * 14, {}, r"16 tokens in 1 documents are fewer than one sample"),
+        ("a" * 99, {"model_vocab_size": 257}, r"258 tokens and the model's vocabulary only 257"),
+        ("", {}, "holds no text"),
+    ],
+)
+def test_unusable_data(text, settings, says):
+    Path("a.txt").write_text(text)
+    with pytest.raises(DataError, match=says) as caught:
+        loader(DataConfig(paths=["a.txt"], cache_dir="cache"), **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_sample_is_enough():
+    Path("a.txt").write_text("a" * 15)
+    assert loader(DataConfig(paths=["a.txt"], cache_dir="cache")).samples_per_epoch == 1
+
+
+def test_validation_without_a_source(corpus):
+    corpus.validation_fraction = 0.0
+    with pytest.raises(ConfigError, match=r"^data.validation_fraction=0.0: .*data.validation_paths"):
+        loader(corpus, split="validation")
+
+
+def test_nothing_held_out_of_few_documents():
+    Path("a.txt").write_text("a" * 99)
+    data = DataConfig(paths=["a.txt"], validation_fraction=0.01, cache_dir="cache")
+    with pytest.raises(DataError, match=r"validation documents: 0 tokens in 0 documents"):
+        loader(data, split="validation")
+
+
+@pytest.mark.parametrize("rows", [range(0), range(9), range(-1, 2), range(0, 8, 2), range(8, 9)])
+def test_rows_outside_the_batch(rows):
+    with pytest.raises(ValueError, match="rows"):
+        loader(DataConfig(kind="synthetic"), rows)
+
+
+def test_states_of_different_steps_do_not_merge():
+    with pytest.raises(DataError, match="different steps: 3, 4"):
+        merge_states([{"step": 3}, {"step": 4}])
+
+
+def test_a_streams_state_does_not_fit(data):
+    with pytest.raises(DataError, match=r"data\.streaming is off"):
+        loader(data).load_state_dict({"step": 3, "global_batch_size": 8, "slots": {}})

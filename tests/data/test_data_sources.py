@@ -1,0 +1,156 @@
+"""Documents from files: which files, which texts, and what is said where they cannot be read."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from harness.data import DataConfig
+from harness.data.sources import LocalFiles, find_files, source_of
+from harness.errors import ConfigError, DataError
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name, content):
+    file = Path(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_parquet(name, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), name)
+
+
+def documents(*paths, **settings):
+    config = DataConfig(paths=list(paths), **settings)
+    config.validate()
+    return list(LocalFiles(config, "paths").documents())
+
+
+def names(patterns, exclude=()):
+    return [str(file.relative_to(Path.cwd())) for file in find_files(list(patterns), list(exclude))]
+
+
+def test_globs():
+    for name in ["a.py", "b.txt", "s/c.py", "s/t/d.py", "s/test/e.py"]:
+        write(name, "x")
+    assert names(["*.py"]) == ["a.py"]
+    assert names(["**/*.py"]) == ["a.py", "s/c.py", "s/t/d.py", "s/test/e.py"]
+    assert names(["**/*.py", "a.*", "./s/c.py"]) == names(["**/*.py"]), "each file once"
+    assert names(["**/*.py"], ["s/*.py"]) == ["a.py", "s/t/d.py", "s/test/e.py"], "* stops at a slash"
+    assert names(["**/*.py"], ["s/**"]) == ["a.py"]
+    assert names(["**/*.py"], ["**/test/**"]) == ["a.py", "s/c.py", "s/t/d.py"]
+    assert names(["**/*.py"], ["**/?.py"]) == []
+
+
+def test_stdlib_stands_for_the_standard_library():
+    files = find_files(["{stdlib}/json/*.py"], ["{stdlib}/**/tool.py"])
+    assert {"__init__.py", "decoder.py"} <= {file.name for file in files}
+    assert "tool.py" not in {file.name for file in files}
+
+
+def test_text_is_kept_to_the_byte():
+    write("a.txt", b"one\r\n\ttwo\r \xef\xbb\xbf")
+    write("b.txt", "")
+    write("c", "three")
+    assert documents("*") == ["one\r\n\ttwo\r \ufeff", "", "three"]
+
+
+def test_jsonl():
+    lines = '{"text": "a\\nb", "n": 1}\n\n{"text": ""}\n{"text": null}\n{"text": "c"}'
+    write("a.jsonl", lines)
+    write("b.jsonl.gz", gzip.compress(lines.encode()))
+    write("c.json", lines)
+    assert documents("*") == 3 * ["a\nb", "", "", "c"]
+    write("d.dat", '{"body": "d"}')
+    assert documents("d.dat", format="jsonl", text_field="body") == ["d"]
+    assert documents("d.dat") == ['{"body": "d"}'], "an unknown extension is text"
+
+
+def test_parquet():
+    texts = [f"document {i}" for i in range(1000)]
+    write_parquet("a.parquet", text=[*texts, None, ""], other=list(range(1002)))
+    assert documents("*") == [*texts, "", ""]
+
+
+def test_a_line_of_many_megabytes():
+    text = "long " * 1_000_000
+    write("a.jsonl", json.dumps({"text": text}) + "\n" + json.dumps({"text": "short"}))
+    assert documents("*") == [text, "short"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.txt", b"abc\xff", r"a.txt: not UTF-8 at byte 3"),
+        ("a.jsonl", '{"text": "x"}\nnot json', r"a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', r"a.jsonl, line 2: not UTF-8 at byte 24 of the file"),
+        ("a.jsonl", "[1]", r"a.jsonl, line 1: not a JSON object"),
+        ("a.json", '[\n{"text": "x"}\n]', r"a.json, line 1: not JSON"),
+        (
+            "a.jsonl",
+            '{"body": "x", "n": 1}',
+            r"a.jsonl, line 1: no field 'text' among body, n; set data.text",
+        ),
+        ("a.jsonl", '{"text": 5}', r"a.jsonl, line 1: field 'text' holds int, not text"),
+        ("a.jsonl", '{"text": "a\\ud800"}', r"a.jsonl, line 1: field 'text' holds half a surrogate pair"),
+        ("a.jsonl", "[" * 100_000, r"a.jsonl, line 1: not JSON"),
+        ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99)[:-9], r"a.jsonl.gz cannot be read"),
+        ("a.parquet", b"no parquet", r"a.parquet: not a readable parquet file"),
+    ],
+)
+def test_unreadable(name, content, says):
+    write(name, content)
+    with pytest.raises(DataError, match=says) as caught:
+        documents("*")
+    assert "\n" not in str(caught.value)
+
+
+def test_parquet_of_the_wrong_columns():
+    write_parquet("a.parquet", body=["x"])
+    with pytest.raises(DataError, match=r"a.parquet: no column 'text' among body; set data.text_field"):
+        documents("*")
+    write_parquet("a.parquet", text=[1, 2])
+    with pytest.raises(DataError, match="field 'text' holds int, not text"):
+        documents("*")
+
+
+def test_no_file():
+    with pytest.raises(DataError, match=r"no file matches data.paths=\[nothing/\*.txt\], seen from"):
+        documents("nothing/*.txt")
+    write("corpus/a.txt", "x")
+    with pytest.raises(DataError, match=r"corpus is a folder, write corpus/\*\*/\*"):
+        documents("corpus")
+
+
+def test_identity_follows_the_files():
+    write("a.txt", "x")
+
+    def identity(**settings):
+        return LocalFiles(DataConfig(paths=["*"], **settings), "paths").identity
+
+    first = identity()
+    assert identity() == first
+    assert identity(format="jsonl") != first
+    assert identity(text_field="body") != first
+    write("a.txt", "xy")
+    second = identity()
+    assert second != first
+    write("b.txt", "x")
+    assert identity() != second
+    assert identity(exclude=["b.txt"]) == second
+
+
+def test_validation_needs_a_source():
+    with pytest.raises(ConfigError, match=r"data.validation_fraction=0.02, or data.validation_paths"):
+        source_of(DataConfig(paths=["a"]), "validation")
+    with pytest.raises(ConfigError, match=r"data.validation_split"):
+        source_of(DataConfig(kind="hub", dataset="d"), "validation")

@@ -1,0 +1,221 @@
+"""Datasets of the `datasets` library, streamed or tokenized first, from local files alone."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+
+from harness.data import DataConfig, TokenizerConfig
+from harness.data.loader import IGNORE_INDEX, build_loader, merge_states
+from harness.data.tokenizer import build_tokenizer
+from harness.errors import ConfigError, DataError
+
+BYTES = build_tokenizer(TokenizerConfig("bytes"))
+T, B = 16, 4
+
+
+@pytest.fixture(autouse=True)
+def offline_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+def write_jsonl(name, texts, field="text"):
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text("".join(json.dumps({field: text, "n": i}) + "\n" for i, text in enumerate(texts)))
+
+
+def text_of(i):
+    return f"<{i:03}>" + "abcdefghij"[i % 10] * (i * i % 23) if i % 6 else ""
+
+
+@pytest.fixture(params=[4, 3], ids=["a file per row", "files shared by rows"])
+def data(request):
+    """120 documents, some empty, one long, in as many files as rows (read by file) or fewer (by example)."""
+    texts = [text_of(i) for i in range(120)]
+    texts[50] = "long" * 60
+    for shard in range(request.param):
+        write_jsonl(f"corpus/train-{shard}.jsonl", texts[shard :: request.param])
+    write_jsonl("corpus/validation-0.jsonl", [f"validation {i}" for i in range(40)])
+    return DataConfig(
+        kind="hub",
+        dataset=str(Path("corpus").absolute()),
+        validation_split="validation",
+        streaming=True,
+        shuffle=False,
+    )
+
+
+def loader(data, rows=range(B), **settings):
+    data.validate()
+    defaults = {"seq_len": T, "global_batch_size": B, "seed": 0, "model_vocab_size": 300}
+    return build_loader(data, BYTES, rows=rows, **{**defaults, **settings})
+
+
+def split_rows(ranks):
+    return [range(rank * B // ranks, (rank + 1) * B // ranks) for rank in range(ranks)]
+
+
+def global_steps(loaders, count):
+    batches = [[torch.stack([*x.next()]) for _ in range(count)] for x in loaders]
+    return [torch.cat(parts, dim=1) for parts in zip(*batches, strict=True)]
+
+
+def same(left, right):
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def tokens_of_row(batches, row):
+    """The stream that a row read: the inputs of its samples, one after the other."""
+    return torch.cat([batch[0, row] for batch in batches]).tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layouts_see_the_same_samples(data, ranks):
+    one = global_steps([loader(data)], 40)
+    assert same(one, global_steps([loader(data, rows) for rows in split_rows(ranks)], 40))
+
+
+def test_rows_read_all_documents_and_share_none(data):
+    one = global_steps([loader(data)], 60)
+    streams = [BYTES.decode(tokens_of_row(one, row)) for row in range(B)]
+    for i in range(120):
+        if i != 50 and text_of(i):
+            assert sum(f"<{i:03}>" in stream for stream in streams) == 1, i
+    assert sum("longlong" in stream for stream in streams) == 1
+
+
+def test_labels_continue_and_boundaries_are_masked(data):
+    one = global_steps([loader(data)], 30)
+    for row in range(B):
+        inputs = torch.cat([batch[0, row] for batch in one])
+        labels = torch.cat([batch[1, row] for batch in one])[:-1]
+        boundary = inputs[1:] == BYTES.bos_id
+        assert torch.equal(labels == IGNORE_INDEX, boundary)
+        assert torch.equal(labels[~boundary], inputs[1:][~boundary])
+        assert boundary.any()
+    open_ = DataConfig(**{**vars(data), "mask_document_boundary": False})
+    assert all((batch[1] != IGNORE_INDEX).all() for batch in global_steps([loader(open_)], 10))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_resume_anywhere_on_another_number_of_ranks(data, ranks):
+    expected = global_steps([loader(data)], 70)  # several epochs of every row
+    halves = [loader(data, rows) for rows in split_rows(2)]
+    for step in range(60):
+        state = json.loads(json.dumps(merge_states([half.state_dict() for half in halves])))
+        assert state["step"] == step
+        if step % 7 == 0:
+            resumed = [loader(data, rows) for rows in split_rows(ranks)]
+            for each in resumed:
+                each.load_state_dict(state)
+            assert same(expected[step : step + 3], global_steps(resumed, 3)), step
+        global_steps(halves, 1)
+
+
+def test_a_second_resume_goes_on(data):
+    expected = global_steps([loader(data)], 60)
+    position, state = 0, None
+    while position < 55:
+        a_loader = loader(data)
+        if state is not None:
+            a_loader.load_state_dict(state)
+        assert same(expected[position : position + 5], global_steps([a_loader], 5))
+        state, position = a_loader.state_dict(), position + 5
+
+
+def test_after_the_last_document_comes_the_first(data):
+    one = global_steps([loader(data)], 60)
+    for row in range(B):
+        tokens = tokens_of_row(one, row)
+        start = tokens.index(BYTES.bos_id, 1)
+        first = tokens[: start + 1]
+        assert sum(tokens[i : i + len(first)] == first for i in range(len(tokens))) > 1
+
+
+def test_validation_and_reset(data):
+    validation = loader(data, split="validation")
+    first = global_steps([validation], 5)
+    assert "validation" in BYTES.decode(tokens_of_row(first, 0))
+    validation.reset()
+    assert same(first, global_steps([validation], 5))
+    data.validation_split = None
+    with pytest.raises(ConfigError, match=r"data\.validation_split"):
+        loader(data, split="validation")
+
+
+def test_another_batch_size_is_refused(data):
+    state = loader(data).state_dict()
+    with pytest.raises(DataError, match=r"global_batch_size=8; the state was saved with 4"):
+        loader(data, range(8), global_batch_size=8).load_state_dict(state)
+
+
+def test_states_that_do_not_fit(data):
+    half = loader(data, range(2)).state_dict()
+    with pytest.raises(DataError, match=r"lacks rows 2, 3; merge the states"):
+        loader(data).load_state_dict(half)
+    with pytest.raises(DataError, match=r"data\.streaming is on"):
+        loader(data).load_state_dict({"step": 3})
+
+
+def test_fewer_documents_than_rows():
+    write_jsonl("few.jsonl", ["one document only"])
+    with pytest.raises(DataError, match=r"row 1 of 4 holds no text; it may have fewer documents"):
+        loader(of_files("few.jsonl", streaming=True, shuffle=False)).next()
+
+
+def test_a_streamed_document_longer_than_many_batches():
+    write_jsonl("long.jsonl", ["x" * 3_000_000] * B)
+    batch = loader(of_files("long.jsonl", streaming=True, shuffle=False)).next()
+    assert batch.inputs_BT.tolist() == [[BYTES.bos_id] + [ord("x")] * (T - 1)] * B
+
+
+def of_files(*files, **settings):
+    return DataConfig(kind="hub", dataset="json", data_files=list(files), cache_dir="cache", **settings)
+
+
+def test_not_streamed_is_tokenized_once(monkeypatch):
+    write_jsonl("a.jsonl", [text_of(i) for i in range(100)], field="body")
+    data = of_files("a.jsonl", text_field="body", validation_fraction=0.2)
+    one = global_steps([loader(data)], 20)
+    assert same(one, global_steps([loader(data, rows) for rows in split_rows(2)], 20))
+    assert len(list(Path("cache").iterdir())) == 1
+    loader(data, split="validation").next()
+    assert len(list(Path("cache").iterdir())) == 1
+    write_jsonl("a.jsonl", [text_of(i) for i in range(101)], field="body")
+    loader(data)
+    assert len(list(Path("cache").iterdir())) == 2, "changed files are tokenized again"
+
+
+def test_not_streamed_with_a_validation_split(data):
+    table = DataConfig(**{**vars(data), "streaming": False, "shuffle": True, "cache_dir": "cache"})
+    batch = loader(table, split="validation").next()
+    assert "validation" in BYTES.decode(batch.inputs_BT.flatten().tolist())
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_unusable_datasets(streaming):
+    settings = {"streaming": streaming, "shuffle": not streaming}
+    write_jsonl("a.jsonl", ["x" * 99] * 9)
+    with pytest.raises(DataError, match=r"no (column|field) 'body' among n, text; set data.text_field"):
+        loader(of_files("a.jsonl", text_field="body", **settings)).next()
+    with pytest.raises(DataError, match=r"field 'n' holds int, not text"):
+        loader(of_files("a.jsonl", text_field="n", **settings)).next()
+    with pytest.raises(DataError, match=r"dataset json, split test: cannot be opened"):
+        loader(DataConfig(**{**vars(of_files("a.jsonl", **settings)), "split": "test"}))
+    with pytest.raises(DataError, match=r"dataset json, split train: cannot be opened: FileNotFound"):
+        loader(of_files("nothing.jsonl", **settings))
+    Path("bad.jsonl").write_text('{"text": "x"}\n{"text": ')
+    with pytest.raises(DataError, match=r"dataset json, split train") as caught:
+        loader(of_files("bad.jsonl", **settings)).next()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dataset_that_is_not_there(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    data = DataConfig(kind="hub", dataset="nobody/nothing", subset="en", streaming=True, shuffle=False)
+    with pytest.raises(DataError, match=r"dataset nobody/nothing/en, split train: cannot be opened"):
+        loader(data)

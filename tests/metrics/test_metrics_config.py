@@ -1,0 +1,52 @@
+"""The metrics group: rules, shipped files, and an import that stays light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from harness.config import leaves
+from harness.errors import ConfigError
+from harness.metrics import MetricsConfig
+
+CONF = Path(__file__).parents[2] / "conf" / "metrics"
+
+
+def shipped(name: str) -> MetricsConfig:
+    merged = OmegaConf.merge(OmegaConf.structured(MetricsConfig), OmegaConf.load(CONF / f"{name}.yaml"))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, MetricsConfig)
+    config.validate()
+    return config
+
+
+def test_default_file_spells_out_the_defaults() -> None:
+    assert shipped("default") == MetricsConfig()
+    assert set(OmegaConf.load(CONF / "default.yaml")) == {name for name, _, _ in leaves(MetricsConfig())}
+
+
+@pytest.mark.parametrize(
+    ("name", "wandb", "tensorboard"),
+    [("wandb", True, False), ("tensorboard", False, True), ("all", True, True)],
+)
+def test_shipped_views(name: str, wandb: bool, tensorboard: bool) -> None:
+    config = shipped(name)
+    assert (config.wandb, config.tensorboard) == (wandb, tensorboard)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("log_interval", 0), ("warmup_steps", -1), ("console", "loud"), ("wandb_mode", "onlin")],
+)
+def test_refused_values(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"metrics\.{field}={value}"):
+        MetricsConfig(**{field: value}).validate()
+
+
+def test_import_is_light() -> None:
+    check = "import sys, harness.metrics; sys.exit(bool({'torch', 'rich', 'wandb'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
