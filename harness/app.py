@@ -28,20 +28,23 @@ def run_verb(verb: Callable[[Any, list[str]], int], *, config_name: str = "train
         config_name: the primary config, a file of conf/.
         schema: dataclass of the job.
     """
-    overrides = typed_overrides(sys.argv[1:])
-    codes: list[int] = []
+    points: list[tuple[Any, list[str]]] = []
 
-    def task(config: Any) -> None:
-        codes.append(_guarded(lambda: verb(job_from_config(config, schema), task_overrides(overrides))))
-
-    def compose_and_run() -> int:
-        if "-sc" not in sys.argv and "--shell-completion" not in sys.argv:
+    def compose_all() -> int:
+        overrides = typed_overrides(sys.argv[1:])
+        if not {"-sc", "--shell-completion"} & set(sys.argv):
             check_overrides(overrides, schema)
         register_schema(schema)
-        _run_hydra(task, config_name)
-        return next((code for code in codes if code), EXIT_OK)
+        # Hydra only composes: what runs, runs after it, outside of its error handling and global state.
+        _run_hydra(lambda config: points.append((config, _task_overrides())), config_name)
+        return EXIT_OK
 
-    sys.exit(_guarded(compose_and_run))
+    code = _guarded(compose_all)
+    codes = [
+        _guarded(lambda config=config, own=own: verb(job_from_config(config, schema), own))  # type: ignore[misc]
+        for config, own in points
+    ]
+    sys.exit(next((c for c in [code, *codes] if c), EXIT_OK))
 
 
 def typed_overrides(arguments: list[str]) -> list[str]:
@@ -55,11 +58,11 @@ def typed_overrides(arguments: list[str]) -> list[str]:
     return overrides
 
 
-def task_overrides(overrides: list[str]) -> list[str]:
-    """The overrides of the job at hand: in a multirun those of its point."""
+def _task_overrides() -> list[str]:
+    """The overrides of the job being composed: in a multirun those of its point."""
     from hydra.core.hydra_config import HydraConfig
 
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else overrides
+    return list(HydraConfig.get().overrides.task)
 
 
 def _run_hydra(task: Callable[[Any], None], config_name: str) -> None:

@@ -28,12 +28,13 @@ def register_schema(schema: type = Job) -> None:
     ConfigStore.instance().store(name="job_schema", node=schema)
 
 
-def compose_job(overrides: Iterable[str], *, config_name: str = "train") -> Job:
+def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> Any:
     """Composes, types, resolves and validates a job.
 
     Args:
         overrides: ``group=option`` and ``field=value`` strings, as typed.
         config_name: the primary config, a file of conf/.
+        schema: dataclass of the job.
 
     Raises:
         UserError: one line that says which override, field or value is wrong, and what would work.
@@ -42,15 +43,15 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train") -> Job:
     from hydra.core.global_hydra import GlobalHydra
 
     overrides = list(overrides)
-    check_overrides(overrides)
-    register_schema()
+    check_overrides(overrides, schema)
+    register_schema(schema)
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=conf_dir(), version_base="1.3"):
         try:
             config = compose(config_name=config_name, overrides=overrides)
         except Exception as error:
             raise translated(error) from error
-    return job_from_config(config)
+    return job_from_config(config, schema)
 
 
 def job_from_config(config: Any, schema: type = Job) -> Any:

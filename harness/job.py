@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from harness.cluster.config import ClusterConfig, count_gpus
-from harness.config import EXECUTION, LABEL, NUMERICS, label, leaves, numerics
+from harness.config import LABEL, NUMERICS, label, leaves, numerics
 from harness.data import DataConfig, TokenizerConfig
 from harness.errors import ConfigError, divisors
 from harness.loop.config import DebugConfig, TrainingConfig, ValidationConfig
@@ -179,12 +179,12 @@ def from_dict(cls: type, plain: dict[str, Any]) -> Any:
     return cls(**values)
 
 
-def differing_fields(a: Job, b: Job, role: str = EXECUTION) -> list[str]:
-    """Dotted names of the fields of one role in which two jobs differ."""
+def differing_numerics(a: Job, b: Job) -> list[str]:
+    """Dotted names of the numerics in which two jobs differ."""
     return [
         name
-        for (name, kind, left), (_, _, right) in zip(leaves(a), leaves(b), strict=True)
-        if kind == role and left != right
+        for (name, role, left), (_, _, right) in zip(leaves(a), leaves(b), strict=True)
+        if role == NUMERICS and left != right
     ]
 
 

@@ -26,10 +26,9 @@ def main() -> None:
     code = run_rank(job, folder)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code and job.world_size > 1:
-        # Peers may be gone in the middle of a collective; waiting for threads that wait for them would hang.
-        os._exit(code)
-    sys.exit(code)
+    # Everything is written and closed. Destructors of communication threads, run at interpreter exit while
+    # peers are gone or going, abort or hang.
+    os._exit(code)
 
 
 def run_rank(job: Job, folder: RunFolder) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from harness.data.sources import Source
-from harness.data.tokenizer import Tokenizer
+from harness.data.tokenizer import Tokenizer, with_ends
 from harness.errors import DataError
 
 FORMAT_VERSION = 1
@@ -121,7 +121,7 @@ def _write(folder: Path, source: Source, tokenizer: Tokenizer, held_out: float) 
                 batch, tokenizer.encode_batch([text for _, text in batch]), strict=True
             ):
                 writer = validation if is_held_out(index, held_out) else train
-                writer.append(_with_ends(ids, tokenizer))
+                writer.append(with_ends(ids, tokenizer))
     if train.num_tokens + validation.num_tokens == 0:
         raise DataError(f"{source.name} holds no text: every document is empty")
     meta = {"dtype": dtype.name, "tokens": {w.split: w.num_tokens for w in (train, validation)}}
@@ -142,13 +142,6 @@ def _batches(documents: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, s
             batch, num_chars = [], 0
     if batch:
         yield batch
-
-
-def _with_ends(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """One document as it stands in the token stream: [bos] text [eos]."""
-    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    return [*before, *ids, *after]
 
 
 class _Writer:

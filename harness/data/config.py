@@ -115,6 +115,24 @@ class DataConfig:
             rule = "synthetic data has no documents to hold out; its validation samples are drawn apart"
             raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
 
+    def require_validation(self) -> None:
+        """Refuses a configuration that sets no documents apart for validation.
+
+        Raises:
+            ConfigError: naming data.validation_fraction and what would work instead.
+        """
+        if (
+            self.kind == "synthetic"
+            or self.validation_paths
+            or self.validation_split
+            or self.validation_fraction
+        ):
+            return
+        other = "data.validation_paths" if self.kind == "local" else "data.validation_split"
+        works = other if self.streaming else f"data.validation_fraction=0.02, or {other}"
+        rule = "validation is asked for, and no documents are set apart for it"
+        raise ConfigError("data.validation_fraction", self.validation_fraction, rule, works)
+
     def _refuse_settings_of_other_kinds(self) -> None:
         default = DataConfig()
         for kind, names in _READ_ONLY_BY.items():

@@ -19,7 +19,7 @@ from torch import Tensor
 from harness.data.cache import open_cache
 from harness.data.config import DataConfig
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
-from harness.data.sources import open_dataset, require_column, require_validation_source, source_of
+from harness.data.sources import open_dataset, require_column, source_of
 from harness.data.streaming import Slot
 from harness.data.tokenizer import Tokenizer
 from harness.errors import DataError
@@ -227,7 +227,7 @@ def _build_slots(
     from datasets.distributed import split_dataset_by_node
 
     if split == "validation":
-        require_validation_source(data)
+        data.require_validation()
     part = data.validation_split if split == "validation" and data.validation_split else data.split
     dataset = open_dataset(data, part)
     name = f"dataset {data.dataset}, split {part}"

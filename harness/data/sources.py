@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness.data.config import DataConfig
-from harness.errors import ConfigError, DataError
+from harness.errors import DataError
 
 _ROWS_PER_READ = 256
 
@@ -48,7 +48,7 @@ def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
     """
     validating = split == "validation"
     if validating:
-        require_validation_source(config)
+        config.require_validation()
     if config.kind == "local":
         if validating and config.validation_paths:
             return LocalFiles(config, "validation_paths"), 0.0
@@ -56,16 +56,6 @@ def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
     if validating and config.validation_split:
         return HubTable(config, config.validation_split), 0.0
     return HubTable(config, config.split), config.validation_fraction
-
-
-def require_validation_source(config: DataConfig) -> None:
-    """Raises ConfigError where nothing says which documents are for validation."""
-    if config.validation_paths or config.validation_split or config.validation_fraction > 0:
-        return
-    other = "data.validation_paths" if config.kind == "local" else "data.validation_split"
-    fraction = "" if config.streaming else "data.validation_fraction=0.02, or "
-    rule = "validation is asked for, and no documents are set apart for it"
-    raise ConfigError("data.validation_fraction", config.validation_fraction, rule, f"{fraction}{other}")
 
 
 class LocalFiles:

@@ -17,7 +17,7 @@ import numpy as np
 
 from harness.data.samples import IGNORE_INDEX
 from harness.data.sources import text_of_example
-from harness.data.tokenizer import Tokenizer
+from harness.data.tokenizer import Tokenizer, with_ends
 from harness.errors import DataError
 
 
@@ -116,9 +116,9 @@ class Slot:
                 continue
             self._position = self._dataset.state_dict()
             text = text_of_example(example, self._field, self._name)
-            tokens = self._tokenize(text) if text else np.empty(0, dtype=np.int64)
-            if len(tokens) > 0:
-                return _Document(position, tokens)
+            if text:
+                tokens = with_ends(self._tokenizer.encode(text), self._tokenizer)
+                return _Document(position, np.asarray(tokens, dtype=np.int64))
 
     def _next_example(self) -> dict[str, Any] | None:
         try:
@@ -132,8 +132,3 @@ class Slot:
         self._dataset.load_state_dict(position)
         self._examples: Iterator[dict[str, Any]] = iter(self._dataset)
         self._position = position
-
-    def _tokenize(self, text: str) -> np.ndarray:
-        before = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        after = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
-        return np.asarray([*before, *self._tokenizer.encode(text), *after], dtype=np.int64)

@@ -61,6 +61,13 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     raise ValueError(f"unknown tokenizer kind {config.kind}")
 
 
+def with_ends(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """One document as it stands in the token stream: [bos] text [eos], where the tokenizer has them."""
+    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    return [*before, *ids, *after]
+
+
 class BytesTokenizer(Tokenizer):
     """The UTF-8 bytes of the text; 256 is bos and 257 is eos."""
 
@@ -102,7 +109,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._space_mark_ids = self._spell_space_mark()
 
     def encode(self, text: str) -> list[int]:
-        if True or "▁" not in text:
+        if self._space_mark_ids is None or "▁" not in text:
             return self._model.encode(text)
         ids: list[int] = []
         for index, part in enumerate(text.split("▁")):

@@ -71,6 +71,14 @@ class Engine:
         return range(self.mesh.data_rank * share, (self.mesh.data_rank + 1) * share)
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank speaks for its rows: of those that work on the same ones, the one with the loss.
+
+        Under a pipeline that is the rank with the output projection, which a V-shaped schedule puts first.
+        """
+        return self.mesh.rank("tp") == 0 and any(part.output is not None for part in self.parts)
+
+    @property
     def lr(self) -> float:
         """Learning rate of the next update."""
         return self.optimizer.param_groups[0]["lr"]
@@ -83,7 +91,7 @@ class Engine:
             stop_requested: whether this rank was asked to stop; travels with the sums that are taken anyway.
         """
         local_tokens = count_valid(batch)
-        valid_tokens = int(self.world_sum([local_tokens if self.mesh.counts_tokens else 0])[0])
+        valid_tokens = int(self.world_sum([local_tokens if self.counts_tokens else 0])[0])
         # A batch without a single valid token has a loss of 0, not of 0/0.
         self.loss.denominator = float(max(1, valid_tokens))
         pieces = split_batch(batch, self.job.local_batch_size)
@@ -94,7 +102,7 @@ class Engine:
         squares = local_square_sum(self.parameters, self.mesh, self.device)
         own = self._local(loss, local_tokens)
         square_sum, loss_sum, stops = self.world_sum(
-            [squares, loss if self.mesh.counts_tokens else 0.0, float(stop_requested)]
+            [squares, loss if self.counts_tokens else 0.0, float(stop_requested)]
         )
         return StepOutcome(
             loss=loss_sum,
@@ -124,7 +132,7 @@ class Engine:
         loss = torch.zeros((), device=self.device)
         for piece in split_batch(batch, self.job.local_batch_size):
             loss = loss + self.executor.forward(piece)
-        owns = self.mesh.counts_tokens
+        owns = self.counts_tokens
         total = self.world_sum([loss if owns else 0.0, count_valid(batch) if owns else 0])
         return float(total[0]), int(total[1])
 
@@ -145,7 +153,7 @@ class Engine:
         return packed.tolist()
 
     def _local(self, loss: Tensor, local_tokens: int) -> float | None:
-        if not self.mesh.counts_tokens or not local_tokens:
+        if not self.counts_tokens or not local_tokens:
             return None
         return float(loss) * float(self.loss.denominator) / local_tokens
 

@@ -36,7 +36,7 @@ class MetricsConfig:
     wandb_group: str | None = label(None)
     """W&B group that this run belongs to, e.g. the name of a sweep; null takes WANDB_RUN_GROUP."""
 
-    wandb_tags: list[str] = label(factory=list)  # noqa: RUF009 (makes a field, not a list)
+    wandb_tags: list[str] = label(factory=list)
     """W&B tags of the run; an empty list takes WANDB_TAGS."""
 
     wandb_mode: str | None = label(None)

@@ -47,11 +47,6 @@ class Mesh:
         """Which share of the batch this rank works on, of dp_replicate x dp_shard."""
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether this rank speaks for its share of the batch: one rank of those that see the same tokens."""
-        return self.rank("tp") == 0 and self.rank("pp") == self.size("pp") - 1
-
 
 def build_mesh(layout: ParallelismConfig, device: torch.device) -> Mesh:
     """Makes the process groups of a layout; all ranks call it together."""

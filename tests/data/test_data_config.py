@@ -109,6 +109,15 @@ def test_accepted_data(settings):
     DataConfig(**settings).validate()
 
 
+def test_validation_is_asked_for_before_anything_runs():
+    DataConfig(kind="synthetic").require_validation()
+    DataConfig(paths=["a"], validation_fraction=0.1).require_validation()
+    for settings in ({"paths": ["a"]}, {"kind": "hub", "dataset": "d"}, STREAMED):
+        with pytest.raises(ConfigError) as caught:
+            DataConfig(**settings).require_validation()
+        assert caught.value.field == "data.validation_fraction"
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [

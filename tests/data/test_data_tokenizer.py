@@ -1,13 +1,14 @@
 """Tokenizers: round trips, special tokens, and what is said of a bad file."""
 
 import base64
+import re
 import sysconfig
 from pathlib import Path
 
 import pytest
 
 from harness.data import TokenizerConfig
-from harness.data.tokenizer import build_tokenizer
+from harness.data.tokenizer import _cut_long_runs, build_tokenizer
 from harness.data.train_tokenizer import main as train_tokenizer
 from harness.errors import DataError
 
@@ -190,3 +191,13 @@ def test_training_says_what_is_wrong(tmp_path, monkeypatch, options, says):
     Path("few.py").write_text("a b c d e f")
     with pytest.raises(DataError, match=says):
         train_tokenizer([*options, "--output", "x.model"])
+
+
+@pytest.mark.parametrize("text", [*AWKWARD, "x" * 25_000 + " ", "x" * 25_001, "ab " * 300_000], ids=len)
+def test_long_runs_are_cut_where_meta_cuts_them(text):
+    pieces = list(_cut_long_runs(text))
+    assert "".join(pieces) == text
+    assert all(len(run) <= 25_000 for piece in pieces for run in re.findall(r"\S+|\s+", piece))
+    assert all(len(piece) <= 400_000 for piece in pieces)
+    longest = max(map(len, re.findall(r"\S+|\s+", text)), default=0)
+    assert len(pieces) == -(-len(text) // 400_000) or longest > 25_000

@@ -1,0 +1,236 @@
+"""``python -m harness.parity``: proof on CPU ranks that every layout computes what one process computes.
+
+For each layout and for one process the same job is trained from the same seed; losses, gradient norms and
+the gradients themselves, before clipping, are compared. Gradients are the sensitive figure: clipping and
+Adam hide an error of scale from the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from harness.app import run_verb
+from harness.compose import compose_job
+from harness.config import label
+from harness.errors import EXIT_OK, ConfigError
+from harness.job import Job, differing_numerics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXIT_DIFFERS = 1
+TOLERANCES = {"float32": (1e-5, 1e-4), "bfloat16": (1e-3, 5e-2)}
+
+
+@dataclass
+class ParityConfig:
+    """What is compared, and how closely."""
+
+    matrix: dict[str, str] = label(factory=dict)
+    """Known layouts: a name, and the overrides that make it, separated by spaces."""
+    layouts: list[str] = label(factory=list)
+    """Names out of the matrix to run; empty means all."""
+    world_size: int = label(8)
+    """Ranks to start; layouts that need more are skipped, and said to be."""
+    steps: int = label(10)
+    """Optimizer steps of every run."""
+    loss_tolerance: float | None = label(None)
+    """Largest relative difference of a step's loss; null means 1e-5 in float32, 1e-3 in bfloat16."""
+    gradient_tolerance: float | None = label(None)
+    """Largest relative difference of a gradient (2-norm, per parameter) or of the norm; null: 1e-4, 5e-2."""
+
+
+@dataclass
+class ParityJob(Job):
+    """A job with what is to be compared."""
+
+    parity: ParityConfig = label(factory=ParityConfig)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one run did: per step the loss and the gradient norm, and the gradients of first and last step."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far one layout is from one process: the largest relative difference of each figure."""
+
+    layout: str
+    ranks: int
+    loss: float
+    gradient: float
+    worst_parameter: str
+    norm: float
+    passed: bool
+
+
+def trace(job_json: str, steps: int) -> Trace:
+    """Trains on this rank of a process group; the gradients are whole, and on rank 0 of all parameters."""
+    import torch
+    import torch.distributed as dist
+
+    from harness.data.loader import build_loader
+    from harness.data.tokenizer import build_tokenizer
+    from harness.loop.engine import Engine
+
+    job = Job.from_json(job_json)
+    engine = Engine(job, torch.device("cpu"))
+    loader = build_loader(
+        job.data,
+        build_tokenizer(job.tokenizer),
+        seq_len=job.training.seq_len,
+        global_batch_size=job.global_batch_size,
+        seed=job.training.seed,
+        rows=engine.rows,
+        model_vocab_size=job.model.vocab_size,
+        barrier=dist.barrier,
+        is_builder=dist.get_rank() == 0,
+    )
+    losses, norms, gradients = [], [], []
+    for step in range(steps):
+        outcome = engine.gradients(loader.next())
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+        if step in (0, steps - 1):
+            gradients.append(whole_gradients(engine))
+        engine.update(outcome.grad_norm)
+    return Trace(losses, norms, gradients)
+
+
+def whole_gradients(engine: Any) -> dict[str, Tensor]:
+    """Gradients of this rank's parameters, gathered over the ranks that share each; all ranks call it."""
+    from torch.distributed.tensor import DTensor
+
+    whole = {}
+    for name, parameter in engine.named_parameters():
+        gradient = parameter.grad
+        whole[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+    return whole
+
+
+def compare(layout: str, ranks: int, reference: Trace, traces: list[Trace], tolerances: tuple[float, float]) -> Verdict:
+    """Holds the traces of all ranks of a layout against the one of a single process.
+
+    Every rank's figures count: a rank that sees another loss, or lacks a gradient, is an error too.
+    """
+    loss = max(_relative(a, b) for t in traces for a, b in zip(t.losses, reference.losses, strict=True))
+    norm = max(_relative(a, b) for t in traces for a, b in zip(t.norms, reference.norms, strict=True))
+    worst, worst_parameter = 0.0, ""
+    for index, expected in enumerate(reference.gradients):
+        found: set[str] = set()
+        for each in traces:
+            for name, gradient in each.gradients[index].items():
+                found.add(name)
+                difference = float((gradient - expected[name]).double().norm() / expected[name].double().norm())
+                if not difference <= worst:
+                    worst, worst_parameter = difference, name
+        missing = expected.keys() - found
+        if missing:
+            worst, worst_parameter = float("inf"), min(missing)
+    # "not <=" and not ">": a NaN must fail.
+    passed = loss <= tolerances[0] and worst <= tolerances[1] and norm <= tolerances[1]
+    return Verdict(layout, ranks, loss, worst, worst_parameter, norm, passed)
+
+
+def parity(job: ParityJob, overrides: list[str]) -> int:
+    """Runs the chosen layouts and prints the table; returns the exit code."""
+    from harness.cluster.pool import RankFailed, RankPool
+
+    config = job.parity
+    defaults = TOLERANCES[job.precision.param_dtype]
+    tolerances = (
+        defaults[0] if config.loss_tolerance is None else config.loss_tolerance,
+        defaults[1] if config.gradient_tolerance is None else config.gradient_tolerance,
+    )
+    layouts = compose_layouts(config, overrides)
+    reference_job = next(iter(layouts.values()))[1]
+    fitting = {name: (ranks, each) for name, (ranks, each) in layouts.items() if ranks <= config.world_size}
+    out = sys.stdout
+    os.environ["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
+    failed: list[str] = []
+    with RankPool(max([1, *(ranks for ranks, _ in fitting.values())])) as pool:
+        [reference] = pool.run(1, trace, single_process(reference_job).to_json(), config.steps)
+        out.write(HEADER)
+        for name, (ranks, each) in layouts.items():
+            if name not in fitting:
+                out.write(f"{name:<28} {ranks:>5}  skipped: parity.world_size={config.world_size}\n")
+                continue
+            try:
+                verdict = compare(name, ranks, reference, pool.run(ranks, trace, each.to_json(), config.steps), tolerances)
+            except RankFailed as error:
+                failed.append(name)
+                out.write(f"{name:<28} {ranks:>5}  FAILED\n{error}\n")
+                continue
+            if not verdict.passed:
+                failed.append(name)
+            out.write(line(verdict))
+            out.flush()
+    out.write(
+        f"{len(fitting) - len(failed)} of {len(fitting)} layouts agree with one process over {config.steps} steps "
+        f"({job.precision.param_dtype}; tolerance {tolerances[0]:g} loss, {tolerances[1]:g} gradients)\n"
+    )
+    return EXIT_DIFFERS if failed or not fitting else EXIT_OK
+
+
+HEADER = f"{'layout':<28} {'ranks':>5} {'loss':>9} {'gradient':>9} {'norm':>9}  verdict  worst parameter\n"
+
+
+def line(verdict: Verdict) -> str:
+    """One row of the table."""
+    return (
+        f"{verdict.layout:<28} {verdict.ranks:>5} {verdict.loss:>9.1e} {verdict.gradient:>9.1e} {verdict.norm:>9.1e}  "
+        f"{'ok     ' if verdict.passed else 'DIFFERS'}  {verdict.worst_parameter}\n"
+    )
+
+
+def compose_layouts(config: ParityConfig, overrides: list[str]) -> dict[str, tuple[int, Job]]:
+    """The chosen layouts as jobs with the same numerics: name -> (ranks, job).
+
+    Raises:
+        ConfigError: a name that the matrix does not have, or a layout that changes the numerics.
+    """
+    for name in config.layouts:
+        if name not in config.matrix:
+            raise ConfigError("parity.layouts", name, "no such layout", sorted(config.matrix))
+    jobs: dict[str, tuple[int, Job]] = {}
+    for name in config.layouts or config.matrix:
+        composed = compose_job([*overrides, *config.matrix[name].split()], config_name="parity", schema=ParityJob)
+        job = Job(**{field.name: getattr(composed, field.name) for field in dataclasses.fields(Job)})
+        first = next(iter(jobs.values()), (0, job))[1]
+        differing = differing_numerics(first, job)
+        if differing:
+            raise ConfigError("parity.matrix", name, f"changes the numerics: {', '.join(differing)}")
+        jobs[name] = (job.world_size, job)
+    return jobs
+
+
+def single_process(job: Job) -> Job:
+    """The same experiment on one rank."""
+    from harness.parallelism.config import ParallelismConfig
+
+    training = dataclasses.replace(job.training, local_batch_size=None)
+    return dataclasses.replace(Job.from_json(job.to_json()), training=training, parallelism=ParallelismConfig()).resolve(
+        gpus=0
+    )
+
+
+def _relative(value: float, expected: float) -> float:
+    return abs(value - expected) / abs(expected)
+
+
+def main() -> None:
+    """Entry point of ``python -m harness.parity`` and of the console script."""
+    run_verb(parity, config_name="parity", schema=ParityJob)
+
+
+if __name__ == "__main__":
+    main()
