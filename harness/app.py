@@ -2,33 +2,70 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness.compose import check_overrides, job_from_config, register_schema, translated
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, HarnessError, UserError
+from harness.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_MACHINE,
+    EXIT_NON_FINITE,
+    EXIT_OK,
+    EXIT_USER,
+    HarnessError,
+)
 from harness.job import Job
 from harness.paths import conf_dir
 
-VALUE_FLAGS = ("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-sc")
+VALUE_FLAGS = (
+    "-c",
+    "--cfg",
+    "-p",
+    "--package",
+    "-cp",
+    "--config-path",
+    "-cn",
+    "--config-name",
+    "-cd",
+    "--config-dir",
+    "-sc",
+)
 
 
-def run_verb(verb: Callable[[Any, list[str]], int], *, config_name: str = "train", schema: type = Job) -> None:
+Verb = Callable[[Any, list[str]], int]
+
+# How long a rank other than 0 leaves it to rank 0 to report a mistake that all of them have found.
+LISTENING_SECONDS = 10.0
+
+
+def run_verb(
+    verb: Verb, *, point: Verb | None = None, config_name: str = "train", schema: type = Job
+) -> None:
     """Composes a job from the command line, hands it to ``verb`` and exits with the code it returns.
 
-    ``--help``, ``--cfg job``, ``-m`` and shell completion are Hydra's. With ``-m`` every job is run, and
-    the exit code is that of the first that failed.
+    ``--help``, ``--cfg job``, ``-m`` and shell completion are Hydra's. With ``-m`` every job is run, one
+    after another; the exit code is that of the first that failed, and at the end all that failed are named.
 
     Args:
         verb: takes the resolved job and the overrides it came from.
+        point: what runs each job of a multirun, if that is not the verb itself.
         config_name: the primary config, a file of conf/.
         schema: dataclass of the job.
     """
     points: list[tuple[Any, list[str]]] = []
+    many = False
+
+    def take(config: Any) -> None:
+        nonlocal many
+        own, many = _task_overrides()
+        points.append((config, own))
 
     def compose_all() -> int:
         overrides = typed_overrides(sys.argv[1:])
@@ -36,15 +73,50 @@ def run_verb(verb: Callable[[Any, list[str]], int], *, config_name: str = "train
             check_overrides(overrides, schema)
         register_schema(schema)
         # Hydra only composes: what runs, runs after it, outside of its error handling and global state.
-        _run_hydra(lambda config: points.append((config, _task_overrides())), config_name)
+        _run_hydra(take, config_name)
         return EXIT_OK
 
+    def run(config: Any, own: list[str]) -> int:
+        return (point or verb if many else verb)(job_from_config(config, schema), own)
+
     code = _guarded(compose_all)
-    codes = [
-        _guarded(lambda config=config, own=own: verb(job_from_config(config, schema), own))  # type: ignore[misc]
-        for config, own in points
-    ]
-    sys.exit(next((c for c in [code, *codes] if c), EXIT_OK))
+    if code == EXIT_OK:
+        calls = [(own, functools.partial(run, config, own)) for config, own in points]
+        code = _run_points(calls) if many else next((_guarded(call) for _, call in calls), EXIT_OK)
+    sys.exit(code)
+
+
+def _run_points(calls: Sequence[tuple[list[str], Callable[[], int]]]) -> int:
+    """Runs the points of a multirun; one that fails does not keep the next from running, ^C does.
+
+    Returns:
+        the exit code of the first that failed.
+    """
+    failed: list[tuple[int, str]] = []
+    for number, (overrides, call) in enumerate(calls, start=1):
+        sys.stderr.write(f"[{number}/{len(calls)}] {' '.join(overrides)}\n")
+        code = _guarded(call)
+        if code != EXIT_OK:
+            failed.append(
+                (code, f"[{number}/{len(calls)}] {' '.join(overrides)}: {_EXIT_WORDS.get(code, 'failed')}")
+            )
+        if code == EXIT_INTERRUPTED:
+            break
+    if failed:
+        named = "".join(f"  {text}\n" for _, text in failed)
+        sys.stderr.write(f"{len(failed)} of {len(calls)} points did not complete:\n{named}")
+        left = len(calls) - number
+        if left:
+            sys.stderr.write(f"  and {left} more were not started\n")
+    return failed[0][0] if failed else EXIT_OK
+
+
+_EXIT_WORDS = {
+    EXIT_USER: "a mistake in the job (exit code 2)",
+    EXIT_MACHINE: "the machine failed (exit code 3)",
+    EXIT_NON_FINITE: "loss or gradients not finite (exit code 4)",
+    EXIT_INTERRUPTED: "interrupted (exit code 130)",
+}
 
 
 def typed_overrides(arguments: list[str]) -> list[str]:
@@ -58,11 +130,13 @@ def typed_overrides(arguments: list[str]) -> list[str]:
     return overrides
 
 
-def _task_overrides() -> list[str]:
-    """The overrides of the job being composed: in a multirun those of its point."""
+def _task_overrides() -> tuple[list[str], bool]:
+    """The overrides of the job being composed, and whether it is a point of a multirun."""
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
-    return list(HydraConfig.get().overrides.task)
+    config = HydraConfig.get()
+    return list(config.overrides.task), config.mode == RunMode.MULTIRUN
 
 
 def _run_hydra(task: Callable[[Any], None], config_name: str) -> None:
@@ -88,15 +162,16 @@ def _run_hydra(task: Callable[[Any], None], config_name: str) -> None:
 
 def _guarded(call: Callable[[], int]) -> int:
     """Calls, and turns whatever is raised into a message and an exit code."""
-    speaks = os.environ.get("RANK", "0") == "0"
     try:
         return call()
-    except UserError as error:
-        if speaks:
-            sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
     except HarnessError as error:
-        traceback.print_exc()
+        if os.environ.get("RANK", "0") != "0":
+            # All ranks of a torchrun find the same mistake, and the first to end ends all: let rank 0 speak.
+            time.sleep(LISTENING_SECONDS)
+        if error.exit_code == EXIT_BUG:
+            traceback.print_exc()
+        else:
+            sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

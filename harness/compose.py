@@ -12,13 +12,25 @@ import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from harness.errors import ConfigError, UserError
 from harness.job import Job, from_dict, launched_ranks
 from harness.paths import conf_dir
 
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?$", re.DOTALL)
+
+_UNSAID = (
+    "full_key:",
+    "object_type=",
+    "reference_type=",
+    "set_env",
+    "See ",
+    "Config search path",
+    "provider=",
+)
+_MISSING = "{}: must be given, on the command line or in a file of the job"
 
 
 def register_schema(schema: type = Job) -> None:
@@ -50,7 +62,7 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
         try:
             config = compose(config_name=config_name, overrides=overrides)
         except Exception as error:
-            raise translated(error) from error
+            raise translated(error, schema) from error
     return job_from_config(config, schema)
 
 
@@ -64,10 +76,12 @@ def job_from_config(config: Any, schema: type = Job) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise UserError(_MISSING.format(", ".join(missing)))
+        plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
-        raise translated(error) from error
-    assert isinstance(plain, dict)
+        raise translated(error, schema) from error
     reject_unknown_keys(plain, schema)
     return from_dict(schema, plain).resolve(launched_ranks=launched_ranks())
 
@@ -83,13 +97,19 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
         match = _OVERRIDE.match(override)
         if match is None or (match["value"] is None and match["sign"] != "~"):
             raise UserError(f"{override}: not an override; would work: field=value or group=option")
-        key, value = match["key"].split("@")[0], match["value"]
+        sign, key, value = match["sign"], match["key"].split("@")[0], match["value"]
         if key == "hydra" or key.startswith(("hydra.", "hydra/")):
             continue
-        if key in groups and value is not None and "{" not in value:
+        if key not in groups:
+            _check_field(key, value, schema, list(groups), sign)
+        elif value is not None and "{" not in value:
+            if sign in ("+", "++"):
+                raise UserError(f"{override}: a group is chosen without {sign}; would work: {key}={value}")
             _check_options(key, value, groups[key])
-        elif key not in groups:
-            _check_field(key, value, schema, list(groups))
+        elif sign == "~" and key in _fields(schema):
+            raise UserError(
+                f"{override}: every job has one; would work: {key}={' or '.join(_options(groups[key]))}"
+            )
 
 
 def reject_unknown_keys(plain: dict[str, Any], schema: type, prefix: str = "") -> None:
@@ -108,49 +128,151 @@ def reject_unknown_keys(plain: dict[str, Any], schema: type, prefix: str = "") -
             reject_unknown_keys(value, fields[name], f"{prefix}{name}.")
 
 
-def translated(error: BaseException) -> UserError:
-    """What Hydra or OmegaConf has to say, on one line."""
-    parts: list[str] = []
+def translated(error: BaseException, schema: type = Job) -> UserError:
+    """What Hydra or OmegaConf has to say, on one line and in the words of the other errors."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+
+    chain = _chain(error)
+    text = "; ".join(dict.fromkeys(part for each in chain[:2] for part in _lines(each)))
+    typed = _OVERRIDE.match(_after(text, "Error merging override ", "; "))
+    place = _after(text, "In '", "'")
+    place = f" (in {place}.yaml)" if place and place != "train" else ""
+    for each in chain:
+        if isinstance(each, OverrideParseException):
+            works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
+            return UserError(f"{each.override}: cannot be read, {_lines(each)[0]}; would work: {works}")
+        if isinstance(each, MissingConfigException) and each.missing_cfg_file:
+            group, _, option = str(each.missing_cfg_file).rpartition("/")
+            return UserError(
+                f"{group}={option}{place}: no such option; options: {', '.join(each.options or ())}"
+            )
+        if not isinstance(each, OmegaConfBaseException):
+            continue
+        key = "" if each.full_key is None else str(each.full_key)
+        if isinstance(each, ConfigKeyError) and dataclasses.is_dataclass(each.object_type):
+            if place and key in ("experiment", "sweep"):
+                return UserError(f"{text.split(':')[0]}: the file must begin with '# @package _global_'")
+            known, prefix = _fields(each.object_type), key.removesuffix(str(each.key))
+            return UserError(f"{_unknown(key, None, str(each.key), known, prefix)}{place}")
+        if isinstance(each, ValidationError):
+            # An element of a list knows only its index; the override it came with knows the field.
+            if key.isdigit():
+                key = typed["key"] if typed else ""
+            wanted = _wanted(schema, key)
+            if wanted:
+                value = typed["value"] if typed and typed["key"] == key else each.value
+                return ConfigError(key, value, f"must be {wanted}{place}")
+        if "Missing mandatory value: " in text:
+            return UserError(_MISSING.format(_after(text, "Missing mandatory value: ", ";")))
+        return UserError(f"{key}{place}: {text}" if key and key not in text else text)
+    if text.startswith("Ambiguous value for argument"):
+        works = "-m to run one job for each, [...] around a list, quotes around one text with commas"
+        return UserError(f"{text.split(chr(39))[1]}: has several values; would work: {works}")
+    if text.startswith("Multiple values for "):
+        group = _after(text, "Multiple values for ", ".")
+        works = f"'- override /{group}: OPTION' in the defaults of the file that comes later"
+        return UserError(f"{group}: two files choose an option of this group; would work: {works}")
+    return UserError(text or type(error).__name__)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and those it came from, outermost first."""
+    chain: list[BaseException] = []
     current: BaseException | None = error
-    while current is not None:
-        parts += [line.strip() for line in str(current).splitlines() if line.strip()]
-        current = current.__cause__
-    key = next((p.split(":", 1)[1].strip() for p in parts if p.startswith("full_key:")), "")
-    told = [p for p in parts if not p.startswith(("full_key:", "object_type=", "reference_type=", "set_env", "See "))]
-    text = "; ".join(dict.fromkeys(told)) or type(error).__name__
-    return UserError(f"{key}: {text}" if key and key not in text else text)
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    return chain
+
+
+def _lines(error: BaseException) -> list[str]:
+    """What an error says, without the parts that speak of Python."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return [line for line in lines if line and not line.startswith(_UNSAID)]
+
+
+def _after(text: str, start: str, end: str) -> str:
+    """What stands between two marks in a text; empty when the first is missing."""
+    return text.split(start, 1)[1].split(end, 1)[0] if start in text else ""
+
+
+def _wanted(schema: type, key: str) -> str | None:
+    """In words, what a field takes; None when the name leads to no field."""
+    hint: Any = schema
+    for name in key.split("."):
+        owner = next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
+        if owner is None or name not in get_type_hints(owner):
+            return None
+        hint = get_type_hints(owner)[name]
+    kinds = [t for t in get_args(hint) if t is not type(None)] if get_origin(hint) is UnionType else [hint]
+    words = " or ".join(_in_words(kind, key) for kind in kinds)
+    return words + (", or null" if type(None) in get_args(hint) else "")
+
+
+def _in_words(kind: Any, key: str) -> str:
+    if dataclasses.is_dataclass(kind):
+        return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
+    if get_origin(kind) is list:
+        inner = get_args(kind)[0]
+        return "a list of lists, like [[a,b],[c]]" if get_origin(inner) is list else "a list, like [a,b]"
+    simple = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    return simple.get(kind, "a mapping, like {a: b}")
+
+
+def _options(folder: Path) -> list[str]:
+    """The options of a group: its YAML files."""
+    return sorted(str(p.relative_to(folder))[: -len(".yaml")] for p in folder.rglob("*.yaml"))
 
 
 def _check_options(group: str, value: str, folder: Path) -> None:
     """Refuses options that the group does not have; a sweep's comma list and globs are left to Hydra."""
-    options = sorted(str(p.relative_to(folder))[: -len(".yaml")] for p in folder.rglob("*.yaml"))
-    chosen = value.strip("[]'\" ").split(",") if "(" not in value else []
-    for option in (o.strip().removesuffix(".yaml") for o in chosen):
-        if option not in options and option not in ("null", ""):
+    options = _options(folder)
+    if "(" in value or value.strip() == "[]":
+        return
+    for option in (o.strip().removesuffix(".yaml") for o in value.strip("[]'\" ").split(",")):
+        if option not in options:
             close = difflib.get_close_matches(option, options, n=1)
             hint = f"did you mean {close[0]}? options" if close else "options"
             raise UserError(f"{group}={option}: no such option; {hint}: {', '.join(options) or 'none'}")
 
 
-def _check_field(key: str, value: str | None, schema: type, groups: list[str]) -> None:
-    """Refuses a dotted name that leads to no field."""
+def _check_field(key: str, value: str | None, schema: type, groups: list[str], sign: str | None) -> None:
+    """Refuses a dotted name that leads to no field, and signs that a field does not take."""
     prefix, current = "", schema
     names = key.split(".")
     for depth, name in enumerate(names):
         fields = _fields(current)
         if name not in fields:
             known = {**fields, **(dict.fromkeys(groups) if depth == 0 else {})}
-            raise _unknown(key, value, name, known, prefix)
+            raise _unknown(key, value, name, known, prefix, _namesakes(schema, names[-1]))
         inner = fields[name]
         if depth + 1 < len(names):
             if inner is None:
                 raise ConfigError(key, value, f"{prefix}{name} is a value and has no fields")
             prefix, current = f"{prefix}{name}.", inner
+    if sign == "~":
+        works = "" if _fields(current)[names[-1]] else f"; would work: {key}=value"
+        raise UserError(f"~{key}: a field cannot be taken away{works}")
+    if sign == "+":
+        raise UserError(f"+{key}={value}: the field is there already; would work: {key}={value}")
 
 
-def _unknown(key: str, value: Any, name: str, known: Iterable[str], prefix: str) -> UserError:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    works = f"did you mean {prefix}{close[0]}?" if close else f"{prefix or 'the job'} has: {', '.join(sorted(known))}"
+def _namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
+    """Dotted names of the fields that are called ``name`` anywhere in the job."""
+    found = []
+    for field, inner in _fields(schema).items():
+        found += [prefix + field] if field == name else []
+        found += _namesakes(inner, name, f"{prefix}{field}.") if inner is not None else []
+    return found
+
+
+def _unknown(
+    key: str, value: Any, name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = ()
+) -> UserError:
+    close = [prefix + c for c in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
+    where = prefix.rstrip(".") or "the job"
+    works = f"did you mean {' or '.join(close)}?" if close else f"{where} has: {', '.join(sorted(known))}"
     shown = "" if value is None else f"={value}"
     return UserError(f"{key}{shown}: no such field; {works}")
 
@@ -160,7 +282,8 @@ def _fields(schema: type) -> dict[str, Any]:
     hints = get_type_hints(schema)
     return {
         field.name: next(
-            (t for t in (hints[field.name], *get_args(hints[field.name])) if dataclasses.is_dataclass(t)), None
+            (t for t in (hints[field.name], *get_args(hints[field.name])) if dataclasses.is_dataclass(t)),
+            None,
         )
         for field in dataclasses.fields(schema)
     }

@@ -45,7 +45,7 @@ class Job:
 
     @property
     def id(self) -> str:
-        """Twelve hex digits that name the job: equal for equal numerics and execution, whatever the labels."""
+        """Twelve hex digits that name the job: equal for equal numerics and execution; labels are ignored."""
         return _digest([(name, value) for name, role, value in leaves(self) if role != LABEL])
 
     @property
@@ -90,6 +90,7 @@ class Job:
         Raises:
             ConfigError: naming the field, its value, the rule, and what would work.
         """
+        self._validate_folder()
         self.cluster.validate()
         self.training.validate()
         self.model.resolve()
@@ -108,12 +109,15 @@ class Job:
             training.local_batch_size = training.local_batch_size or 8
             training.global_batch_size = training.local_batch_size * replicas
         if training.global_batch_size % replicas:
-            works = divisors(training.global_batch_size)
+            unit = replicas * (training.local_batch_size or 1)
+            below = training.global_batch_size // unit * unit
+            works = [size for size in (below, below + unit) if size]
+            ranks = ", ".join(map(str, divisors(training.global_batch_size)))
             raise ConfigError(
                 "training.global_batch_size",
                 training.global_batch_size,
                 f"must be a multiple of the data-parallel ranks, dp_replicate x dp_shard = {replicas}",
-                f"a multiple of {replicas}, or {', '.join(map(str, works))} data-parallel ranks",
+                f"{', '.join(map(str, works))}, or {ranks} data-parallel ranks",
             )
         share = training.global_batch_size // replicas
         if training.local_batch_size is None:
@@ -127,6 +131,15 @@ class Job:
                 divisors(share),
             )
 
+    def _validate_folder(self) -> None:
+        """Checks that the run folder lies inside runs_dir."""
+        parts = Path(self.name).parts
+        if not parts or Path(self.name).is_absolute() or ".." in parts:
+            rule = "must name a folder inside runs_dir"
+            raise ConfigError("name", self.name or "''", rule, self.model.name)
+        if not self.runs_dir:
+            raise ConfigError("runs_dir", "''", "must name a folder", "runs")
+
     def _validate(self) -> None:
         """Checks every part, and what parts ask of each other."""
         if self.training.seq_len > self.model.max_seq_len:
@@ -136,7 +149,8 @@ class Job:
                 f"must not exceed model.max_seq_len={self.model.max_seq_len}",
                 f"at most {self.model.max_seq_len}",
             )
-        self.parallelism.validate(self.model, self.training.seq_len, self.local_batch_size)
+        share = self.local_batch_size * self.accumulation_steps
+        self.parallelism.validate(self.model, self.training.seq_len, self.local_batch_size, share)
         self.precision.validate()
         self.data.validate()
         self.tokenizer.validate()
@@ -144,6 +158,8 @@ class Job:
         self.schedule.validate(self.training.steps)
         self.metrics.validate()
         self.validation.validate()
+        if self.validation.interval:
+            self.data.require_validation()
         self.debug.validate()
 
     def to_dict(self) -> dict[str, Any]:

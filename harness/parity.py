@@ -8,6 +8,7 @@ Adam hide an error of scale from the loss.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -53,11 +54,16 @@ class ParityJob(Job):
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run did: per step the loss and the gradient norm, and the gradients of first and last step."""
+    """What one run did on one rank."""
 
     losses: list[float]
+    """Loss of every step."""
     norms: list[float]
+    """Gradient norm of every step, before clipping."""
+    valid_tokens: list[int]
+    """Tokens of every step that the loss counts."""
     gradients: list[dict[str, Tensor]]
+    """Whole gradients of the first and the last step, of the parameters this rank holds."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +101,16 @@ def trace(job_json: str, steps: int) -> Trace:
         barrier=dist.barrier,
         is_builder=dist.get_rank() == 0,
     )
-    losses, norms, gradients = [], [], []
+    losses, norms, tokens, gradients = [], [], [], []
     for step in range(steps):
         outcome = engine.gradients(loader.next())
         losses.append(outcome.loss)
         norms.append(outcome.grad_norm)
+        tokens.append(outcome.valid_tokens)
         if step in (0, steps - 1):
             gradients.append(whole_gradients(engine))
         engine.update(outcome.grad_norm)
-    return Trace(losses, norms, gradients)
+    return Trace(losses, norms, tokens, gradients)
 
 
 def whole_gradients(engine: Any) -> dict[str, Tensor]:
@@ -122,8 +129,8 @@ def compare(layout: str, ranks: int, reference: Trace, traces: list[Trace], tole
 
     Every rank's figures count: a rank that sees another loss, or lacks a gradient, is an error too.
     """
-    loss = max(_relative(a, b) for t in traces for a, b in zip(t.losses, reference.losses, strict=True))
-    norm = max(_relative(a, b) for t in traces for a, b in zip(t.norms, reference.norms, strict=True))
+    loss = _largest(reference.losses, [t.losses for t in traces])
+    norm = _largest(reference.norms, [t.norms for t in traces])
     worst, worst_parameter = 0.0, ""
     for index, expected in enumerate(reference.gradients):
         found: set[str] = set()
@@ -131,13 +138,16 @@ def compare(layout: str, ranks: int, reference: Trace, traces: list[Trace], tole
             for name, gradient in each.gradients[index].items():
                 found.add(name)
                 difference = float((gradient - expected[name]).double().norm() / expected[name].double().norm())
-                if not difference <= worst:
+                if difference > worst or math.isnan(difference):
                     worst, worst_parameter = difference, name
+                if math.isnan(worst):
+                    return Verdict(layout, ranks, loss, worst, worst_parameter, norm, passed=False)
         missing = expected.keys() - found
         if missing:
             worst, worst_parameter = float("inf"), min(missing)
-    # "not <=" and not ">": a NaN must fail.
-    passed = loss <= tolerances[0] and worst <= tolerances[1] and norm <= tolerances[1]
+    same_tokens = all(t.valid_tokens == reference.valid_tokens for t in traces)
+    # Comparisons with a NaN are false: one fails.
+    passed = same_tokens and loss <= tolerances[0] and worst <= tolerances[1] and norm <= tolerances[1]
     return Verdict(layout, ranks, loss, worst, worst_parameter, norm, passed)
 
 
@@ -223,8 +233,10 @@ def single_process(job: Job) -> Job:
     )
 
 
-def _relative(value: float, expected: float) -> float:
-    return abs(value - expected) / abs(expected)
+def _largest(expected: list[float], found: list[list[float]]) -> float:
+    """Largest relative difference over steps and ranks; NaN where any figure is one."""
+    differences = [abs(a - b) / abs(b) for each in found for a, b in zip(each, expected, strict=True)]
+    return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 
 
 def main() -> None:

@@ -1,103 +1,183 @@
-"""One rank of a job: ``python -m harness.rank RUN_DIR``, started with torchrun's variables in its environment.
+"""One rank of a job: ``python -m harness.rank RUN_DIR``, started with torchrun's variables around it.
 
 A rank reads the resolved ``job.json``; it composes nothing and does not import Hydra.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import signal
 import sys
-import threading
-import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, HarnessError
+from harness.cluster.lifeline import end_with_parent
+from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, HarnessError, MachineError
 from harness.job import Job
+from harness.loop.signals import ignore_stop_signals
 from harness.model.accounting import account
 from harness.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from harness.loop.trainer import Trainer
+    from harness.metrics.recorder import Recorder
+
+CONTROLLER = "HARNESS_CONTROLLER"
+STARTED = "HARNESS_STARTED"
 
 
 def main() -> None:
     """Entry point of a rank that the controller started."""
-    end_with_parent()
     folder = RunFolder(Path(sys.argv[1]))
     job = Job.from_json((folder.path / "job.json").read_text())
-    code = run_rank(job, folder)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything is written and closed. Destructors of communication threads, run at interpreter exit while
-    # peers are gone or going, abort or hang.
-    os._exit(code)
+    # Until the loop takes signals there is nothing to save; Python's own answer to SIGINT is a traceback.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_launcher(job, folder, int(os.environ[CONTROLLER]))
+    leave(run_rank(job, folder, started=float(os.environ[STARTED])))
 
 
-def run_rank(job: Job, folder: RunFolder) -> int:
-    """Trains one rank's part of the job and writes what became of it; returns the exit code."""
-    rank = int(os.environ.get("RANK", "0"))
-    state: dict[str, Any] = {}
+def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
+    """Makes this rank end when the process that started it is gone; rank 0 still writes the run's row."""
+
+    def last_words() -> None:
+        if not folder.is_concluded:
+            folder.record_error(
+                None, LauncherGone(f"the process that started the ranks (pid {launcher}) is gone")
+            )
+            folder.settle(job, "failed", LauncherGone.exit_code)
+
+    end_with_parent(launcher, last_words if os.environ["RANK"] == "0" else None)
+
+
+class LauncherGone(MachineError):
+    """The launcher was killed; its ranks end too."""
+
+
+class Run:
+    """What of a run there is so far, for the account of how it ended.
+
+    Attributes:
+        trainer: the trainer, once there is one.
+        recorder: takes the metrics, on rank 0 once there is one.
+    """
+
+    trainer: Trainer | None = None
+    recorder: Recorder | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The last step finished."""
+        return None if self.trainer is None else self.trainer.progress.step
+
+    def facts(self) -> dict[str, Any]:
+        """How far it came; empty if that cannot be said."""
+        try:
+            return {} if self.trainer is None else self.trainer.result()
+        except Exception:
+            traceback.print_exc()
+            return {}
+
+
+def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store | None = None) -> int:
+    """Trains one rank's part of the job and writes what became of it; returns the exit code.
+
+    Args:
+        job: the resolved job.
+        folder: its run folder, begun.
+        started: time.time() at which the job was started.
+        store: where the ranks meet; None means where torchrun's variables say.
+    """
+    rank, run = int(os.environ.get("RANK", "0")), Run()
     try:
-        reason = _train(job, folder, rank, state)
+        reason = _train(job, folder, rank, run, started, store)
     except BaseException as error:
-        folder.record_error(rank, error)
-        code = error.exit_code if isinstance(error, HarnessError) else EXIT_BUG
+        if "RANK" in os.environ:
+            ignore_stop_signals()
+        # First of all the cause: what follows can fail or take long.
+        folder.record_error(rank, error, step=run.step)
+        code = _exit_code_of(error)
         if rank == 0:
-            _conclude(job, folder, "failed", state)
+            _end_failed_run(job, folder, run, code)
         return code
     return EXIT_OK if reason == "completed" else EXIT_INTERRUPTED
 
 
-def _train(job: Job, folder: RunFolder, rank: int, state: dict[str, Any]) -> str:
+def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, store: dist.Store | None) -> str:
     """Sets the process up, trains, and tears it down."""
     from harness.loop.setup import pick_device, process_group, set_up_process
 
-    started = float(os.environ.get("HARNESS_STARTED", time.time()))
     device = pick_device(job)
-    set_up_process(job, device)
-    with process_group(job, device):
+    set_up_process(job)
+    with process_group(job, device, store):
         from harness.loop.engine import Engine
         from harness.loop.trainer import Trainer
-        from harness.metrics.recorder import Recorder
 
-        recorder = None
         if rank == 0:
             folder.set_status("running")
-            recorder = Recorder(
-                job.metrics,
-                folder.path,
-                run_id=job.id,
-                name=job.name,
-                job=job.to_dict(),
-                total_steps=job.training.steps,
-                start_step=0,
+            run.recorder = _open_recorder(job, folder)
+            run.recorder.message(describe(job, folder, device))
+        run.trainer = Trainer(job, folder, Engine(job, device), run.recorder, started)
+        reason = run.trainer.train()
+        if "RANK" in os.environ:
+            ignore_stop_signals()
+        if run.recorder is not None:
+            folder.conclude(
+                job, reason, EXIT_OK if reason == "completed" else EXIT_INTERRUPTED, run.trainer.result()
             )
-            recorder.message(describe(job, folder, device))
-        try:
-            trainer = Trainer(job, folder, Engine(job, device), recorder, started)
-            state["trainer"] = trainer
-            reason = trainer.train()
-        except BaseException:
-            if recorder is not None:
-                recorder.close({})
-            raise
-        facts = trainer.result()
-        if recorder is not None:
-            folder.conclude(job, reason, EXIT_OK if reason == "completed" else EXIT_INTERRUPTED, facts)
-            recorder.close({**trainer.shown_summary(), "run folder": str(folder.path)})
+            run.recorder.close({**run.trainer.shown_summary(), "run folder": str(folder.path)})
         return reason
 
 
-def _conclude(job: Job, folder: RunFolder, reason: str, state: dict[str, Any]) -> None:
-    """Writes the row of a run that failed, with what it had reached."""
-    error = folder.first_error()
-    trainer = state.get("trainer")
-    facts = trainer.result() if trainer is not None else {}
-    folder.conclude(job, reason, error["exit_code"] if error else EXIT_BUG, facts)
+def _open_recorder(job: Job, folder: RunFolder) -> Recorder:
+    from harness.metrics.recorder import Recorder
+
+    return Recorder(
+        job.metrics,
+        folder.path,
+        run_id=job.id,
+        name=job.name,
+        job=job.to_dict(),
+        total_steps=job.training.steps,
+        start_step=0,
+    )
+
+
+def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
+    """Writes the row of a run that did not end well, with what it had reached, and closes the metrics.
+
+    The error is already recorded; whatever goes wrong here must not take its place.
+    """
+    try:
+        if code == EXIT_INTERRUPTED:
+            folder.conclude(job, "interrupted", code, run.facts())
+        else:
+            error = folder.first_error()
+            folder.conclude(job, "failed", error["exit_code"] if error else code, run.facts())
+    except Exception:
+        traceback.print_exc()
+    if run.recorder is not None:
+        with contextlib.suppress(Exception):
+            run.recorder.close({})
+
+
+def _exit_code_of(error: BaseException) -> int:
+    if isinstance(error, HarnessError):
+        return error.exit_code
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_BUG
 
 
 def describe(job: Job, folder: RunFolder, device: Any) -> str:
     """The lines a run starts with: what, on what, where."""
     layout = job.parallelism
-    degrees = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
+    degrees = (
+        " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
+    )
     counted = account(job.model, job.training.seq_len)
     return (
         f"{job.name}: {counted.parameters:,} parameters, {degrees} on {device.type}, "
@@ -106,19 +186,18 @@ def describe(job: Job, folder: RunFolder, device: Any) -> str:
     )
 
 
-def end_with_parent(poll_seconds: float = 0.5) -> None:
-    """Ends this process when its parent is gone, so that a killed controller leaves no orphans.
+def leave(code: int) -> NoReturn:
+    """Ends a rank's process without taking the interpreter down.
 
-    A daemon thread watches, because the main thread may be inside a collective that never returns.
+    Everything is written and closed. Destructors of communication threads, run at interpreter exit while
+    peers are gone or going, abort ("terminate called without an active exception") or hang.
     """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(poll_seconds)
-        os._exit(EXIT_BUG)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        # Nobody may be reading any more.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,44 @@ in between.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import platform
 import socket
+import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from harness.errors import EXIT_BUG, HarnessError, UserError
+from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, HarnessError, UserError
 from harness.job import Job
+from harness.metrics.jsonl import read_metrics
 from harness.metrics.result import git_commit, versions, write_json_atomically, write_result
 
-PER_ATTEMPT = ("metrics.jsonl", "result.json", "status.json", "errors", "logs", "evidence", "tensorboard")
+try:
+    import fcntl
+except ImportError:  # no such thing outside of POSIX
+    fcntl = None  # type: ignore[assignment]
+
+PER_ATTEMPT = (
+    "job.json",
+    "overrides.txt",
+    "code.json",
+    "metrics.jsonl",
+    "result.json",
+    "status.json",
+    "errors",
+    "logs",
+    "evidence",
+    "tensorboard",
+)
+LOCK = ".lock"
+LEAVING_SECONDS = 10.0
+
+_SHOWN_OF_ERROR = ("kind", "type", "rank", "step", "message")
 
 
 class RunFolder:
@@ -29,15 +53,19 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: IO[bytes] | None = None
 
     def begin(self, job: Job, overrides: list[str]) -> None:
-        """Makes the folder ready for an attempt; what an earlier attempt wrote moves to ``attempts/<n>``.
+        """Makes the folder ready for an attempt, and holds it.
+
+        What an earlier attempt wrote moves to ``attempts/<n>``.
 
         Raises:
             UserError: the same job is running in it, or the folder cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._hold()
             self._refuse_if_running()
             self._put_earlier_attempt_away()
             for name in ("errors", "logs"):
@@ -48,38 +76,70 @@ class RunFolder:
             write_json_atomically(self.path / "code.json", code)
             self.set_status("starting")
         except OSError as error:
+            self.release()
             raise UserError(f"runs_dir={job.runs_dir}: cannot write the run folder: {error}") from error
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Lets the next attempt in; the end of the process does too."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def set_status(self, state: str, **facts: Any) -> None:
         """Writes ``status.json``: the state, who wrote it and when."""
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        pid = os.getpid()
+        owner = {"host": socket.gethostname(), "pid": pid, "pid_started": _start_of(pid), "time": time.time()}
         write_json_atomically(self.path / "status.json", {"state": state, **owner, **facts})
 
-    def record_error(self, rank: int, error: BaseException) -> None:
-        """Writes ``errors/rank<rank>.json``; the earliest of them is what the run died of."""
+    def record_error(self, rank: int | None, error: BaseException, *, step: int | None = None) -> None:
+        """Writes ``errors/rank<rank>.json``; the earliest of them is what the run died of.
+
+        If even that fails, the error goes to stderr: it must not get lost behind the one of writing it down.
+
+        Args:
+            rank: which rank it happened to; None for the controller.
+            error: what was raised, or an account of what was seen from outside.
+            step: the last step that was finished, if any.
+        """
         kind = error.kind if isinstance(error, HarnessError) else _kind_of(error)
         row = {
             "time": time.time(),
             "rank": rank,
+            "step": step,
             "host": socket.gethostname(),
             "kind": kind,
             "type": type(error).__name__,
-            "message": str(error).strip() or type(error).__name__,
+            "message": _text_of(error),
+            "where": _where(error),
             "exit_code": error.exit_code if isinstance(error, HarnessError) else _exit_code_of(kind),
             "traceback": "".join(traceback.format_exception(error)),
         }
-        (self.path / "errors").mkdir(parents=True, exist_ok=True)
-        write_json_atomically(self.path / "errors" / f"rank{rank}.json", row)
+        try:
+            (self.path / "errors").mkdir(parents=True, exist_ok=True)
+            name = "controller" if rank is None else f"rank{rank}"
+            write_json_atomically(self.path / "errors" / f"{name}.json", row)
+        except OSError as failure:
+            sys.stderr.write(f"{row['traceback']}(could not be recorded in {self.path}/errors: {failure})\n")
+
+    def has_error_of(self, rank: int) -> bool:
+        """Whether a rank told what it died of."""
+        return (self.path / "errors" / f"rank{rank}.json").is_file()
 
     def first_error(self) -> dict[str, Any] | None:
-        """The earliest error that any rank recorded: later ones are its consequences."""
-        rows = [json.loads(p.read_text()) for p in (self.path / "errors").glob("rank*.json")]
-        # A rank that lost its peer can notice and write before the culprit has written: consequences come last.
-        return min(rows, key=lambda row: (row["kind"] == "peer", row["time"]), default=None)
+        """The earliest error that is no consequence of another rank's, or else the earliest of all."""
+        rows = []
+        for path in (self.path / "errors").glob("*.json"):
+            # One that cannot be read must not hide the others.
+            with contextlib.suppress(OSError, ValueError):
+                rows.append(json.loads(path.read_text()))
+        # A rank that lost its peer can notice and write before the culprit has written.
+        return min(rows, key=lambda row: (_CONSEQUENCES.get(row["kind"], 0), row["time"]), default=None)
 
     def conclude(self, job: Job, exit_reason: str, exit_code: int, facts: dict[str, Any]) -> None:
         """Writes ``result.json``, the run's one flat row, and the final status."""
-        code = json.loads((self.path / "code.json").read_text())
         row = {
             "id": job.id,
             "numerics_id": job.numerics_id,
@@ -89,27 +149,88 @@ class RunFolder:
             "world_size": job.world_size,
             **facts,
             "job": job.to_dict(),
-            "code": code,
+            "code": self._read("code.json"),
             "host": {"name": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
         }
-        error = self.first_error() if exit_code else None
+        error = self.first_error() if exit_reason == "failed" else None
         if error is not None:
-            row["error"] = {key: error[key] for key in ("kind", "type", "rank", "message")}
+            row["error"] = {key: error[key] for key in _SHOWN_OF_ERROR}
         write_result(self.path, row)
         self.set_status(exit_reason, exit_code=exit_code)
+
+    def settle(self, job: Job, exit_reason: str, exit_code: int) -> None:
+        """Sees to it that the row is there and names the cause.
+
+        Rank 0 may be dead, or may have written its row when it knew only that a peer was gone.
+        """
+        row = self._read("result.json")
+        error = (self.first_error() if exit_reason == "failed" else None) or {}
+        cause = {f"error.{key}": error[key] for key in _SHOWN_OF_ERROR if key in error}
+        told = {key: row.get(key) for key in ("exit_reason", "exit_code", *cause)}
+        wanted = {"exit_reason": exit_reason, "exit_code": exit_code, **cause}
+        if not row:
+            self.conclude(job, exit_reason, exit_code, self._reached())
+        elif told != wanted:
+            kept = {key: value for key, value in row.items() if not key.startswith("error.")}
+            write_result(self.path, {**kept, **wanted})
+            self.set_status(exit_reason, exit_code=exit_code)
 
     @property
     def is_concluded(self) -> bool:
         """Whether this attempt has left its row."""
         return (self.path / "result.json").is_file()
 
-    def _refuse_if_running(self) -> None:
-        status = self.path / "status.json"
-        if not status.is_file():
+    def _reached(self) -> dict[str, Any]:
+        """How far the run came, from its last row of metrics: for a rank 0 that cannot say it any more."""
+        try:
+            rows = [row for row in read_metrics(self.path / "metrics.jsonl") if "loss" in row]
+        except (OSError, UserError):
+            rows = []
+        last = rows[-1] if rows else {}
+        return {"step": last.get("step", 0), "tokens": last.get("tokens", 0), "loss": last.get("loss")}
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder; empty if it is missing or broken."""
+        try:
+            content = json.loads((self.path / name).read_text())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _hold(self) -> None:
+        """Takes the folder's lock, which ends with this process however it ends.
+
+        Raises:
+            UserError: another process has it.
+        """
+        if fcntl is None:
             return
-        last = json.loads(status.read_text())
-        if last["state"] in ("starting", "running") and last["host"] == socket.gethostname() and _alive(last["pid"]):
-            raise UserError(f"{self.path}: this job is already running here (pid {last['pid']})")
+        lock = (self.path / LOCK).open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            holder = self._read("status.json")
+            raise self._running(holder) from None
+        except OSError as error:
+            lock.close()
+            # File systems without locks (some Lustre mounts): the status below has to do.
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+            return
+        self._lock = lock
+
+    def _refuse_if_running(self) -> None:
+        """Checks for what the lock does not see: a rank 0 that outlives a killed controller by a moment."""
+        deadline = time.monotonic() + (LEAVING_SECONDS if self._lock is not None else 0.0)
+        while (last := self._read("status.json")) and _is_running(last):
+            if time.monotonic() >= deadline:
+                raise self._running(last)
+            time.sleep(0.1)
+
+    def _running(self, status: dict[str, Any]) -> UserError:
+        who = f" (pid {status['pid']} on {status['host']})" if "pid" in status else ""
+        return UserError(f"{self.path}: this job is already running{who}; wait for it or stop it")
 
     def _put_earlier_attempt_away(self) -> None:
         present = [self.path / name for name in PER_ATTEMPT if (self.path / name).exists()]
@@ -131,36 +252,86 @@ def write_text_atomically(path: Path, text: str) -> None:
     write_atomically(path, text.encode())
 
 
-def _alive(pid: int) -> bool:
+def _is_running(status: dict[str, Any]) -> bool:
+    """Whether the process that wrote a status is still at it, as far as can be told from this machine."""
+    if status.get("state") not in ("starting", "running") or status.get("host") != socket.gethostname():
+        return False
+    pid = status.get("pid")
+    if not isinstance(pid, int) or pid == os.getpid():
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return pid != os.getpid()
+        pass
+    # Process ids are used again.
+    return status.get("pid_started") in (None, _start_of(pid))
 
 
-_PEER_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connection was closed")
+def _start_of(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None where that cannot be read or it is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+# What a rank dies of because another one is gone or stuck. The higher, the surer that it is not the cause.
+_CONSEQUENCES = {"collective": 1, "collective_timeout": 1, "peer": 2, "interrupted": 3}
+VICTIMS = tuple(_CONSEQUENCES)
+
+_PEER_SIGNS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "connection was closed",
+    "Application timeout caused pair closure",
+    "failed to connect",
+)
+_MEMORY_SIGNS = ("Cannot allocate memory", "can't allocate memory", "CUDA out of memory")
 
 
 def _kind_of(error: BaseException) -> str:
     """Sorts an exception that is not the harness's own: machine, peer (another rank is gone), or bug."""
-    text, name = str(error), type(error).__name__
-    if "OutOfMemory" in name or isinstance(error, MemoryError) or "Cannot allocate memory" in text:
+    text, name = _text_of(error), type(error).__name__
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if "OutOfMemory" in name or isinstance(error, MemoryError) or any(sign in text for sign in _MEMORY_SIGNS):
         return "out_of_memory"
     if any(sign in text for sign in _PEER_SIGNS):
         return "peer"
-    if "DistBackendError" in name or "Timed out" in text or "timeout" in text.lower() and "collective" in text.lower():
+    from_torch = name in ("DistBackendError", "DistStoreError", "DistNetworkError")
+    if "Timed out waiting" in text or (from_torch and "imed out" in text):
         return "collective_timeout"
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return "bug"
+    return "collective" if from_torch else "bug"
+
+
+def is_consequence(text: str) -> bool:
+    """Whether a traceback speaks of another rank being gone or stuck."""
+    return any(sign in text for sign in (*_PEER_SIGNS, "Timed out waiting"))
 
 
 def _exit_code_of(kind: str) -> int:
-    from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE
+    if kind == "interrupted":
+        return EXIT_INTERRUPTED
+    return EXIT_BUG if kind == "bug" else EXIT_MACHINE
 
-    if kind in ("out_of_memory", "collective_timeout", "peer"):
-        return EXIT_MACHINE
-    return EXIT_INTERRUPTED if kind == "interrupted" else EXIT_BUG
+
+def _text_of(error: BaseException) -> str:
+    """What an exception says; one whose own text cannot be made is named all the same."""
+    try:
+        return str(error).strip() or type(error).__name__
+    except Exception:
+        return type(error).__name__
+
+
+def _where(error: BaseException) -> str | None:
+    """The innermost line of this package that an exception went through: which operation it was."""
+    package = Path(__file__).parent
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if package in Path(f.filename).parents]
+    if not frames:
+        return None
+    frame = frames[-1]
+    return f"{Path(frame.filename).relative_to(package.parent)}:{frame.lineno} {frame.name}: {frame.line}"

@@ -7,6 +7,7 @@ by torchrun it is one rank, and all ranks compose the same job.
 from __future__ import annotations
 
 from harness.app import run_verb
+from harness.errors import UserError
 from harness.job import Job, launched_ranks
 from harness.run_folder import RunFolder
 
@@ -17,16 +18,27 @@ def train(job: Job, overrides: list[str]) -> int:
     if launched_ranks() is not None:
         from harness.cluster.torchrun import run_launched_rank
 
-        return run_launched_rank(job, folder, overrides)
-    folder.begin(job, overrides)
+        run_launched_rank(job, folder, overrides)
     from harness.cluster.local import launch
 
+    folder.begin(job, overrides)
     return launch(job, folder)
+
+
+def train_point(job: Job, overrides: list[str]) -> int:
+    """Trains one point of a multirun, in processes of its own; returns the exit code."""
+    from harness.cluster.local import launch
+
+    if launched_ranks() is not None:
+        raise UserError("torchrun starts the ranks of one job; start a multirun (-m) without it")
+    folder = RunFolder(job.run_dir)
+    folder.begin(job, overrides)
+    return launch(job, folder, apart=True)
 
 
 def main() -> None:
     """Entry point of ``python -m harness.train`` and of the console script."""
-    run_verb(train)
+    run_verb(train, point=train_point)
 
 
 if __name__ == "__main__":

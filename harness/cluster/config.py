@@ -25,7 +25,7 @@ class ClusterConfig:
     threads_per_rank: int | None = label(None)
     """Threads of a rank's CPU work (OMP_NUM_THREADS); null means the cores shared out evenly."""
     start_timeout_seconds: int = label(1800)
-    """Longest wait for a collective before this process's first step is done (compile, data, communicators)."""
+    """Longest wait for a collective before this process's first step is done (compile, communicators)."""
     step_timeout_seconds: int = label(600)
     """Longest wait for a collective after that."""
     stop_timeout_seconds: int = label(120)

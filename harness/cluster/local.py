@@ -1,34 +1,61 @@
-"""Starts a job's ranks on this machine through torch elastic and tells what became of them."""
+"""Starts a job's ranks on this machine, ends them together, and tells what became of them."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import time
-from dataclasses import fields
-from typing import Any
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK
+from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, MachineError
 from harness.job import Job
-from harness.run_folder import RunFolder
+from harness.loop.signals import StopRequest, stop_signals_interrupt
+from harness.rank import CONTROLLER, STARTED, run_rank
+from harness.run_folder import VICTIMS, RunFolder
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
+
+POLL_SECONDS = 0.05
+# What ranks get when one of them has failed: time to notice it and to write down how far they came. A rank
+# that hangs in a collective never notices.
+LEAVING_SECONDS = 2.0
+LOG_LINES_SHOWN = 8
 
 
-def launch(job: Job, folder: RunFolder) -> int:
-    """Runs the job to its end; returns the exit code. The run folder has been begun.
+def launch(job: Job, folder: RunFolder, *, apart: bool = False) -> int:
+    """Runs the job to its end and tells what became of it; returns the exit code.
 
     A single rank runs in this process, where a debugger can follow it; several run as children that end
     together, and with this process.
-    """
-    os.environ.setdefault("HARNESS_STARTED", str(time.time()))
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(job)))
-    if job.world_size == 1:
-        from harness.rank import run_rank
 
-        code = run_rank(job, folder)
-    else:
-        code = _launch_ranks(job, folder)
-    return _report(job, folder, code)
+    Args:
+        job: the resolved job.
+        folder: its run folder, begun.
+        apart: make a child of a single rank too, so that it leaves no traces in this process.
+    """
+    started = time.time()
+    try:
+        if job.world_size == 1 and not apart:
+            code = _run_here(job, folder, started)
+        else:
+            code = _run_ranks(job, folder, started)
+    except BaseException as error:
+        # Of the launching itself; errors of ranks are recorded by the ranks.
+        folder.record_error(None, error)
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_BUG
+    try:
+        return _settle(job, folder, code)
+    finally:
+        folder.release()
 
 
 def threads_per_rank(job: Job) -> int:
@@ -39,70 +66,248 @@ def threads_per_rank(job: Job) -> int:
     return max(1, cores // job.world_size)
 
 
-def _launch_ranks(job: Job, folder: RunFolder) -> int:
-    """Starts the ranks and waits; whatever ends one of them ends all."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def _run_here(job: Job, folder: RunFolder, started: float) -> int:
+    """Runs the only rank in this process; returns its exit code."""
+    with stop_signals_interrupt():
+        return run_rank(job, folder, started=started)
 
-    # What elastic says of a failure, the run folder's error files say better.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # Rank 0 speaks for all on the terminal; what the others print lies in logs/.
-    silent = {rank: Std.ALL for rank in range(1, job.world_size)}
-    options: dict[str, Any] = {}
-    if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:
-        options["shutdown_timeout"] = job.cluster.stop_timeout_seconds
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=job.world_size,
-        run_id=job.id,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder.path / "logs"), redirects=silent),
-        **options,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", "harness.rank", str(folder.path))
-    except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        if folder.first_error() is None and first.exitcode != EXIT_INTERRUPTED:
-            folder.record_error(first.local_rank, RankDied(first.local_rank, first.exitcode))
-        return EXIT_INTERRUPTED if first.exitcode == EXIT_INTERRUPTED else EXIT_BUG
-    except SignalException:
+
+def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
+    """Starts the ranks, waits, and records those that ended without a word; returns an exit code for all."""
+    with (
+        StopRequest(raises=False) as stop,
+        memory_kills() as killed_for_memory,
+        Ranks(job, folder, started) as ranks,
+    ):
+        ended = _supervise(job, ranks, stop)
+    asked = stop.signal is not None
+    for rank, code in ended.items():
+        # Before its loop begins a rank answers a request to stop by ending.
+        obeyed = asked and code in (-signal.SIGTERM, -signal.SIGINT)
+        if code not in (EXIT_OK, EXIT_INTERRUPTED) and not obeyed and not folder.has_error_of(rank):
+            folder.record_error(rank, RankDied(rank, code, killed_for_memory(), folder.path / "logs"))
+    if asked or EXIT_INTERRUPTED in ended.values():
         return EXIT_INTERRUPTED
-    return EXIT_OK
+    return next((code if code > 0 else EXIT_MACHINE for code in ended.values() if code), EXIT_OK)
 
 
-class RankDied(Exception):
-    """A rank ended without a word: killed from outside, or by the kernel for want of memory."""
+def _supervise(job: Job, ranks: Ranks, stop: StopRequest) -> dict[int, int]:
+    """Waits until all ranks have ended; the first that fails takes the others along.
 
-    def __init__(self, rank: int, exit_code: int) -> None:
-        how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-        hint = " (killed from outside, or by the kernel for want of memory)" if exit_code == -9 else ""
-        super().__init__(f"rank {rank} ended with {how}{hint}")
-
-
-def _report(job: Job, folder: RunFolder, code: int) -> int:
-    """Shows the first failure, completes the run's row where no rank could, and settles the exit code."""
-    if code in (EXIT_OK, EXIT_INTERRUPTED):
-        if not folder.is_concluded:
-            folder.conclude(job, "completed" if code == EXIT_OK else "interrupted", code, {})
-        return code
-    error = folder.first_error()
-    if error is None:
-        return code
-    if not folder.is_concluded:
-        folder.conclude(job, "failed", error["exit_code"], {})
-    if error["kind"] == "user":
-        sys.stderr.write(f"error: {error['message']}\n")
-    else:
-        if error["kind"] == "bug":
-            sys.stderr.write(error["traceback"])
-        sys.stderr.write(f"error: rank {error['rank']} failed ({error['kind']}): {error['message']}\n")
-        sys.stderr.write(f"run folder {folder.path}: errors/ and logs/ hold the rest\n")
-    return error["exit_code"] or EXIT_BUG
+    Returns:
+        exit codes (negative: the signal) of the ranks that ended by themselves and were not killed here.
+    """
+    deadline, asked = float("inf"), False
+    while True:
+        ended = ranks.ended()
+        if len(ended) == job.world_size:
+            return ended
+        now = time.monotonic()
+        if stop.signal is not None and not asked:
+            asked, deadline = True, min(deadline, now + job.cluster.stop_timeout_seconds)
+            ranks.ask_to_stop()
+        if any(code not in (EXIT_OK, EXIT_INTERRUPTED) for code in ended.values()):
+            deadline = min(deadline, now + LEAVING_SECONDS)
+        if stop.insists or now >= deadline:
+            return ended
+        time.sleep(POLL_SECONDS)
 
 
+class Ranks:
+    """The processes of one job, kept by torch elastic; leaving the context kills those that are left.
+
+    Not ``elastic_launch``: its agent gives the siblings of a failed rank 30 seconds to notice, tells them
+    so by the very signal that asks for an orderly stop, and needs the host's name to resolve.
+    """
+
+    def __init__(self, job: Job, folder: RunFolder, started: float) -> None:
+        self.job, self.folder, self.started = job, folder, started
+        self._context: PContext | None = None
+
+    def __enter__(self) -> Ranks:
+        from torch.distributed import TCPStore
+        from torch.distributed.elastic.multiprocessing import start_processes
+
+        # What elastic says of a failure, the run folder's error files say better.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        # Kept here and not on rank 0, on a port the system picks: nobody can take it in between.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        arguments = ("-u", "-m", "harness.rank", str(self.folder.path))
+        ranks = range(self.job.world_size)
+
+        def start() -> None:
+            try:
+                self._context = start_processes(
+                    name="rank",
+                    entrypoint=sys.executable,
+                    args=dict.fromkeys(ranks, arguments),
+                    envs={rank: self._environment(rank) for rank in ranks},
+                    logs_specs=_logs_specs(self.folder.path / "logs"),
+                )
+            except BaseException as error:
+                failures.append(error)
+
+        # In a thread, because in the main thread it would put elastic's signal handlers in place of ours.
+        failures: list[BaseException] = []
+        starter = threading.Thread(target=start)
+        starter.start()
+        starter.join()
+        if failures:
+            raise failures[0]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            # Also of a rank that has ended: workers it started may be left in its process group.
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if self._context is not None:
+            self._context.close(signal.SIGKILL)
+
+    def ended(self) -> dict[int, int]:
+        """Exit codes of the ranks that have ended, in the order of ranks."""
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def ask_to_stop(self) -> None:
+        """Asks the ranks to stop at a step boundary. Not their process groups: workers are still needed."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    @property
+    def _processes(self) -> Mapping[int, Any]:
+        """Popen objects by rank."""
+        handlers = getattr(self._context, "subprocess_handlers", {})
+        return {rank: handler.proc for rank, handler in handlers.items()}
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """What torchrun would set, and what makes the rank end with this process."""
+        size = str(self.job.world_size)
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            CONTROLLER: str(os.getpid()),
+            STARTED: str(self.started),
+        }
+        if self.job.cluster.threads_per_rank is not None or "OMP_NUM_THREADS" not in os.environ:
+            own["OMP_NUM_THREADS"] = str(threads_per_rank(self.job))
+        return own
+
+
+def _logs_specs(folder: Path) -> LogsSpecs:
+    """Where ranks write: rank 0 speaks for all on the terminal, what the others print lies in the folder."""
+    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+    class InOneFolder(LogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            def files(suffix: str) -> dict[int, str]:
+                return {rank: str(folder / f"rank{rank}.{suffix}") if rank else "" for rank in envs}
+
+            return LogsDest(
+                stdouts=files("out"), stderrs=files("err"), error_files=dict.fromkeys(envs, os.devnull)
+            )
+
+        @property
+        def root_log_dir(self) -> str:
+            return str(folder)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return InOneFolder()
+
+
+class RankDied(MachineError):
+    """A rank ended without a word: killed from outside, or by the kernel for want of memory.
+
+    Args:
+        rank: which.
+        exit_code: its exit code, negative for a signal.
+        memory_kills: processes the kernel killed for want of memory while the job ran; None if unknown.
+        logs: folder of what the ranks printed.
+    """
+
+    def __init__(self, rank: int, exit_code: int, memory_kills: int | None, logs: Path) -> None:
+        how = f"exit code {exit_code}"
+        if exit_code < 0:
+            how = f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
+        hint = ""
+        if exit_code == -signal.SIGKILL:
+            hint = ": killed from outside, or by the kernel for want of memory"
+            if memory_kills:
+                self.kind = "out_of_memory"
+                hint = f": the kernel killed {memory_kills} process(es) for want of memory meanwhile"
+        elif exit_code == -signal.SIGTERM:
+            hint = ": ended from outside"
+        tail = _last_lines(logs / f"rank{rank}.err")
+        said = "".join(f"\n  {line}" for line in ["its last words:", *tail]) if tail else ""
+        super().__init__(f"rank {rank} ended with {how}{hint}{said}")
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+    except OSError:
+        return []
+
+
+@contextmanager
+def memory_kills() -> Iterator[Any]:
+    """Yields a function that counts the kernel's out-of-memory kills on this machine since then."""
+    before = _count_memory_kills()
+
+    def since() -> int | None:
+        after = _count_memory_kills()
+        return None if before is None or after is None else after - before
+
+    yield since
+
+
+def _count_memory_kills() -> int | None:
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def _settle(job: Job, folder: RunFolder, code: int) -> int:
+    """Shows the cause, completes the run's row where no rank could, and decides the exit code."""
+    error = folder.first_error() if code != EXIT_OK else None
+    if code == EXIT_INTERRUPTED and error is not None and error["kind"] in VICTIMS:
+        # Ranks that stop or are killed at different moments make errors of each other; nothing went wrong.
+        error = None
+    if error is not None:
+        code = error["exit_code"]
+        sys.stderr.write(account_of(error, job.world_size, folder))
+        sys.stderr.flush()
+    reason = {EXIT_OK: "completed", EXIT_INTERRUPTED: "interrupted"}.get(code, "failed")
+    try:
+        folder.settle(job, reason, code)
+    except Exception:
+        # The cause is told; that it could not be written down comes second.
+        traceback.print_exc()
+    return code
+
+
+def account_of(error: dict[str, Any], world_size: int, folder: RunFolder) -> str:
+    """What the user reads of a failure.
+
+    A mistake of theirs and numbers gone wrong are one line; a bug comes with its traceback; a fault of the
+    machine with the rank, the step and the operation.
+    """
+    if error["kind"] in ("user", "non_finite"):
+        return f"error: {error['message']}\n"
+    rank = error["rank"]
+    who = "the controller" if rank is None else f"rank {rank} of {world_size}"
+    step = f" after step {error['step']}" if error.get("step") else ""
+    text = f"error: {who}{step}: {error['type']} ({error['kind']}): {error['message']}\n"
+    if error["kind"] == "bug":
+        text = error["traceback"] + text
+    elif error.get("where"):
+        text += f"  in {error['where']}\n"
+    return f"{text}  errors and logs of all ranks lie in {folder.path}\n"

@@ -6,17 +6,26 @@ ranks are started anew, because gloo's connections do not survive an error.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from harness.cluster.lifeline import end_with_parent
 from harness.errors import HarnessError
+from harness.run_folder import is_consequence
+
+# After the first failure of a job: time for the others to tell theirs, which may be the cause.
+HEARING_SECONDS = 0.5
 
 
 class RankFailed(HarnessError):
@@ -26,6 +35,8 @@ class RankFailed(HarnessError):
 class RankPool:
     """``size`` CPU ranks that run functions together.
 
+    They end with this process, however it ends.
+
     Args:
         size: the most ranks a job may have.
         timeout_seconds: how long one job may take.
@@ -33,13 +44,12 @@ class RankPool:
 
     def __init__(self, size: int, timeout_seconds: float = 300.0) -> None:
         self.size, self.timeout_seconds = size, timeout_seconds
-        self._folder = tempfile.TemporaryDirectory(prefix="harness-pool-")
         self._job = 0
-        self._ranks: list[tuple[Any, Connection]] = []
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._start()
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Runs ``function(*arguments)`` on ``world_size`` ranks with a process group; returns what each returned.
+        """Runs ``function(*arguments)`` on some ranks with a process group; returns what each returned.
 
         Args:
             world_size: number of ranks, at most ``size``.
@@ -47,19 +57,23 @@ class RankPool:
             arguments: picklable.
 
         Raises:
-            RankFailed: with the traceback of the first rank that raised.
+            RankFailed: with the traceback of the rank that raised first; the next job gets new ranks.
         """
         assert 1 <= world_size <= self.size, f"{world_size} ranks of {self.size}"
-        self._job += 1
-        store = str(Path(self._folder.name) / f"store{self._job}")
-        for _, connection in self._ranks[:world_size]:
-            connection.send((world_size, store, function, arguments))
-        try:
-            return self._collect(world_size)
-        except RankFailed:
-            self.close()
-            self._folder = tempfile.TemporaryDirectory(prefix="harness-pool-")
+        if not self._ranks:
             self._start()
+        self._job += 1
+        try:
+            store = str(Path(self._folder.name) / f"store{self._job}")
+            with contextlib.suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # of a dead rank; collecting tells
+                for _, connection in self._ranks[:world_size]:
+                    connection.send((world_size, store, function, arguments))
+            return self._collect(world_size)
+        except BaseException:
+            # Whatever it was, also ^C: the ranks may be in the middle of the job.
+            self.close()
             raise
 
     def close(self) -> None:
@@ -79,70 +93,89 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="harness-pool-")
         context = mp.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
-            with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""):
+            process = context.Process(target=_serve, args=(rank, theirs, os.getpid()), daemon=True)
+            with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
                 process.start()
             theirs.close()
             self._ranks.append((process, ours))
 
     def _collect(self, world_size: int) -> list[Any]:
+        """Waits for all answers, or for the first failure and what the others have to say about it."""
         deadline = time.monotonic() + self.timeout_seconds
         pending = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])}
         results: list[Any] = [None] * world_size
+        failures: list[tuple[int, str]] = []
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailed(f"ranks {sorted(pending.values())} did not answer in {self.timeout_seconds} s")
-            failures = []
+                break
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
-                try:
-                    ok, value = connection.recv()
-                except EOFError:
-                    ok, value = False, "the process died"
+                ok, value = self._answer(rank, connection)
                 if ok:
                     results[rank] = value
                 else:
-                    failures.append(f"rank {rank}: {value}")
-            if failures:
-                raise RankFailed("\n".join(failures))
+                    deadline = min(deadline, time.monotonic() + HEARING_SECONDS) if not failures else deadline
+                    failures.append((rank, value))
+        if failures:
+            # The rank whose peers are gone can be heard before the one that went.
+            rank, told = min(failures, key=lambda failure: is_consequence(failure[1]))
+            raise RankFailed(f"rank {rank} of {world_size}: {told}")
+        if pending:
+            ranks = ", ".join(map(str, sorted(pending.values())))
+            raise RankFailed(f"no answer from rank {ranks} of {world_size} in {self.timeout_seconds:g} s")
         return results
 
+    def _answer(self, rank: int, connection: Connection) -> tuple[bool, Any]:
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionResetError):
+            process, _ = self._ranks[rank]
+            process.join(HEARING_SECONDS)
+            return False, f"the process died (exit code {process.exitcode})"
 
-class _environment:
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
     """Sets environment variables while a child is started, which inherits them."""
-
-    def __init__(self, **variables: str) -> None:
-        self.variables = variables
-
-    def __enter__(self) -> None:
-        self.before = {name: os.environ.get(name) for name in self.variables}
-        os.environ.update(self.variables)
-
-    def __exit__(self, *_: object) -> None:
-        for name, value in self.before.items():
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
 
 
-def _serve(rank: int, connection: Connection) -> None:
+def _serve(rank: int, connection: Connection, owner: int) -> None:
     """The life of a rank: wait for a job, do it, answer."""
+    # A ^C on the terminal reaches the ranks too; their owner decides, and they end with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(owner)
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    from harness.loop.setup import loopback_interface
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface() or "")
     torch.set_num_threads(1)
     while True:
         try:
             world_size, store, function, arguments = connection.recv()
         except EOFError:
             return
+        except Exception:  # of unpickling: a function that cannot be imported here
+            connection.send((False, traceback.format_exc()))
+            continue
         # Cached sharding decisions hold the meshes, and with them the process groups, of earlier jobs.
         _clear_sharding_prop_cache()
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -150,7 +183,7 @@ def _serve(rank: int, connection: Connection) -> None:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
             value = function(*arguments)
             dist.destroy_process_group()
+            connection.send((True, value))
         except BaseException:
             connection.send((False, traceback.format_exc()))
-            return
-        connection.send((True, value))
+            # Stays until it is ended: as long as its connections stand, the peers do not fail too.

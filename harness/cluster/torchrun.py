@@ -4,27 +4,89 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
 
-from harness.errors import EXIT_OK
+from harness.cluster.local import account_of
+from harness.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, UserError
 from harness.job import Job
+from harness.loop.signals import stop_signals_interrupt
+from harness.rank import end_with_launcher, leave, run_rank
 from harness.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> int:
-    """Runs this rank; rank 0 begins the folder while the others come up to the first rendezvous."""
-    rank = int(os.environ["RANK"])
-    if rank == 0:
+HEARING_SECONDS = 0.5
+ROW_SECONDS = 3.0
+_BEGUN, _REFUSED = "begun", "refused"
+
+
+def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoReturn:
+    """Runs this rank and ends the process with its exit code."""
+    started, rank = time.time(), int(os.environ["RANK"])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Only where the parent is known to be the launcher and not some shell that may go its own way.
+        end_with_launcher(job, folder, os.getppid())
+    with stop_signals_interrupt():
+        store = _meet(job) if job.world_size > 1 else None
+        if store is None:
+            folder.begin(job, overrides)
+        elif not _begin_together(job, folder, overrides, rank, store):
+            leave(EXIT_USER)
+        code = run_rank(job, folder, started=started, store=store)
+        _tell_failure(job, folder, code, rank)
+    # The lock on the folder ends with the process.
+    leave(code)
+
+
+def _meet(job: Job) -> dist.Store:
+    """The store that all ranks reach, before there is a process group."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=job.cluster.start_timeout_seconds)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore("harness", store)
+
+
+def _begin_together(job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store) -> bool:
+    """Rank 0 begins the folder while the others wait, so that nobody writes into an earlier attempt.
+
+    Returns:
+        whether the job may run in it; if not, rank 0 has said why.
+    """
+    if rank != 0:
+        return store.get("folder").decode() == _BEGUN
+    try:
         folder.begin(job, overrides)
-    from harness.rank import run_rank
-
-    code = run_rank(job, folder)
-    if code != EXIT_OK:
-        error = folder.first_error()
-        if error is not None and error["rank"] == rank:
-            shown = error["message"] if error["kind"] == "user" else error["traceback"]
-            sys.stderr.write(f"error: rank {rank}: {shown}\n")
+    except UserError as error:
+        # Said before the others hear of it: torchrun ends all when the first ends.
+        sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
-        if job.world_size > 1:
-            # As in harness.rank: peers may be gone in the middle of a collective.
-            os._exit(code)
-    return code
+        store.set("folder", _REFUSED)
+        return False
+    store.set("folder", _BEGUN)
+    return True
+
+
+def _tell_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:
+    """One of the ranks that failed shows the cause and sees to the run's row, as the controller would."""
+    if code in (EXIT_OK, EXIT_INTERRUPTED):
+        return
+    # Errors are written at about the same time: the cause may come after its consequences.
+    time.sleep(HEARING_SECONDS)
+    try:
+        (folder.path / "errors" / "told").open("x").close()
+    except OSError:
+        return
+    error = folder.first_error()
+    if error is None:
+        return
+    sys.stderr.write(account_of(error, job.world_size, folder))
+    sys.stderr.flush()
+    deadline = time.monotonic() + (0.0 if rank == 0 else ROW_SECONDS)
+    while not folder.is_concluded and time.monotonic() < deadline:
+        time.sleep(0.05)
+    folder.settle(job, "failed", error["exit_code"])

@@ -19,7 +19,7 @@ class TrainingConfig:
     seq_len: int = numerics(2048)
     """Tokens per sequence."""
     global_batch_size: int | None = numerics(None)
-    """Sequences per optimizer step, over all ranks; null means local_batch_size on every data-parallel rank."""
+    """Sequences per optimizer step, over all ranks; null: local_batch_size on every data-parallel rank."""
     local_batch_size: int | None = execution(None)
     """Sequences per data-parallel rank and forward pass; null means all of the rank's share at once."""
     max_norm: float = numerics(1.0)
@@ -39,8 +39,10 @@ class TrainingConfig:
             if value is not None and value < 1:
                 raise ConfigError(f"training.{name}", value, "must be at least 1, or null")
         for name in ("max_norm", "gc_interval"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"training.{name}", getattr(self, name), "must not be negative")
+            if not getattr(self, name) >= 0:
+                raise ConfigError(
+                    f"training.{name}", getattr(self, name), "must not be negative; 0 switches it off"
+                )
 
 
 @dataclass
@@ -67,7 +69,7 @@ class DebugConfig:
     deterministic: bool = execution(False)
     """Use only deterministic kernels: two runs of a job give bitwise the same numbers."""
     non_finite: str = numerics("stop")
-    """When the loss or the gradient norm is not finite: stop the run, or skip the update; evidence is kept."""
+    """When loss or gradient norm are not finite: stop the run, or skip the update; evidence is kept."""
     max_skipped_steps: int = numerics(10)
     """With skip: consecutive skipped updates after which the run stops all the same."""
 

@@ -15,10 +15,18 @@ from harness.loop.engine import StepOutcome
 
 
 def save_evidence(
-    folder: Path, rank: int, step: int, outcome: StepOutcome, batch: Batch, named: Iterable[tuple[str, Tensor]]
-) -> None:
-    """Writes ``step<step>-rank<rank>.pt`` (this rank's rows) and ``.json`` (which gradients went wrong)."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder: Path,
+    rank: int,
+    step: int,
+    outcome: StepOutcome,
+    batch: Batch,
+    named: Iterable[tuple[str, Tensor]],
+) -> str:
+    """Writes ``step<step>-rank<rank>.pt`` (this rank's rows) and ``.json`` (which gradients went wrong).
+
+    Returns:
+        where it lies, or why it could not be kept: a full disk must not hide that the numbers went wrong.
+    """
     wrong = []
     for name, parameter in named:
         if parameter.grad is None:
@@ -28,6 +36,19 @@ def save_evidence(
         if bad:
             wrong.append({"parameter": name, "non_finite": bad, "of": gradient.numel()})
     stem = folder / f"step{step}-rank{rank}"
-    row = {"step": step, "rank": rank, "loss": str(outcome.loss), "grad_norm": str(outcome.grad_norm), "gradients": wrong}
-    stem.with_suffix(".json").write_text(json.dumps(row, indent=2) + "\n")
-    torch.save({"inputs": batch.inputs_BT.cpu(), "labels": batch.labels_BT.cpu()}, stem.with_suffix(".pt"))
+    row = {
+        "step": step,
+        "rank": rank,
+        "loss": str(outcome.loss),
+        "grad_norm": str(outcome.grad_norm),
+        "gradients": wrong,
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stem.with_suffix(".json").write_text(json.dumps(row, indent=2) + "\n")
+        torch.save(
+            {"inputs": batch.inputs_BT.cpu(), "labels": batch.labels_BT.cpu()}, stem.with_suffix(".pt")
+        )
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+        return f"evidence could not be kept: {error}"
+    return f"evidence in {folder}"

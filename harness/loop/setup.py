@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,34 +38,104 @@ def pick_device(job: Job) -> torch.device:
     return device
 
 
-def set_up_process(job: Job, device: torch.device) -> None:
-    """Sets what is global to a process: determinism and noise."""
+def set_up_process(job: Job) -> None:
+    """Sets what is global to a process: threads, determinism and noise."""
+    if job.cluster.threads_per_rank is not None:
+        # torchrun sets OMP_NUM_THREADS=1 of its own accord; the job's own word wins.
+        torch.set_num_threads(job.cluster.threads_per_rank)
     if job.debug.deterministic:
         # cuBLAS reads this when its handle is made (docs.pytorch.org, "Reproducibility").
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    # Two sequential all-reduces, one per mesh axis, are what a two-axis reduction is.
-    warnings.filterwarnings("ignore", message=".*(all-reduce|reductions? over).*mesh.*")
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    silence_known_noise()
+
+
+def silence_known_noise() -> None:
+    """Silences two warnings of torch that say nothing about a job, and no others.
+
+    * FSDP2 warns that a block returns a view, because an in-place operation on it would lose the hook that
+      gathers its parameters. No block works in place on another's output.
+    * DTensor warns that a gradient norm over two mesh axes takes two all-reduces. It is meant: the axes have
+      process groups of their own, and one for both would be used for nothing else.
+    """
+    warnings.filterwarnings(
+        "ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning
+    )
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_worth_saying)
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("While redistributing from")
 
 
 @contextmanager
-def process_group(job: Job, device: torch.device) -> Iterator[None]:
-    """The default process group; torchrun's variables say where the others are, a lone rank needs nobody."""
-    if job.world_size == 1:
-        store = dist.HashStore()
-        dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
-    else:
-        dist.init_process_group(
-            backend_of(device),
-            timeout=timedelta(seconds=job.cluster.start_timeout_seconds),
-            device_id=device if device.type == "cuda" else None,
-        )
+def process_group(job: Job, device: torch.device, store: dist.Store | None = None) -> Iterator[None]:
+    """The default process group; a lone rank needs nobody for it.
+
+    Args:
+        job: the resolved job.
+        device: device of this rank.
+        store: where the ranks meet; None means where torchrun's variables say.
+    """
+    alone = job.world_size == 1
+    with loopback_if_all_ranks_are_here(job):
+        if alone:
+            dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(
+                backend_of(device),
+                timeout=timedelta(seconds=job.cluster.start_timeout_seconds),
+                store=store,
+                # Said together with a store only; otherwise they come from the variables too.
+                rank=-1 if store is None else int(os.environ["RANK"]),
+                world_size=-1 if store is None else job.world_size,
+                device_id=device if device.type == "cuda" else None,
+            )
+        try:
+            yield
+        except BaseException:
+            # With peers in the middle of a collective, taking a group down can hang or abort. The process is
+            # about to end, and as long as its connections stand the peers do not fail before it has said why.
+            if alone:
+                dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
+
+
+def shorten_timeouts(job: Job) -> None:
+    """After this process's first step, which compiles and connects, a collective that takes long is stuck.
+
+    Applies to the default group and to those of all mesh axes. All ranks may call it at their own time.
+    """
+    limit = timedelta(seconds=job.cluster.step_timeout_seconds)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(limit, group)
+
+
+@contextmanager
+def loopback_if_all_ranks_are_here(job: Job) -> Iterator[None]:
+    """Lets gloo connect over the loopback interface if no other machine takes part.
+
+    By default it binds to the address that the host's name resolves to, which on laptops and in containers
+    is often none, or one of a network that is down.
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    interface = loopback_interface()
+    if ranks_here < job.world_size or interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+def loopback_interface() -> str | None:
+    """Name of the loopback interface: ``lo`` on Linux, ``lo0`` on macOS; None where there is neither."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def backend_of(device: torch.device) -> str:

@@ -18,6 +18,7 @@ from harness.errors import NonFiniteError
 from harness.job import Job
 from harness.loop.engine import Engine, StepOutcome
 from harness.loop.evidence import save_evidence
+from harness.loop.setup import shorten_timeouts
 from harness.loop.signals import StopRequest
 from harness.metrics.memory import peak_memory_gib
 from harness.metrics.mfu import Peak, describe_inputs, peak_of, utilization
@@ -140,7 +141,7 @@ class Trainer:
             if step == 1 or step % self.job.metrics.log_interval == 0 or step == training.steps:
                 self._log(step, outcome, lr)
             self._validate_if_due(step)
-            if outcome.stop_requested:
+            if outcome.stop_requested and step < training.steps:
                 self._say(f"stopped after step {step} of {training.steps}")
                 return "interrupted"
         return "completed"
@@ -154,6 +155,7 @@ class Trainer:
         self.progress.tokens += tokens
         if self.progress.first_step_seconds is None:
             self.progress.first_step_seconds = time.time() - self.started
+            shorten_timeouts(self.job)
 
     def _log(self, step: int, outcome: StepOutcome, lr: float) -> None:
         """Writes one row; ranks meet for the two figures that are maxima over them."""
@@ -201,8 +203,8 @@ class Trainer:
         """Keeps the evidence, then stops or skips; every rank sees the same sums and does the same."""
         evidence = self.folder.path / "evidence"
         rank = dist.get_rank() if dist.is_initialized() else 0
-        save_evidence(evidence, rank, step, outcome, batch, self.engine.named_parameters())
-        what = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; evidence in {evidence}"
+        kept = save_evidence(evidence, rank, step, outcome, batch, self.engine.named_parameters())
+        what = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {kept}"
         if self.job.debug.non_finite == "stop":
             raise NonFiniteError(what)
         if in_a_row > self.job.debug.max_skipped_steps:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.config import label, numerics
-from harness.errors import ConfigError
+from harness.errors import ConfigError, divisors
+
+SCALINGS = ("none", "llama3")
+_POSITIVE = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_hidden_dim", "max_seq_len")
 
 
 @dataclass
@@ -24,6 +27,21 @@ class RopeConfig:
     """``llama3``: wavelengths shorter than original_max_position / this are left alone."""
     original_max_position: int = numerics(8192)
     """``llama3``: context length, in tokens, that the model was first trained with."""
+
+    def validate(self) -> None:
+        """Raises ConfigError when no frequencies can be computed."""
+        if self.scaling not in SCALINGS:
+            raise ConfigError("model.rope.scaling", self.scaling, "no such scaling", SCALINGS)
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"model.rope.{name}", getattr(self, name), "must be positive")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ConfigError(
+                "model.rope.low_freq_factor",
+                self.low_freq_factor,
+                f"must be below model.rope.high_freq_factor={self.high_freq_factor}",
+                f"{self.high_freq_factor / 4}",
+            )
 
 
 @dataclass
@@ -57,27 +75,39 @@ class ModelConfig:
 
     def resolve(self) -> None:
         """Fills in what follows from the rest."""
+        self._require_positive()
         if self.head_dim is None:
             if self.dim % self.n_heads:
+                fits = [d for d in divisors(self.dim) if d % self.n_kv_heads == 0 and self.dim // d % 2 == 0]
                 raise ConfigError(
-                    "model.n_heads", self.n_heads, f"must divide model.dim={self.dim} when head_dim is null"
+                    "model.n_heads",
+                    self.n_heads,
+                    f"must divide model.dim={self.dim} when model.head_dim is null",
+                    [*fits, "or model.head_dim set"] if fits else "model.head_dim set",
                 )
             self.head_dim = self.dim // self.n_heads
 
     def validate(self) -> None:
         """Raises ConfigError when the numbers do not make a decoder."""
-        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_hidden_dim", "max_seq_len"):
+        self._require_positive()
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(
+                "model.n_kv_heads",
+                self.n_kv_heads,
+                f"must divide model.n_heads={self.n_heads}",
+                divisors(self.n_heads),
+            )
+        if self.head_width < 2 or self.head_width % 2:
+            works = [self.head_width - 1, self.head_width + 1] if self.head_width > 1 else [2]
+            raise ConfigError("model.head_dim", self.head_width, "must be even: RoPE rotates pairs", works)
+        if not self.norm_eps > 0:
+            raise ConfigError("model.norm_eps", self.norm_eps, "must be positive")
+        self.rope.validate()
+
+    def _require_positive(self) -> None:
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}", getattr(self, name), "must be at least 1")
-        if self.n_heads % self.n_kv_heads:
-            works = [d for d in range(1, self.n_heads + 1) if self.n_heads % d == 0]
-            raise ConfigError(
-                "model.n_kv_heads", self.n_kv_heads, f"must divide model.n_heads={self.n_heads}", works
-            )
-        if self.head_width % 2:
-            raise ConfigError("model.head_dim", self.head_dim, "must be even: RoPE rotates pairs")
-        if self.rope.scaling not in ("none", "llama3"):
-            raise ConfigError("model.rope.scaling", self.rope.scaling, "no such scaling", ["none", "llama3"])
 
     @property
     def head_width(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from harness.config import execution, numerics
@@ -34,15 +35,17 @@ class OptimizerConfig:
 
     def validate(self) -> None:
         """Raises ConfigError for values outside AdamW's domain."""
-        if self.lr < 0:
-            raise ConfigError("optimizer.lr", self.lr, "must not be negative")
+        if not 0 <= self.lr < math.inf:
+            raise ConfigError("optimizer.lr", self.lr, "must be a number, and not negative")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optimizer.{name}", getattr(self, name), "must be in [0, 1)")
-        if self.eps <= 0:
-            raise ConfigError("optimizer.eps", self.eps, "must be positive")
-        if self.weight_decay < 0:
-            raise ConfigError("optimizer.weight_decay", self.weight_decay, "must not be negative")
+        if not 0 < self.eps < math.inf:
+            raise ConfigError("optimizer.eps", self.eps, "must be a positive number")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(
+                "optimizer.weight_decay", self.weight_decay, "must be a number, and not negative"
+            )
         if self.implementation not in IMPLEMENTATIONS:
             raise ConfigError(
                 "optimizer.implementation", self.implementation, "no such implementation", IMPLEMENTATIONS
@@ -74,9 +77,14 @@ class ScheduleConfig:
             raise ConfigError("schedule.min_lr_factor", self.min_lr_factor, "must be in [0, 1]")
         decay_steps = 0 if self.decay_ratio is None else round(self.decay_ratio * steps)
         if self.warmup_steps + decay_steps > steps:
+            works = f"at most {steps - decay_steps}"
+            if self.decay_ratio is None or self.decay_ratio < 1:
+                # The decay's steps are rounded, by half a step at most.
+                least = math.ceil((self.warmup_steps + 0.5) / (1 - (self.decay_ratio or 0)))
+                works += f", or training.steps={least}"
             raise ConfigError(
                 "schedule.warmup_steps",
                 self.warmup_steps,
                 f"warm-up and decay ({decay_steps} steps) must fit into training.steps={steps}",
-                f"at most {steps - decay_steps}",
+                works,
             )

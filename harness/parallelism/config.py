@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, count
 from math import prod
 
 from harness.config import execution
 from harness.errors import ConfigError, divisors
 from harness.model.config import ModelConfig
 from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
-from harness.parallelism.stages import check_modules_per_stage, stages_per_rank
+from harness.parallelism.stages import check_stages, fitting_layers_per_stage, stages_per_rank
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: neighbours on the last axis share the fastest links."""
@@ -38,7 +40,7 @@ class ParallelismConfig:
     loss_parallel: bool = execution(True)
     """With tp: the cross entropy is computed on vocabulary shards, logits are never gathered."""
     reshard_after_forward: str = execution("default")
-    """With dp_shard: free gathered parameters after forward; default = only without pipeline, always, never."""
+    """With dp_shard: free gathered parameters after forward: always, never, or default (without pipeline)."""
     cpu_offload: bool = execution(False)
     """Keep parameters, gradients and optimizer state in host memory (FSDP2's CPUOffloadPolicy)."""
     pp_schedule: str = execution("1F1B")
@@ -48,7 +50,7 @@ class ParallelismConfig:
     pp_microbatch_size: int = execution(1)
     """Sequences per microbatch."""
     pp_layers_per_stage: int | None = execution(None)
-    """Layers of a stage, embedding and head weighted in; null means one or two stages per rank, as the schedule needs."""
+    """Layers of a stage, embedding and head weighed in; null makes as many stages as the schedule needs."""
     pp_first_stage_less_layers: int = execution(1)
     """How many layers the embedding weighs in the automatic split."""
     pp_last_stage_less_layers: int = execution(1)
@@ -91,7 +93,7 @@ class ParallelismConfig:
             others = prod(degree for axis, degree in self.degrees.items() if axis != "dp_shard")
             world = world_size or default_world or 2 * others
             if world % others:
-                named = "x".join(f"{a}={d}" for a, d in self.degrees.items() if d > 1)
+                named = " x ".join(f"{a}={d}" for a, d in self.degrees.items() if d > 1)
                 raise ConfigError(
                     "parallelism.dp_shard",
                     -1,
@@ -100,28 +102,51 @@ class ParallelismConfig:
                 )
             self.dp_shard = world // others
         if world_size is not None and self.world_size != world_size:
-            named = " x ".join(f"{axis}={degree}" for axis, degree in self.degrees.items())
+            named = " x ".join(f"{axis}={degree}" for axis, degree in self.degrees.items() if degree > 1)
+            others = self.world_size // self.dp_shard
+            rest = (
+                f"{world_size // others}, -1"
+                if world_size % others == 0
+                else f"degrees that divide {world_size}"
+            )
             raise ConfigError(
-                "parallelism",
-                named,
-                f"the degrees multiply to {self.world_size}, but there are {world_size} ranks",
-                f"parallelism.dp_shard=-1, or {self.world_size} ranks",
+                "parallelism.dp_shard",
+                self.dp_shard,
+                f"the degrees multiply to {self.world_size}{f' ({named})' if named else ''}, "
+                f"but there are {world_size} ranks",
+                f"{rest}, or {self.world_size} ranks",
             )
 
-    def validate(self, model: ModelConfig, seq_len: int, local_batch_size: int) -> None:
-        """Raises ConfigError when the layout cannot carry the model, the sequence or the batch."""
+    def validate(self, model: ModelConfig, seq_len: int, local_batch_size: int, share: int) -> None:
+        """Checks whether the layout can carry the model, the sequence and the batch.
+
+        Args:
+            model: the model, resolved.
+            seq_len: tokens per sequence.
+            local_batch_size: sequences per data-parallel rank and forward pass.
+            share: sequences per data-parallel rank and optimizer step.
+
+        Raises:
+            ConfigError: it cannot.
+        """
         for axis, what in (("cp", "context"), ("ep", "expert")):
             if getattr(self, axis) != 1:
-                raise ConfigError(f"parallelism.{axis}", getattr(self, axis), f"{what} parallel is not available", [1])
+                raise ConfigError(
+                    f"parallelism.{axis}", getattr(self, axis), f"{what} parallel is not available", [1]
+                )
         if self.reshard_after_forward not in RESHARD:
             raise ConfigError(
                 "parallelism.reshard_after_forward", self.reshard_after_forward, "no such policy", RESHARD
             )
         self._validate_tensor(model, seq_len)
-        self._validate_pipeline(model, local_batch_size)
+        self._validate_pipeline(model, local_batch_size, share)
 
     def _validate_tensor(self, model: ModelConfig, seq_len: int) -> None:
-        works = [d for d in divisors(model.n_heads, model.n_kv_heads, model.ffn_hidden_dim) if d <= 1024]
+        works = [
+            degree
+            for degree in divisors(model.n_heads, model.n_kv_heads, model.ffn_hidden_dim)
+            if seq_len % degree == 0 or not self.sequence_parallel
+        ]
         for name in ("n_heads", "n_kv_heads", "ffn_hidden_dim"):
             if getattr(model, name) % self.tp:
                 raise ConfigError(
@@ -135,7 +160,7 @@ class ParallelismConfig:
                 f"{seq_len // self.tp * self.tp or self.tp}, or parallelism.sequence_parallel=false",
             )
 
-    def _validate_pipeline(self, model: ModelConfig, local_batch_size: int) -> None:
+    def _validate_pipeline(self, model: ModelConfig, local_batch_size: int, share: int) -> None:
         if self.pp_schedule not in SCHEDULES:
             raise ConfigError("parallelism.pp_schedule", self.pp_schedule, "no such schedule", SCHEDULES)
         if self.pp == 1:
@@ -155,18 +180,49 @@ class ParallelismConfig:
                 f"must divide training.local_batch_size={local_batch_size}",
                 divisors(local_batch_size),
             )
-        microbatches = local_batch_size // self.pp_microbatch_size
+        check_stages(self, model.n_layers)
         per_rank = stages_per_rank(self, model.n_layers)
-        if self.pp_modules_per_stage:
-            check_modules_per_stage(self.pp_modules_per_stage, model.n_layers)
         if self.pp_schedule_csv is not None:
             scheduled = read_csv_schedule(self.pp_schedule_csv, self.pp).num_microbatches
-            if scheduled != microbatches:
-                raise ConfigError(
-                    "training.local_batch_size",
-                    local_batch_size,
-                    f"makes {microbatches} microbatches, but {self.pp_schedule_csv} runs {scheduled}",
-                    scheduled * self.pp_microbatch_size,
-                )
-        else:
-            SCHEDULES[self.pp_schedule].validate(self.pp, per_rank, microbatches, self.pp_microbatch_size)
+            rule = f"{self.pp_schedule_csv} runs {scheduled} microbatches"
+            self._validate_microbatches(local_batch_size, share, scheduled.__eq__, rule)
+            return
+        schedule = SCHEDULES[self.pp_schedule]
+        if not schedule.takes_stages(per_rank):
+            fits = [other.name for other in SCHEDULES.values() if other.takes_stages(per_rank)]
+            if self.pp_layers_per_stage is not None and not self.pp_modules_per_stage:
+                layers = [*fitting_layers_per_stage(self, model.n_layers), "null"]
+                fits.append(f"or parallelism.pp_layers_per_stage={', '.join(map(str, layers))}")
+            raise ConfigError(
+                "parallelism.pp_schedule",
+                self.pp_schedule,
+                f"takes {schedule.stages_in_words} per rank, and the split gives {per_rank}",
+                fits,
+            )
+        microbatches = local_batch_size // self.pp_microbatch_size
+        self._validate_microbatches(
+            local_batch_size,
+            share,
+            lambda number: schedule.takes_microbatches(number, self.pp, per_rank),
+            schedule.microbatches_in_words(microbatches, self.pp, per_rank),
+        )
+
+    def _validate_microbatches(self, batch: int, share: int, fits: Callable[[int], bool], rule: str) -> None:
+        """Raises ConfigError when the batch makes a number of microbatches that does not fit the schedule."""
+        size = self.pp_microbatch_size
+        if fits(batch // size):
+            return
+        local = [b for b in divisors(share) if b % size == 0 and fits(b // size)]
+        smaller = [s for s in divisors(batch) if fits(batch // s)]
+        now = batch // size
+        near = next(filter(fits, chain(range(now, now + self.pp + 1), count(1)))) * size
+        works = [", ".join(map(str, local))] if local else []
+        if smaller:
+            works.append(f"parallelism.pp_microbatch_size={', '.join(map(str, smaller))}")
+        works.append(f"{near} with training.global_batch_size={near * self.data_parallel}")
+        raise ConfigError(
+            "training.local_batch_size",
+            batch,
+            f"with parallelism.pp_microbatch_size={size} the microbatches are {now}, but {rule}",
+            ", or ".join(works),
+        )

@@ -22,33 +22,30 @@ class ScheduleRule:
     microbatches: str
     """``any``; ``stages``: at least one per stage; ``rounds``: a multiple of max(1, microbatches // P)."""
 
-    def validate(self, pp: int, per_rank: int, microbatches: int, microbatch_size: int) -> None:
-        """Raises ConfigError when the stages or microbatches do not suit the schedule."""
-        needed = {"one": per_rank == 1, "two": per_rank == 2, "many": per_rank >= 2}[self.stages_per_rank]
-        if not needed:
-            fits = [r.name for r in SCHEDULES.values() if r.stages_per_rank == ("one" if per_rank == 1 else "many")]
-            wanted = {"one": "one stage", "two": "two stages", "many": "two or more stages"}[self.stages_per_rank]
-            raise ConfigError(
-                "parallelism.pp_schedule", self.name, f"takes {wanted} per rank, the split gives {per_rank}", fits
-            )
-        stages = pp * per_rank
-        if self.microbatches == "stages" and microbatches < stages:
-            raise ConfigError(
-                "training.local_batch_size",
-                microbatches * microbatch_size,
-                f"{self.name} needs at least as many microbatches as stages ({stages}), and "
-                f"parallelism.pp_microbatch_size={microbatch_size} makes {microbatches}",
-                f"at least {stages * microbatch_size}",
-            )
-        if self.microbatches == "rounds" and microbatches % max(1, microbatches // pp):
-            near = [m * microbatch_size for m in range(1, 8 * pp + 1) if m % max(1, m // pp) == 0]
-            raise ConfigError(
-                "training.local_batch_size",
-                microbatches * microbatch_size,
-                f"{self.name} needs microbatches ({microbatches}) that are a multiple of microbatches // pp "
-                f"({microbatches // pp})",
-                near[-4:],
-            )
+    @property
+    def stages_in_words(self) -> str:
+        """How many stages a rank must hold."""
+        return {"one": "one stage", "two": "two stages", "many": "two or more stages"}[self.stages_per_rank]
+
+    def takes_stages(self, per_rank: int) -> bool:
+        """Whether a rank may hold this many stages."""
+        return {"one": per_rank == 1, "two": per_rank == 2, "many": per_rank >= 2}[self.stages_per_rank]
+
+    def takes_microbatches(self, microbatches: int, pp: int, per_rank: int) -> bool:
+        """Whether it can run this many microbatches."""
+        if self.microbatches == "stages":
+            return microbatches >= pp * per_rank
+        return self.microbatches == "any" or microbatches % max(1, microbatches // pp) == 0
+
+    def microbatches_in_words(self, microbatches: int, pp: int, per_rank: int) -> str:
+        """The rule that takes_microbatches checks."""
+        if self.microbatches == "stages":
+            return f"{self.name} needs at least as many microbatches as there are stages, {pp * per_rank}"
+        rounds = microbatches // pp
+        return (
+            f"{self.name} runs {microbatches} microbatches over parallelism.pp={pp} in {rounds} rounds, and "
+            f"needs a multiple of {rounds}"
+        )
 
 
 SCHEDULES = {
@@ -94,7 +91,9 @@ def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
     with open(path, newline="") as file:
         rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(file) if row]
     if len(rows) != pp:
-        raise ConfigError(field, path, f"has {len(rows)} rows; one per pipeline rank, parallelism.pp={pp}, is needed")
+        raise ConfigError(
+            field, path, f"has {len(rows)} rows; one per pipeline rank, parallelism.pp={pp}, is needed"
+        )
     forwards: list[set[tuple[int, int]]] = []
     backwards: dict[tuple[int, int], set[str]] = {}
     for row in rows:
@@ -115,7 +114,9 @@ def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
     microbatches = len({microbatch for row in forwards for _, microbatch in row})
     wanted = {(stage, microbatch) for stage in stages for microbatch in range(microbatches)}
     if set().union(*forwards) != wanted:
-        raise ConfigError(field, path, f"every stage needs one F of each of the microbatches 0 to {microbatches - 1}")
+        raise ConfigError(
+            field, path, f"every stage needs one F of each of the microbatches 0 to {microbatches - 1}"
+        )
     if set(backwards) != wanted or any(kinds not in ({"B"}, {"I", "W"}) for kinds in backwards.values()):
         raise ConfigError(field, path, "every stage and microbatch needs one B, or one I and one W")
     return CsvSchedule(stages_of_rank, microbatches)

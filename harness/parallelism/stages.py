@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING
 
 from harness.errors import ConfigError
@@ -19,39 +20,90 @@ def stages_per_rank(layout: ParallelismConfig, n_layers: int) -> int:
     """
     total = num_stages(layout, n_layers)
     if layout.pp_schedule_csv is None and total % layout.pp:
-        field, value = (
-            ("parallelism.pp_modules_per_stage", f"{total} stages")
-            if layout.pp_modules_per_stage
-            else ("parallelism.pp_layers_per_stage", layout.pp_layers_per_stage)
-        )
+        rule = f"the number of stages, {total}, must be a multiple of parallelism.pp={layout.pp}"
+        if layout.pp_modules_per_stage:
+            schedule = SCHEDULES[layout.pp_schedule]
+            works = [f"{layout.pp * r} stages" for r in (1, 2) if schedule.takes_stages(r)]
+            raise ConfigError(
+                "parallelism.pp_modules_per_stage", _typed(layout.pp_modules_per_stage), rule, works
+            )
         raise ConfigError(
-            field, value, f"makes {total} stages, which must be a multiple of parallelism.pp={layout.pp}"
+            "parallelism.pp_layers_per_stage",
+            layout.pp_layers_per_stage,
+            rule,
+            [*fitting_layers_per_stage(layout, n_layers), "null"],
         )
     return -(-total // layout.pp)
 
 
+def fitting_layers_per_stage(layout: ParallelismConfig, n_layers: int) -> list[int]:
+    """Values of pp_layers_per_stage that suit the layout's degree and schedule."""
+    weight = _weight(layout, n_layers)
+    schedule = SCHEDULES[layout.pp_schedule]
+    totals = {layers: -(-weight // layers) for layers in range(1, weight + 1)}
+    return [
+        layers
+        for layers, total in totals.items()
+        if total <= n_layers + 2 and total % layout.pp == 0 and schedule.takes_stages(total // layout.pp)
+    ]
+
+
+def _weight(layout: ParallelismConfig, n_layers: int) -> int:
+    """What the automatic split shares out: the layers, and the layers that embedding and head stand for."""
+    return n_layers + layout.pp_first_stage_less_layers + layout.pp_last_stage_less_layers
+
+
 def num_stages(layout: ParallelismConfig, n_layers: int) -> int:
-    """Number of stages of the whole pipeline: said by the CSV, the names, the layers per stage, or the schedule."""
+    """Number of stages of the pipeline: by the names, the CSV, the layers per stage, or the schedule."""
     if layout.pp_modules_per_stage:
         return len(layout.pp_modules_per_stage)
     if layout.pp_schedule_csv is not None:
         return read_csv_schedule(layout.pp_schedule_csv, layout.pp).num_stages
-    weight = n_layers + layout.pp_first_stage_less_layers + layout.pp_last_stage_less_layers
     if layout.pp_layers_per_stage is not None:
-        if layout.pp_layers_per_stage < 1:
-            raise ConfigError("parallelism.pp_layers_per_stage", layout.pp_layers_per_stage, "must be at least 1")
-        total = -(-weight // layout.pp_layers_per_stage)
-    else:
-        total = layout.pp * (1 if SCHEDULES[layout.pp_schedule].stages_per_rank == "one" else 2)
-    if total > weight or total > n_layers + 2:
-        raise ConfigError(
-            "parallelism.pp",
-            layout.pp,
-            f"{total} stages are too many for model.n_layers={n_layers} (embedding and head weigh "
-            f"{layout.pp_first_stage_less_layers} and {layout.pp_last_stage_less_layers})",
-            f"at most {min(weight, n_layers + 2) * layout.pp // total}",
-        )
-    return total
+        return -(-_weight(layout, n_layers) // layout.pp_layers_per_stage)
+    return layout.pp * (1 if SCHEDULES[layout.pp_schedule].stages_per_rank == "one" else 2)
+
+
+def check_stages(layout: ParallelismConfig, n_layers: int) -> None:
+    """Checks that every stage gets a module, and that named modules are those of the model.
+
+    Raises:
+        ConfigError: the layers cannot be split as asked.
+    """
+    named = len(layout.pp_modules_per_stage)
+    if named:
+        check_modules_per_stage(layout.pp_modules_per_stage, n_layers)
+    if layout.pp_schedule_csv is not None:
+        scheduled = read_csv_schedule(layout.pp_schedule_csv, layout.pp).num_stages
+        there_are = named or n_layers + 2
+        if scheduled > there_are or (named and scheduled < named):
+            source = "parallelism.pp_modules_per_stage" if named else f"model.n_layers={n_layers}"
+            raise ConfigError(
+                "parallelism.pp_schedule_csv",
+                layout.pp_schedule_csv,
+                f"runs {scheduled} stages, but {source} makes {'' if named else 'at most '}{there_are}",
+            )
+    elif not named:
+        _check_automatic_split(layout, n_layers)
+
+
+def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
+    """Raises ConfigError when the numbers that rule the automatic split leave a stage without a module."""
+    first, last = layout.pp_first_stage_less_layers, layout.pp_last_stage_less_layers
+    for name, weight in (("pp_first_stage_less_layers", first), ("pp_last_stage_less_layers", last)):
+        if weight < 0:
+            raise ConfigError(f"parallelism.{name}", weight, "must not be negative")
+    layers = layout.pp_layers_per_stage
+    works = [*fitting_layers_per_stage(layout, n_layers), "null"]
+    if layers is not None and layers < 1:
+        raise ConfigError("parallelism.pp_layers_per_stage", layers, "must be at least 1", works)
+    total, most = num_stages(layout, n_layers), min(_weight(layout, n_layers), n_layers + 2)
+    if total > most:
+        weights = f"embedding and head weigh {first} and {last}"
+        rule = f"{total} stages are too many for model.n_layers={n_layers} ({weights})"
+        if layers is not None:
+            raise ConfigError("parallelism.pp_layers_per_stage", layers, rule, works)
+        raise ConfigError("parallelism.pp", layout.pp, rule, f"at most {most // (total // layout.pp)}")
 
 
 def split_modules(layout: ParallelismConfig, n_layers: int) -> list[list[str]]:
@@ -97,16 +149,25 @@ def stages_of_rank(layout: ParallelismConfig, n_layers: int, pp_rank: int) -> li
 
 def check_modules_per_stage(stages: list[list[str]], n_layers: int) -> None:
     """Raises ConfigError unless the stages hold every module once and in order."""
-    field = "parallelism.pp_modules_per_stage"
+    field, value = "parallelism.pp_modules_per_stage", _typed(stages)
     wanted = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
     named = [name for stage in stages for name in stage]
+    modules = f"tok_embeddings, layers.0 ... layers.{n_layers - 1}, norm, output"
     for name in named:
         if name not in wanted:
-            raise ConfigError(field, name, "no such module", f"tok_embeddings, layers.0 ... layers.{n_layers - 1}, norm, output")
+            close = difflib.get_close_matches(name, wanted, n=1)
+            hint = f", did you mean {close[0]}?" if close else ""
+            raise ConfigError(field, value, f"names {name}, which is no module{hint}", modules)
     missing = [name for name in wanted if name not in named]
     if missing:
-        raise ConfigError(field, "[...]", f"leaves out {', '.join(missing)}")
+        raise ConfigError(field, value, f"leaves out {', '.join(missing)}", modules)
     if named != wanted:
-        raise ConfigError(field, "[...]", "must name every module once, in the order of the model")
+        raise ConfigError(field, value, "must name every module once, in the order of the model", modules)
     if any(not stage for stage in stages):
-        raise ConfigError(field, "[...]", "has a stage without a module")
+        raise ConfigError(field, value, "has a stage without a module", "one module or more in every stage")
+
+
+def _typed(stages: list[list[str]]) -> str:
+    """The split as it is typed on the command line; a long one is cut."""
+    text = "[" + ",".join(f"[{','.join(stage)}]" for stage in stages) + "]"
+    return text if len(text) <= 100 else f"{text[:96]}...]"

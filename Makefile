@@ -1,0 +1,52 @@
+# make help shows the targets.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test lint format parity bench clean
+
+help:  ## show this help
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(READY)  ## make the virtual environment and install everything
+
+# Without a GPU the CPU build of PyTorch is enough and a tenth of the size; the newest release in range that has
+# one is taken. With a GPU, pip's default build is the CUDA one.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+ifneq ($(wildcard /dev/nvidia0),)
+TORCH ?= 'torch>=2.11,<2.14'
+else
+TORCH ?= torch==2.13.0
+endif
+
+train: $(READY)  ## train a small Llama on the Python standard library's sources, on this machine
+	$(BIN)/python -m harness.train experiment=quickstart
+
+test: lint  ## lint, then run all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## bring the code into the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+parity: $(READY)  ## prove that every layout computes what one process computes
+	$(BIN)/python -m harness.parity
+
+bench: $(READY)  ## measure training speed on this CPU (experiments/README.md says how to add torchtitan)
+	$(BIN)/python experiments/cpu_baseline/compare.py
+
+clean:  ## remove the environment and caches, keep runs
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,182 @@
+"""Measures training speed on this CPU against torchtitan 0.2.2, the two in turn, and the loop's own overhead.
+
+    python experiments/cpu_baseline/compare.py --rounds 5 --titan-python PATH/TO/ENV/bin/python
+
+Every round runs each layout once on both sides (their order changes from round to round), so that a machine
+whose speed drifts drifts under both. What counts is the ratio of a round; its median and range are reported.
+torchtitan's environment is described in experiments/README.md; without ``--titan-python`` only our side runs.
+Writes ``runs/cpu_baseline/compare.json`` and prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LAYOUTS = {
+    "single": ["parallelism=single"],
+    "fsdp2": ["parallelism=fsdp", "parallelism.dp_shard=2"],
+    "fsdp2_tp2": ["parallelism=fsdp_tp"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a run; the first two do not count")
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--titan-python", help="interpreter of an environment with torchtitan 0.2.2")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for number in range(arguments.rounds):
+        for layout in arguments.layouts:
+            sides = ["harness", "torchtitan"] if arguments.titan_python else ["harness"]
+            for side in sides if number % 2 == 0 else reversed(sides):
+                measured = (
+                    run_harness(layout, arguments.steps)
+                    if side == "harness"
+                    else run_torchtitan(layout, arguments.steps, str(Path(arguments.titan_python).absolute()))
+                )
+                rows.append({"round": number, "layout": layout, "side": side, **measured})
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    overhead = measure_overhead(arguments.steps)
+    out = ROOT / "runs" / "cpu_baseline"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "compare.json").write_text(json.dumps({"rows": rows, "overhead": overhead}, indent=2) + "\n")
+    print(table(rows, arguments.layouts))
+    print(
+        f"\nloop overhead (step minus forward, backward, optimizer), single: median {overhead['median']:.2%} "
+        f"of a {overhead['step_seconds']:.2f} s step, largest {overhead['max']:.2%}"
+    )
+    print(f"\n{platform.machine()}, {os.cpu_count()} cores, torch {overhead['torch']}, {arguments.rounds} rounds")
+
+
+def run_harness(layout: str, steps: int) -> dict[str, Any]:
+    """One run of ``harness.train`` from a cold start."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.time()
+        command = [
+            *(sys.executable, "-m", "harness.train", "experiment=cpu_baseline/shape", *LAYOUTS[layout]),
+            *(f"training.steps={steps}", f"runs_dir={folder}", "metrics.console=none"),
+        ]
+        environment = {**os.environ, "HARNESS_STARTED": str(started), "CUDA_VISIBLE_DEVICES": ""}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        [result] = Path(folder).glob("cpu_baseline/*/result.json")
+        row = json.loads(result.read_text())
+    return {
+        "tokens_per_second": row["window.tokens_per_second_median"],
+        "first_step_seconds": row["first_step_seconds"],
+    }
+
+
+def run_torchtitan(layout: str, steps: int, python: str) -> dict[str, Any]:
+    """One run of torchtitan's trainer through torchrun from a cold start."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "out.json"
+        script = str(HERE / "torchtitan_side.py")
+        command = [sys.executable, script, "--layout", layout, "--launch", "--python", python]
+        command += ["--steps", str(steps), "--output", str(output)]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        row = json.loads(output.read_text())
+    return {
+        "tokens_per_second": row["tokens_per_second"],
+        "first_step_seconds": row["process_start_to_first_step_seconds"],
+    }
+
+
+def measure_overhead(steps: int) -> dict[str, Any]:
+    """Runs the loop in this process with a clock around forward, backward and optimizer."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from harness.compose import compose_job
+    from harness.loop.engine import Engine
+    from harness.loop.setup import process_group
+    from harness.loop.trainer import Trainer
+    from harness.metrics.recorder import Recorder
+    from harness.run_folder import RunFolder
+
+    folder = Path(tempfile.mkdtemp())
+    overrides = ["experiment=cpu_baseline/shape", f"training.steps={steps}", f"runs_dir={folder}"]
+    job = compose_job([*overrides, "metrics.console=none", "metrics.log_interval=1", "cluster.device=cpu"])
+    run_folder = RunFolder(job.run_dir)
+    run_folder.begin(job, overrides)
+    device = torch.device("cpu")
+    inside: list[float] = [0.0]
+    shares: list[float] = []
+    with process_group(job, device):
+        engine = Engine(job, device)
+        engine.executor.forward_backward = clocked(engine.executor.forward_backward, inside)  # type: ignore[method-assign]
+        engine.optimizer.step = clocked(engine.optimizer.step, inside)  # type: ignore[method-assign]
+        recorder = Recorder(
+            job.metrics, run_folder.path, run_id=job.id, name=job.name, job={}, total_steps=steps, start_step=0
+        )
+        trainer = Trainer(job, run_folder, engine, recorder, time.time())
+        seconds: list[float] = []
+        add = trainer.window.add
+
+        def book(step_seconds: float, tokens: int, data_seconds: float = 0.0) -> None:
+            seconds.append(step_seconds)
+            shares.append(1 - inside[0] / step_seconds)
+            inside[0] = 0.0
+            add(step_seconds, tokens, data_seconds)
+
+        trainer.window.add = book  # type: ignore[method-assign]
+        trainer.train()
+        recorder.close({})
+    shutil.rmtree(folder)
+    return {
+        "median": statistics.median(shares[2:]),
+        "max": max(shares[2:]),
+        "step_seconds": statistics.median(seconds[2:]),
+        "torch": torch.__version__,
+    }
+
+
+def clocked(function: Any, total: list[float]) -> Any:
+    """The function, with its seconds added to ``total[0]``."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        value = function(*args, **kwargs)
+        total[0] += time.perf_counter() - started
+        return value
+
+    return call
+
+
+def table(rows: list[dict[str, Any]], layouts: list[str]) -> str:
+    """Medians of both sides, and the median and range of the rounds' ratios (ours / torchtitan's)."""
+    lines = [
+        "| layout | figure | harness | torchtitan 0.2.2 | ratio, median (range) |",
+        "|---|---|---|---|---|",
+    ]
+    for layout in layouts:
+        for figure, unit in (("tokens_per_second", "tokens/s"), ("first_step_seconds", "s to the first step")):
+            ours, theirs = (
+                {r["round"]: r[figure] for r in rows if r["layout"] == layout and r["side"] == side}
+                for side in ("harness", "torchtitan")
+            )
+            other, ratio = "-", "-"
+            if theirs:
+                ratios = [ours[n] / theirs[n] for n in ours]
+                other = f"{statistics.median(theirs.values()):.1f}"
+                ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+            lines.append(f"| {layout} | {unit} | {statistics.median(ours.values()):.1f} | {other} | {ratio} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Starting real jobs as a user does, and looking at their processes from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.metrics.jsonl import read_metrics
+
+TINY = [
+    "model=llama3_tiny",
+    "model.vocab_size=258",
+    "tokenizer=bytes",
+    "training.seq_len=16",
+    "training.global_batch_size=4",
+    "metrics.console=plain",
+    "cluster.device=cpu",
+]
+LONG = ["training.steps=1000000", "metrics.log_interval=5"]
+TWO_RANKS = ["parallelism=fsdp", "parallelism.dp_shard=2"]
+PATIENCE = 90.0
+
+
+class Launch:
+    """One started job. ``python -m`` its module, in a session of its own, as a terminal starts it.
+
+    Args:
+        folder: where it runs and writes.
+        overrides: what is typed.
+        module: how it is started, after ``python -m``.
+        patch: source that every Python process of the job runs when it starts.
+        environment: variables to set.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        module: tuple[str, ...] = ("harness.train",),
+        patch: str = "",
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        data = [] if any(each.startswith("data=") for each in overrides) else ["data=synthetic"]
+        inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+        paths = [str(Path(__file__).parents[2])]
+        if patch:
+            (folder / "patch").mkdir()
+            (folder / "patch" / "sitecustomize.py").write_text(patch)
+            paths.insert(0, str(folder / "patch"))
+        self._log = (folder / "stderr.txt").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *module, *TINY, *data, *overrides],
+            cwd=folder,
+            env={**inherited, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+            # A test run in the background of a shell script has SIGINT ignored, and would pass that on.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        self.out = ""
+
+    def finish(self) -> int:
+        """Waits for the end; returns the exit code."""
+        self.out, _ = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode
+
+    @property
+    def err(self) -> str:
+        """What it wrote to stderr."""
+        return Path(self._log.name).read_text()
+
+    @property
+    def run_dir(self) -> Path:
+        """The only run folder it made."""
+        [found] = [p.parent for p in (self.folder / "runs").glob("*/*/job.json")]
+        return found
+
+    def read(self, name: str) -> dict[str, Any]:
+        """A JSON file of the run folder."""
+        return json.loads((self.run_dir / name).read_text())
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """What it measured."""
+        return read_metrics(self.run_dir / "metrics.jsonl")
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids of the ranks that are alive, by rank, from their environment."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                variables = dict(
+                    v.split("=", 1) for v in (entry / "environ").read_text().split("\0") if "=" in v
+                )
+                here = os.readlink(entry / "cwd") == str(self.folder.resolve())
+                command = (entry / "cmdline").read_text()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except (OSError, UnicodeDecodeError):
+                continue
+            if here and "RANK" in variables and "harness" in command and state != "Z":
+                found[int(variables["RANK"])] = int(entry.name)
+        return found
+
+    def wait_for_step(self, step: int = 5) -> None:
+        """Waits until the job is in the middle of training."""
+
+        def trains() -> bool:
+            assert self.process.poll() is None, self.err
+            try:
+                return bool(self.rows) and self.rows[-1]["step"] >= step
+            except (OSError, ValueError):
+                return False
+
+        until(trains, PATIENCE)
+
+    def kill(self) -> None:
+        """Leaves nothing behind, whatever the test has shown."""
+        for pid in [self.process.pid, *self.ranks().values()]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.communicate()
+        self._log.close()
+
+
+def until(holds: Callable[[], bool], seconds: float) -> float:
+    """Waits until something holds; returns how long that took."""
+    start = time.monotonic()
+    while not holds():
+        assert time.monotonic() - start < seconds, f"still not so after {seconds} s"
+        time.sleep(0.05)
+    return time.monotonic() - start

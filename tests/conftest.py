@@ -1,0 +1,34 @@
+"""What all tests share: one pool of ranks, and marks that skip with a reason."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.cluster.config import count_gpus
+from harness.cluster.pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Eight gloo ranks that stay up for the whole session."""
+    with RankPool(8) as ranks:
+        yield ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not count_gpus():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and there is none"))
+        if item.get_closest_marker("slurm") and shutil.which("sbatch") is None:
+            item.add_marker(pytest.mark.skip(reason="needs SLURM, and there is no sbatch"))
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers_in_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of tests go to a temporary folder and never ask a hub."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("WANDB_MODE", "offline")

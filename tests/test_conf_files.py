@@ -1,0 +1,221 @@
+"""Every file that ships under conf/, experiments/ and sweeps/ composes, validates and builds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from harness.compose import compose_job
+from harness.errors import ConfigError
+from harness.job import Job
+from harness.model.accounting import account
+from harness.model.decoder import Decoder
+from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
+from harness.parity import ParityJob
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+PRIMARY = {"train": Job, "parity": ParityJob}
+PACKAGE = "# @package _global_"
+
+
+def options(group: str) -> list[str]:
+    """Options of a group; under experiment and sweep only files that begin as such files must."""
+    folder = CONF / group
+    files = [f for f in folder.rglob("*.yaml") if group not in ("experiment", "sweep") or is_global(f)]
+    return sorted(str(f.relative_to(folder).with_suffix("")) for f in files)
+
+
+def is_global(file: Path) -> bool:
+    return file.read_text().startswith(PACKAGE)
+
+
+GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
+FILES = [(group, option) for group in GROUPS for option in options(group)]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, and no launcher around this process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def beside(group: str, option: str) -> list[str]:
+    """What a file asks for beside itself."""
+    needed = []
+    if group == "data" and option.startswith("local_"):
+        needed.append("data.paths=[corpus/*]")
+    if group == "parallelism":
+        # Pipelines of two stages per rank and eight data-parallel ranks are served by this batch.
+        needed.append("training.global_batch_size=64")
+    return needed
+
+
+def build_on_meta(job: Job) -> None:
+    """Builds every pipeline stage of the model, without memory, and counts its parameters."""
+    stages = split_modules(job.parallelism, job.model.n_layers) if job.parallelism.pp > 1 else [None]
+    counted = 0
+    with torch.device("meta"):
+        for modules in stages:
+            part = Decoder(job.model, 16, modules)
+            counted += sum(parameter.numel() for parameter in part.parameters())
+    assert counted == account(job.model, 16).parameters
+
+
+def test_the_groups_are_found() -> None:
+    assert {
+        "cluster",
+        "data",
+        "debug",
+        "experiment",
+        "metrics",
+        "model",
+        "optimizer",
+        "parallelism",
+        "precision",
+        "schedule",
+        "sweep",
+        "tokenizer",
+    } <= set(GROUPS)
+    assert len(FILES) > 40
+
+
+def test_experiments_and_sweeps_are_the_folders_at_the_top() -> None:
+    assert (CONF / "experiment").resolve() == ROOT / "experiments"
+    assert (CONF / "sweep").resolve() == ROOT / "sweeps"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [*sorted(CONF.glob("*.yaml")), *(CONF / group / f"{option}.yaml" for group, option in FILES)],
+    ids=lambda file: str(file.relative_to(CONF)),
+)
+def test_a_file_says_what_it_is(file: Path) -> None:
+    """The first line is a comment; after the line that Hydra reads, where there is one."""
+    first, second = (file.read_text() + "\n\n").splitlines()[:2]
+    told = second if first.startswith(PACKAGE) else first
+    assert told.startswith("# ") and len(told) > 10, told
+
+
+@pytest.mark.parametrize("name", sorted(f.stem for f in CONF.glob("*.yaml")))
+def test_primary_config(name: str) -> None:
+    job = compose_job([], config_name=name, schema=PRIMARY[name])
+    assert job.world_size == 1
+    build_on_meta(job)
+
+
+@pytest.mark.parametrize(("group", "option"), FILES, ids=lambda part: part)
+def test_every_option_composes_and_validates(group: str, option: str) -> None:
+    job = compose_job([f"{group}={option}", *beside(group, option)])
+    # As the resolved job travels to its ranks, so it comes back.
+    assert Job.from_json(job.to_json()) == job
+    if group in ("model", "parallelism", "experiment"):
+        build_on_meta(job)
+    if group == "model":
+        assert job.model.name == option == job.name
+
+
+@pytest.mark.parametrize("option", options("parallelism"))
+def test_layouts(option: str) -> None:
+    """A layout is what its name says, and every axis that it does not name is 1."""
+    job = compose_job([f"parallelism={option}", *beside("parallelism", option), "cluster.device=cpu"])
+    degrees = job.parallelism.degrees
+    named = {"ddp": "dp_replicate", "fsdp": "dp_shard", "hsdp": "dp_replicate dp_shard", "single": ""}
+    axes = {axis for word in option.split("_") for axis in named.get(word, word).split()}
+    assert {axis for axis, degree in degrees.items() if degree > 1} == axes
+    held = [
+        stage
+        for rank in range(job.parallelism.pp)
+        for stage in stages_of_rank(job.parallelism, job.model.n_layers, rank)
+    ]
+    if job.parallelism.pp > 1:
+        assert sorted(held) == list(range(num_stages(job.parallelism, job.model.n_layers)))
+
+
+@pytest.mark.parametrize("option", options("parallelism"))
+@pytest.mark.parametrize("model", ["llama3_tiny", "llama3_8b"])
+def test_every_layout_carries_models_of_all_sizes(option: str, model: str) -> None:
+    compose_job([f"parallelism={option}", f"model={model}", "training.global_batch_size=64"])
+
+
+def test_parity_matrix() -> None:
+    """Every layout of the matrix is a legal job that differs from one process in nothing but its execution."""
+    base = compose_job([], config_name="parity", schema=ParityJob)
+    assert len(base.parity.matrix) > 30
+    for layout, overrides in base.parity.matrix.items():
+        job = compose_job(overrides.split(), config_name="parity", schema=ParityJob)
+        assert job.numerics_id == base.numerics_id, layout
+        assert job.id != base.id, layout
+
+
+def test_models_hold_only_fields_of_the_model() -> None:
+    """A file that left a field out would silently take the one of another model's rope or a default."""
+    for option in options("model"):
+        keys = set(OmegaConf.load(CONF / "model" / f"{option}.yaml"))
+        required = {
+            "name",
+            "vocab_size",
+            "dim",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "ffn_hidden_dim",
+            "rope",
+        }
+        assert required | {"max_seq_len", "norm_eps", "tied_embeddings"} <= keys, option
+
+
+def test_data_that_needs_paths_says_so() -> None:
+    for option in (o for o in options("data") if o.startswith("local_")):
+        with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
+            compose_job([f"data={option}"])
+
+
+def harness_train(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "harness.train", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+
+
+def test_help_lists_groups_and_fields() -> None:
+    done = harness_train("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "parallelism: ddp, fsdp, fsdp_pp, fsdp_tp, fsdp_tp_pp" in done.stdout
+    for group in ("experiment", "model", "sweep"):
+        assert f"{group}: " in done.stdout
+    assert "  dp_shard: 1" in done.stdout
+    assert "$$" not in done.stdout
+
+
+def test_cfg_job_prints_the_job_and_runs_nothing(tmp_path: Path) -> None:
+    done = harness_train("--cfg", "job", "model=llama3_8b", f"runs_dir={tmp_path}/runs")
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = OmegaConf.create(done.stdout)
+    assert (shown.model.dim, shown.training.seed) == (4096, 42)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("parallelism=", {"parallelism=fsdp_tp_pp", "parallelism=single"}),
+        ("parallelism=fsdp_t", {"parallelism=fsdp_tp", "parallelism=fsdp_tp_pp"}),
+        ("parallelism.pp_s", {"parallelism.pp_schedule="}),
+    ],
+)
+def test_shell_completion(typed: str, offered: set[str]) -> None:
+    done = harness_train("-sc", "query=bash", COMP_LINE=f"harness-train {typed}")
+    assert done.returncode == 0
+    assert offered <= set(done.stdout.split()), done.stdout + done.stderr

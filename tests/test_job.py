@@ -1,0 +1,330 @@
+"""The job: what names it, what completes it, and that it travels as JSON."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import functools
+import inspect
+import json
+import os
+from typing import Any
+
+import pytest
+
+from harness.compose import compose_job
+from harness.config import EXECUTION, LABEL, NUMERICS, label, leaves, numerics
+from harness.errors import ConfigError
+from harness.job import Job, differing_numerics, from_dict
+
+TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "cluster.device=cpu")
+BATCH = "training.global_batch_size=16"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, and no launcher around this process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def job(*overrides: str) -> Job:
+    launched = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    return copy.deepcopy(composed(overrides, launched))
+
+
+@functools.cache
+def composed(overrides: tuple[str, ...], launched: tuple[str | None, ...]) -> Job:
+    """Composing takes a tenth of a second, and most tests compare with the same job."""
+    made = compose_job([*TINY, *overrides])
+    assert isinstance(made, Job)
+    return made
+
+
+def unresolved(**layout: Any) -> Job:
+    """A tiny job before resolve, with these fields of its layout and its training."""
+    made = from_dict(Job, job().to_dict())
+    made.cluster.device = "auto"
+    made.training.global_batch_size = made.training.local_batch_size = None
+    for name, value in layout.items():
+        owner = next(part for part in (made.parallelism, made.training, made.cluster) if hasattr(part, name))
+        setattr(owner, name, value)
+    return made
+
+
+# --- identity
+
+
+@pytest.mark.parametrize(
+    "label_override",
+    [
+        "name=another",
+        "runs_dir=elsewhere",
+        "model.name=another",
+        "metrics=all",
+        "metrics.log_interval=7",
+        "metrics.wandb_tags=[a,b]",
+        "validation.interval=5",
+        "data.cache_dir=/tmp/cache",
+        "cluster.threads_per_rank=1",
+        "cluster.step_timeout_seconds=60",
+    ],
+)
+def test_id_ignores_labels(label_override: str) -> None:
+    assert job(label_override).id == job().id
+    assert job(label_override).numerics_id == job().numerics_id
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.steps=999",
+        "training.seed=43",
+        "training.max_norm=2",
+        "model.dim=128",
+        "model.rope.theta=10000",
+        "model.tied_embeddings=true",
+        "optimizer.lr=1e-3",
+        "optimizer.decay_embeddings=false",
+        "schedule=cosine",
+        "precision=bf16",
+        "data.mask_fraction=0.3",
+        "debug.non_finite=skip",
+        "training.global_batch_size=32",
+    ],
+)
+def test_numerics_change_both_ids(override: str) -> None:
+    assert job(BATCH, override).id != job(BATCH).id
+    assert job(BATCH, override).numerics_id != job(BATCH).numerics_id
+    assert differing_numerics(job(BATCH, override), job(BATCH))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "parallelism=ddp",
+        "parallelism=fsdp",
+        "parallelism=hsdp_tp",
+        "parallelism=fsdp_tp_pp",
+        "parallelism.reshard_after_forward=never",
+        "parallelism.sequence_parallel=false",
+        "parallelism.pp_schedule=ZBVZeroBubble",
+        "training.local_batch_size=2",
+        "training.gc_interval=0",
+        "optimizer.implementation=foreach",
+        "debug=deterministic",
+    ],
+)
+def test_execution_changes_the_id_but_not_the_numerics(override: str) -> None:
+    assert job(BATCH, override).id != job(BATCH).id
+    assert job(BATCH, override).numerics_id == job(BATCH).numerics_id
+    assert differing_numerics(job(BATCH, override), job(BATCH)) == []
+
+
+def test_every_layout_has_its_own_id() -> None:
+    layouts = ("single", "ddp", "fsdp", "hsdp", "tp", "pp", "fsdp_tp", "fsdp_pp", "tp_pp", "fsdp_tp_pp")
+    jobs = [job(BATCH, f"parallelism={layout}") for layout in layouts]
+    # Without a GPU and without a world size fsdp is two ranks.
+    assert len({j.id for j in jobs}) == len(layouts)
+    assert len({j.numerics_id for j in jobs}) == 1
+
+
+def test_id_is_of_what_was_resolved_not_of_how_it_was_written() -> None:
+    rest = job(BATCH, "cluster.ranks_per_node=4", "parallelism.dp_shard=-1")
+    assert rest.id == job(BATCH, "parallelism.dp_shard=4").id
+    assert job("training.local_batch_size=16").id == job(BATCH).id
+
+
+def test_id_and_run_dir() -> None:
+    made = job("name=mine", "runs_dir=/tmp/runs")
+    assert len(made.id) == 12 and set(made.id) <= set("0123456789abcdef")
+    assert str(made.run_dir) == f"/tmp/runs/mine/{made.id}"
+
+
+def test_every_leaf_has_a_role() -> None:
+    roles = {name: role for name, role, _ in leaves(job())}
+    assert set(roles.values()) == {NUMERICS, EXECUTION, LABEL}
+    parts = {name.split(".")[0] for name in roles if "." in name}
+    assert parts == {f.name for f in dataclasses.fields(Job)} - {"name", "runs_dir"}
+    # Samples of each: a wrong role would let a layout sweep change an experiment, or split one into two.
+    assert {roles[f"parallelism.{f.name}"] for f in dataclasses.fields(type(job().parallelism))} == {
+        EXECUTION
+    }
+    assert {roles[name] for name in roles if name.startswith("model.") and name != "model.name"} == {NUMERICS}
+    assert {roles[name] for name in roles if name.startswith("metrics.")} == {LABEL}
+
+
+def test_a_leaf_without_a_role_is_refused() -> None:
+    @dataclasses.dataclass
+    class Part:
+        fine: int = numerics(1)
+        forgotten: int = 2
+
+    @dataclasses.dataclass
+    class Whole:
+        part: Part = label(factory=Part)
+
+    with pytest.raises(TypeError, match=r"part\.forgotten has no role"):
+        list(leaves(Whole()))
+
+
+def test_every_field_is_documented() -> None:
+    """A field's docstring is the string that follows it in the source."""
+
+    def parts(cls: type) -> set[type]:
+        made = {type(getattr(job(), f.name)) for f in dataclasses.fields(cls)} if cls is Job else set()
+        return {cls} | {part for part in made if dataclasses.is_dataclass(part)}
+
+    for part in parts(Job) - {Job} | {type(job().model.rope)}:
+        body = ast.parse(inspect.getsource(part)).body[0].body  # type: ignore[attr-defined]
+        for statement, following in zip(body, [*body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign):
+                documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                assert documented, f"{part.__name__}.{ast.unparse(statement.target)}"
+
+
+# --- JSON
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model=llama32_1b", "training.seq_len=128"),
+        ("parallelism=fsdp_tp_pp", BATCH, "parallelism.pp_schedule=Interleaved1F1B"),
+        (
+            "parallelism=pp",
+            "model.n_layers=1",
+            "parallelism.pp_modules_per_stage=[[tok_embeddings],[layers.0,norm,output]]",
+        ),
+        ("metrics.wandb_tags=[a,b]", "data=python_stdlib", "schedule=cosine"),
+    ],
+)
+def test_json_round_trip(overrides: tuple[str, ...]) -> None:
+    made = job(*overrides)
+    text = made.to_json()
+    back = Job.from_json(text)
+    assert back == made
+    assert (back.id, back.numerics_id) == (made.id, made.numerics_id)
+    assert json.loads(text)["id"] == made.id
+    assert back.to_json() == text
+    assert type(back.model.rope) is type(made.model.rope)
+
+
+def test_json_of_a_resolved_job_is_resolved() -> None:
+    made = job("parallelism=fsdp", "cluster.ranks_per_node=4")
+    back = Job.from_json(made.to_json())
+    assert (back.world_size, back.global_batch_size, back.local_batch_size) == (4, 32, 8)
+    before = back.to_json()
+    assert back.resolve(gpus=0).to_json() == before
+
+
+def test_json_with_an_unknown_field_is_refused() -> None:
+    plain = job().to_dict()
+    plain["model"]["depth"] = 3
+    with pytest.raises(ConfigError, match="depth=3: ModelConfig has no such field"):
+        Job.from_json(json.dumps(plain))
+
+
+# --- world size
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "gpus", "dp_shard"),
+    [
+        ({}, None, 0, 2),
+        ({"tp": 2}, None, 0, 2),
+        ({}, None, 8, 8),
+        ({"tp": 2, "pp": 2}, None, 8, 2),
+        ({"dp_replicate": 2}, None, 8, 4),
+        ({"ranks_per_node": 4}, None, 0, 4),
+        ({"ranks_per_node": 4}, None, 8, 4),
+        ({"ranks_per_node": 8, "tp": 4}, None, 0, 2),
+        ({}, 6, 8, 6),
+        ({"ranks_per_node": 4}, 16, 8, 16),
+        ({"tp": 2}, 2, 0, 1),
+    ],
+)
+def test_the_rest_of_the_world(layout: dict[str, int], ranks: int | None, gpus: int, dp_shard: int) -> None:
+    made = unresolved(dp_shard=-1, **layout).resolve(launched_ranks=ranks, gpus=gpus)
+    assert made.parallelism.dp_shard == dp_shard
+    others = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp_replicate", 1)
+    assert made.world_size == dp_shard * others
+
+
+def test_gpus_do_not_count_when_the_device_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert unresolved(dp_shard=-1).resolve().world_size == 4
+    assert unresolved(dp_shard=-1, device="cpu").resolve().world_size == 2
+
+
+def test_a_fixed_layout_is_not_stretched_over_the_gpus() -> None:
+    assert unresolved(dp_shard=2).resolve(gpus=8).world_size == 2
+
+
+def test_ranks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallelism.dp_shard=-1: tp=4 does not divide the world size 6"):
+        unresolved(dp_shard=-1, tp=4).resolve(launched_ranks=6)
+    with pytest.raises(ConfigError, match=r"multiply to 2 \(tp=2\), but there are 4 ranks"):
+        unresolved(tp=2).resolve(launched_ranks=4)
+
+
+def test_under_torchrun_the_world_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    made = job(BATCH, "parallelism.dp_shard=-1", "parallelism.tp=2")
+    assert (made.world_size, made.parallelism.dp_shard) == (8, 4)
+    with pytest.raises(ConfigError, match=r"multiply to 4 .*, but there are 8 ranks"):
+        job(BATCH, "parallelism=fsdp_tp")
+    assert job(BATCH, "parallelism=fsdp_tp_pp").world_size == 8
+    # ranks_per_node says how many to start, and they are there already
+    assert job(BATCH, "parallelism.dp_shard=-1", "cluster.ranks_per_node=2").world_size == 8
+
+
+def test_world_size_without_rank_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert job().world_size == 1
+
+
+# --- batch
+
+
+@pytest.mark.parametrize(
+    ("total", "local", "replicas", "expected"),
+    [
+        (None, None, 1, (8, 8, 1)),
+        (None, None, 4, (32, 8, 1)),
+        (None, 2, 4, (8, 2, 1)),
+        (16, None, 1, (16, 16, 1)),
+        (16, None, 4, (16, 4, 1)),
+        (16, 2, 4, (16, 2, 2)),
+        (16, 1, 2, (16, 1, 8)),
+        (16, 16, 1, (16, 16, 1)),
+    ],
+)
+def test_batch(total: int | None, local: int | None, replicas: int, expected: tuple[int, int, int]) -> None:
+    for layout in ({"dp_replicate": replicas}, {"dp_shard": replicas}):
+        made = unresolved(global_batch_size=total, local_batch_size=local, **layout).resolve(gpus=0)
+        assert (made.global_batch_size, made.local_batch_size, made.accumulation_steps) == expected
+        assert (made.training.global_batch_size, made.training.local_batch_size) == expected[:2]
+
+
+def test_batch_is_shared_by_data_parallel_ranks_only() -> None:
+    made = unresolved(global_batch_size=16, tp=2, pp=2, dp_shard=2).resolve(gpus=0)
+    assert (made.world_size, made.local_batch_size) == (8, 8)
+
+
+def test_resolve_twice_changes_nothing() -> None:
+    made = unresolved(dp_shard=-1, tp=2).resolve(launched_ranks=8)
+    before = made.to_json()
+    assert made.resolve(launched_ranks=8).to_json() == before
+
+
+def test_validation_needs_documents_set_apart() -> None:
+    assert job("validation.interval=5").validation.interval == 5
+    stdlib = ("data=python_stdlib", "data.validation_fraction=0")
+    assert job(*stdlib).validation.interval == 0
+    with pytest.raises(ConfigError, match="validation is asked for"):
+        job(*stdlib, "validation.interval=5")

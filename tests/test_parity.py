@@ -1,0 +1,250 @@
+"""Every layout computes what one process computes, and the comparison notices when one does not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from harness import parity
+from harness.cluster.pool import RankPool
+from harness.errors import ConfigError
+from harness.job import Job
+from harness.parity import ParityConfig, ParityJob, Trace, compare, compose_layouts, single_process, trace
+from harness.paths import conf_dir
+
+MATRIX = OmegaConf.to_container(OmegaConf.load(f"{conf_dir()}/parity.yaml"))["parity"]["matrix"]
+STEPS = 10
+TOLERANCES = parity.TOLERANCES["float32"]
+
+
+@cache
+def layout(name: str, *overrides: str) -> Job:
+    return compose_layouts(ParityConfig(matrix=MATRIX, layouts=[name]), list(overrides))[name][1]
+
+
+_references: dict[tuple[str, ...], Trace] = {}
+
+
+def reference(pool: RankPool, job: Job, steps: int = STEPS) -> Trace:
+    key = (job.numerics_id, str(steps))
+    if key not in _references:
+        [_references[key]] = pool.run(1, trace, single_process(job).to_json(), steps)
+    return _references[key]
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
+    job = layout(name)
+    expected = reference(pool, job)
+    traces = pool.run(job.world_size, trace, job.to_json(), STEPS)
+    verdict = compare(name, job.world_size, expected, traces, TOLERANCES)
+    assert verdict.passed, parity.line(verdict)
+
+
+def test_reference_learns_and_masks_unevenly(pool: RankPool) -> None:
+    """What all layouts are compared with is a real run: gradients differ, labels are masked unevenly."""
+    expected = reference(pool, layout("fsdp"))
+    assert len(set(expected.valid_tokens)) > 1
+    assert max(expected.valid_tokens) < 8 * 64
+    assert len({round(loss, 6) for loss in expected.losses}) == STEPS
+    assert all(norm > 0.1 for norm in expected.norms)
+    first, last = expected.gradients
+    assert all(not torch.equal(first[name], last[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp", "tp4", "fsdp_tp", "fsdp_uneven", "fsdp_tp_pp"])
+def test_odd_vocabulary(pool: RankPool, name: str) -> None:
+    """Shards of 259 rows have different sizes on every axis."""
+    job = layout(name, "model.vocab_size=259")
+    traces = pool.run(job.world_size, trace, job.to_json(), 3)
+    verdict = compare(name, job.world_size, reference(pool, job, 3), traces, TOLERANCES)
+    assert verdict.passed, parity.line(verdict)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp_offload", "tp", "tp_plain", "fsdp_tp", "hsdp_tp"])
+def test_tied_embeddings(pool: RankPool, name: str) -> None:
+    """The one table gets the gradients of both its uses."""
+    job = layout(name, "model.tied_embeddings=true")
+    expected = reference(pool, job, 3)
+    assert "output.weight" not in expected.gradients[0]
+    traces = pool.run(job.world_size, trace, job.to_json(), 3)
+    verdict = compare(name, job.world_size, expected, traces, TOLERANCES)
+    assert verdict.passed, parity.line(verdict)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "fsdp_tp", "fsdp_pp", "fsdp_tp_pp"])
+def test_bfloat16(pool: RankPool, name: str) -> None:
+    """Against one process that rounds in the same places; tolerances are those of eight bits."""
+    job = layout(name, "precision=bf16")
+    traces = pool.run(job.world_size, trace, job.to_json(), 3)
+    verdict = compare(
+        name, job.world_size, reference(pool, job, 3), traces, parity.TOLERANCES["bfloat16"]
+    )
+    assert verdict.passed, parity.line(verdict)
+
+
+def test_bfloat16_really_rounds(pool: RankPool) -> None:
+    full = reference(pool, layout("fsdp"), 3)
+    rounded = reference(pool, layout("fsdp", "precision=bf16"), 3)
+    assert 1e-6 < abs(full.losses[0] - rounded.losses[0]) < 1e-2 * full.losses[0]
+
+
+# -- sabotage: each breaks one rule on the ranks, and the comparison has to say so ----------------------------
+
+
+def denominator_of_own_tokens(job_json: str, steps: int) -> Trace:
+    """Every rank divides by its own number of tokens: a mean of means (traps 1 and 2)."""
+    from harness.loop.engine import Engine, count_valid
+
+    original = Engine.gradients
+
+    def gradients(self, batch, **options):  # type: ignore[no-untyped-def]
+        replicas = self.job.parallelism.data_parallel
+        forward_backward = self.executor.forward_backward
+
+        def divided(piece, *, last):  # type: ignore[no-untyped-def]
+            self.loss.denominator = float(count_valid(batch) * replicas)
+            return forward_backward(piece, last=last)
+
+        self.executor.forward_backward = divided
+        return original(self, batch, **options)
+
+    Engine.gradients = gradients  # type: ignore[method-assign]
+    try:
+        return trace(job_json, steps)
+    finally:
+        Engine.gradients = original  # type: ignore[method-assign]
+
+
+def microbatches_average(job_json: str, steps: int) -> Trace:
+    """The pipeline divides gradients by its microbatches, as is torch's default (traps 3 and 4)."""
+    from torch.distributed.pipelining import schedules
+
+    original = schedules._PipelineSchedule.__init__
+
+    def init(self, *args, **options):  # type: ignore[no-untyped-def]
+        original(self, *args, **options)
+        self.scale_grads = True
+
+    schedules._PipelineSchedule.__init__ = init  # type: ignore[method-assign]
+    try:
+        return trace(job_json, steps)
+    finally:
+        schedules._PipelineSchedule.__init__ = original  # type: ignore[method-assign]
+
+
+def gradients_average(job_json: str, steps: int) -> Trace:
+    """FSDP divides gradients by the data-parallel ranks, as is its default."""
+    from harness.parallelism import fsdp
+
+    original = fsdp.FSDPModule.set_gradient_divide_factor
+    fsdp.FSDPModule.set_gradient_divide_factor = lambda self, factor: original(self, 2.0)  # type: ignore
+    try:
+        return trace(job_json, steps)
+    finally:
+        fsdp.FSDPModule.set_gradient_divide_factor = original  # type: ignore[method-assign]
+
+
+def norm_of_own_stage(job_json: str, steps: int) -> Trace:
+    """Every rank clips by the norm of what it holds (trap 5)."""
+    from harness.loop import engine
+
+    original = engine.Engine.world_sum
+    engine.Engine.world_sum = lambda self, values: (  # type: ignore[method-assign]
+        [float(values[0]), *original(self, values)[1:]] if len(values) == 3 else original(self, values)
+    )
+    try:
+        return trace(job_json, steps)
+    finally:
+        engine.Engine.world_sum = original  # type: ignore[method-assign]
+
+
+def initialised_by_shard(job_json: str, steps: int) -> Trace:
+    """Every rank draws its own shard instead of keeping its part of the whole (trap 12)."""
+    from harness.parallelism import materialize
+
+    original = materialize.local_shard
+    materialize.local_shard = lambda full, parameter: (
+        full if full.shape == (local := original(full, parameter)).shape else full[: len(local)].reshape_as(local)
+    )
+    try:
+        return trace(job_json, steps)
+    finally:
+        materialize.local_shard = original
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "name"),
+    [
+        (denominator_of_own_tokens, "fsdp"),
+        (denominator_of_own_tokens, "fsdp_pp"),
+        (microbatches_average, "pp_1f1b"),
+        (microbatches_average, "pp_zbv"),
+        (gradients_average, "hsdp"),
+        (norm_of_own_stage, "pp_1f1b"),
+        (norm_of_own_stage, "fsdp"),
+        (initialised_by_shard, "fsdp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_sabotage_is_noticed(pool: RankPool, sabotage, name: str) -> None:  # type: ignore[no-untyped-def]
+    job = layout(name)
+    traces = pool.run(job.world_size, sabotage, job.to_json(), STEPS)
+    assert not compare(name, job.world_size, reference(pool, job), traces, TOLERANCES).passed
+
+
+# -- the comparison itself ------------------------------------------------------------------------------------
+
+
+def made_up(scale: float = 1.0) -> Trace:
+    gradient = {"a": torch.tensor([3.0, 4.0]) * scale, "b": torch.tensor([1.0])}
+    return Trace([2.0, 1.0], [5.0, 5.0], [100, 90], [gradient, gradient])
+
+
+def test_compare_takes_the_worst_of_every_rank() -> None:
+    assert compare("x", 1, made_up(), [made_up()], TOLERANCES).passed
+    verdict = compare("x", 2, made_up(), [made_up(), made_up(1.001)], TOLERANCES)
+    assert not verdict.passed
+    assert verdict.worst_parameter == "a"
+    assert verdict.gradient == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(made_up(), losses=[2.0, math.nan]),
+        replace(made_up(), losses=[2.0, 1.0001]),
+        replace(made_up(), norms=[5.0, 5.001]),
+        replace(made_up(), valid_tokens=[100, 180]),
+        replace(made_up(), gradients=[{"a": torch.tensor([3.0, 4.0])}] * 2),
+        replace(made_up(), gradients=[{"a": torch.tensor([3.0, math.nan]), "b": torch.tensor([1.0])}] * 2),
+    ],
+    ids=["nan loss", "loss", "norm", "tokens", "missing gradient", "nan gradient"],
+)
+def test_compare_fails(other: Trace) -> None:
+    assert not compare("x", 1, made_up(), [other], TOLERANCES).passed
+
+
+def test_unknown_layout_and_changed_numerics_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parity.layouts=fsdpp: no such layout.*fsdp"):
+        compose_layouts(ParityConfig(matrix=MATRIX, layouts=["fsdpp"]), [])
+    changed = {"a": "parallelism=single", "b": "parallelism=fsdp optimizer.lr=1"}
+    with pytest.raises(ConfigError, match="changes the numerics: optimizer.lr"):
+        compose_layouts(ParityConfig(matrix=changed), [])
+
+
+def test_verb_prints_a_table_and_fails_where_one_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ParityJob(**vars(layout("fsdp")), parity=ParityConfig(matrix=MATRIX, layouts=["ddp", "tp4"], steps=2))
+    job.parity.world_size = 2
+    assert parity.parity(job, ["data.mask_fraction=0.3"]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 1 layouts agree" in out
+    assert "skipped: parity.world_size=2" in out
+    job.parity.gradient_tolerance = 0.0
+    assert parity.parity(job, ["data.mask_fraction=0.3"]) == parity.EXIT_DIFFERS
+    assert "DIFFERS" in capsys.readouterr().out

@@ -1,0 +1,680 @@
+"""Mistakes on the command line: each is one line with the field, the value, the rule and what would work."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from harness.compose import compose_job
+from harness.errors import EXIT_USER, UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Overrides whose last one is wrong.
+
+    Attributes:
+        typed: the overrides, separated by spaces.
+        says: what the message begins with.
+        works: overrides to type in place of the last one; their values must stand in the message.
+    """
+
+    typed: str
+    says: str
+    works: tuple[str, ...] = ()
+
+
+def mistake(typed: str, says: str, *works: str) -> Mistake:
+    return Mistake(typed, says, works)
+
+
+FIELDS_AND_GROUPS = [
+    mistake(
+        "parallelism.tpp=2",
+        "parallelism.tpp=2: no such field; did you mean parallelism.tp?",
+        "parallelism.tp=2",
+    ),
+    mistake(
+        "+parallelism.tpp=2",
+        "parallelism.tpp=2: no such field; did you mean parallelism.tp?",
+        "parallelism.tp=2",
+    ),
+    mistake("++parallelism.tpp=2", "parallelism.tpp=2: no such field; did you mean parallelism.tp?"),
+    mistake("~parallelism.tpp", "parallelism.tpp: no such field; did you mean parallelism.tp?"),
+    mistake("tp=2", "tp=2: no such field; did you mean parallelism.tp?", "parallelism.tp=2"),
+    mistake("training.lr=1", "training.lr=1: no such field; did you mean optimizer.lr?", "optimizer.lr=1"),
+    mistake("model.rope.base=3", "model.rope.base=3: no such field; model.rope has: factor, "),
+    mistake("training={stepz:3}", "training.stepz: no such field; did you mean training.steps?"),
+    mistake("parallelism.tp.size=2", "parallelism.tp.size=2: parallelism.tp is a value and has no fields"),
+    mistake("+training.steps=3", "+training.steps=3: the field is there already", "training.steps=3"),
+    mistake("~training.steps", "~training.steps: a field cannot be taken away; would work: training.steps="),
+    mistake("~training", "~training: a field cannot be taken away"),
+    mistake("training=3", "training=3: must be set by its fields, training.steps, ", "training.steps=3"),
+    mistake("paralelism=fsdp", "paralelism=fsdp: no such field; did you mean parallelism?"),
+    mistake("+paralelism=fsdp", "paralelism=fsdp: no such field; did you mean parallelism?"),
+    mistake("parallelism=fsdpp", "parallelism=fsdpp: no such option; did you mean fsdp?", "parallelism=fsdp"),
+    mistake("parallelism=null", "parallelism=null: no such option; options: ddp, ", "parallelism=ddp"),
+    mistake("parallelism=", "parallelism=: no such option; options: ddp, "),
+    mistake("+parallelism=tp", "+parallelism=tp: a group is chosen without +", "parallelism=tp"),
+    mistake("++parallelism=tp", "++parallelism=tp: a group is chosen without ++", "parallelism=tp"),
+    mistake("~optimizer", "~optimizer: every job has one; would work: optimizer=adamw", "optimizer=adamw"),
+    mistake(
+        "model=llama3_7b", "model=llama3_7b: no such option; did you mean llama3_70b?", "model=llama3_70b"
+    ),
+    mistake("precision=fp16", "precision=fp16: no such option; ", "precision=bf16", "precision=fp32"),
+    mistake("optimizer=sgd", "optimizer=sgd: no such option; options: adamw", "optimizer=adamw"),
+    mistake("schedule=cosin", "schedule=cosin: no such option; did you mean cosine?", "schedule=cosine"),
+    mistake("debug=yes", "debug=yes: no such option; options: default, ", "debug=deterministic"),
+    mistake("experiment=nothing", "experiment=nothing: no such option; options"),
+    mistake("hydra/launcher=none", "hydra/launcher=none"),
+    mistake("training.steps", "training.steps: not an override; would work: field=value"),
+    mistake("training.steps:2", "training.steps:2: not an override; would work: field=value"),
+    mistake("training.steps=[1", "training.steps=[1: cannot be read"),
+    mistake('name="a', 'name="a: cannot be read'),
+    mistake("training.steps=1,2", "training.steps=1,2: has several values; would work: -m "),
+    mistake("training.steps=${training.step}", "training.steps: Interpolation key 'training.step' not found"),
+    mistake("training.steps=???", "training.steps: must be given"),
+]
+
+TYPES = [
+    mistake("parallelism.tp=two", "parallelism.tp=two: must be an integer"),
+    mistake("++parallelism.tp=two", "parallelism.tp=two: must be an integer"),
+    mistake("parallelism.tp=2.5", "parallelism.tp=2.5: must be an integer"),
+    mistake("parallelism.tp=null", "parallelism.tp=null: must be an integer"),
+    mistake("parallelism.tp=", "parallelism.tp=: must be an integer"),
+    mistake("parallelism.tp=[1,2]", "parallelism.tp=[1,2]: must be an integer"),
+    mistake("parallelism.tp=true", "parallelism.tp=true: must be an integer"),
+    mistake("training={steps:many}", "training.steps=many: must be an integer"),
+    mistake("cluster.ranks_per_node=all", "cluster.ranks_per_node=all: must be an integer, or null"),
+    mistake(
+        "parallelism.sequence_parallel=maybe", "parallelism.sequence_parallel=maybe: must be true or false"
+    ),
+    mistake("optimizer.lr=fast", "optimizer.lr=fast: must be a number"),
+    mistake("schedule.decay_ratio=half", "schedule.decay_ratio=half: must be a number, or null"),
+    mistake("data.paths=corpus", "data.paths=corpus: must be a list, like [a,b]"),
+    mistake("model.name=null", "model.name=null: must be text"),
+    mistake("model.rope=3", "model.rope=3: must be set by its fields, model.rope.theta, "),
+    mistake(
+        "parallelism.pp_modules_per_stage=[tok_embeddings]",
+        "parallelism.pp_modules_per_stage=[tok_embeddings]: must be a list of lists, like [[a,b],[c]]",
+    ),
+    mistake(
+        "parallelism.pp_modules_per_stage=[[tok_embeddings],norm]",
+        "parallelism.pp_modules_per_stage=[[tok_embeddings],norm]: must be a list of lists, like [[a,b],[c]]",
+    ),
+]
+
+VALUES = [
+    mistake("name=", "name='': must name a folder inside runs_dir", "name=llama3_debug"),
+    mistake("name=/tmp/run", "name=/tmp/run: must name a folder inside runs_dir"),
+    mistake("name=../run", "name=../run: must name a folder inside runs_dir"),
+    mistake("runs_dir=", "runs_dir='': must name a folder; would work: runs", "runs_dir=runs"),
+    mistake("training.steps=0", "training.steps=0: must be at least 1"),
+    mistake("training.seq_len=0", "training.seq_len=0: must be at least 1", "training.seq_len=1"),
+    mistake("training.local_batch_size=0", "training.local_batch_size=0: must be at least 1, or null"),
+    mistake("training.global_batch_size=-8", "training.global_batch_size=-8: must be at least 1, or null"),
+    mistake("training.max_norm=-1", "training.max_norm=-1.0: must not be negative", "training.max_norm=0"),
+    mistake("training.max_norm=nan", "training.max_norm=nan: must not be negative"),
+    mistake("training.gc_interval=-1", "training.gc_interval=-1: must not be negative"),
+    mistake("validation.interval=-1", "validation.interval=-1: must not be negative"),
+    mistake("validation.steps=0", "validation.steps=0: must be at least 1"),
+    mistake(
+        "validation.interval=5 data.validation_fraction=0",
+        "data.validation_fraction=0.0: validation is asked for, and no documents are set apart for it",
+        "data.validation_fraction=0.02",
+    ),
+    mistake(
+        "data=local_text data.paths=[] validation.interval=5 data.validation_fraction=0",
+        "data.paths=[]: data.kind=local needs at least one file",
+    ),
+    mistake(
+        "precision.param_dtype=fp8",
+        "precision.param_dtype=fp8: no such format",
+        "precision.param_dtype=float32",
+        "precision.param_dtype=bfloat16",
+    ),
+    mistake("precision.reduce_dtype=float16", "precision.reduce_dtype=float16: no such format"),
+    mistake("optimizer.lr=-1", "optimizer.lr=-1.0: must be a number, and not negative"),
+    mistake("optimizer.lr=nan", "optimizer.lr=nan: must be a number, and not negative"),
+    mistake("optimizer.lr=inf", "optimizer.lr=inf: must be a number, and not negative"),
+    mistake("optimizer.beta1=1", "optimizer.beta1=1.0: must be in [0, 1)", "optimizer.beta1=0"),
+    mistake("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: must be in [0, 1)"),
+    mistake("optimizer.eps=0", "optimizer.eps=0.0: must be a positive number"),
+    mistake("optimizer.weight_decay=-0.1", "optimizer.weight_decay=-0.1: must be a number, and not negative"),
+    mistake(
+        "optimizer.implementation=fast",
+        "optimizer.implementation=fast: no such implementation",
+        *(f"optimizer.implementation={i}" for i in ("auto", "fused", "foreach", "for-loop")),
+    ),
+    mistake(
+        "schedule.decay_type=sqroot",
+        "schedule.decay_type=sqroot: no such decay",
+        *(f"schedule.decay_type={shape}" for shape in ("linear", "sqrt", "cosine")),
+    ),
+    mistake("schedule.decay_ratio=2", "schedule.decay_ratio=2.0: must be in [0, 1], or null"),
+    mistake("schedule.min_lr_factor=2", "schedule.min_lr_factor=2.0: must be in [0, 1]"),
+    mistake("schedule.warmup_steps=-1", "schedule.warmup_steps=-1: must not be negative"),
+    mistake(
+        "training.steps=1000 schedule.warmup_steps=900",
+        "schedule.warmup_steps=900: warm-up and decay (200 steps) must fit into training.steps=1000",
+        "schedule.warmup_steps=800",
+        "schedule.warmup_steps=900 training.steps=1126",
+    ),
+    mistake(
+        "schedule=constant schedule.warmup_steps=9 training.steps=3",
+        "schedule.warmup_steps=9: warm-up and decay (0 steps) must fit into training.steps=3",
+        "training.steps=10",
+    ),
+    mistake("debug.non_finite=ignore", "debug.non_finite=ignore: no such policy", "debug.non_finite=skip"),
+    mistake("debug.max_skipped_steps=0", "debug.max_skipped_steps=0: must be at least 1"),
+    mistake("metrics.console=loud", "metrics.console=loud: is no kind of console", "metrics.console=plain"),
+    mistake("cluster.device=tpu", "cluster.device=tpu: no such device", "cluster.device=cpu"),
+    mistake("cluster.kind=cloud", "cluster.kind=cloud: no such way to start ranks", "cluster.kind=local"),
+    mistake("cluster.ranks_per_node=0", "cluster.ranks_per_node=0: must be at least 1, or null"),
+    mistake("cluster.step_timeout_seconds=0", "cluster.step_timeout_seconds=0: must be at least 1 second"),
+    mistake("tokenizer.kind=words", "tokenizer.kind=words: is not one of the choices"),
+]
+
+MODELS = [
+    mistake("model.n_layers=0", "model.n_layers=0: must be at least 1"),
+    mistake("model.n_heads=0", "model.n_heads=0: must be at least 1"),
+    mistake("model.n_kv_heads=0", "model.n_kv_heads=0: must be at least 1"),
+    mistake(
+        "model.n_heads=3",
+        "model.n_heads=3: must divide model.dim=256 when model.head_dim is null",
+        *(f"model.n_heads={n}" for n in (16, 32, 64, 128)),
+        "model.n_heads=3 model.n_kv_heads=3 model.head_dim=16",
+    ),
+    mistake(
+        "model.n_kv_heads=3",
+        "model.n_kv_heads=3: must divide model.n_heads=16",
+        *(f"model.n_kv_heads={n}" for n in (1, 2, 4, 8, 16)),
+    ),
+    mistake("model.head_dim=5", "model.head_dim=5: must be even", "model.head_dim=4", "model.head_dim=6"),
+    mistake("model.head_dim=0", "model.head_dim=0: must be even", "model.head_dim=2"),
+    mistake("model.dim=48", "model.head_dim=3: must be even", "model.dim=48 model.head_dim=4"),
+    mistake("model.norm_eps=0", "model.norm_eps=0.0: must be positive"),
+    mistake("model.rope.scaling=yarn", "model.rope.scaling=yarn: no such scaling", "model.rope.scaling=none"),
+    mistake("model.rope.factor=0", "model.rope.factor=0.0: must be positive"),
+    mistake("model.rope.theta=-1", "model.rope.theta=-1.0: must be positive"),
+    mistake(
+        "model.rope.low_freq_factor=4",
+        "model.rope.low_freq_factor=4.0: must be below model.rope.high_freq_factor=4.0",
+        "model.rope.low_freq_factor=1.0",
+    ),
+    mistake(
+        "model=llama2_7b training.seq_len=8192",
+        "training.seq_len=8192: must not exceed model.max_seq_len=4096; would work: at most 4096",
+        "training.seq_len=4096",
+    ),
+]
+
+LAYOUTS = [
+    mistake("parallelism.tp=0", "parallelism.tp=0: must be at least 1"),
+    mistake("parallelism.pp=-1", "parallelism.pp=-1: must be at least 1"),
+    mistake("parallelism.dp_shard=-2", "parallelism.dp_shard=-2: must be at least 1, or -1 for the rest"),
+    mistake("parallelism.cp=2", "parallelism.cp=2: context parallel is not available", "parallelism.cp=1"),
+    mistake("parallelism.ep=2", "parallelism.ep=2: expert parallel is not available", "parallelism.ep=1"),
+    mistake(
+        "parallelism.reshard_after_forward=often",
+        "parallelism.reshard_after_forward=often: no such policy",
+        *(f"parallelism.reshard_after_forward={policy}" for policy in ("default", "always", "never")),
+    ),
+    mistake(
+        "model=llama3_8b parallelism.tp=3",
+        "parallelism.tp=3: must divide model.n_heads=32",
+        *(f"parallelism.tp={n}" for n in (1, 2, 4, 8)),
+    ),
+    mistake(
+        "model=llama3_8b parallelism.tp=16",
+        "parallelism.tp=16: must divide model.n_kv_heads=8",
+        "parallelism.tp=8",
+    ),
+    mistake(
+        "model.ffn_hidden_dim=770 parallelism.tp=4",
+        "parallelism.tp=4: must divide model.ffn_hidden_dim=770; would work: 1, 2",
+        "parallelism.tp=2",
+    ),
+    mistake(
+        "training.seq_len=100 parallelism.tp=3",
+        "parallelism.tp=3: must divide model.n_heads=16; would work: 1, 2, 4",
+        "parallelism.tp=4",
+    ),
+    mistake(
+        "parallelism.tp=4 training.seq_len=62",
+        "training.seq_len=62: sequence parallel needs a multiple of parallelism.tp=4",
+        "training.seq_len=60",
+        "training.seq_len=62 parallelism.sequence_parallel=false",
+    ),
+    mistake(
+        "parallelism.tp=4 training.seq_len=3",
+        "training.seq_len=3: sequence parallel needs a multiple of parallelism.tp=4",
+        "training.seq_len=4",
+    ),
+    mistake(
+        "cluster.ranks_per_node=8 parallelism.tp=2 parallelism.dp_shard=3",
+        "parallelism.dp_shard=3: the degrees multiply to 6 (dp_shard=3 x tp=2), but there are 8 ranks",
+        "parallelism.dp_shard=4",
+        "parallelism.dp_shard=-1",
+        "parallelism.dp_shard=3 cluster.ranks_per_node=6 training.global_batch_size=null",
+    ),
+    mistake(
+        "cluster.ranks_per_node=8 parallelism.dp_replicate=3",
+        "parallelism.dp_shard=1: the degrees multiply to 3 (dp_replicate=3), but there are 8 ranks",
+        "cluster.ranks_per_node=3 parallelism.dp_replicate=3",
+    ),
+    mistake(
+        "parallelism.tp=2 parallelism.pp=2 cluster.ranks_per_node=6 parallelism.dp_shard=-1",
+        "parallelism.dp_shard=-1: pp=2 x tp=2 does not divide the world size 6",
+        "parallelism.dp_shard=-1 cluster.ranks_per_node=4",
+    ),
+    mistake(
+        "parallelism=ddp training.global_batch_size=7",
+        "training.global_batch_size=7: must be a multiple of the data-parallel ranks, "
+        "dp_replicate x dp_shard = 2; would work: 6, 8, or 1, 7 data-parallel ranks",
+        "training.global_batch_size=6",
+        "training.global_batch_size=8",
+        "training.global_batch_size=7 parallelism.dp_replicate=1",
+        "training.global_batch_size=7 parallelism.dp_replicate=7",
+    ),
+    mistake(
+        "parallelism=ddp training.local_batch_size=4 training.global_batch_size=15",
+        "training.global_batch_size=15: must be a multiple of the data-parallel ranks",
+        "training.global_batch_size=8",
+        "training.global_batch_size=16",
+    ),
+    mistake(
+        "parallelism=hsdp training.global_batch_size=2",
+        "training.global_batch_size=2: must be a multiple of the data-parallel ranks, "
+        "dp_replicate x dp_shard = 4; would work: 4, or",
+        "training.global_batch_size=4",
+    ),
+    mistake(
+        "parallelism=ddp training.global_batch_size=8 training.local_batch_size=3",
+        "training.local_batch_size=3: must divide training.global_batch_size=8 / 2 data-parallel ranks = 4",
+        *(f"training.local_batch_size={n}" for n in (1, 2, 4)),
+    ),
+]
+
+PP = "parallelism.pp=2 training.global_batch_size=8"
+PIPELINES = [
+    mistake(
+        "parallelism=pp parallelism.pp_schedule=1f1b",
+        "parallelism.pp_schedule=1f1b: no such schedule; would work: GPipe, 1F1B, ",
+        *(f"parallelism.pp_schedule={name}" for name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")),
+        *(f"parallelism.pp_schedule={n}" for n in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")),
+    ),
+    mistake("parallelism.pp_schedule=ZB", "parallelism.pp_schedule=ZB: no such schedule"),
+    mistake(
+        "training.global_batch_size=32 parallelism.pp=9",
+        "parallelism.pp=9: 9 stages are too many for model.n_layers=6 (embedding and head weigh 1 and 1); "
+        "would work: at most 8",
+        "parallelism.pp=8",
+    ),
+    mistake(
+        "training.global_batch_size=60 parallelism.pp_schedule=LoopedBFS parallelism.pp=5",
+        "parallelism.pp=5: 10 stages are too many for model.n_layers=6 (embedding and head weigh 1 and 1); "
+        "would work: at most 4",
+        "parallelism.pp=4",
+    ),
+    mistake(
+        "model=llama32_1b training.global_batch_size=8 parallelism.pp=2",
+        "parallelism.pp=2: the model ties its output projection to the embedding table",
+        "parallelism.pp=1",
+        "parallelism.pp=2 model.tied_embeddings=false",
+    ),
+    mistake(
+        f"{PP} parallelism.pp_microbatch_size=3",
+        "parallelism.pp_microbatch_size=3: must divide training.local_batch_size=8",
+        *(f"parallelism.pp_microbatch_size={n}" for n in (1, 2, 4)),
+    ),
+    mistake(f"{PP} parallelism.pp_microbatch_size=0", "parallelism.pp_microbatch_size=0: must divide "),
+    # 1F1B and DualPipeV: as many microbatches as stages; the interleaved ones: whole rounds.
+    mistake(
+        "parallelism.pp=4 training.global_batch_size=2",
+        "training.local_batch_size=2: with parallelism.pp_microbatch_size=1 the microbatches are 2, but "
+        "1F1B needs at least as many microbatches as there are stages, 4",
+        "training.local_batch_size=4 training.global_batch_size=4",
+    ),
+    mistake(
+        "parallelism.pp=2 training.global_batch_size=16 parallelism.pp_microbatch_size=4 "
+        "training.local_batch_size=4",
+        "training.local_batch_size=4: with parallelism.pp_microbatch_size=4 the microbatches are 1, but 1F1B",
+        "training.local_batch_size=8",
+        "training.local_batch_size=16",
+        "training.local_batch_size=4 parallelism.pp_microbatch_size=1",
+        "training.local_batch_size=4 parallelism.pp_microbatch_size=2",
+    ),
+    mistake(
+        "parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_schedule=DualPipeV "
+        "training.global_batch_size=4",
+        "training.local_batch_size=2: with parallelism.pp_microbatch_size=1 the microbatches are 2, but "
+        "DualPipeV needs at least as many microbatches as there are stages, 4",
+        "training.local_batch_size=4 training.global_batch_size=8",
+    ),
+    *(
+        mistake(
+            f"parallelism.pp=2 parallelism.pp_schedule={schedule} training.global_batch_size=5",
+            "training.local_batch_size=5: with parallelism.pp_microbatch_size=1 the microbatches are 5, but "
+            f"{schedule} runs 5 microbatches over parallelism.pp=2 in 2 rounds, and needs a multiple of 2",
+            "training.global_batch_size=5 training.local_batch_size=1",
+            "training.global_batch_size=5 parallelism.pp_microbatch_size=5",
+            "training.global_batch_size=6",
+        )
+        for schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
+    ),
+    mistake(
+        f"{PP} parallelism.pp_layers_per_stage=3",
+        "parallelism.pp_layers_per_stage=3: the number of stages, 3, must be a multiple of parallelism.pp=2",
+        *(f"parallelism.pp_layers_per_stage={n}" for n in (4, 5, 6, 7, "null")),
+    ),
+    mistake(
+        f"{PP} parallelism.pp_layers_per_stage=8",
+        "parallelism.pp_layers_per_stage=8: the number of stages, 1, must be a multiple of parallelism.pp=2",
+        *(f"parallelism.pp_layers_per_stage={n}" for n in (4, 5, 6, 7, "null")),
+    ),
+    mistake(
+        f"{PP} parallelism.pp_layers_per_stage=0",
+        "parallelism.pp_layers_per_stage=0: must be at least 1",
+        "parallelism.pp_layers_per_stage=4",
+    ),
+    mistake(
+        f"{PP} parallelism.pp_schedule=LoopedBFS parallelism.pp_first_stage_less_layers=10 "
+        "parallelism.pp_layers_per_stage=1",
+        "parallelism.pp_layers_per_stage=1: 17 stages are too many for model.n_layers=6 "
+        "(embedding and head weigh 10 and 1)",
+        "parallelism.pp_layers_per_stage=3",
+        "parallelism.pp_layers_per_stage=null",
+    ),
+    mistake(
+        f"{PP} parallelism.pp_first_stage_less_layers=-1", "parallelism.pp_first_stage_less_layers=-1: must "
+    ),
+    mistake(
+        f"{PP} parallelism.pp_last_stage_less_layers=-9", "parallelism.pp_last_stage_less_layers=-9: must "
+    ),
+    mistake(
+        f"{PP} parallelism.pp_layers_per_stage=2",
+        "parallelism.pp_schedule=1F1B: takes one stage per rank, and the split gives 2",
+        *(
+            f"parallelism.pp_layers_per_stage=2 parallelism.pp_schedule={name}"
+            for name in (
+                "Interleaved1F1B",
+                "LoopedBFS",
+                "InterleavedZeroBubble",
+                "ZBVZeroBubble",
+                "DualPipeV",
+            )
+        ),
+        *(f"parallelism.pp_layers_per_stage={n}" for n in (4, 5, 6, 7, "null")),
+    ),
+    mistake(
+        f"{PP} parallelism.pp_layers_per_stage=1 parallelism.pp_schedule=ZBVZeroBubble",
+        "parallelism.pp_schedule=ZBVZeroBubble: takes two stages per rank, and the split gives 4",
+        *(
+            f"parallelism.pp_schedule={name}"
+            for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+        ),
+        "parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_layers_per_stage=2",
+    ),
+    mistake(
+        f"{PP} parallelism.pp_layers_per_stage=4 parallelism.pp_schedule=LoopedBFS",
+        "parallelism.pp_schedule=LoopedBFS: takes two or more stages per rank, and the split gives 1",
+        "parallelism.pp_schedule=GPipe",
+        "parallelism.pp_schedule=1F1B",
+        "parallelism.pp_schedule=LoopedBFS parallelism.pp_layers_per_stage=1",
+        "parallelism.pp_schedule=LoopedBFS parallelism.pp_layers_per_stage=2",
+    ),
+]
+
+TWO = f"{PP} model.n_layers=2 parallelism.pp_modules_per_stage="
+NAMED = [
+    mistake(
+        f"{TWO}[[tok_embeddings,layer.0],[layers.1,norm,output]]",
+        "parallelism.pp_modules_per_stage=[[tok_embeddings,layer.0],[layers.1,norm,output]]: "
+        "names layer.0, which is no module, did you mean layers.0?",
+    ),
+    mistake(
+        f"{TWO}[[tok_embeddings,layers.0],[layers.1,layers.2,norm,output]]",
+        "parallelism.pp_modules_per_stage=[[tok_embeddings,layers.0],[layers.1,layers.2,norm,output]]: "
+        "names layers.2, which is no module",
+    ),
+    mistake(
+        f"{TWO}[[tok_embeddings,layers.0],[layers.1,output]]",
+        "parallelism.pp_modules_per_stage=[[tok_embeddings,layers.0],[layers.1,output]]: leaves out norm",
+    ),
+    mistake(
+        f"{TWO}[[tok_embeddings,layers.1],[layers.0,norm,output]]",
+        "parallelism.pp_modules_per_stage=[[tok_embeddings,layers.1],[layers.0,norm,output]]: "
+        "must name every module once, in the order of the model",
+    ),
+    mistake(
+        f"{TWO}[[tok_embeddings,layers.0,layers.0],[layers.1,norm,output]]",
+        "parallelism.pp_modules_per_stage=[[tok_embeddings,layers.0,layers.0],[layers.1,norm,output]]: "
+        "must name every module once",
+    ),
+    mistake(
+        f"{TWO}[[tok_embeddings,layers.0,layers.1,norm,output],[]]",
+        "parallelism.pp_modules_per_stage=[[tok_embeddings,layers.0,layers.1,norm,output],[]]: "
+        "has a stage without a module",
+    ),
+    mistake(
+        f"{TWO}[[tok_embeddings,layers.0],[layers.1],[norm,output]]",
+        "parallelism.pp_modules_per_stage=[[tok_embeddings,layers.0],[layers.1],[norm,output]]: "
+        "the number of stages, 3, must be a multiple of parallelism.pp=2; would work: 2 stages",
+    ),
+    mistake(
+        f"{TWO}[[tok_embeddings],[layers.0],[layers.1],[norm,output]]",
+        "parallelism.pp_schedule=1F1B: takes one stage per rank, and the split gives 2",
+    ),
+]
+
+MISTAKES = [*FIELDS_AND_GROUPS, *TYPES, *VALUES, *MODELS, *LAYOUTS, *PIPELINES, *NAMED]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, and no launcher around this process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def message(overrides: list[str]) -> str:
+    with pytest.raises(UserError) as caught:
+        compose_job(overrides)
+    assert caught.value.exit_code == EXIT_USER
+    return str(caught.value)
+
+
+def says(told: str, value: str) -> bool:
+    """Whether a message names this very value, and not only one that contains it."""
+    return re.search(rf"(?<![\w.-]){re.escape(value)}(?![\w.]\w)", told) is not None
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.typed)
+def test_one_line_that_says_it_all(mistake: Mistake) -> None:
+    *right, wrong = mistake.typed.split(" ")
+    told = message([*right, wrong])
+    assert told.startswith(mistake.says)
+    assert "\n" not in told
+    for instead in mistake.works:
+        compose_job([*right, *instead.split(" ")])
+        new = [
+            override.split("=") for override in instead.split(" ") if override not in mistake.typed.split()
+        ]
+        assert any(says(told, value) or f"{field} set" in told for field, value in new), instead
+
+
+def schedule_file(folder: Path, rows: str) -> str:
+    path = folder / "schedule.csv"
+    path.write_text(rows)
+    return f"parallelism.pp_schedule_csv={path}"
+
+
+GOOD_ROWS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "rule"),
+    [
+        (GOOD_ROWS + "2F0,2B0,2F1,2B1\n", "has 3 rows; one per pipeline rank, parallelism.pp=2, is needed"),
+        ("0F0,0B0\n1F0,1X0\n", "cell '1X0' is not <stage><F|B|I|W><microbatch>, like 0F0"),
+        ("0F0,0B0\n1F,1B0\n", "cell '1F' is not <stage><F|B|I|W><microbatch>, like 0F0"),
+        ("0F0,0B0\n1F0,1SEND_B0,1B0\n", "cell '1SEND_B0' is not <stage>"),
+        ("0F0,0B0\n2F0,2B0\n", "stages [0, 2] are not 0, 1, 2, ... each on one rank"),
+        ("0F0,0B0\n0F1,0B1\n", "stages [0, 0] are not 0, 1, 2, ... each on one rank"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0\n", "every stage needs one F of each of the microbatches 0 to 1"),
+        ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", "every stage and microbatch needs one B, or one I and one W"),
+        ("0F0,0B0\n1F0,1I0\n", "every stage and microbatch needs one B, or one I and one W"),
+        ("0F0,0B0,0W0\n1F0,1B0\n", "every stage and microbatch needs one B, or one I and one W"),
+    ],
+)
+def test_csv_schedule_malformed(rows: str, rule: str, tmp_path: Path) -> None:
+    typed = schedule_file(tmp_path, rows)
+    told = message(["parallelism.pp=2", "training.global_batch_size=2", typed])
+    assert told.startswith(f"{typed}: {rule}")
+    assert "\n" not in told
+
+
+def test_csv_schedule_missing() -> None:
+    told = message([*PP.split(), "parallelism.pp_schedule_csv=nowhere.csv"])
+    assert told == "parallelism.pp_schedule_csv=nowhere.csv: no such file"
+
+
+def test_csv_schedule_of_another_batch(tmp_path: Path) -> None:
+    typed = schedule_file(tmp_path, GOOD_ROWS)
+    path = typed.split("=")[1]
+    base = ["parallelism.pp=2", typed, "training.global_batch_size=4"]
+    told = message(base)
+    assert told == (
+        "training.local_batch_size=4: with parallelism.pp_microbatch_size=1 the microbatches are 4, but "
+        f"{path} runs 2 microbatches; would work: 2, or parallelism.pp_microbatch_size=2, "
+        "or 2 with training.global_batch_size=2"
+    )
+    for works in ("training.local_batch_size=2", "parallelism.pp_microbatch_size=2"):
+        compose_job([*base, works])
+    compose_job([*base[:2], "training.global_batch_size=2", "training.local_batch_size=2"])
+
+
+def test_csv_schedule_against_the_stages_there_are(tmp_path: Path) -> None:
+    typed = schedule_file(tmp_path, GOOD_ROWS)
+    three = "parallelism.pp_modules_per_stage=[[tok_embeddings],[layers.0],[norm,output]]"
+    told = message(["parallelism.pp=2", "training.global_batch_size=2", "model.n_layers=1", three, typed])
+    assert told == f"{typed}: runs 2 stages, but parallelism.pp_modules_per_stage makes 3"
+    rows = ["".join(f"{stage}F0," for stage in stages) for stages in ((0, 2), (1, 3))]
+    back = ["".join(f"{stage}B0," for stage in stages) for stages in ((2, 0), (3, 1))]
+    typed = schedule_file(tmp_path, "\n".join(f + b for f, b in zip(rows, back, strict=True)))
+    told = message(["parallelism.pp=2", "training.global_batch_size=1", "model.n_layers=1", typed])
+    assert told == f"{typed}: runs 4 stages, but model.n_layers=1 makes at most 3"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "typed", "says"),
+    [
+        ("model/mine", "dimm: 3", "model=mine", "model.dimm: no such field; did you mean model.dim?"),
+        ("model/mine", "dim: wide", "model=mine", "model.dim=wide: must be an integer (in model/mine.yaml)"),
+        ("parallelism/mine", "tp: null", "parallelism=mine", "parallelism.tp=null: must be an integer (in "),
+        (
+            "model/mine",
+            "name: mine\ndim: 64\nn_layers: 2\nn_heads: 4\nmax_seq_len: 64",
+            "model=mine",
+            "model.ffn_hidden_dim, model.n_kv_heads, model.vocab_size: must be given",
+        ),
+        ("model/mine", "dim: 64", "model=mine", "model.name: must be given"),
+        (
+            "experiment/mine",
+            "# @package _global_\ntraining:\n  stepz: 3",
+            "experiment=mine",
+            "training.stepz: no such field; did you mean training.steps? (in experiment/mine.yaml)",
+        ),
+        (
+            "experiment/mine",
+            "training:\n  steps: 3",
+            "experiment=mine",
+            "In 'experiment/mine': the file must begin with '# @package _global_'",
+        ),
+        (
+            "experiment/mine",
+            "# @package _global_\ndefaults:\n  - override /parallelism: fsdpp",
+            "experiment=mine",
+            "parallelism=fsdpp: no such option; options: ddp, ",
+        ),
+        (
+            "experiment/mine",
+            "# @package _global_\ndefaults:\n  - /parallelism: fsdp",
+            "experiment=mine",
+            "parallelism: two files choose an option of this group; would work: '- override /parallelism: ",
+        ),
+    ],
+)
+def test_mistakes_in_files(
+    file: str, text: str, typed: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = tmp_path / "conf"
+    for source in (ROOT / "conf").rglob("*.yaml"):
+        copy = conf / source.relative_to(ROOT / "conf")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(source.read_text())
+    written = conf / f"{file}.yaml"
+    written.parent.mkdir(exist_ok=True)
+    written.write_text(text + "\n")
+    monkeypatch.setenv("HARNESS_CONF_DIR", str(conf))
+    told = message([typed])
+    assert told.startswith(says)
+    assert "\n" not in told
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (
+            ["model=llama3_8b", "parallelism.tp=3"],
+            "parallelism.tp=3: must divide model.n_heads=32; would work: 1, 2, 4, 8",
+        ),
+        (["parallelism.tp=two"], "parallelism.tp=two: must be an integer"),
+        (["+parallelism.tpp=2"], "parallelism.tpp=2: no such field; did you mean parallelism.tp?"),
+    ],
+)
+def test_command_line_fails_fast(typed: list[str], says: str, tmp_path: Path) -> None:
+    started = time.perf_counter()
+    done = run("-m", "harness.train", *typed, f"runs_dir={tmp_path}/runs")
+    seconds = time.perf_counter() - started
+    assert done.returncode == EXIT_USER
+    assert done.stderr == f"error: {says}\n"
+    assert done.stdout == ""
+    assert not (tmp_path / "runs").exists()
+    assert seconds < 2
+
+
+def test_composing_and_refusing_import_no_torch() -> None:
+    code = (
+        "import sys, harness.job\n"
+        "from harness.compose import compose_job\n"
+        "compose_job(['parallelism=fsdp_tp_pp', 'training.global_batch_size=8'])\n"
+        "try: compose_job(['parallelism.tp=3'])\n"
+        "except Exception as error: assert 'must divide' in str(error)\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_job_alone_imports_neither_torch_nor_hydra() -> None:
+    done = run("-c", "import sys, harness.job; assert not {'torch', 'hydra', 'omegaconf'} & set(sys.modules)")
+    assert done.returncode == 0, done.stderr
