@@ -69,6 +69,8 @@ def run_verb(
 
     def compose_all() -> int:
         overrides = typed_overrides(sys.argv[1:])
+        # Hydra's parser does not find overrides on both sides of a flag.
+        sys.argv[1:] = [a for a in sys.argv[1:] if a not in overrides] + overrides
         if not {"-sc", "--shell-completion"} & set(sys.argv):
             check_overrides(overrides, schema)
         register_schema(schema)

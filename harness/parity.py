@@ -87,8 +87,10 @@ def trace(job_json: str, steps: int) -> Trace:
     from harness.data.loader import build_loader
     from harness.data.tokenizer import build_tokenizer
     from harness.loop.engine import Engine
+    from harness.loop.setup import set_up_process
 
     job = Job.from_json(job_json)
+    set_up_process(job)
     engine = Engine(job, torch.device("cpu"))
     loader = build_loader(
         job.data,

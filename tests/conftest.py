@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from harness.cluster.config import count_gpus
-from harness.cluster.pool import RankPool
+# Before torch is imported: threads of several processes that wait for each other on few cores make tests slow.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from harness.cluster.config import count_gpus  # noqa: E402
+from harness.cluster.pool import RankPool  # noqa: E402
 
 
 @pytest.fixture(scope="session")

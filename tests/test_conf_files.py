@@ -147,7 +147,7 @@ def test_every_layout_carries_models_of_all_sizes(option: str, model: str) -> No
 
 
 def test_parity_matrix() -> None:
-    """Every layout of the matrix is a legal job that differs from one process in nothing but its execution."""
+    """Every layout of the matrix is a legal job that differs from one process only in its execution."""
     base = compose_job([], config_name="parity", schema=ParityJob)
     assert len(base.parity.matrix) > 30
     for layout, overrides in base.parity.matrix.items():
@@ -193,7 +193,7 @@ def test_help_lists_groups_and_fields() -> None:
     done = harness_train("--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "parallelism: ddp, fsdp, fsdp_pp, fsdp_tp, fsdp_tp_pp" in done.stdout
-    for group in ("experiment", "model", "sweep"):
+    for group in ("experiment", "model"):
         assert f"{group}: " in done.stdout
     assert "  dp_shard: 1" in done.stdout
     assert "$$" not in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +44,24 @@ def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
     expected = reference(pool, job)
     traces = pool.run(job.world_size, trace, job.to_json(), STEPS)
     verdict = compare(name, job.world_size, expected, traces, TOLERANCES)
+    assert verdict.passed, parity.line(verdict)
+
+
+def test_csv_schedule(pool: RankPool, tmp_path: Path) -> None:
+    """GPipe of two stages and eight microbatches, with the backward passes in reverse order."""
+    rows = []
+    for stage in range(2):
+        forwards = [f"{stage}F{microbatch}" for microbatch in range(8)]
+        backwards = [f"{stage}B{microbatch}" for microbatch in reversed(range(8))]
+        idle = [""] * (1 - stage)
+        rows.append(",".join([*([""] * stage), *forwards, *idle, *idle, *backwards]))
+    schedule = tmp_path / "schedule.csv"
+    schedule.write_text("\n".join(rows) + "\n")
+    job = compose_layouts(
+        ParityConfig(matrix={"csv": f"parallelism=pp parallelism.pp_schedule_csv={schedule}"}), []
+    )["csv"][1]
+    traces = pool.run(2, trace, job.to_json(), 3)
+    verdict = compare("csv", 2, reference(pool, job, 3), traces, TOLERANCES)
     assert verdict.passed, parity.line(verdict)
 
 

@@ -122,11 +122,9 @@ def split_modules(layout: ParallelismConfig, n_layers: int) -> list[list[str]]:
     room = [weight + (1 if stage < extra else 0) for stage in range(stages)]
     room[0] = max(0, room[0] - first)
     room[-1] = max(0, room[-1] - last)
-    # A table heavier than a whole stage leaves layers over: they go to the lightest stages in the middle.
+    # A table heavier than a whole stage takes room from the others; of equals from the ends, which hold more.
     while sum(room) > n_layers:
-        room[room.index(max(room))] -= 1
-    while sum(room) < n_layers:
-        room[min(range(stages), key=lambda s: (room[s], s in (0, stages - 1)))] += 1
+        room[max(range(stages), key=lambda s: (room[s], s in (0, stages - 1)))] -= 1
     names: list[list[str]] = []
     layer = 0
     for count in room:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ class Launch:
             (folder / "patch").mkdir()
             (folder / "patch" / "sitecustomize.py").write_text(patch)
             paths.insert(0, str(folder / "patch"))
-        self._log = (folder / "stderr.txt").open("w+")
+        self._log = tempfile.NamedTemporaryFile("w+", dir=folder, prefix="stderr-")
         self.process = subprocess.Popen(
             [sys.executable, "-m", *module, *TINY, *data, *overrides],
             cwd=folder,

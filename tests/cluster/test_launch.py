@@ -99,7 +99,7 @@ def test_a_stop_request_ends_all_ranks_at_one_step(launch: Start, number: signal
     job = launch(*TWO_RANKS, *LONG, "metrics.log_interval=1")
     job.wait_for_step()
     if number == signal.SIGINT:
-        again = Launch(job.folder, *TWO_RANKS, *LONG)
+        again = launch(*TWO_RANKS, *LONG)
         assert again.finish() == EXIT_USER
         assert again.err.count("\n") == 1 and "already running" in again.err
         assert again.ranks().keys() == {0, 1}, "the refused launch has ended the running one"
@@ -143,6 +143,7 @@ def test_a_killed_controller_leaves_no_orphans_and_a_folder_that_can_be_used(lau
     status = job.read("status.json")
     (job.run_dir / "status.json").write_text(json.dumps({**status, "state": "running", "pid": os.getpid()}))
     again = launch(*TWO_RANKS, *LONG)
+    until(lambda: (again.run_dir / "attempts").is_dir(), 60)
     again.wait_for_step(1)
     again.process.send_signal(signal.SIGTERM)
     assert again.finish() == EXIT_INTERRUPTED

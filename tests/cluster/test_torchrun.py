@@ -1,0 +1,72 @@
+"""``torchrun -m harness.train``: the same job once, in one run folder, and the same account of failures."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from launching import LONG, TWO_RANKS, Launch, until
+from test_launch import GONE_SECONDS, patch_rank
+
+from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER
+
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "-m", "harness.train")
+
+
+@pytest.fixture
+def torchrun(launch: Callable[..., Launch]) -> Callable[..., Launch]:
+    def start(*overrides: str, **options: Any) -> Launch:
+        return launch(*overrides, module=TORCHRUN, **options)
+
+    return start
+
+
+def test_a_good_run_is_one_run(torchrun: Callable[..., Launch]) -> None:
+    job = torchrun(*TWO_RANKS, "training.steps=3")
+    assert job.finish() == 0, job.err
+    assert job.read("result.json")["exit_reason"] == "completed"
+    assert [row["step"] for row in job.rows] == [1, 2, 3]
+    assert not (job.run_dir / "attempts").exists()
+
+
+def test_a_wrong_number_of_ranks_is_said_once(torchrun: Callable[..., Launch]) -> None:
+    job = torchrun("parallelism=single", "training.steps=3")
+    assert job.finish() != 0
+    assert job.err.count("error: ") == 1, job.err
+    assert not (job.folder / "runs").exists()
+
+
+def test_a_users_error_is_said_once_and_leaves_a_row(torchrun: Callable[..., Launch]) -> None:
+    job = torchrun(*TWO_RANKS, "data=local_text", "data.paths=[/nowhere.txt]", "training.steps=3")
+    assert job.finish() != 0
+    assert job.err.count("error: ") == 1 and "/nowhere.txt" in job.err
+    assert job.read("result.json")["exit_code"] == EXIT_USER
+
+
+def test_a_bug_in_one_rank_leaves_a_row_that_names_it(torchrun: Callable[..., Launch]) -> None:
+    job = torchrun(*TWO_RANKS, *LONG, patch=patch_rank(1, 'raise LookupError("broken here")'))
+    assert job.finish() != 0
+    assert job.err.count("LookupError: broken here") == 1
+    row = job.read("result.json")
+    assert (row["exit_code"], row["error.rank"], row["error.type"]) == (EXIT_BUG, 1, "LookupError")
+    assert job.ranks() == {}
+
+
+def test_a_stop_request_ends_all_ranks_at_one_step(torchrun: Callable[..., Launch]) -> None:
+    job = torchrun(*TWO_RANKS, *LONG, "metrics.log_interval=1")
+    job.wait_for_step()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish() != 0
+    row = job.read("result.json")
+    assert (row["exit_reason"], row["exit_code"]) == ("interrupted", EXIT_INTERRUPTED)
+    assert row["step"] == job.rows[-1]["step"]
+
+
+def test_a_killed_torchrun_leaves_no_orphans(torchrun: Callable[..., Launch]) -> None:
+    job = torchrun(*TWO_RANKS, *LONG)
+    job.wait_for_step()
+    job.process.send_signal(signal.SIGKILL)
+    assert until(lambda: job.ranks() == {}, GONE_SECONDS) < GONE_SECONDS
+    assert job.read("result.json")["error.type"] == "LauncherGone"

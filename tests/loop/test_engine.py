@@ -1,0 +1,203 @@
+"""One optimizer step: what its figures mean, on one rank and on several."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.cluster.pool import RankPool
+from harness.compose import compose_job
+from harness.data.loader import IGNORE_INDEX, Batch
+from harness.job import Job
+from harness.loop.engine import Engine, StepOutcome
+from harness.parallelism.fsdp import reshards_after_forward
+
+SMALL = [
+    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.steps=10"),
+    *("training.seq_len=32", "training.global_batch_size=4"),
+]
+
+
+def job_of(*overrides: str) -> str:
+    return compose_job([*SMALL, *overrides]).to_json()
+
+
+def batch_of(engine: Engine, labels_per_row: list[int]) -> Batch:
+    """This rank's rows of a global batch whose row i has ``labels_per_row[i]`` valid labels."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 256, (4, 33), generator=generator)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
+    for row, count in enumerate(labels_per_row):
+        labels[row, count:] = IGNORE_INDEX
+    rows = slice(engine.rows.start, engine.rows.stop)
+    return Batch(inputs[rows], labels[rows])
+
+
+def outcome_of(job_json: str, labels_per_row: list[int]) -> tuple[StepOutcome, float | None]:
+    """The outcome on this rank, and the mean loss of its rows, computed anew and plainly."""
+    job = Job.from_json(job_json)
+    engine = Engine(job, torch.device("cpu"))
+    batch = batch_of(engine, labels_per_row)
+    outcome = engine.gradients(batch)
+    alone = dataclasses.replace(job, parallelism=type(job.parallelism)())
+    plain = None
+    if outcome.local_loss is not None:
+        from harness.model.decoder import Decoder
+        from harness.parallelism.materialize import materialize
+
+        model = Decoder(alone.model, job.training.seq_len)
+        materialize(model, job.training.seed, torch.device("cpu"), torch.device("cpu"))
+        with torch.no_grad():
+            logits = model(batch.inputs_BT).flatten(0, 1)
+        plain = float(torch.nn.functional.cross_entropy(logits, batch.labels_BT.flatten()))
+    return outcome, plain
+
+
+LAYOUTS = ["parallelism=fsdp", "parallelism=fsdp_tp", "parallelism=fsdp_pp", "parallelism=tp_pp"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_and_losses_are_counted_once(pool: RankPool, layout: str) -> None:
+    """Traps 9 and 10: token counts and losses, also a rank's own, are over the same tokens, each once."""
+    counts = [3, 32, 10, 1]
+    job = job_of(layout)
+    results = pool.run(Job.from_json(job).world_size, outcome_of, job, counts)
+    outcomes = [outcome for outcome, _ in results]
+    assert {o.valid_tokens for o in outcomes} == {sum(counts)}
+    assert len({(o.loss, o.grad_norm) for o in outcomes}) == 1
+    speaking = [(o.local_loss, plain) for o, plain in results if o.local_loss is not None]
+    assert len(speaking) == Job.from_json(job).parallelism.data_parallel
+    for own, plain in speaking:
+        assert own == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_batch_without_valid_tokens_has_no_loss_and_no_gradient(pool: RankPool) -> None:
+    [(outcome, _)] = pool.run(1, outcome_of, job_of(), [0, 0, 0, 0])
+    assert (outcome.loss, outcome.grad_norm, outcome.valid_tokens) == (0.0, 0.0, 0)
+    assert outcome.local_loss is None
+
+
+def stop_asked_of(job_json: str, rank: int) -> bool:
+    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+    batch = batch_of(engine, [32] * 4)
+    assert not engine.gradients(batch).stop_requested
+    return engine.gradients(batch, stop_requested=dist.get_rank() == rank).stop_requested
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_one_rank_asked_to_stop_stops_all(pool: RankPool, rank: int) -> None:
+    """Trap 26."""
+    assert pool.run(4, stop_asked_of, job_of("parallelism=fsdp_pp"), rank) == [True] * 4
+
+
+def finite_after_spoiling(job_json: str, rank: int) -> bool:
+    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+    if dist.get_rank() == rank:
+        with torch.no_grad():
+            local = engine.parameters[-1]
+            (local.to_local() if hasattr(local, "to_local") else local).view(-1)[0] = float("inf")
+    return engine.gradients(batch_of(engine, [32] * 4)).is_finite
+
+
+@pytest.mark.parametrize("layout", ["parallelism=fsdp", "parallelism=tp", "parallelism=pp", "parallelism=ddp"])
+def test_a_number_gone_wrong_on_one_rank_is_seen_by_all(pool: RankPool, layout: str) -> None:
+    """Traps 25 and 26."""
+    job = job_of(layout)
+    ranks = Job.from_json(job).world_size
+    assert pool.run(ranks, finite_after_spoiling, job, -1) == [True] * ranks
+    assert pool.run(ranks, finite_after_spoiling, job, ranks - 1) == [False] * ranks
+
+
+def clipped_norm(job_json: str, max_norm: float) -> tuple[float, float]:
+    from harness.parallelism.clip import clip_gradients
+
+    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+    before = engine.gradients(batch_of(engine, [32, 5, 9, 30])).grad_norm
+    clip_gradients(engine.parameters, before, max_norm)
+    from harness.parallelism.clip import local_square_sum
+
+    squares = local_square_sum(engine.parameters, engine.mesh, engine.device)
+    return before, engine.world_sum([squares])[0] ** 0.5
+
+
+@pytest.mark.parametrize("layout", ["parallelism=single", "parallelism=hsdp", "parallelism=fsdp_tp", "parallelism=tp_pp"])
+def test_clipping_is_by_the_global_norm(pool: RankPool, layout: str) -> None:
+    job = job_of(layout)
+    for before, after in pool.run(Job.from_json(job).world_size, clipped_norm, job, 0.05):
+        assert before > 0.1
+        assert after == pytest.approx(0.05, rel=1e-4)
+    for before, after in pool.run(Job.from_json(job).world_size, clipped_norm, job, 0.0):
+        assert after == before
+
+
+def norms_over_two_meshes() -> tuple[float, float]:
+    """A parameter sharded over all four ranks beside one sharded over two and copied twice (trap 6)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from harness.parallelism.clip import local_square_sum
+    from harness.parallelism.mesh import Mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    generator = torch.Generator().manual_seed(1)
+    dense, expert = torch.randn(8, 6, generator=generator), torch.randn(4, 6, generator=generator)
+    parameters = []
+    for full, on, placements in (
+        (dense, mesh, (Shard(0), Shard(1))),
+        (expert, mesh, (Replicate(), Shard(0))),
+        (expert, mesh["tp"], (Shard(1),)),
+    ):
+        parameter = torch.nn.Parameter(distribute_tensor(torch.zeros_like(full), on, placements))
+        parameter.grad = distribute_tensor(full, on, placements)
+        parameters.append(parameter)
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    total = local_square_sum(parameters, Mesh(mesh, degrees), torch.device("cpu"))
+    dist.all_reduce(total)
+    return float(total), float(dense.double().square().sum() + 2 * expert.double().square().sum())
+
+
+def test_norm_over_parameters_of_different_meshes(pool: RankPool) -> None:
+    for found, expected in pool.run(4, norms_over_two_meshes):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_square_sum_is_accurate_where_float32_norms_are_not() -> None:
+    from harness.parallelism.clip import square_sum
+
+    for size in (1, 4095, 4096, 4097, 4_000_000):
+        values = torch.randn(size, generator=torch.Generator().manual_seed(size))
+        assert float(square_sum([values])) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
+
+
+def test_resharding_default_depends_on_the_pipeline() -> None:
+    """Trap 7."""
+    assert reshards_after_forward(compose_job([*SMALL, "parallelism=fsdp"]).parallelism)
+    assert not reshards_after_forward(compose_job([*SMALL, "parallelism=fsdp_pp"]).parallelism)
+    always = compose_job([*SMALL, "parallelism=fsdp_pp", "parallelism.reshard_after_forward=always"])
+    assert reshards_after_forward(always.parallelism)
+
+
+def shards_of(job_json: str) -> bool:
+    """Whether what lies on this rank, put together, is what was drawn by name."""
+    from harness.model.init import draw
+
+    job = Job.from_json(job_json)
+    engine = Engine(job, torch.device("cpu"))
+    for name, parameter in engine.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        expected = draw(name, tuple(parameter.shape), job.model, job.training.seed, torch.device("cpu"))
+        if not torch.equal(whole, expected):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("layout", ["hsdp_tp", "fsdp_tp_pp", "fsdp_tp"])
+@pytest.mark.parametrize("vocab", [256, 259])
+def test_initial_values_are_those_drawn_by_name(pool: RankPool, layout: str, vocab: int) -> None:
+    """Trap 12: bitwise, whatever shards them."""
+    job = job_of(f"parallelism={layout}", f"model.vocab_size={vocab}")
+    ranks = Job.from_json(job).world_size
+    assert pool.run(ranks, shards_of, job) == [True] * ranks

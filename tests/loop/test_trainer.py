@@ -1,0 +1,202 @@
+"""The loop: rows, validation, policies for numbers gone wrong, collections in step, determinism."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.compose import compose_job
+from harness.errors import EXIT_NON_FINITE
+from harness.job import Job
+from harness.loop.engine import Engine
+from harness.metrics.jsonl import read_metrics
+from harness.rank import run_rank
+from harness.run_folder import RunFolder
+
+SMALL = [
+    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "metrics.console=none"),
+    *("training.steps=6", "training.seq_len=32", "training.global_batch_size=4", "cluster.device=cpu"),
+]
+
+
+def run(tmp_path: Path, *overrides: str) -> tuple[int, RunFolder, Job]:
+    job = compose_job([*SMALL, *overrides, f"runs_dir={tmp_path}"])
+    folder = RunFolder(job.run_dir)
+    folder.begin(job, list(overrides))
+    return run_rank(job, folder, started=time.time()), folder, job
+
+
+def rows_of(folder: RunFolder) -> list[dict]:
+    return read_metrics(folder.path / "metrics.jsonl")
+
+
+def result_of(folder: RunFolder) -> dict:
+    return json.loads((folder.path / "result.json").read_text())
+
+
+def test_rows_carry_what_they_promise(tmp_path: Path) -> None:
+    code, folder, job = run(tmp_path, "training.steps=8")
+    rows = rows_of(folder)
+    assert code == 0
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert all(row["loss_max"] >= row["loss"] - 1e-9 for row in rows)
+    assert [row["tokens"] for row in rows] == [4 * 32 * step for step in range(1, 9)]
+    assert rows[2]["tokens_per_second"] is None  # warm-up
+    assert rows[7]["tokens_per_second"] > 0
+    assert rows[7]["mfu"] is None  # an unknown peak gives no MFU
+    assert rows[0]["lr"] == pytest.approx(job.optimizer.lr / 2)
+    result = result_of(folder)
+    assert (result["exit_reason"], result["step"], result["tokens"]) == ("completed", 8, 8 * 128)
+    assert result["loss"] == rows[-1]["loss"]
+    assert result["window.window_steps"] == 5
+    assert result["job.model.dim"] == job.model.dim
+    assert all(not isinstance(value, dict) for value in result.values())
+
+
+def test_log_interval_keeps_first_and_last(tmp_path: Path) -> None:
+    _, folder, _ = run(tmp_path, "metrics.log_interval=4")
+    assert [row["step"] for row in rows_of(folder)] == [1, 4, 6]
+
+
+def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path: Path) -> None:
+    """Trap 11: weighted by tokens, the same samples every time, training undisturbed by it."""
+    _, plain, _ = run(tmp_path / "a", "optimizer.lr=0")
+    _, folder, job = run(tmp_path / "b", "optimizer.lr=0", "validation.interval=2", "validation.steps=3")
+    validations = {row["step"]: row["validation_loss"] for row in rows_of(folder) if "validation_loss" in row}
+    assert list(validations) == [2, 4, 6]
+    # Nothing is learned at rate 0, so the same samples give the same loss.
+    assert len(set(validations.values())) == 1
+    trained = [row["loss"] for row in rows_of(folder) if "loss" in row]
+    assert trained == [row["loss"] for row in rows_of(plain)]
+    assert validations[2] == pytest.approx(plain_validation_loss(job), rel=1e-6)
+
+
+def plain_validation_loss(job: Job) -> float:
+    """Sum of all token losses over all valid tokens, in one plain forward pass."""
+    from harness.data.loader import build_loader
+    from harness.data.tokenizer import build_tokenizer
+    from harness.model.decoder import Decoder
+    from harness.parallelism.materialize import materialize
+
+    loader = build_loader(
+        job.data,
+        build_tokenizer(job.tokenizer),
+        seq_len=32,
+        global_batch_size=4,
+        seed=job.training.seed,
+        rows=range(4),
+        split="validation",
+        model_vocab_size=job.model.vocab_size,
+    )
+    batches = [loader.next() for _ in range(3)]
+    model = Decoder(job.model, 32)
+    materialize(model, job.training.seed, torch.device("cpu"), torch.device("cpu"))
+    with torch.no_grad():
+        logits = model(torch.cat([b.inputs_BT for b in batches])).flatten(0, 1)
+    return float(torch.nn.functional.cross_entropy(logits, torch.cat([b.labels_BT for b in batches]).flatten()))
+
+
+@pytest.fixture
+def infinite_at(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Makes the losses of the given steps infinite."""
+
+    def spoil(*steps: int) -> None:
+        original, count = Engine.gradients, [0]
+
+        def gradients(self, batch, **options):  # type: ignore[no-untyped-def]
+            count[0] += 1
+            if count[0] not in steps:
+                return original(self, batch, **options)
+            call = self.loss.__class__.__call__
+            self.loss.__class__.__call__ = lambda loss, logits, labels: call(loss, logits, labels) * float("inf")
+            try:
+                return original(self, batch, **options)
+            finally:
+                self.loss.__class__.__call__ = call
+
+        monkeypatch.setattr(Engine, "gradients", gradients)
+
+    return spoil
+
+
+def test_non_finite_stops_and_keeps_the_evidence(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
+    """Trap 25."""
+    infinite_at(3)
+    code, folder, _ = run(tmp_path)
+    assert code == EXIT_NON_FINITE
+    evidence = json.loads((folder.path / "evidence" / "step3-rank0.json").read_text())
+    assert evidence["gradients"]
+    assert evidence["loss"] == "inf"
+    batch = torch.load(folder.path / "evidence" / "step3-rank0.pt")
+    assert batch["inputs"].shape == (4, 32)
+    result = result_of(folder)
+    assert (result["exit_code"], result["step"], result["error.kind"]) == (EXIT_NON_FINITE, 2, "non_finite")
+    assert [row["step"] for row in rows_of(folder)] == [1, 2]
+
+
+def test_non_finite_can_be_skipped(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
+    infinite_at(1, 3)
+    code, folder, job = run(tmp_path, "debug.non_finite=skip")
+    rows = rows_of(folder)
+    assert code == 0
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["skipped_steps"] for row in rows] == [1, 1, 2, 2, 2, 2]
+    assert all(abs(row["loss"]) < 100 for row in rows if row["step"] not in (1, 3))
+    # The schedule went on although two updates did not happen.
+    assert rows[1]["lr"] == pytest.approx(job.optimizer.lr)
+
+
+def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
+    infinite_at(2, 3, 4)
+    code, folder, _ = run(tmp_path, "debug.non_finite=skip", "debug.max_skipped_steps=2")
+    assert code == EXIT_NON_FINITE
+    assert result_of(folder)["step"] == 3
+
+
+def test_collections_happen_at_fixed_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 21."""
+    generations: list[int] = []
+    enabled: list[bool] = []
+    original = Engine.gradients
+
+    def gradients(self, batch, **options):  # type: ignore[no-untyped-def]
+        enabled.append(gc.isenabled())
+        return original(self, batch, **options)
+
+    monkeypatch.setattr(Engine, "gradients", gradients)
+    monkeypatch.setattr("harness.loop.trainer.gc.collect", lambda generation=2: generations.append(generation))
+    run(tmp_path, "training.gc_interval=2")
+    assert generations == [2, 1, 1, 1]  # once before the first step, then at steps 2, 4 and 6
+    assert enabled == [False] * 6
+    assert gc.isenabled()
+
+
+def test_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
+    figures = []
+    try:
+        for name in ("a", "b"):
+            _, folder, _ = run(tmp_path / name, "debug=deterministic")
+            figures.append([(row["loss"], row["grad_norm"]) for row in rows_of(folder)])
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert figures[0] == figures[1]
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    """A text that repeats itself is learned: the loss falls far below the entropy of its letters."""
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh " * 4000)
+    _, folder, _ = run(
+        tmp_path,
+        *("data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}", "tokenizer=bytes"),
+        *("model.vocab_size=258", "training.steps=30", "optimizer.lr=5e-3"),
+    )
+    rows = rows_of(folder)
+    assert rows[0]["loss"] > 4
+    assert rows[-1]["loss"] < 0.5

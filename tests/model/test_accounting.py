@@ -1,0 +1,98 @@
+"""Parameters and FLOPs against published figures, not against the code that counts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from harness.model.accounting import account, block_parameters
+from harness.model.config import ModelConfig
+from harness.model.decoder import Block, Decoder
+
+MODELS = Path(__file__).parents[2] / "conf" / "model"
+PUBLISHED = yaml.safe_load((Path(__file__).parent / "published_parameters.yaml").read_text())
+
+
+def shipped(name: str) -> ModelConfig:
+    merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(MODELS / f"{name}.yaml"))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, ModelConfig)
+    config.resolve()
+    config.validate()
+    return config
+
+
+def on_meta(config: ModelConfig) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(config, seq_len=16)
+
+
+def count(module: torch.nn.Module) -> int:
+    """Parameters of a module; one that is shared counts once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_every_shipped_llama_has_a_published_figure() -> None:
+    shipped_llamas = {file.stem for file in MODELS.glob("llama[23]*.yaml")}
+    assert shipped_llamas - {"llama3_tiny"} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_parameters(name: str) -> None:
+    config = shipped(name)
+    assert account(config, seq_len=128).parameters == PUBLISHED[name]
+    assert count(on_meta(config)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "llama32_1b", "llama2_70b"])
+def test_parts_add_up(name: str) -> None:
+    config = shipped(name)
+    with torch.device("meta"):
+        assert block_parameters(config) == count(Block(config))
+        table = Decoder(config, 16, ["tok_embeddings"])
+    counted = account(config, seq_len=128)
+    assert counted.embedding_parameters == count(table)
+    tables = 1 if config.tied_embeddings else 2
+    rest = config.n_layers * block_parameters(config) + config.dim
+    assert counted.parameters == rest + tables * counted.embedding_parameters
+
+
+def test_flops_per_token_of_llama3_8b() -> None:
+    """57.9 GFLOP per token at 8192, so 6,667 tokens/s are 386 TFLOP/s: a row torchtitan published."""
+    counted = account(shipped("llama3_8b"), seq_len=8192)
+    assert counted.flops_per_token_full == pytest.approx(57.9e9, abs=0.05e9)
+    assert 6667 * counted.flops_per_token_full == pytest.approx(386e12, abs=0.5e12)
+
+
+def test_flops_by_hand() -> None:
+    """6 per multiplied parameter; per layer, head and position 6 * (d_qk + d_v), or half of it."""
+    config = ModelConfig("hand", 10, 8, 2, 4, 2, 6, ffn_hidden_dim=16, max_seq_len=64)
+    attention_weights = 8 * (4 * 6) + 2 * 8 * (2 * 6) + (4 * 6) * 8
+    multiplied = 2 * (attention_weights + 3 * 8 * 16 + 2 * 8) + 8 + 10 * 8
+    attention = 6 * 2 * 4 * (6 + 6) * 32
+    counted = account(config, seq_len=32)
+    assert counted.parameters == multiplied + 10 * 8
+    assert counted.flops_per_token_full == 6 * multiplied + attention
+    assert counted.flops_per_token_causal == 6 * multiplied + attention / 2
+
+
+def test_a_tied_table_is_multiplied_by_once() -> None:
+    """The head multiplies with its own weights or with the table's: the same FLOPs, fewer parameters."""
+    tied = shipped("llama32_1b")
+    counted = account(tied, seq_len=4096)
+    tied.tied_embeddings = False
+    untied = account(tied, seq_len=4096)
+    assert counted.flops_per_token_full == untied.flops_per_token_full
+    assert untied.parameters - counted.parameters == 128256 * 2048
+
+
+def test_attention_grows_with_the_sequence_and_nothing_else_does() -> None:
+    config = shipped("llama3_8b")
+    short, long = account(config, 2048), account(config, 4096)
+    assert short.parameters == long.parameters
+    assert long.flops_per_token_full - short.flops_per_token_full == 12 * 32 * 4096 * 2048
+    assert long.flops_per_token_causal - short.flops_per_token_causal == 6 * 32 * 4096 * 2048

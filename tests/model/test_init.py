@@ -1,0 +1,150 @@
+"""Initial values: by name, whatever is built around a parameter, and from the right distribution."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.model.config import ModelConfig
+from harness.model.decoder import Decoder
+from harness.model.init import draw, init_of
+from harness.parallelism.materialize import materialize
+
+CPU = torch.device("cpu")
+
+
+def config(tied: bool = False, **numbers: int) -> ModelConfig:
+    shape = {"vocab_size": 512, "dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2}
+    made = ModelConfig(
+        "small", ffn_hidden_dim=256, max_seq_len=64, tied_embeddings=tied, **{**shape, **numbers}
+    )
+    made.resolve()
+    return made
+
+
+def values(made: ModelConfig, modules: list[str] | None = None, seed: int = 42) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        part = Decoder(made, 16, modules)
+    materialize(part, seed, CPU, CPU)
+    return {name: parameter.detach() for name, parameter in part.named_parameters()}
+
+
+WHOLE = values(config())
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["tok_embeddings"],
+        ["layers.3", "norm", "output"],
+        ["layers.2"],
+        ["output", "layers.1", "tok_embeddings"],
+    ],
+    ids="+".join,
+)
+def test_a_part_draws_what_the_whole_draws(modules: list[str]) -> None:
+    part = values(config(), modules)
+    assert part
+    for name, value in part.items():
+        assert torch.equal(value, WHOLE[name]), name
+
+
+def test_order_and_neighbours_do_not_matter() -> None:
+    torch.manual_seed(1)
+    torch.randn(100)
+    backwards = {
+        name: draw(name, tuple(value.shape), config(), 42, CPU) for name, value in reversed(WHOLE.items())
+    }
+    assert all(torch.equal(backwards[name], WHOLE[name]) for name in WHOLE)
+    deeper = values(config(n_layers=6))
+    assert all(torch.equal(deeper[name], WHOLE[name]) for name in WHOLE)
+
+
+def test_drawing_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    draw("layers.0.attention.wq.weight", (8, 8), config(), 42, CPU)
+    assert torch.equal(torch.randn(4), expected)
+
+
+def test_values_are_the_same_on_every_machine() -> None:
+    """Pins the derivation of the generator's seed: another one would silently be another experiment."""
+    drawn = draw("layers.0.attention.wq.weight", (2, 2), config(), 42, CPU)
+    digest = hashlib.sha256(b"42/layers.0.attention.wq.weight").digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") // 2)
+    expected = torch.empty(2, 2)
+    torch.nn.init.trunc_normal_(expected, std=0.02, a=-2.0, b=2.0, generator=generator)
+    assert torch.equal(drawn, expected)
+
+
+def test_every_name_and_every_seed_differs() -> None:
+    drawn = {name: value for name, value in WHOLE.items() if "norm" not in name}
+    firsts = {name: tuple(value.flatten()[:4].tolist()) for name, value in drawn.items()}
+    assert len(set(firsts.values())) == len(drawn)
+    other = values(config(), seed=43)
+    for name, value in drawn.items():
+        assert not torch.equal(other[name], value), name
+        correlation = torch.corrcoef(torch.stack((other[name].flatten(), value.flatten())))[0, 1]
+        assert abs(correlation) < 6 / math.sqrt(value.numel()), name
+
+
+def expected_std(name: str, dim: int) -> float:
+    """Standard deviations by hand."""
+    if name == "tok_embeddings.weight":
+        return 1.0
+    if name == "output.weight":
+        # A normal cut at three of its std keeps 0.98658 of it.
+        return 0.98658 / math.sqrt(dim)
+    layer = int(name.split(".")[1])
+    depth = 1 / math.sqrt(2 * (layer + 1))
+    return 0.02 * (depth if name.split(".")[-2] in ("wo", "w2", "w3") else 1)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_distribution(name: str) -> None:
+    value = WHOLE[name]
+    if "norm" in name:
+        assert torch.equal(value, torch.ones(128))
+        return
+    n, std = value.numel(), expected_std(name, dim=128)
+    # Five standard errors of the mean and of the standard deviation.
+    assert abs(value.double().mean()) < 5 * std / math.sqrt(n)
+    assert value.double().std() == pytest.approx(std, rel=5 / math.sqrt(2 * n))
+    # A normal has its share beyond two standard deviations; a uniform of this std has none.
+    assert (value.abs() > 2 * std).double().mean() == pytest.approx(0.0455, rel=0.2)
+    if name == "output.weight":
+        assert 2.8 / math.sqrt(128) < value.abs().max() <= 3 / math.sqrt(128)
+    else:
+        assert value.abs().max() > 3 * std
+
+
+def test_output_projection_is_wider_for_narrow_models() -> None:
+    assert init_of("output.weight", config()).std == 128**-0.5
+    assert init_of("output.weight", config(dim=256)).std == 256**-0.5
+
+
+def test_a_tied_table_is_drawn_as_the_output_projection() -> None:
+    made = values(config(tied=True))
+    assert "output.weight" not in made
+    table = made["tok_embeddings.weight"]
+    assert table.double().std() == pytest.approx(0.98658 / math.sqrt(128), rel=0.02)
+    assert table.abs().max() <= 3 / math.sqrt(128)
+
+
+def test_a_tied_model_has_one_table() -> None:
+    with torch.device("meta"):
+        model = Decoder(config(tied=True), 16)
+    materialize(model, 42, CPU, CPU)
+    assert model.output is not None and model.tok_embeddings is not None
+    assert model.output.weight is model.tok_embeddings.weight
+
+
+def test_rows_do_not_repeat() -> None:
+    for name, value in WHOLE.items():
+        if value.ndim == 2:
+            assert len({tuple(row[:4].tolist()) for row in value}) == value.shape[0], name

@@ -1,0 +1,131 @@
+"""Learning-rate schedules against values computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from harness.compose import compose_job
+from harness.errors import ConfigError
+from harness.optimizer.build import build_schedule, lr_factor
+from harness.optimizer.config import ScheduleConfig
+
+
+def factors(steps: int, **fields: object) -> list[float]:
+    """The share of the peak at every step, and one step after the last."""
+    config = ScheduleConfig(**fields)  # type: ignore[arg-type]
+    config.validate(steps)
+    factor = lr_factor(config, steps)
+    return [factor(step) for step in range(steps + 1)]
+
+
+def test_warm_up_stable_and_decay() -> None:
+    assert factors(10, warmup_steps=2, decay_ratio=0.4) == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
+    )
+
+
+def test_warm_up_reaches_the_peak_at_its_last_step() -> None:
+    assert factors(8, warmup_steps=4, decay_ratio=0.0)[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+
+
+def test_no_warm_up_starts_at_the_peak() -> None:
+    assert factors(4, warmup_steps=0, decay_ratio=0.5) == pytest.approx([1, 1, 1, 0.5, 0])
+
+
+def test_null_ratio_decays_from_the_end_of_the_warm_up() -> None:
+    assert factors(6, warmup_steps=2, decay_ratio=None) == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
+
+
+def test_constant() -> None:
+    assert factors(5, warmup_steps=2, decay_ratio=0.0, min_lr_factor=1.0) == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1]
+    )
+
+
+def test_all_warm_up() -> None:
+    assert factors(4, warmup_steps=4, decay_ratio=None) == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+
+
+def test_cosine() -> None:
+    half = math.sqrt(2) / 2
+    shape = [1, (1 + half) / 2, 0.5, (1 - half) / 2, 0]
+    assert factors(6, warmup_steps=2, decay_type="cosine") == pytest.approx([0.5, 1, *shape])
+
+
+def test_cosine_ends_at_its_floor() -> None:
+    made = factors(102, warmup_steps=2, decay_type="cosine", min_lr_factor=0.1)
+    assert made[52] == pytest.approx(0.55)
+    assert made[-1] == pytest.approx(0.1)
+    assert min(made[2:]) == made[-1]
+
+
+def test_square_root() -> None:
+    made = factors(4, warmup_steps=0, decay_type="sqrt")
+    assert made == pytest.approx([1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0])
+
+
+def test_floor_of_a_linear_decay() -> None:
+    assert factors(4, warmup_steps=0, min_lr_factor=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_the_last_decay_step_still_learns() -> None:
+    """The floor is reached one step after the last, so that a decay to zero wastes no step."""
+    for steps in (7, 100, 1000):
+        made = factors(steps, warmup_steps=2, decay_ratio=0.2)
+        assert made[steps - 1] > 0
+        assert made[steps] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+@pytest.mark.parametrize("decay_ratio", [None, 0.0, 0.3, 1.0])
+def test_never_above_the_peak_nor_below_the_floor(decay_type: str, decay_ratio: float | None) -> None:
+    warmup = 0 if decay_ratio == 1.0 else 5
+    made = factors(
+        50, warmup_steps=warmup, decay_ratio=decay_ratio, decay_type=decay_type, min_lr_factor=0.05
+    )
+    assert max(made) == 1.0
+    assert min(made[warmup:]) >= 0.05 - 1e-12
+    assert all(a >= b for a, b in zip(made[warmup:], made[warmup + 1 :], strict=False))
+
+
+def test_does_not_fit() -> None:
+    config = ScheduleConfig(warmup_steps=9, decay_ratio=0.2)
+    config.validate(12)
+    with pytest.raises(ConfigError, match=r"at most 8, or training.steps=12"):
+        config.validate(10)
+
+
+@pytest.mark.parametrize("warmup", range(1, 40, 3))
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.25, 0.5, 0.99])
+def test_the_steps_it_names_fit(warmup: int, ratio: float) -> None:
+    config = ScheduleConfig(warmup_steps=warmup, decay_ratio=ratio)
+    with pytest.raises(ConfigError) as caught:
+        config.validate(warmup // 2 or 1) if warmup > 1 or ratio > 0.5 else config.validate(0)
+    config.validate(int(caught.value.works.split("=")[1]))
+
+
+def test_stepped_with_the_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [parameter]}], lr=2.0)
+    schedule = build_schedule(ScheduleConfig(warmup_steps=2, decay_ratio=0.5), optimizer, steps=4)
+    seen = []
+    for _ in range(5):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert seen == pytest.approx([1.0, 2.0, 2.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("option", "middle", "last"),
+    [("constant", 1.0, 1.0), ("linear", 0.5, 0.0), ("cosine", 0.55, 0.1), ("wsd", 1.0, 0.0)],
+)
+def test_shipped_schedules(option: str, middle: float, last: float) -> None:
+    job = compose_job([f"schedule={option}", "training.steps=1002"])
+    factor = lr_factor(job.schedule, 1002)
+    assert factor(job.schedule.warmup_steps - 1) == 1.0
+    assert factor(502) == pytest.approx(middle)
+    assert factor(1002) == pytest.approx(last)
