@@ -95,13 +95,14 @@ def _run_points(calls: Sequence[tuple[list[str], Callable[[], int]]]) -> int:
         the exit code of the first that failed.
     """
     failed: list[tuple[int, str]] = []
+    shared = set.intersection(*(set(overrides) for overrides, _ in calls))
+    number = 0
     for number, (overrides, call) in enumerate(calls, start=1):
-        sys.stderr.write(f"[{number}/{len(calls)}] {' '.join(overrides)}\n")
+        point = " ".join([f"[{number}/{len(calls)}]", *(o for o in overrides if o not in shared)])
+        sys.stderr.write(f"{point}\n")
         code = _guarded(call)
         if code != EXIT_OK:
-            failed.append(
-                (code, f"[{number}/{len(calls)}] {' '.join(overrides)}: {_EXIT_WORDS.get(code, 'failed')}")
-            )
+            failed.append((code, f"{point}: {_EXIT_WORDS.get(code, f'failed (exit code {code})')}"))
         if code == EXIT_INTERRUPTED:
             break
     if failed:

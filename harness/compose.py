@@ -159,7 +159,8 @@ def translated(error: BaseException, schema: type = Job) -> UserError:
             # An element of a list knows only its index; the override it came with knows the field.
             if key.isdigit():
                 key = typed["key"] if typed else ""
-            wanted = _wanted(schema, key)
+            owner = each.object_type if dataclasses.is_dataclass(each.object_type) else None
+            wanted = _wanted(owner, str(each.key), key) if owner else _wanted(schema, key, key)
             if wanted:
                 value = typed["value"] if typed and typed["key"] == key else each.value
                 return ConfigError(key, value, f"must be {wanted}{place}")
@@ -197,10 +198,10 @@ def _after(text: str, start: str, end: str) -> str:
     return text.split(start, 1)[1].split(end, 1)[0] if start in text else ""
 
 
-def _wanted(schema: type, key: str) -> str | None:
-    """In words, what a field takes; None when the name leads to no field."""
-    hint: Any = schema
-    for name in key.split("."):
+def _wanted(schema: Any, path: str, key: str) -> str | None:
+    """In words, what the field ``key`` takes, found at ``path`` in ``schema``; None when there is none."""
+    hint = schema
+    for name in path.split("."):
         owner = next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
         if owner is None or name not in get_type_hints(owner):
             return None

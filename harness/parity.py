@@ -126,7 +126,9 @@ def whole_gradients(engine: Any) -> dict[str, Tensor]:
     return whole
 
 
-def compare(layout: str, ranks: int, reference: Trace, traces: list[Trace], tolerances: tuple[float, float]) -> Verdict:
+def compare(
+    layout: str, ranks: int, reference: Trace, traces: list[Trace], tolerances: tuple[float, float]
+) -> Verdict:
     """Holds the traces of all ranks of a layout against the one of a single process.
 
     Every rank's figures count: a rank that sees another loss, or lacks a gradient, is an error too.
@@ -139,7 +141,9 @@ def compare(layout: str, ranks: int, reference: Trace, traces: list[Trace], tole
         for each in traces:
             for name, gradient in each.gradients[index].items():
                 found.add(name)
-                difference = float((gradient - expected[name]).double().norm() / expected[name].double().norm())
+                difference = float(
+                    (gradient - expected[name]).double().norm() / expected[name].double().norm()
+                )
                 if difference > worst or math.isnan(difference):
                     worst, worst_parameter = difference, name
                 if math.isnan(worst):
@@ -177,7 +181,9 @@ def parity(job: ParityJob, overrides: list[str]) -> int:
                 out.write(f"{name:<28} {ranks:>5}  skipped: parity.world_size={config.world_size}\n")
                 continue
             try:
-                verdict = compare(name, ranks, reference, pool.run(ranks, trace, each.to_json(), config.steps), tolerances)
+                verdict = compare(
+                    name, ranks, reference, pool.run(ranks, trace, each.to_json(), config.steps), tolerances
+                )
             except RankFailed as error:
                 failed.append(name)
                 out.write(f"{name:<28} {ranks:>5}  FAILED\n{error}\n")
@@ -187,8 +193,9 @@ def parity(job: ParityJob, overrides: list[str]) -> int:
             out.write(line(verdict))
             out.flush()
     out.write(
-        f"{len(fitting) - len(failed)} of {len(fitting)} layouts agree with one process over {config.steps} steps "
-        f"({job.precision.param_dtype}; tolerance {tolerances[0]:g} loss, {tolerances[1]:g} gradients)\n"
+        f"{len(fitting) - len(failed)} of {len(fitting)} layouts agree with one process "
+        f"over {config.steps} steps ({job.precision.param_dtype}; "
+        f"tolerance {tolerances[0]:g} loss, {tolerances[1]:g} gradients)\n"
     )
     return EXIT_DIFFERS if failed or not fitting else EXIT_OK
 
@@ -199,7 +206,8 @@ HEADER = f"{'layout':<28} {'ranks':>5} {'loss':>9} {'gradient':>9} {'norm':>9}  
 def line(verdict: Verdict) -> str:
     """One row of the table."""
     return (
-        f"{verdict.layout:<28} {verdict.ranks:>5} {verdict.loss:>9.1e} {verdict.gradient:>9.1e} {verdict.norm:>9.1e}  "
+        f"{verdict.layout:<28} {verdict.ranks:>5} "
+        f"{verdict.loss:>9.1e} {verdict.gradient:>9.1e} {verdict.norm:>9.1e}  "
         f"{'ok     ' if verdict.passed else 'DIFFERS'}  {verdict.worst_parameter}\n"
     )
 
@@ -215,7 +223,9 @@ def compose_layouts(config: ParityConfig, overrides: list[str]) -> dict[str, tup
             raise ConfigError("parity.layouts", name, "no such layout", sorted(config.matrix))
     jobs: dict[str, tuple[int, Job]] = {}
     for name in config.layouts or config.matrix:
-        composed = compose_job([*overrides, *config.matrix[name].split()], config_name="parity", schema=ParityJob)
+        composed = compose_job(
+            [*overrides, *config.matrix[name].split()], config_name="parity", schema=ParityJob
+        )
         job = Job(**{field.name: getattr(composed, field.name) for field in dataclasses.fields(Job)})
         first = next(iter(jobs.values()), (0, job))[1]
         differing = differing_numerics(first, job)
@@ -230,9 +240,9 @@ def single_process(job: Job) -> Job:
     from harness.parallelism.config import ParallelismConfig
 
     training = dataclasses.replace(job.training, local_batch_size=None)
-    return dataclasses.replace(Job.from_json(job.to_json()), training=training, parallelism=ParallelismConfig()).resolve(
-        gpus=0
-    )
+    return dataclasses.replace(
+        Job.from_json(job.to_json()), training=training, parallelism=ParallelismConfig()
+    ).resolve(gpus=0)
 
 
 def _largest(expected: list[float], found: list[list[float]]) -> float:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 CONTROLLER = "HARNESS_CONTROLLER"
 STARTED = "HARNESS_STARTED"
+ROW_SECONDS = 2.0
 
 
 def main() -> None:
@@ -45,14 +47,19 @@ def main() -> None:
 def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
     """Makes this rank end when the process that started it is gone; rank 0 still writes the run's row."""
 
-    def last_words() -> None:
+    def write_row() -> None:
         if not folder.is_concluded:
-            folder.record_error(
-                None, LauncherGone(f"the process that started the ranks (pid {launcher}) is gone")
-            )
-            folder.settle(job, "failed", LauncherGone.exit_code)
+            gone = LauncherGone(f"the process that started the ranks (pid {launcher}) is gone")
+            folder.record_error(None, gone)
+            folder.settle(job, "failed", gone.exit_code)
 
-    end_with_parent(launcher, last_words if os.environ["RANK"] == "0" else None)
+    def wait_for_row() -> None:
+        # Or else rank 0 would see a peer disappear, and take that for the cause.
+        deadline = time.monotonic() + ROW_SECONDS
+        while not folder.is_concluded and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    end_with_parent(launcher, write_row if os.environ["RANK"] == "0" else wait_for_row)
 
 
 class LauncherGone(MachineError):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported: threads of several processes that wait for each other on few cores make tests slow.
+# Before torch is imported: threads of many processes waiting for each other on few cores make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from harness.cluster.config import count_gpus  # noqa: E402
-from harness.cluster.pool import RankPool  # noqa: E402
+from harness.cluster.config import count_gpus
+from harness.cluster.pool import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -101,9 +101,7 @@ def test_bfloat16(pool: RankPool, name: str) -> None:
     """Against one process that rounds in the same places; tolerances are those of eight bits."""
     job = layout(name, "precision=bf16")
     traces = pool.run(job.world_size, trace, job.to_json(), 3)
-    verdict = compare(
-        name, job.world_size, reference(pool, job, 3), traces, parity.TOLERANCES["bfloat16"]
-    )
+    verdict = compare(name, job.world_size, reference(pool, job, 3), traces, parity.TOLERANCES["bfloat16"])
     assert verdict.passed, parity.line(verdict)
 
 
@@ -113,7 +111,7 @@ def test_bfloat16_really_rounds(pool: RankPool) -> None:
     assert 1e-6 < abs(full.losses[0] - rounded.losses[0]) < 1e-2 * full.losses[0]
 
 
-# -- sabotage: each breaks one rule on the ranks, and the comparison has to say so ----------------------------
+# -- sabotage: each breaks one rule on the ranks, and the comparison has to say so ----
 
 
 def denominator_of_own_tokens(job_json: str, steps: int) -> Trace:
@@ -174,8 +172,10 @@ def norm_of_own_stage(job_json: str, steps: int) -> Trace:
     from harness.loop import engine
 
     original = engine.Engine.world_sum
-    engine.Engine.world_sum = lambda self, values: (  # type: ignore[method-assign]
-        [float(values[0]), *original(self, values)[1:]] if len(values) == 3 else original(self, values)
+    engine.Engine.world_sum = (
+        lambda self, values: (  # type: ignore[method-assign]
+            [float(values[0]), *original(self, values)[1:]] if len(values) == 3 else original(self, values)
+        )
     )
     try:
         return trace(job_json, steps)
@@ -189,7 +189,9 @@ def initialised_by_shard(job_json: str, steps: int) -> Trace:
 
     original = materialize.local_shard
     materialize.local_shard = lambda full, parameter: (
-        full if full.shape == (local := original(full, parameter)).shape else full[: len(local)].reshape_as(local)
+        full
+        if full.shape == (local := original(full, parameter)).shape
+        else full[: len(local)].reshape_as(local)
     )
     try:
         return trace(job_json, steps)
@@ -217,7 +219,7 @@ def test_sabotage_is_noticed(pool: RankPool, sabotage, name: str) -> None:  # ty
     assert not compare(name, job.world_size, reference(pool, job), traces, TOLERANCES).passed
 
 
-# -- the comparison itself ------------------------------------------------------------------------------------
+# -- the comparison itself ----
 
 
 def made_up(scale: float = 1.0) -> Trace:
@@ -253,12 +255,14 @@ def test_unknown_layout_and_changed_numerics_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"parity.layouts=fsdpp: no such layout.*fsdp"):
         compose_layouts(ParityConfig(matrix=MATRIX, layouts=["fsdpp"]), [])
     changed = {"a": "parallelism=single", "b": "parallelism=fsdp optimizer.lr=1"}
-    with pytest.raises(ConfigError, match="changes the numerics: optimizer.lr"):
+    with pytest.raises(ConfigError, match=r"changes the numerics: optimizer\.lr"):
         compose_layouts(ParityConfig(matrix=changed), [])
 
 
 def test_verb_prints_a_table_and_fails_where_one_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    job = ParityJob(**vars(layout("fsdp")), parity=ParityConfig(matrix=MATRIX, layouts=["ddp", "tp4"], steps=2))
+    job = ParityJob(
+        **vars(layout("fsdp")), parity=ParityConfig(matrix=MATRIX, layouts=["ddp", "tp4"], steps=2)
+    )
     job.parity.world_size = 2
     assert parity.parity(job, ["data.mask_fraction=0.3"]) == 0
     out = capsys.readouterr().out

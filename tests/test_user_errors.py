@@ -14,6 +14,7 @@ import pytest
 
 from harness.compose import compose_job
 from harness.errors import EXIT_USER, UserError
+from harness.parity import ParityJob
 
 ROOT = Path(__file__).parents[1]
 
@@ -270,7 +271,7 @@ LAYOUTS = [
     mistake(
         "cluster.ranks_per_node=8 parallelism.dp_replicate=3",
         "parallelism.dp_shard=1: the degrees multiply to 3 (dp_replicate=3), but there are 8 ranks",
-        "cluster.ranks_per_node=3 parallelism.dp_replicate=3",
+        "cluster.ranks_per_node=3 parallelism.dp_replicate=3 training.global_batch_size=null",
     ),
     mistake(
         "parallelism.tp=2 parallelism.pp=2 cluster.ranks_per_node=6 parallelism.dp_shard=-1",
@@ -493,6 +494,24 @@ def message(overrides: list[str]) -> str:
         compose_job(overrides)
     assert caught.value.exit_code == EXIT_USER
     return str(caught.value)
+
+
+def test_a_job_with_parts_of_its_own() -> None:
+    """A verb's own fields speak as the shared ones do."""
+    for typed, says in (
+        ("parity.steps=few", "parity.steps=few: must be an integer"),
+        ("parity.step=3", "parity.step=3: no such field; did you mean parity.steps?"),
+    ):
+        with pytest.raises(UserError, match=f"^{re.escape(says)}$"):
+            compose_job([typed], config_name="parity", schema=ParityJob)
+    done = run("-m", "harness.parity", "parity.steps=few")
+    assert (done.returncode, done.stderr) == (EXIT_USER, "error: parity.steps=few: must be an integer\n")
+
+
+def test_degrees_that_split_neither_heads_nor_sequence_are_not_named() -> None:
+    assert message(["training.seq_len=100", "parallelism.tp=3"]).endswith("would work: 1, 2, 4")
+    plain = message(["training.seq_len=100", "parallelism.sequence_parallel=false", "parallelism.tp=3"])
+    assert plain.endswith("would work: 1, 2, 4, 8, 16")
 
 
 def says(told: str, value: str) -> bool:

@@ -33,7 +33,9 @@ LAYOUTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="steps of a run; the first two do not count")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
@@ -60,7 +62,7 @@ def main() -> None:
         f"\nloop overhead (step minus forward, backward, optimizer), single: median {overhead['median']:.2%} "
         f"of a {overhead['step_seconds']:.2f} s step, largest {overhead['max']:.2%}"
     )
-    print(f"\n{platform.machine()}, {os.cpu_count()} cores, torch {overhead['torch']}, {arguments.rounds} rounds")
+    print(f"\n{platform.machine()}, {os.cpu_count()} cores, torch {overhead['torch']}")
 
 
 def run_harness(layout: str, steps: int) -> dict[str, Any]:
@@ -121,7 +123,13 @@ def measure_overhead(steps: int) -> dict[str, Any]:
         engine.executor.forward_backward = clocked(engine.executor.forward_backward, inside)  # type: ignore[method-assign]
         engine.optimizer.step = clocked(engine.optimizer.step, inside)  # type: ignore[method-assign]
         recorder = Recorder(
-            job.metrics, run_folder.path, run_id=job.id, name=job.name, job={}, total_steps=steps, start_step=0
+            job.metrics,
+            run_folder.path,
+            run_id=job.id,
+            name=job.name,
+            job={},
+            total_steps=steps,
+            start_step=0,
         )
         trainer = Trainer(job, run_folder, engine, recorder, time.time())
         seconds: list[float] = []
@@ -133,7 +141,7 @@ def measure_overhead(steps: int) -> dict[str, Any]:
             inside[0] = 0.0
             add(step_seconds, tokens, data_seconds)
 
-        trainer.window.add = book  # type: ignore[method-assign]
+        trainer.window.add = book  # type: ignore[method-assign, assignment]
         trainer.train()
         recorder.close({})
     shutil.rmtree(folder)
@@ -164,7 +172,10 @@ def table(rows: list[dict[str, Any]], layouts: list[str]) -> str:
         "|---|---|---|---|---|",
     ]
     for layout in layouts:
-        for figure, unit in (("tokens_per_second", "tokens/s"), ("first_step_seconds", "s to the first step")):
+        for figure, unit in (
+            ("tokens_per_second", "tokens/s"),
+            ("first_step_seconds", "s to the first step"),
+        ):
             ours, theirs = (
                 {r["round"]: r[figure] for r in rows if r["layout"] == layout and r["side"] == side}
                 for side in ("harness", "torchtitan")
@@ -174,7 +185,9 @@ def table(rows: list[dict[str, Any]], layouts: list[str]) -> str:
                 ratios = [ours[n] / theirs[n] for n in ours]
                 other = f"{statistics.median(theirs.values()):.1f}"
                 ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-            lines.append(f"| {layout} | {unit} | {statistics.median(ours.values()):.1f} | {other} | {ratio} |")
+            lines.append(
+                f"| {layout} | {unit} | {statistics.median(ours.values()):.1f} | {other} | {ratio} |"
+            )
     return "\n".join(lines)
 
 

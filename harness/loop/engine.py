@@ -122,7 +122,7 @@ class Engine:
     def skip_update(self) -> None:
         """Drops the gradients; the schedule moves on, so that step and learning rate stay together."""
         self.optimizer.zero_grad()
-        # Stepping a scheduler before its optimizer ever stepped makes torch warn of a mistake; here it is meant.
+        # Stepping a scheduler before its optimizer makes torch warn of a mistake; here it is meant.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.schedule.step()
 
@@ -145,9 +145,7 @@ class Engine:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: Sequence[Tensor | float], operation: dist.ReduceOp.RedOpType) -> list[float]:
-        packed = torch.stack(
-            [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
-        )
+        packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
         if self.job.world_size > 1:
             dist.all_reduce(packed, op=operation)
         return packed.tolist()
@@ -165,4 +163,6 @@ def count_valid(batch: Batch) -> int:
 
 def split_batch(batch: Batch, rows: int) -> list[Batch]:
     """Cuts a batch into pieces of ``rows`` rows."""
-    return [Batch(i, t) for i, t in zip(batch.inputs_BT.split(rows), batch.labels_BT.split(rows), strict=True)]
+    return [
+        Batch(i, t) for i, t in zip(batch.inputs_BT.split(rows), batch.labels_BT.split(rows), strict=True)
+    ]

@@ -65,7 +65,9 @@ class Trainer:
         self.peak = device_peak(job, device)
         tokenizer = build_tokenizer(job.tokenizer)
         self.loader = self._build_loader(tokenizer, "train")
-        self.validation_loader = self._build_loader(tokenizer, "validation") if job.validation.interval else None
+        self.validation_loader = (
+            self._build_loader(tokenizer, "validation") if job.validation.interval else None
+        )
 
     def train(self) -> str:
         """Runs to the last step, or to a stop that all ranks agree on.
@@ -116,7 +118,15 @@ class Trainer:
     def shown_summary(self) -> dict[str, Any]:
         """The figures a run ends with on the console."""
         row = self.result()
-        names = ("step", "tokens", "loss", "validation_loss", "tokens_per_second_per_rank", "mfu", "memory_gib")
+        names = (
+            "step",
+            "tokens",
+            "loss",
+            "validation_loss",
+            "tokens_per_second_per_rank",
+            "mfu",
+            "memory_gib",
+        )
         shown = {name: row[name] for name in names if row[name] is not None}
         rate = row["window"]["tokens_per_second"]
         return {**shown, "tokens_per_second": rate} if rate is not None else shown
@@ -263,4 +273,3 @@ def device_peak(job: Job, device: torch.device) -> Peak:
     if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
         dtype = "tf32"
     return peak_of(torch.cuda.get_device_name(device), dtype)
-

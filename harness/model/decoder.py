@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks, final norm, output projection; or the part of it one pipeline stage holds."""
+"""The decoder: embedding, blocks, final norm, output projection; or the part that one stage holds."""
 
 from __future__ import annotations
 

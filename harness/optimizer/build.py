@@ -13,7 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from harness.optimizer.config import OptimizerConfig, ScheduleConfig
 
 
-def build_optimizer(config: OptimizerConfig, named_parameters: Iterable[tuple[str, Tensor]]) -> torch.optim.AdamW:
+def build_optimizer(
+    config: OptimizerConfig, named_parameters: Iterable[tuple[str, Tensor]]
+) -> torch.optim.AdamW:
     """AdamW with one group that decays and one that does not.
 
     Args:

@@ -22,9 +22,10 @@ def settle_gradients(parameters: Iterable[Tensor]) -> None:
     """
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-            if gradient.placements != parameter.placements:
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def local_square_sum(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device) -> Tensor:
@@ -41,7 +42,9 @@ def local_square_sum(parameters: Iterable[Tensor], mesh: Mesh, device: torch.dev
     for parameter in parameters:
         gradient, shards = parameter.grad, 1
         if isinstance(gradient, DTensor):
-            split = [i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
+            split = [
+                i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)
+            ]
             shards = prod(gradient.device_mesh.size(i) for i in split)
             gradient = gradient.to_local()
         if gradient is not None and gradient.numel():

@@ -32,7 +32,9 @@ class Executor(Protocol):
         ...
 
 
-def build_executor(job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: TokenLoss, device: torch.device) -> Executor:
+def build_executor(
+    job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: TokenLoss, device: torch.device
+) -> Executor:
     """The executor that a layout needs."""
     if job.parallelism.pp > 1:
         return PipelineExecutor(job, mesh, parts, loss, device)
@@ -64,7 +66,9 @@ class DirectExecutor:
 class PipelineExecutor:
     """This rank holds some stages; torch's schedule runs microbatches through them."""
 
-    def __init__(self, job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: TokenLoss, device: torch.device) -> None:
+    def __init__(
+        self, job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: TokenLoss, device: torch.device
+    ) -> None:
         self.loss, self.device = loss, device
         self.layout, self.parts = job.parallelism, parts
         self.schedule = build_schedule(job, mesh, parts, loss, device)

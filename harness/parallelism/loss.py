@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +41,7 @@ class TokenLoss:
         logits_NV = logits.flatten(0, 1).float()
         if self.mesh is not None:
             # Shape and stride are given because the last shard may be smaller than the others.
-            whole = (logits_NV.shape[0], self.vocab_size)
+            whole = torch.Size((logits_NV.shape[0], self.vocab_size))
             logits_NV = DTensor.from_local(
                 logits_NV, self.mesh, (Shard(1),), run_check=False, shape=whole, stride=(self.vocab_size, 1)
             )

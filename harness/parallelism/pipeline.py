@@ -21,7 +21,11 @@ from harness.parallelism.stages import num_stages, stages_of_rank
 
 
 def build_schedule(
-    job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: Callable[[Tensor, Tensor], Tensor], device: torch.device
+    job: Job,
+    mesh: Mesh,
+    parts: Sequence[Decoder],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    device: torch.device,
 ) -> Any:
     """Makes torch's schedule object for this rank.
 
@@ -57,7 +61,9 @@ def build_schedule(
         schedule._load_csv(layout.pp_schedule_csv)
         return schedule
     schedule_class = get_schedule_class(layout.pp_schedule)
-    return schedule_class(stages[0] if issubclass(schedule_class, PipelineScheduleSingle) else stages, **common)
+    return schedule_class(
+        stages[0] if issubclass(schedule_class, PipelineScheduleSingle) else stages, **common
+    )
 
 
 def _boundary(job: Job, mesh: Mesh, part: Decoder, index: int, entering: bool) -> Tensor:

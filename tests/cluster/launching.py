@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,13 +21,12 @@ TINY = [
     "model.vocab_size=258",
     "tokenizer=bytes",
     "training.seq_len=16",
-    "training.global_batch_size=4",
     "metrics.console=plain",
     "cluster.device=cpu",
 ]
 LONG = ["training.steps=1000000", "metrics.log_interval=5"]
 TWO_RANKS = ["parallelism=fsdp", "parallelism.dp_shard=2"]
-PATIENCE = 90.0
+PATIENCE = 60.0
 
 
 class Launch:
@@ -49,16 +49,20 @@ class Launch:
         environment: dict[str, str] | None = None,
     ) -> None:
         self.folder = folder
-        data = [] if any(each.startswith("data=") for each in overrides) else ["data=synthetic"]
-        inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+        defaults = [] if any(each.startswith("data=") for each in overrides) else ["data=synthetic"]
+        if not any(each.startswith("training.global_batch_size=") for each in overrides):
+            defaults.append("training.global_batch_size=4")
+        inherited = {
+            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+        }
         paths = [str(Path(__file__).parents[2])]
         if patch:
             (folder / "patch").mkdir()
             (folder / "patch" / "sitecustomize.py").write_text(patch)
             paths.insert(0, str(folder / "patch"))
-        self._log = tempfile.NamedTemporaryFile("w+", dir=folder, prefix="stderr-")
+        self._log = tempfile.NamedTemporaryFile("w+", dir=folder, prefix="stderr-")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *module, *TINY, *data, *overrides],
+            [sys.executable, "-m", *module, *TINY, *defaults, *overrides],
             cwd=folder,
             env={**inherited, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
             stdout=subprocess.PIPE,
@@ -129,10 +133,8 @@ class Launch:
     def kill(self) -> None:
         """Leaves nothing behind, whatever the test has shown."""
         for pid in [self.process.pid, *self.ranks().values()]:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.communicate()
         self._log.close()
 

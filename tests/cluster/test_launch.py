@@ -38,9 +38,17 @@ if os.environ.get("RANK") == "{rank}":
 """
 
 
-def test_a_users_error_is_one_line_and_the_same_job_goes_on_in_its_folder(launch: Start, tmp_path: Path) -> None:
+def test_a_users_error_is_one_line_and_the_same_job_goes_on_in_its_folder(
+    launch: Start, tmp_path: Path
+) -> None:
     text = tmp_path / "corpus.txt"
-    overrides = [*TWO_RANKS, "data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}/cache", "training.steps=2"]
+    overrides = [
+        *TWO_RANKS,
+        "data=local_text",
+        f"data.paths=[{text}]",
+        f"data.cache_dir={tmp_path}/cache",
+        "training.steps=2",
+    ]
     first = launch(*overrides)
     assert first.finish() == EXIT_USER
     [line] = [each for each in first.err.splitlines() if each]
@@ -132,6 +140,19 @@ def test_a_second_interrupt_ends_at_once(launch: Start) -> None:
     assert job.read("result.json")["exit_reason"] == "interrupted"
 
 
+def test_a_stuck_rank_is_found_by_the_timeout_of_a_step(launch: Start) -> None:
+    job = launch(*TWO_RANKS, *LONG, "cluster.step_timeout_seconds=2")
+    job.wait_for_step()
+    os.kill(job.ranks()[1], signal.SIGSTOP)
+    assert job.finish() == EXIT_MACHINE
+    row = job.read("result.json")
+    assert (row["error.kind"], row["error.rank"]) == ("collective_timeout", 0)
+    # Which rank, where it was, and in which operation.
+    assert f"rank 0 of 2 after step {row['step']}" in job.err and "Timed out waiting 2000ms" in job.err
+    assert "in harness/" in job.err and "Traceback" not in job.err
+    assert job.ranks() == {}
+
+
 def test_a_killed_controller_leaves_no_orphans_and_a_folder_that_can_be_used(launch: Start) -> None:
     job = launch(*TWO_RANKS, *LONG)
     job.wait_for_step()
@@ -179,8 +200,12 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(launch: Start) -> 
     assert job.read("result.json")["exit_reason"] == "interrupted"
 
 
-def test_points_of_a_multirun_run_one_after_another_and_the_failing_ones_are_named(launch: Start) -> None:
-    job = launch("-m", "parallelism=single,fsdp", "parallelism.dp_shard=2,3", "training.steps=1")
+def test_a_multirun_goes_on_after_a_failing_point_and_names_it(launch: Start) -> None:
+    job = launch("-m", "parallelism=fsdp,single", "training.global_batch_size=3", "training.steps=4")
     assert job.finish() == EXIT_USER
-    print(job.err)
-    assert 0
+    lines = job.err.splitlines()
+    assert lines[0] == "[1/2] parallelism=fsdp" and lines[1].startswith("error: training.global_batch_size=3")
+    assert lines[2] == "[2/2] parallelism=single"
+    assert lines[3] == "1 of 2 points did not complete:"
+    assert lines[4] == "  [1/2] parallelism=fsdp: a mistake in the job (exit code 2)"
+    assert job.read("result.json")["exit_reason"] == "completed"

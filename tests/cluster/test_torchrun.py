@@ -12,7 +12,7 @@ from test_launch import GONE_SECONDS, patch_rank
 
 from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER
 
-TORCHRUN = ("torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "-m", "harness.train")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness.train")
 
 
 @pytest.fixture

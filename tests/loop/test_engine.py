@@ -102,7 +102,9 @@ def finite_after_spoiling(job_json: str, rank: int) -> bool:
     return engine.gradients(batch_of(engine, [32] * 4)).is_finite
 
 
-@pytest.mark.parametrize("layout", ["parallelism=fsdp", "parallelism=tp", "parallelism=pp", "parallelism=ddp"])
+@pytest.mark.parametrize(
+    "layout", ["parallelism=fsdp", "parallelism=tp", "parallelism=pp", "parallelism=ddp"]
+)
 def test_a_number_gone_wrong_on_one_rank_is_seen_by_all(pool: RankPool, layout: str) -> None:
     """Traps 25 and 26."""
     job = job_of(layout)
@@ -123,7 +125,9 @@ def clipped_norm(job_json: str, max_norm: float) -> tuple[float, float]:
     return before, engine.world_sum([squares])[0] ** 0.5
 
 
-@pytest.mark.parametrize("layout", ["parallelism=single", "parallelism=hsdp", "parallelism=fsdp_tp", "parallelism=tp_pp"])
+@pytest.mark.parametrize(
+    "layout", ["parallelism=single", "parallelism=hsdp", "parallelism=fsdp_tp", "parallelism=tp_pp"]
+)
 def test_clipping_is_by_the_global_norm(pool: RankPool, layout: str) -> None:
     job = job_of(layout)
     for before, after in pool.run(Job.from_json(job).world_size, clipped_norm, job, 0.05):

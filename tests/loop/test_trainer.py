@@ -98,7 +98,9 @@ def plain_validation_loss(job: Job) -> float:
     materialize(model, job.training.seed, torch.device("cpu"), torch.device("cpu"))
     with torch.no_grad():
         logits = model(torch.cat([b.inputs_BT for b in batches])).flatten(0, 1)
-    return float(torch.nn.functional.cross_entropy(logits, torch.cat([b.labels_BT for b in batches]).flatten()))
+    return float(
+        torch.nn.functional.cross_entropy(logits, torch.cat([b.labels_BT for b in batches]).flatten())
+    )
 
 
 @pytest.fixture
@@ -113,7 +115,9 @@ def infinite_at(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def
             if count[0] not in steps:
                 return original(self, batch, **options)
             call = self.loss.__class__.__call__
-            self.loss.__class__.__call__ = lambda loss, logits, labels: call(loss, logits, labels) * float("inf")
+            self.loss.__class__.__call__ = lambda loss, logits, labels: (
+                call(loss, logits, labels) * float("inf")
+            )
             try:
                 return original(self, batch, **options)
             finally:
@@ -169,7 +173,9 @@ def test_collections_happen_at_fixed_steps_only(tmp_path: Path, monkeypatch: pyt
         return original(self, batch, **options)
 
     monkeypatch.setattr(Engine, "gradients", gradients)
-    monkeypatch.setattr("harness.loop.trainer.gc.collect", lambda generation=2: generations.append(generation))
+    monkeypatch.setattr(
+        "harness.loop.trainer.gc.collect", lambda generation=2: generations.append(generation)
+    )
     run(tmp_path, "training.gc_interval=2")
     assert generations == [2, 1, 1, 1]  # once before the first step, then at steps 2, 4 and 6
     assert enabled == [False] * 6

@@ -1,0 +1,108 @@
+"""The pool of ranks: values, failures, deaths, hangs, and its own end."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launching import until
+
+from harness.cluster.pool import RankFailed, RankPool
+
+
+def sum_of_ranks(offset: float) -> float:
+    value = torch.tensor(offset + dist.get_rank())
+    dist.all_reduce(value)
+    return float(value)
+
+
+def own_rank() -> int:
+    return dist.get_rank()
+
+
+def raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise LookupError("broken here")
+    dist.barrier()
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(600)
+
+
+def not_picklable() -> object:
+    return lambda: None
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    with RankPool(2, timeout_seconds=60) as ranks:
+        yield ranks
+
+
+def test_values_come_back_by_rank_and_jobs_follow_each_other(pair: RankPool) -> None:
+    assert pair.run(2, own_rank) == [0, 1]
+    assert pair.run(1, own_rank) == [0]
+    assert pair.run(2, sum_of_ranks, 1.0) == [3.0, 3.0]
+
+
+def test_the_rank_that_raised_is_reported_and_the_next_job_runs(pair: RankPool) -> None:
+    with pytest.raises(
+        RankFailed, match=r"rank 1 of 2: Traceback(.|\n)*raise_on(.|\n)*LookupError: broken here"
+    ):
+        pair.run(2, raise_on, 1)
+    with pytest.raises(RankFailed, match=r"rank 1 of 2: the process died \(exit code -9\)"):
+        pair.run(2, die_on, 1)
+    assert pair.run(2, own_rank) == [0, 1]
+
+
+def test_a_value_that_cannot_travel_and_a_hang_are_reported_too(pair: RankPool) -> None:
+    with pytest.raises(RankFailed, match="pickle"):
+        pair.run(1, not_picklable)
+    pair.run(2, own_rank)
+    pair.timeout_seconds = 0.5
+    with pytest.raises(RankFailed, match=r"no answer from rank 1 of 2 in 0.5 s"):
+        pair.run(2, sleep_on, 1)
+    pair.timeout_seconds = 60
+    assert pair.run(2, own_rank) == [0, 1]
+
+
+def own_a_pool(connection: Connection) -> None:
+    pool = RankPool(2)
+    pool.run(2, own_rank)
+    connection.send([process.pid for process, _ in pool._ranks])
+    pool.run(2, sleep_on, 1)
+
+
+def test_a_killed_owner_leaves_no_ranks() -> None:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    owner = context.Process(target=own_a_pool, args=(theirs,))
+    owner.start()
+    pids = ours.recv()
+    assert all(is_alive(pid) for pid in pids) and len(pids) == 2
+    owner.kill()
+    owner.join()
+    until(lambda: not any(is_alive(pid) for pid in pids), 5)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

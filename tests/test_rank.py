@@ -1,0 +1,107 @@
+"""One rank: what it leaves behind when it fails, and that it ends with the process that started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import rank
+from harness.compose import compose_job
+from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER, DataError
+from harness.job import Job
+from harness.run_folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return compose_job(["model=llama3_tiny", "data=synthetic", "cluster.device=cpu"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, job: Job) -> RunFolder:
+    made = RunFolder(tmp_path / "run")
+    made.begin(job, [])
+    return made
+
+
+class BrokenTrainer:
+    """One that cannot even say how far it came."""
+
+    class progress:
+        step = 5
+
+    def result(self) -> dict[str, Any]:
+        raise ArithmeticError("no result either")
+
+
+class BrokenRecorder:
+    """One whose service is gone."""
+
+    def close(self, _summary: object) -> None:
+        raise ConnectionError("no service")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (DataError("no such file"), EXIT_USER, "failed"),
+        (LookupError("a bug"), EXIT_BUG, "failed"),
+        (KeyboardInterrupt(), EXIT_INTERRUPTED, "interrupted"),
+    ],
+)
+def test_what_fails_on_the_way_out_does_not_hide_the_cause(
+    folder: RunFolder,
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    reason: str,
+) -> None:
+    def train(job: Job, folder: RunFolder, number: int, run: Any, *_: object) -> str:
+        run.trainer, run.recorder = BrokenTrainer(), BrokenRecorder()
+        raise error
+
+    monkeypatch.setattr(rank, "_train", train)
+    assert rank.run_rank(job, folder, started=time.time()) == code
+    row = json.loads((folder.path / "result.json").read_text())
+    assert (row["exit_reason"], row["exit_code"]) == (reason, code)
+    if reason == "failed":
+        assert (row["error.message"], row["error.step"]) == (str(error), 5)
+
+
+def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_path: Path) -> None:
+    child = (
+        "import os, subprocess, sys, time; from harness.cluster.lifeline import end_with_parent;"
+        "worker = subprocess.Popen(['sleep', '600']); end_with_parent(int(sys.argv[1]),"
+        "lambda: open(sys.argv[2], 'w').write('said')); print(os.getpid(), worker.pid, flush=True);"
+        "time.sleep(600)"
+    )
+    parent = (
+        "import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid()),"
+        "sys.argv[2]], start_new_session=True).wait()"
+    )
+    said = tmp_path / "said"
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent, child, str(said)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid for pid in pids if os.path.exists(f"/proc/{pid}") and not is_zombie(pid)]
+    assert not left
+    assert said.read_text() == "said"
+
+
+def is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

@@ -1,0 +1,190 @@
+"""The run folder: one attempt at a time, nothing lost, the cause named."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.compose import compose_job
+from harness.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_MACHINE,
+    EXIT_NON_FINITE,
+    EXIT_USER,
+    DataError,
+    MachineError,
+    NonFiniteError,
+    UserError,
+)
+from harness.job import Job
+from harness.metrics.jsonl import MetricsFile
+from harness.run_folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return compose_job(["model=llama3_tiny", "data=synthetic", "cluster.device=cpu"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
+
+
+def test_a_begun_folder_is_enough_to_run_the_job(folder: RunFolder, job: Job) -> None:
+    folder.begin(job, ["a=1", "b=2"])
+    assert Job.from_json((folder.path / "job.json").read_text()) == job
+    assert (folder.path / "overrides.txt").read_text() == "a=1\nb=2\n"
+    assert json.loads((folder.path / "code.json").read_text())["versions"]["python"]
+    assert json.loads((folder.path / "status.json").read_text())["state"] == "starting"
+
+
+def test_an_earlier_attempt_is_put_away_whole(folder: RunFolder, job: Job) -> None:
+    folder.begin(job, ["first=1"])
+    folder.record_error(0, ValueError("of the first"))
+    folder.conclude(job, "failed", EXIT_BUG, {"step": 3})
+    before = {p.relative_to(folder.path): p.read_bytes() for p in folder.path.rglob("*") if p.is_file()}
+    folder.release()
+    folder.begin(job, ["second=2"])
+    assert folder.first_error() is None and not folder.is_concluded
+    for name, content in before.items():
+        if name.name != ".lock":
+            assert (folder.path / "attempts" / "1" / name).read_bytes() == content
+    folder.release()
+    folder.begin(job, [])
+    assert (folder.path / "attempts" / "2" / "overrides.txt").read_text() == "second=2\n"
+
+
+def test_only_one_attempt_at_a_time(folder: RunFolder, job: Job) -> None:
+    folder.begin(job, [])
+    other = RunFolder(folder.path)
+    with pytest.raises(UserError, match="already running"):
+        other.begin(job, [])
+    folder.release()
+    other.begin(job, [])
+
+
+def test_the_lock_ends_with_its_holder_however_that_ends(folder: RunFolder, job: Job) -> None:
+    folder.path.mkdir()
+    (folder.path / "job.json").write_text(job.to_json())
+    code = (
+        "import os, sys; from pathlib import Path; from harness.job import Job;"
+        "from harness.run_folder import RunFolder;"
+        "path = Path(sys.argv[1]); job = Job.from_json((path / 'job.json').read_text());"
+        "folder = RunFolder(path); folder.begin(job, []); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(folder.path)]).returncode == -9
+    assert json.loads((folder.path / "status.json").read_text())["state"] == "starting"
+    folder.begin(job, [])
+
+
+@pytest.mark.parametrize("pid_started", [1, None])
+def test_a_status_counts_only_while_its_process_lives(
+    folder: RunFolder, job: Job, pid_started: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.run_folder.LEAVING_SECONDS", 0.2)
+    folder.path.mkdir()
+    status = {
+        "state": "running",
+        "host": socket.gethostname(),
+        "pid": os.getppid(),
+        "pid_started": pid_started,
+    }
+    (folder.path / "status.json").write_text(json.dumps(status))
+    if pid_started is None:  # the living process wrote it, as far as can be told
+        with pytest.raises(UserError, match=f"already running .pid {os.getppid()}"):
+            folder.begin(job, [])
+    else:  # it started at another time: the id is of another process now
+        folder.begin(job, [])
+
+
+def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path: Path, job: Job) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write the run folder"):
+        RunFolder(tmp_path / "file" / "run").begin(job, [])
+
+
+def test_the_cause_wins_over_its_consequences_whoever_writes_first(folder: RunFolder) -> None:
+    folder.record_error(0, RuntimeError("[tcp/pair.cc] Connection closed by peer [127.0.0.1]:1"))
+    folder.record_error(2, RuntimeError("Timed out waiting 2000ms for recv operation to complete"))
+    folder.record_error(3, KeyboardInterrupt())
+    assert folder.first_error()["rank"] == 2  # type: ignore[index]
+    folder.record_error(1, LookupError("the cause"))
+    folder.record_error(4, LookupError("a later one"))
+    (folder.path / "errors" / "rank5.json").write_text("{broken")
+    assert folder.first_error()["rank"] == 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "exit_code"),
+    [
+        (DataError("no file"), "user", EXIT_USER),
+        (NonFiniteError("nan"), "non_finite", EXIT_NON_FINITE),
+        (MachineError("gone"), "machine", EXIT_MACHINE),
+        (MemoryError(), "out_of_memory", EXIT_MACHINE),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            "out_of_memory",
+            EXIT_MACHINE,
+        ),
+        (RuntimeError("Timed out waiting 2000ms for recv operation"), "collective_timeout", EXIT_MACHINE),
+        (RuntimeError("Connection reset by peer"), "peer", EXIT_MACHINE),
+        (KeyboardInterrupt(), "interrupted", EXIT_INTERRUPTED),
+        (ValueError("x"), "bug", EXIT_BUG),
+    ],
+)
+def test_every_error_has_a_kind_and_an_exit_code(
+    folder: RunFolder, error: BaseException, kind: str, exit_code: int
+) -> None:
+    folder.record_error(0, error, step=7)
+    row = folder.first_error()
+    assert row is not None
+    assert (row["kind"], row["exit_code"], row["step"]) == (kind, exit_code, 7)
+    assert row["message"]
+
+
+def test_an_error_that_cannot_be_recorded_is_shown(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.path.mkdir()
+    (folder.path / "errors").write_text("in the way")
+    folder.record_error(0, LookupError("the original"))
+    assert "LookupError: the original" in capsys.readouterr().err
+
+
+def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: Job) -> None:
+    folder.begin(job, [])
+    with MetricsFile(folder.path / "metrics.jsonl") as metrics:
+        metrics.write({"step": 4, "loss": 2.5, "tokens": 64})
+        metrics.write({"step": 4, "validation_loss": 3.0})
+    folder.record_error(0, MachineError("killed"))
+    folder.settle(job, "failed", EXIT_MACHINE)
+    row = json.loads((folder.path / "result.json").read_text())
+    assert (row["step"], row["loss"], row["tokens"]) == (4, 2.5, 64)
+    assert (row["exit_reason"], row["exit_code"], row["error.message"]) == ("failed", EXIT_MACHINE, "killed")
+
+
+def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(folder: RunFolder, job: Job) -> None:
+    folder.begin(job, [])
+    folder.record_error(0, RuntimeError("Connection closed by peer"))
+    folder.conclude(job, "failed", EXIT_MACHINE, {"step": 9})
+    folder.record_error(1, LookupError("the cause"))
+    folder.settle(job, "failed", EXIT_BUG)
+    row = json.loads((folder.path / "result.json").read_text())
+    assert (row["step"], row["exit_code"], row["error.rank"], row["error.type"]) == (
+        9,
+        EXIT_BUG,
+        1,
+        "LookupError",
+    )
+    folder.settle(job, "interrupted", EXIT_INTERRUPTED)
+    row = json.loads((folder.path / "result.json").read_text())
+    assert row["exit_reason"] == "interrupted" and not [key for key in row if key.startswith("error.")]
+    assert json.loads((folder.path / "status.json").read_text())["state"] == "interrupted"
