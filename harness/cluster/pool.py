@@ -181,6 +181,9 @@ def _serve(rank: int, connection: Connection, owner: int) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            # Setting up is no meeting: a rank that is done with its job could take its connections down
+            # while another still makes them.
+            dist.barrier()
             value = function(*arguments)
             dist.destroy_process_group()
             connection.send((True, value))

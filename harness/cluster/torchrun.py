@@ -48,7 +48,9 @@ def _meet(job: Job) -> dist.Store:
     timeout = timedelta(seconds=job.cluster.start_timeout_seconds)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    return dist.PrefixStore("harness", store)
+    # torchrun may restart the ranks, and keeps what they wrote into its store.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"harness-{attempt}", store)
 
 
 def _begin_together(job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store) -> bool:

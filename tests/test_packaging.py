@@ -1,0 +1,74 @@
+"""The wheel holds all that the checkout has: modules, the configuration tree, the shipped tokenizer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, unpacked."""
+    folder = tmp_path_factory.mktemp("wheel")
+    # A copy of what git would ship: building in place would leave build/ behind.
+    source = folder / "source"
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    for name in files:
+        path = ROOT / name
+        if name and (path.is_symlink() or path.is_file()):
+            target = source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_symlink():
+                target.symlink_to(path.readlink())
+            else:
+                target.write_bytes(path.read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w"]
+    subprocess.run([*command, str(folder), str(source)], check=True)
+    [wheel] = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+def run(unpacked: Path, cwd: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python where only the unpacked wheel is to be found, not the checkout."""
+    finder = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
+    return subprocess.run(
+        [sys.executable, "-c", finder + code],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_every_module_and_file_is_in_the_wheel(unpacked: Path) -> None:
+    modules = {str(p.relative_to(ROOT)) for p in (ROOT / "harness").rglob("*.py")}
+    assert {m for m in modules if not (unpacked / m).is_file()} == set()
+    for option in (ROOT / "conf").rglob("*.yaml"):
+        assert (unpacked / "harness" / "_conf" / option.relative_to(ROOT / "conf")).is_file()
+    for experiment in (ROOT / "experiments").rglob("*.yaml"):
+        shipped = unpacked / "harness" / "_conf" / "experiment" / experiment.relative_to(ROOT / "experiments")
+        assert shipped.is_file()
+    assert list((unpacked / "harness" / "data" / "assets").glob("*.model"))
+
+
+def test_console_script_composes_from_anywhere(unpacked: Path, tmp_path: Path) -> None:
+    [entry] = [
+        line for line in next(unpacked.glob("*.dist-info/entry_points.txt")).read_text().splitlines() if "train" in line
+    ]
+    assert entry.replace(" ", "") == "harness-train=harness.train:main"
+    code = "sys.argv = ['harness-train', '--cfg', 'job', 'model=llama3_8b', 'experiment=quickstart']; "
+    done = run(unpacked, tmp_path, code + "import harness.train; print(harness.__file__); harness.train.main()")
+    assert done.returncode == 0, done.stderr
+    assert str(unpacked) in done.stdout
+    assert "name: quickstart" in done.stdout
+    assert list(tmp_path.iterdir()) == []
