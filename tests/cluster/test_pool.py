@@ -78,8 +78,6 @@ def test_a_value_that_cannot_travel_and_a_hang_are_reported_too(pair: RankPool) 
     pair.timeout_seconds = 0.5
     with pytest.raises(RankFailed, match=r"no answer from rank 1 of 2 in 0.5 s"):
         pair.run(2, sleep_on, 1)
-    pair.timeout_seconds = 60
-    assert pair.run(2, own_rank) == [0, 1]
 
 
 def own_a_pool(connection: Connection) -> None:
