@@ -249,6 +249,8 @@ def _check_field(key: str, value: str | None, schema: type, groups: list[str], s
             raise _unknown(key, value, name, known, prefix, _namesakes(schema, names[-1]))
         inner = fields[name]
         if depth + 1 < len(names):
+            if get_origin(get_type_hints(current)[name]) is dict:
+                return  # its keys are the user's own
             if inner is None:
                 raise ConfigError(key, value, f"{prefix}{name} is a value and has no fields")
             prefix, current = f"{prefix}{name}.", inner

@@ -66,8 +66,21 @@ def threads_per_rank(job: Job) -> int:
     return max(1, cores // job.world_size)
 
 
+def openmp_environment(job: Job) -> dict[str, str]:
+    """How many threads OpenMP runs in a rank and how they wait; to be set before torch is imported.
+
+    GNU's OpenMP lets threads spin for milliseconds at every barrier. Where other processes want the cores
+    too, they spin in the way of the one they wait for: on two shared cores steps took up to ten times as
+    long. 1000 turns are as quick on an idle machine (experiments/LOG.md). What the user has set stays.
+    """
+    wanted = {"OMP_NUM_THREADS": str(threads_per_rank(job)), "GOMP_SPINCOUNT": "1000"}
+    said = "OMP_NUM_THREADS" if job.cluster.threads_per_rank is not None else ""
+    return {name: value for name, value in wanted.items() if name == said or name not in os.environ}
+
+
 def _run_here(job: Job, folder: RunFolder, started: float) -> int:
     """Runs the only rank in this process; returns its exit code."""
+    os.environ.update(openmp_environment(job))
     with stop_signals_interrupt():
         return run_rank(job, folder, started=started)
 
@@ -184,7 +197,7 @@ class Ranks:
     def _environment(self, rank: int) -> dict[str, str]:
         """What torchrun would set, and what makes the rank end with this process."""
         size = str(self.job.world_size)
-        own = {
+        return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": size,
@@ -194,10 +207,8 @@ class Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             CONTROLLER: str(os.getpid()),
             STARTED: str(self.started),
+            **openmp_environment(self.job),
         }
-        if self.job.cluster.threads_per_rank is not None or "OMP_NUM_THREADS" not in os.environ:
-            own["OMP_NUM_THREADS"] = str(threads_per_rank(self.job))
-        return own
 
 
 def _logs_specs(folder: Path) -> LogsSpecs:

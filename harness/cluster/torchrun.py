@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from harness.cluster.local import account_of
+from harness.cluster.local import account_of, openmp_environment
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, UserError
 from harness.job import Job
 from harness.loop.signals import stop_signals_interrupt
@@ -26,6 +26,7 @@ _BEGUN, _REFUSED = "begun", "refused"
 def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoReturn:
     """Runs this rank and ends the process with its exit code."""
     started, rank = time.time(), int(os.environ["RANK"])
+    os.environ.update(openmp_environment(job))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Only where the parent is known to be the launcher and not some shell that may go its own way.
         end_with_launcher(job, folder, os.getppid())
