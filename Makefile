@@ -12,20 +12,15 @@ help:  ## show this help
 
 install: $(READY)  ## make the virtual environment and install everything
 
-# Without a GPU the CPU build of PyTorch is enough and a tenth of the size; the newest release in range that has
-# one is taken. With a GPU, pip's default build is the CUDA one.
+# TORCH is the build of PyTorch to install first; set it where pip's default is not the one for the machine,
+# e.g. make install TORCH='torch==2.12.0'.
+TORCH ?= torch==2.13.0
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	@touch $@
-
-ifneq ($(wildcard /dev/nvidia0),)
-TORCH ?= 'torch>=2.11,<2.14'
-else
-TORCH ?= torch==2.13.0
-endif
 
 train: $(READY)  ## train a small Llama on the Python standard library's sources, on this machine
 	$(BIN)/python -m harness.train experiment=quickstart

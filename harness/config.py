@@ -37,6 +37,11 @@ def label(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | No
     return _field(LABEL, default, factory)
 
 
+def part(kind: type) -> Any:
+    """A part of a job, whose own fields say what each of them changes."""
+    return dataclasses.field(default_factory=kind)
+
+
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yields ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order.
 

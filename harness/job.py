@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from harness.cluster.config import ClusterConfig, count_gpus
-from harness.config import LABEL, NUMERICS, label, leaves, numerics
+from harness.config import LABEL, NUMERICS, label, leaves, part
 from harness.data import DataConfig, TokenizerConfig
 from harness.errors import ConfigError, divisors
 from harness.loop.config import DebugConfig, TrainingConfig, ValidationConfig
@@ -30,18 +30,18 @@ class Job:
     """Folder of the run inside runs_dir, shared by jobs that belong together."""
     runs_dir: str = label("runs")
     """Where run folders are made."""
-    training: TrainingConfig = numerics(factory=TrainingConfig)
-    validation: ValidationConfig = numerics(factory=ValidationConfig)
-    model: ModelConfig = numerics(factory=ModelConfig)
-    parallelism: ParallelismConfig = numerics(factory=ParallelismConfig)
-    precision: PrecisionConfig = numerics(factory=PrecisionConfig)
-    data: DataConfig = numerics(factory=DataConfig)
-    tokenizer: TokenizerConfig = numerics(factory=TokenizerConfig)
-    optimizer: OptimizerConfig = numerics(factory=OptimizerConfig)
-    schedule: ScheduleConfig = numerics(factory=ScheduleConfig)
-    metrics: MetricsConfig = numerics(factory=MetricsConfig)
-    debug: DebugConfig = numerics(factory=DebugConfig)
-    cluster: ClusterConfig = numerics(factory=ClusterConfig)
+    training: TrainingConfig = part(TrainingConfig)
+    validation: ValidationConfig = part(ValidationConfig)
+    model: ModelConfig = part(ModelConfig)
+    parallelism: ParallelismConfig = part(ParallelismConfig)
+    precision: PrecisionConfig = part(PrecisionConfig)
+    data: DataConfig = part(DataConfig)
+    tokenizer: TokenizerConfig = part(TokenizerConfig)
+    optimizer: OptimizerConfig = part(OptimizerConfig)
+    schedule: ScheduleConfig = part(ScheduleConfig)
+    metrics: MetricsConfig = part(MetricsConfig)
+    debug: DebugConfig = part(DebugConfig)
+    cluster: ClusterConfig = part(ClusterConfig)
 
     @property
     def id(self) -> str:
@@ -98,6 +98,8 @@ class Job:
         if gpus is None:
             gpus = 0 if self.cluster.device == "cpu" else count_gpus()
         self.parallelism.resolve(launched_ranks or self.cluster.ranks_per_node, gpus or None)
+        if launched_ranks is None:
+            self.cluster.validate_gpus(gpus, self.world_size)
         self._resolve_batch()
         self._validate()
         return self

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.app import run_verb
 from harness.compose import compose_job
-from harness.config import label
+from harness.config import label, part
 from harness.errors import EXIT_OK, ConfigError
 from harness.job import Job, differing_numerics
 
@@ -44,12 +43,26 @@ class ParityConfig:
     gradient_tolerance: float | None = label(None)
     """Largest relative difference of a gradient (2-norm, per parameter) or of the norm; null: 1e-4, 5e-2."""
 
+    def validate(self, training_steps: int) -> None:
+        """Raises ConfigError for counts and tolerances that compare nothing."""
+        if not 1 <= self.steps <= training_steps:
+            raise ConfigError(
+                "parity.steps", self.steps, f"must be from 1 to training.steps={training_steps}"
+            )
+        if self.world_size < 1:
+            raise ConfigError("parity.world_size", self.world_size, "must be at least 1")
+        for name in ("loss_tolerance", "gradient_tolerance"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"parity.{name}", value, "must not be negative, or null")
+
 
 @dataclass
 class ParityJob(Job):
     """A job with what is to be compared."""
 
-    parity: ParityConfig = label(factory=ParityConfig)
+    parity: ParityConfig = part(ParityConfig)
+    """What is compared."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,9 @@ def whole_gradients(engine: Any) -> dict[str, Tensor]:
     whole = {}
     for name, parameter in engine.named_parameters():
         gradient = parameter.grad
+        assert gradient is not None, f"{name} has no gradient"
+        # Gathering would complete a partial gradient, and hide that nothing else does.
+        assert getattr(gradient, "placements", None) == getattr(parameter, "placements", None), name
         whole[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
     return whole
 
@@ -162,6 +178,7 @@ def parity(job: ParityJob, overrides: list[str]) -> int:
     from harness.cluster.pool import RankFailed, RankPool
 
     config = job.parity
+    config.validate(job.training.steps)
     defaults = TOLERANCES[job.precision.param_dtype]
     tolerances = (
         defaults[0] if config.loss_tolerance is None else config.loss_tolerance,
@@ -171,7 +188,6 @@ def parity(job: ParityJob, overrides: list[str]) -> int:
     reference_job = next(iter(layouts.values()))[1]
     fitting = {name: (ranks, each) for name, (ranks, each) in layouts.items() if ranks <= config.world_size}
     out = sys.stdout
-    os.environ["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
     failed: list[str] = []
     with RankPool(max([1, *(ranks for ranks, _ in fitting.values())])) as pool:
         [reference] = pool.run(1, trace, single_process(reference_job).to_json(), config.steps)

@@ -216,6 +216,13 @@ def test_cfg_job_prints_the_job_and_runs_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_shell_completion(typed: str, offered: set[str]) -> None:
-    done = harness_train("-sc", "query=bash", COMP_LINE=f"harness-train {typed}")
-    assert done.returncode == 0
+    """The script that the README tells to evaluate, in a real bash, asked what TAB would offer."""
+    line = f"harness-train {typed}"
+    script = (
+        f'export PATH={Path(sys.executable).parent}:$PATH; eval "$(harness-train -sc install=bash)"; '
+        f"COMP_WORDS=(harness-train '{typed}'); COMP_CWORD=1; COMP_LINE='{line}'; COMP_POINT={len(line)}; "
+        "function=$(complete -p harness-train | sed 's/.*-F \\([^ ]*\\).*/\\1/'); $function; "
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert offered <= set(done.stdout.split()), done.stdout + done.stderr

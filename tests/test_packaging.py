@@ -40,7 +40,9 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(unpacked: Path, cwd: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Runs Python where only the unpacked wheel is to be found, not the checkout."""
-    finder = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
+    finder = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
+    )
     return subprocess.run(
         [sys.executable, "-c", finder + code],
         cwd=cwd,
@@ -63,11 +65,15 @@ def test_every_module_and_file_is_in_the_wheel(unpacked: Path) -> None:
 
 def test_console_script_composes_from_anywhere(unpacked: Path, tmp_path: Path) -> None:
     [entry] = [
-        line for line in next(unpacked.glob("*.dist-info/entry_points.txt")).read_text().splitlines() if "train" in line
+        line
+        for line in next(unpacked.glob("*.dist-info/entry_points.txt")).read_text().splitlines()
+        if "train" in line
     ]
     assert entry.replace(" ", "") == "harness-train=harness.train:main"
     code = "sys.argv = ['harness-train', '--cfg', 'job', 'model=llama3_8b', 'experiment=quickstart']; "
-    done = run(unpacked, tmp_path, code + "import harness.train; print(harness.__file__); harness.train.main()")
+    done = run(
+        unpacked, tmp_path, code + "import harness.train; print(harness.__file__); harness.train.main()"
+    )
     assert done.returncode == 0, done.stderr
     assert str(unpacked) in done.stdout
     assert "name: quickstart" in done.stdout

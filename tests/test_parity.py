@@ -96,7 +96,20 @@ def test_tied_embeddings(pool: RankPool, name: str) -> None:
     assert verdict.passed, parity.line(verdict)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "hsdp", "fsdp_tp", "fsdp_pp", "fsdp_tp_pp"])
+BFLOAT16 = [
+    "ddp_accumulate",
+    "fsdp",
+    "fsdp_offload",
+    "hsdp",
+    "tp",
+    "fsdp_tp",
+    "fsdp_pp",
+    "fsdp_pp_zbv",
+    "fsdp_tp_pp",
+]
+
+
+@pytest.mark.parametrize("name", BFLOAT16)
 def test_bfloat16(pool: RankPool, name: str) -> None:
     """Against one process that rounds in the same places; tolerances are those of eight bits."""
     job = layout(name, "precision=bf16")

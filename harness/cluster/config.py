@@ -45,6 +45,18 @@ class ClusterConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"cluster.{name}", getattr(self, name), "must be at least 1 second")
 
+    def validate_gpus(self, gpus: int, ranks: int) -> None:
+        """Raises ConfigError when this machine has not the GPUs that the ranks need, one each."""
+        if self.device == "cuda" and gpus == 0:
+            raise ConfigError("cluster.device", "cuda", "this machine has no NVIDIA GPU", ["cpu", "auto"])
+        if self.device != "cpu" and 0 < gpus < ranks:
+            raise ConfigError(
+                "cluster.device",
+                self.device,
+                f"the layout takes {ranks} ranks, one GPU each, and this machine has {gpus}",
+                f"cpu, or degrees of parallelism that multiply to at most {gpus}",
+            )
+
 
 def count_gpus() -> int:
     """Number of NVIDIA GPUs a process here may use, found without torch."""

@@ -19,6 +19,8 @@ from harness.parallelism.materialize import named_parameters
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_model_parts
 
+HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class StepOutcome:
@@ -87,20 +89,20 @@ class Engine:
         """Computes the gradients of one global batch.
 
         Args:
-            batch: this rank's rows of it.
+            batch: this rank's rows of it, in host memory.
             stop_requested: whether this rank was asked to stop; travels with the sums that are taken anyway.
         """
         local_tokens = count_valid(batch)
-        valid_tokens = int(self.world_sum([local_tokens if self.counts_tokens else 0])[0])
+        # In host memory: on the device this would wait for the step before.
+        valid_tokens = int(self.world_sum([local_tokens if self.counts_tokens else 0], HOST)[0])
         # A batch without a single valid token has a loss of 0, not of 0/0.
         self.loss.denominator = float(max(1, valid_tokens))
-        pieces = split_batch(batch, self.job.local_batch_size)
+        pieces = split_batch(self._to_device(batch), self.job.local_batch_size)
         loss = torch.zeros((), device=self.device)
         for i, piece in enumerate(pieces):
             loss = loss + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
         settle_gradients(self.parameters)
         squares = local_square_sum(self.parameters, self.mesh, self.device)
-        own = self._local(loss, local_tokens)
         square_sum, loss_sum, stops = self.world_sum(
             [squares, loss if self.counts_tokens else 0.0, float(stop_requested)]
         )
@@ -108,7 +110,7 @@ class Engine:
             loss=loss_sum,
             grad_norm=square_sum**0.5,
             valid_tokens=valid_tokens,
-            local_loss=own,
+            local_loss=self._local(loss, local_tokens),
             stop_requested=stops > 0,
         )
 
@@ -130,30 +132,41 @@ class Engine:
         """Sum of token losses and number of valid tokens of one global batch, without gradients."""
         self.loss.denominator = 1.0
         loss = torch.zeros((), device=self.device)
-        for piece in split_batch(batch, self.job.local_batch_size):
+        for piece in split_batch(self._to_device(batch), self.job.local_batch_size):
             loss = loss + self.executor.forward(piece)
         owns = self.counts_tokens
         total = self.world_sum([loss if owns else 0.0, count_valid(batch) if owns else 0])
         return float(total[0]), int(total[1])
 
-    def world_sum(self, values: Sequence[Tensor | float]) -> list[float]:
-        """Sums each value over all ranks, in float64."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+    def world_sum(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> list[float]:
+        """Sums each value over all ranks, in float64; on the compute device unless another is given."""
+        return self._reduce(values, dist.ReduceOp.SUM, device)
 
     def world_max(self, values: Sequence[Tensor | float]) -> list[float]:
         """Maximum of each value over all ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self._reduce(values, dist.ReduceOp.MAX, HOST)
 
-    def _reduce(self, values: Sequence[Tensor | float], operation: dist.ReduceOp.RedOpType) -> list[float]:
-        packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
+    def _reduce(
+        self,
+        values: Sequence[Tensor | float],
+        operation: dist.ReduceOp.RedOpType,
+        device: torch.device | None,
+    ) -> list[float]:
+        device = device or self.device
+        packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
         if self.job.world_size > 1:
             dist.all_reduce(packed, op=operation)
         return packed.tolist()
 
+    def _to_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return batch
+        return Batch(*(tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch))
+
     def _local(self, loss: Tensor, local_tokens: int) -> float | None:
         if not self.counts_tokens or not local_tokens:
             return None
-        return float(loss) * float(self.loss.denominator) / local_tokens
+        return float(loss) * self.loss.denominator / local_tokens
 
 
 def count_valid(batch: Batch) -> int:

@@ -46,8 +46,7 @@ def set_up_process(job: Job) -> None:
     if job.debug.deterministic:
         # cuBLAS reads this when its handle is made (docs.pytorch.org, "Reproducibility").
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(job.debug.deterministic)
     silence_known_noise()
 
 

@@ -138,7 +138,7 @@ class Trainer:
             if collecting and step % training.gc_interval == 0:
                 gc.collect(1)
             with self.timer.section("data"):
-                batch = self._to_device(self.loader.next())
+                batch = self.loader.next()
             outcome = self.engine.gradients(batch, stop_requested=request.signal is not None)
             lr = self.engine.lr
             if outcome.is_finite:
@@ -203,7 +203,7 @@ class Trainer:
             self.validation_loader.reset()
             losses, tokens = 0.0, 0
             for _ in range(self.job.validation.steps):
-                loss, valid = self.engine.evaluate(self._to_device(self.validation_loader.next()))
+                loss, valid = self.engine.evaluate(self.validation_loader.next())
                 losses, tokens = losses + loss, tokens + valid
             self.progress.validation_loss = losses / max(1, tokens)
         if self.recorder is not None:
@@ -241,12 +241,6 @@ class Trainer:
             barrier=barrier,
             is_builder=local_rank() == 0,
         )
-
-    def _to_device(self, batch: Batch) -> Batch:
-        if self.engine.device.type == "cpu":
-            return batch
-        device = self.engine.device
-        return Batch(*(t.pin_memory().to(device, non_blocking=True) for t in batch))
 
     def _say(self, text: str) -> None:
         if self.recorder is not None:

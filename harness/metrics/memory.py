@@ -15,23 +15,14 @@ def peak_memory_gib(device_type: str) -> float:
     """The most memory held at once.
 
     Args:
-        device_type: ``cuda`` gives what the caching allocator reserved on the current device since the last
-            reset, which is what decides whether a run fits. Anything else gives the peak resident memory
-            of this process since it started.
+        device_type: ``cuda`` gives what the caching allocator reserved on the current device, which is what
+            decides whether a run fits. Anything else gives the peak resident memory of this process.
     """
     if device_type == "cuda":
         import torch
 
         return torch.cuda.max_memory_reserved() / GIB
     return _peak_resident_bytes() / GIB
-
-
-def reset_peak_memory(device_type: str) -> None:
-    """Begins a new peak on ``cuda``; on a CPU the peak is that of the whole life of the process."""
-    if device_type == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
 
 
 def _peak_resident_bytes() -> int:

@@ -13,8 +13,6 @@ class Accounting:
 
     parameters: int
     """All parameters; a tied table counts once."""
-    embedding_parameters: int
-    """Parameters of the embedding table, which is looked up, not multiplied by."""
     flops_per_token_full: float
     """FLOPs of forward and backward per token, attention counted over the whole square."""
     flops_per_token_causal: float
@@ -44,7 +42,6 @@ def account(model: ModelConfig, seq_len: int) -> Accounting:
     attention = 6.0 * model.n_layers * model.n_heads * 2 * model.head_width * seq_len
     return Accounting(
         parameters=total,
-        embedding_parameters=table,
         flops_per_token_full=6.0 * multiplied + attention,
         flops_per_token_causal=6.0 * multiplied + attention / 2,
     )

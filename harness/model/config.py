@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.config import label, numerics
+from harness.config import label, numerics, part
 from harness.errors import ConfigError, divisors
 
 SCALINGS = ("none", "llama3")
@@ -70,7 +70,7 @@ class ModelConfig:
     """Whether the output projection is the embedding table."""
     max_seq_len: int = numerics("???")
     """Longest sequence, in tokens, that the model is made for."""
-    rope: RopeConfig = numerics(factory=RopeConfig)
+    rope: RopeConfig = part(RopeConfig)
     """Rotary position embedding."""
 
     def resolve(self) -> None:

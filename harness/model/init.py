@@ -1,7 +1,8 @@
 """Initial values by name: each parameter's are drawn from a generator seeded with the seed and its name.
 
 So they depend neither on the layout nor on the order in which modules are built: every rank draws the
-full tensor and keeps its own shard, and no seed checkpoint is needed to compare layouts.
+full tensor and keeps its own shard, and no seed checkpoint is needed to compare layouts. They do depend on
+the kind of device that draws them: torch's generators of CPUs and GPUs are different ones.
 """
 
 from __future__ import annotations

@@ -147,11 +147,10 @@ class ParallelismConfig:
             for degree in divisors(model.n_heads, model.n_kv_heads, model.ffn_hidden_dim)
             if seq_len % degree == 0 or not self.sequence_parallel
         ]
-        for name in ("n_heads", "n_kv_heads", "ffn_hidden_dim"):
-            if getattr(model, name) % self.tp:
-                raise ConfigError(
-                    "parallelism.tp", self.tp, f"must divide model.{name}={getattr(model, name)}", works
-                )
+        names = ("n_heads", "n_kv_heads", "ffn_hidden_dim")
+        broken = [f"model.{name}={getattr(model, name)}" for name in names if getattr(model, name) % self.tp]
+        if broken:
+            raise ConfigError("parallelism.tp", self.tp, f"must divide {' and '.join(broken)}", works)
         if self.uses_sequence_parallel and seq_len % self.tp:
             raise ConfigError(
                 "training.seq_len",

@@ -14,7 +14,7 @@ from harness.model.decoder import Decoder
 from harness.parallelism.fsdp import sync_gradients
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.mesh import Mesh
-from harness.parallelism.pipeline import build_schedule
+from harness.parallelism.pipeline import build_schedule, forward_only
 
 
 class Executor(Protocol):
@@ -80,7 +80,8 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
-        return self._run(self.schedule.eval, batch)
+        with forward_only(self.schedule):
+            return self._run(self.schedule.eval, batch)
 
     def _run(self, run, batch: Batch) -> Tensor:  # type: ignore[no-untyped-def]
         inputs = (batch.inputs_BT,) if self.holds_first else ()

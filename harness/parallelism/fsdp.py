@@ -34,7 +34,7 @@ def apply_fsdp(
 ) -> None:
     """Wraps every block of a model part, and the part itself, in place."""
     axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
-    reshard = reshards_after_forward(layout)
+    reshard, always = reshards_after_forward(layout), layout.reshard_after_forward == "always"
     # Inputs are left as they are: activations already have the parameters' format, and casting would
     # round the rotation table, which stays in float32.
     policy = MixedPrecisionPolicy(
@@ -61,8 +61,8 @@ def apply_fsdp(
             shard(part.tok_embeddings, reshard)
         if part.norm is not None and part.output is not None:
             # Backward starts with these: freeing them after forward would only gather them again.
-            shard([part.norm, part.output], layout.reshard_after_forward == "always")
-    shard(part, layout.reshard_after_forward == "always")
+            shard([part.norm, part.output], reshard and always)
+    shard(part, reshard and always)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -85,8 +85,12 @@ def reshards_after_forward(layout: ParallelismConfig) -> bool:
 def sync_gradients(part: nn.Module, layout: ParallelismConfig, last: bool) -> None:
     """Says before a backward pass whether it reduces gradients.
 
-    Sharded gradients are reduced every pass, which keeps their memory bounded; replicated ones lie
-    whole on every rank anyway, and are reduced once a step.
+    Gradients are scattered to their shards every pass, which keeps their memory bounded; between replicas
+    they are summed once a step.
     """
-    if isinstance(part, FSDPModule) and layout.dp_shard == 1:
+    if not isinstance(part, FSDPModule):
+        return
+    if layout.dp_shard == 1:
         part.set_requires_gradient_sync(last)
+    elif layout.dp_replicate > 1:
+        part.set_requires_all_reduce(last)

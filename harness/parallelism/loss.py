@@ -30,7 +30,7 @@ class TokenLoss:
         """
         self.vocab_size = vocab_size
         self.mesh = mesh
-        self.denominator: Tensor | float = 1.0
+        self.denominator = 1.0
 
     def context(self) -> AbstractContextManager:
         """What forward and backward of the loss have to run in."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
+    _Action,
+    _ComputationType,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
@@ -64,6 +67,43 @@ def build_schedule(
     return schedule_class(
         stages[0] if issubclass(schedule_class, PipelineScheduleSingle) else stages, **common
     )
+
+
+_FORWARD_TYPES = {
+    _ComputationType.FORWARD,
+    _ComputationType.SEND_F,
+    _ComputationType.RECV_F,
+    _ComputationType.UNSHARD,
+    _ComputationType.RESHARD,
+}
+
+
+@contextmanager
+def forward_only(schedule: Any) -> Iterator[None]:
+    """Leaves only the forward actions in a schedule while it is entered.
+
+    torch's ``eval`` walks through the backward actions too, and where neighbouring stages lie on one rank
+    (ZBVZeroBubble, DualPipeV) asks them for gradients that there are not.
+    """
+    if not isinstance(schedule, _PipelineScheduleRuntime):
+        yield
+        return
+    whole = schedule.pipeline_order_with_comms
+    schedule.pipeline_order_with_comms = {
+        rank: [forward for action in actions for forward in _forward_of(action)]
+        for rank, actions in whole.items()
+    }
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = whole
+
+
+def _forward_of(action: _Action) -> list[_Action]:
+    """The forward part of an action: itself, none, or the forward half of an overlapped pair."""
+    if action.sub_actions is not None:
+        return [part for part in action.sub_actions if part.computation_type in _FORWARD_TYPES]
+    return [action] if action.computation_type in _FORWARD_TYPES else []
 
 
 def _boundary(job: Job, mesh: Mesh, part: Decoder, index: int, entering: bool) -> Tensor:

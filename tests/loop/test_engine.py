@@ -205,3 +205,44 @@ def test_initial_values_are_those_drawn_by_name(pool: RankPool, layout: str, voc
     job = job_of(f"parallelism={layout}", f"model.vocab_size={vocab}")
     ranks = Job.from_json(job).world_size
     assert pool.run(ranks, shards_of, job) == [True] * ranks
+
+
+def losses_around_validation(job_json: str) -> list[float]:
+    """Training loss, validation loss, training loss: of the same batches on every layout."""
+    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+    first, second = batch_of(engine, [3, 32, 10, 1]), batch_of(engine, [32, 5, 9, 30])
+    before = engine.gradients(first)
+    engine.update(before.grad_norm)
+    loss, tokens = engine.evaluate(second)
+    after = engine.gradients(first)
+    assert tokens == 76
+    return [before.loss, loss / tokens, after.loss, after.grad_norm]
+
+
+PIPELINES = [
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(["parallelism=pp", f"parallelism.pp_schedule={schedule}"] for schedule in PIPELINES),
+        ["parallelism=fsdp_pp", "parallelism.pp_schedule=ZBVZeroBubble"],
+        ["parallelism=fsdp_pp", "parallelism.pp_schedule=Interleaved1F1B"],
+        *([f"parallelism={name}"] for name in ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "tp_pp")),
+    ],
+    ids=lambda layout: "-".join(o.split("=")[1] for o in layout),
+)
+def test_validation_is_the_same_and_leaves_training_alone(pool: RankPool, layout: list[str]) -> None:
+    """Trap 11, on every way of executing a forward pass."""
+    [expected] = pool.run(1, losses_around_validation, job_of())
+    job = job_of(*layout)
+    for found in pool.run(Job.from_json(job).world_size, losses_around_validation, job):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -189,6 +189,8 @@ def test_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
             _, folder, _ = run(tmp_path / name, "debug=deterministic")
             figures.append([(row["loss"], row["grad_norm"]) for row in rows_of(folder)])
         assert torch.are_deterministic_algorithms_enabled()
+        run(tmp_path / "c", "debug=default")
+        assert not torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
     assert figures[0] == figures[1]
