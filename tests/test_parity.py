@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from harness import parity
-from harness.cluster.pool import RankPool
+from harness.cluster.pool import RankFailed, RankPool
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.parity import ParityConfig, ParityJob, Trace, compare, compose_layouts, single_process, trace
@@ -63,6 +63,19 @@ def test_csv_schedule(pool: RankPool, tmp_path: Path) -> None:
     traces = pool.run(2, trace, job.to_json(), 3)
     verdict = compare("csv", 2, reference(pool, job, 3), traces, TOLERANCES)
     assert verdict.passed, parity.line(verdict)
+
+
+def test_csv_schedule_changed_behind_the_job(pool: RankPool, tmp_path: Path) -> None:
+    """The content of the file is part of the job: another one is another job, and never runs as this one."""
+    schedule = tmp_path / "schedule.csv"
+    schedule.write_text("0F0,,,0B0\n,1F0,1B0\n")
+    overrides = [f"parallelism.pp_schedule_csv={schedule}", "parallelism=pp", "training.global_batch_size=1"]
+    matrix = {"csv": " ".join(overrides)}
+    job = compose_layouts(ParityConfig(matrix=matrix), [])["csv"][1]
+    schedule.write_text("0F0,,,0I0,0W0\n,1F0,1I0,1W0\n")
+    assert compose_layouts(ParityConfig(matrix=matrix), [])["csv"][1].id != job.id
+    with pytest.raises(RankFailed, match="not the one the job was composed with"):
+        pool.run(2, trace, job.to_json(), 1)
 
 
 def test_reference_learns_and_masks_unevenly(pool: RankPool) -> None:

@@ -47,6 +47,8 @@ class ParallelismConfig:
     """Pipeline schedule, by torch's name."""
     pp_schedule_csv: str | None = execution(None)
     """A compute-only schedule in torch's CSV form (one row a rank, cells like 0F0); replaces pp_schedule."""
+    pp_schedule_csv_digest: str | None = execution(None)
+    """Digest of that file, filled in when the job is composed: another schedule is another job."""
     pp_microbatch_size: int = execution(1)
     """Sequences per microbatch."""
     pp_layers_per_stage: int | None = execution(None)
@@ -182,7 +184,8 @@ class ParallelismConfig:
         check_stages(self, model.n_layers)
         per_rank = stages_per_rank(self, model.n_layers)
         if self.pp_schedule_csv is not None:
-            scheduled = read_csv_schedule(self.pp_schedule_csv, self.pp).num_microbatches
+            read = read_csv_schedule(self.pp_schedule_csv, self.pp)
+            self.pp_schedule_csv_digest, scheduled = read.digest, read.num_microbatches
             rule = f"{self.pp_schedule_csv} runs {scheduled} microbatches"
             self._validate_microbatches(local_batch_size, share, scheduled.__eq__, rule)
             return

@@ -17,9 +17,11 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from harness.errors import UserError
 from harness.job import Job
 from harness.model.decoder import Decoder
 from harness.parallelism.mesh import Mesh
+from harness.parallelism.schedules import read_csv_schedule
 from harness.parallelism.stages import num_stages, stages_of_rank
 
 
@@ -61,6 +63,11 @@ def build_schedule(
     }
     if layout.pp_schedule_csv is not None:
         schedule = _PipelineScheduleRuntime(stages, **common)
+        if read_csv_schedule(layout.pp_schedule_csv, layout.pp).digest != layout.pp_schedule_csv_digest:
+            raise UserError(
+                f"parallelism.pp_schedule_csv={layout.pp_schedule_csv}: the file is not the one the job was "
+                "composed with; would work: that file, or composing the job again"
+            )
         schedule._load_csv(layout.pp_schedule_csv)
         return schedule
     schedule_class = get_schedule_class(layout.pp_schedule)

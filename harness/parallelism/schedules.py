@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ class CsvSchedule:
     """For every rank the stages it holds, ascending."""
     num_microbatches: int
     """Microbatches that every stage runs."""
+    digest: str
+    """SHA-256 of the file, twelve hex digits."""
 
     @property
     def num_stages(self) -> int:
@@ -119,4 +122,5 @@ def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
         )
     if set(backwards) != wanted or any(kinds not in ({"B"}, {"I", "W"}) for kinds in backwards.values()):
         raise ConfigError(field, path, "every stage and microbatch needs one B, or one I and one W")
-    return CsvSchedule(stages_of_rank, microbatches)
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    return CsvSchedule(stages_of_rank, microbatches, digest)
