@@ -198,11 +198,12 @@ def norm_of_own_stage(job_json: str, steps: int) -> Trace:
     from harness.loop import engine
 
     original = engine.Engine.world_sum
-    engine.Engine.world_sum = (
-        lambda self, values: (  # type: ignore[method-assign]
-            [float(values[0]), *original(self, values)[1:]] if len(values) == 3 else original(self, values)
-        )
-    )
+
+    def world_sum(self, values, *device):  # type: ignore[no-untyped-def]
+        sums = original(self, values, *device)
+        return [float(values[0]), *sums[1:]] if len(values) == 3 else sums
+
+    engine.Engine.world_sum = world_sum  # type: ignore[method-assign]
     try:
         return trace(job_json, steps)
     finally:

@@ -247,7 +247,7 @@ LAYOUTS = [
     ),
     mistake(
         "training.seq_len=100 parallelism.tp=3",
-        "parallelism.tp=3: must divide model.n_heads=16; would work: 1, 2, 4",
+        "parallelism.tp=3: must divide model.n_heads=16, model.n_kv_heads=16; would work: 1, 2, 4",
         "parallelism.tp=4",
     ),
     mistake(
@@ -664,7 +664,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (
             ["model=llama3_8b", "parallelism.tp=3"],
-            "parallelism.tp=3: must divide model.n_heads=32; would work: 1, 2, 4, 8",
+            "parallelism.tp=3: must divide model.n_heads=32, model.n_kv_heads=8, "
+            "model.ffn_hidden_dim=14336; would work: 1, 2, 4, 8",
         ),
         (["parallelism.tp=two"], "parallelism.tp=two: must be an integer"),
         (["+parallelism.tpp=2"], "parallelism.tpp=2: no such field; did you mean parallelism.tp?"),

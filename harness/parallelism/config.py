@@ -152,7 +152,7 @@ class ParallelismConfig:
         names = ("n_heads", "n_kv_heads", "ffn_hidden_dim")
         broken = [f"model.{name}={getattr(model, name)}" for name in names if getattr(model, name) % self.tp]
         if broken:
-            raise ConfigError("parallelism.tp", self.tp, f"must divide {' and '.join(broken)}", works)
+            raise ConfigError("parallelism.tp", self.tp, f"must divide {', '.join(broken)}", works)
         if self.uses_sequence_parallel and seq_len % self.tp:
             raise ConfigError(
                 "training.seq_len",

@@ -26,12 +26,16 @@ def send(number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_is_noted_and_handlers_come_back(number: int) -> None:
-    before = signal.getsignal(number)
-    with StopRequest() as request:
-        assert request.signal is None
-        send(number)
-        assert request.signal == number and not request.insists
-    assert signal.getsignal(number) == before
+    # A shell may have started the tests with SIGHUP ignored (nohup), and what is ignored stays so.
+    outer = signal.signal(number, signal.default_int_handler)
+    try:
+        with StopRequest() as request:
+            assert request.signal is None
+            send(number)
+            assert request.signal == number and not request.insists
+        assert signal.getsignal(number) == signal.default_int_handler
+    finally:
+        signal.signal(number, outer)
 
 
 def test_a_second_interrupt_raises(monkeypatch: pytest.MonkeyPatch) -> None:
