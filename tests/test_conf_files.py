@@ -226,3 +226,19 @@ def test_shell_completion(typed: str, offered: set[str]) -> None:
     )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert offered <= set(done.stdout.split()), done.stdout + done.stderr
+
+
+def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path: Path) -> None:
+    """Hydra writes down what it swept over: in the folder of runs, not in the one the user stands in."""
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.train", "-m", "training.steps=0,-1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "2 of 2 points did not complete" in done.stderr
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()] == [
+        "runs/.multirun/multirun.yaml"
+    ]

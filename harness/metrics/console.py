@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 10.0
+# What fits beside a bar on 80 columns; the lines above it have the rest.
+_BESIDE_THE_BAR = ("loss", "mfu", "tokens_per_second", "memory_gib")
 _REFRESH_PER_SECOND = 2
 
 
@@ -102,18 +104,27 @@ class RichConsole:
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        from rich import progress
+        from rich import progress, table
         from rich.console import Console as Terminal
 
         self._total_steps, self._clock = total_steps, clock
         self._terminal = terminal or Terminal()
         self._next_line = clock()
+
+        def fixed(width: int) -> table.Column:
+            # Where the terminal is narrow the metrics give way, not the step.
+            return table.Column(no_wrap=True, min_width=width)
+
         self._progress = progress.Progress(
-            progress.TextColumn("step"),
-            progress.MofNCompleteColumn(),
+            progress.TextColumn("step", table_column=fixed(4)),
+            progress.MofNCompleteColumn(table_column=fixed(2 * len(str(total_steps)) + 1)),
             progress.BarColumn(bar_width=20),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[metrics]}", markup=False),
+            progress.TimeRemainingColumn(table_column=fixed(7)),
+            progress.TextColumn(
+                "{task.fields[metrics]}",
+                markup=False,
+                table_column=table.Column(no_wrap=True, overflow="ellipsis"),
+            ),
             console=self._terminal,
             refresh_per_second=_REFRESH_PER_SECOND,
         )
@@ -124,7 +135,7 @@ class RichConsole:
         if "validation_loss" in row:
             self.message(row_line(row, self._total_steps))
             return
-        self._progress.update(self._task, completed=row["step"], metrics=metrics_text(row))
+        self._progress.update(self._task, completed=row["step"], metrics=metrics_text(_beside_the_bar(row)))
         if self._clock() >= self._next_line or row["step"] == self._total_steps:
             self._next_line = self._clock() + _SECONDS_BETWEEN_LINES
             self.message(row_line(row, self._total_steps))
@@ -147,3 +158,7 @@ class RichConsole:
     def _write(self, text: str, style: str | None = None) -> None:
         """Without markup: text in brackets is text, not a style."""
         self._terminal.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _beside_the_bar(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: row.get(key) for key in _BESIDE_THE_BAR}
