@@ -14,7 +14,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass
 class ClusterConfig:
-    """The machine: this one, for now one node of it."""
+    """The machine a job runs on: this one."""
 
     kind: str = label("local")
     """How ranks are started: ``local`` starts them on this machine."""

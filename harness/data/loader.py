@@ -9,6 +9,7 @@ B is the number of a rank's rows, T the sequence length.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ class Batch(NamedTuple):
     labels_BT: Tensor
 
 
-class Loader:
+class Loader(ABC):
     """The batches of one split, step after step, without end.
 
     Attributes:
@@ -48,14 +49,15 @@ class Loader:
 
     samples_per_epoch: int | None
 
+    @abstractmethod
     def next(self) -> Batch:
         """The samples of the next global step that lie in this loader's rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; see ``merge_states`` for what to save where several ranks hold different rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after the step at which ``state`` was saved, with whatever rows this loader has.
 
@@ -63,11 +65,10 @@ class Loader:
             DataError: the state is of another kind of data or another global batch size, or lacks this
             loader's rows.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def reset(self) -> None:
         """Back to global step 0."""
-        raise NotImplementedError
 
 
 def build_loader(

@@ -15,7 +15,6 @@ from harness.optimizer.build import build_optimizer, build_schedule
 from harness.parallelism.clip import clip_gradients, local_square_sum, settle_gradients
 from harness.parallelism.execute import build_executor
 from harness.parallelism.loss import TokenLoss
-from harness.parallelism.materialize import named_parameters
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_model_parts
 
@@ -64,7 +63,7 @@ class Engine:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters this rank holds (or shards of them), under their names in the whole model."""
         for part in self.parts:
-            yield from named_parameters(part)
+            yield from part.named_parameters()
 
     @property
     def rows(self) -> range:

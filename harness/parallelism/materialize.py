@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from harness.model.decoder import Decoder
@@ -26,15 +24,10 @@ def materialize(part: Decoder, seed: int, device: torch.device, parameter_device
     part.tie_embeddings()
     part.materialize_buffers(device)
     with torch.no_grad():
-        for name, parameter in named_parameters(part):
+        for name, parameter in part.named_parameters():
             full = draw(name, tuple(parameter.shape), part.config, seed, device)
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.copy_(local_shard(full, parameter))
-
-
-def named_parameters(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters under their names in the whole model; a tied table once."""
-    yield from part.named_parameters()
 
 
 def local_shard(full: Tensor, parameter: Tensor) -> Tensor:
