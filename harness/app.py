@@ -18,7 +18,9 @@ from harness.errors import (
     EXIT_MACHINE,
     EXIT_NON_FINITE,
     EXIT_OK,
+    EXIT_RESUMABLE,
     EXIT_USER,
+    STOPPED,
     HarnessError,
 )
 from harness.job import Job
@@ -103,7 +105,7 @@ def _run_points(calls: Sequence[tuple[list[str], Callable[[], int]]]) -> int:
         code = _guarded(call)
         if code != EXIT_OK:
             failed.append((code, f"{point}: {_EXIT_WORDS.get(code, f'failed (exit code {code})')}"))
-        if code == EXIT_INTERRUPTED:
+        if code in STOPPED:
             break
     if failed:
         named = "".join(f"  {text}\n" for _, text in failed)
@@ -118,6 +120,7 @@ _EXIT_WORDS = {
     EXIT_USER: "a mistake in the job (exit code 2)",
     EXIT_MACHINE: "the machine failed (exit code 3)",
     EXIT_NON_FINITE: "loss or gradients not finite (exit code 4)",
+    EXIT_RESUMABLE: "stopped and saved (exit code 75); the same command goes on",
     EXIT_INTERRUPTED: "interrupted (exit code 130)",
 }
 

@@ -13,7 +13,11 @@ EXIT_BUG = 1
 EXIT_USER = 2
 EXIT_MACHINE = 3
 EXIT_NON_FINITE = 4
+EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: "the user is invited to retry"
 EXIT_INTERRUPTED = 130
+
+# Codes of a run that was asked to stop and did: after saving its state, or without.
+STOPPED = (EXIT_RESUMABLE, EXIT_INTERRUPTED)
 
 
 class HarnessError(Exception):

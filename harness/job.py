@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from harness.checkpoint import CheckpointConfig
 from harness.cluster.config import ClusterConfig, count_gpus
 from harness.config import LABEL, NUMERICS, label, leaves, part
 from harness.data import DataConfig, TokenizerConfig
@@ -39,6 +40,7 @@ class Job:
     tokenizer: TokenizerConfig = part(TokenizerConfig)
     optimizer: OptimizerConfig = part(OptimizerConfig)
     schedule: ScheduleConfig = part(ScheduleConfig)
+    checkpoint: CheckpointConfig = part(CheckpointConfig)
     metrics: MetricsConfig = part(MetricsConfig)
     debug: DebugConfig = part(DebugConfig)
     cluster: ClusterConfig = part(ClusterConfig)
@@ -158,6 +160,7 @@ class Job:
         self.tokenizer.validate()
         self.optimizer.validate()
         self.schedule.validate(self.training.steps)
+        self.checkpoint.validate()
         self.metrics.validate()
         self.validation.validate()
         if self.validation.interval:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.cluster.lifeline import end_with_parent
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, HarnessError, MachineError
+from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESUMABLE, HarnessError, MachineError
 from harness.job import Job
 from harness.loop.signals import ignore_stop_signals
 from harness.model.accounting import account
@@ -102,7 +102,7 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
     """
     rank, run = int(os.environ.get("RANK", "0")), Run()
     try:
-        reason = _train(job, folder, rank, run, started, store)
+        return _train(job, folder, rank, run, started, store)
     except BaseException as error:
         if "RANK" in os.environ:
             ignore_stop_signals()
@@ -112,11 +112,10 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
         if rank == 0:
             _end_failed_run(job, folder, run, code)
         return code
-    return EXIT_OK if reason == "completed" else EXIT_INTERRUPTED
 
 
-def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, store: dist.Store | None) -> str:
-    """Sets the process up, trains, and tears it down."""
+def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, store: dist.Store | None) -> int:
+    """Sets the process up, trains, and tears it down; returns the exit code."""
     from harness.loop.setup import pick_device, process_group, set_up_process
 
     device = pick_device(job)
@@ -133,12 +132,12 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
         reason = run.trainer.train()
         if "RANK" in os.environ:
             ignore_stop_signals()
+        stopped = EXIT_RESUMABLE if run.trainer.is_saved else EXIT_INTERRUPTED
+        code = EXIT_OK if reason == "completed" else stopped
         if run.recorder is not None:
-            folder.conclude(
-                job, reason, EXIT_OK if reason == "completed" else EXIT_INTERRUPTED, run.trainer.result()
-            )
+            folder.conclude(job, reason, code, run.trainer.result())
             run.recorder.close({**run.trainer.shown_summary(), "run folder": str(folder.path)})
-        return reason
+        return code
 
 
 def _open_recorder(job: Job, folder: RunFolder) -> Recorder:
@@ -151,7 +150,6 @@ def _open_recorder(job: Job, folder: RunFolder) -> Recorder:
         name=job.name,
         job=job.to_dict(),
         total_steps=job.training.steps,
-        start_step=0,
     )
 
 

@@ -1,6 +1,7 @@
 """The run folder: enough to resume, resubmit or audit a run. Imports no torch.
 
-    job.json overrides.txt code.json status.json metrics.jsonl result.json errors/ logs/ evidence/ attempts/
+    job.json overrides.txt code.json status.json metrics.jsonl result.json
+    checkpoints/ errors/ logs/ evidence/ attempts/
 
 Only one process writes the shared files: the controller before the ranks start and after they end, rank 0
 in between.
@@ -20,6 +21,7 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
+from harness.checkpoint.resume import CONTINUES, can_resume, unfinished_siblings
 from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, HarnessError, UserError
 from harness.job import Job
 from harness.metrics.jsonl import read_metrics
@@ -34,14 +36,15 @@ PER_ATTEMPT = (
     "job.json",
     "overrides.txt",
     "code.json",
-    "metrics.jsonl",
     "result.json",
     "status.json",
+    CONTINUES,
     "errors",
     "logs",
     "evidence",
-    "tensorboard",
 )
+# What an attempt that resumes adds to.
+PER_CURVE = ("metrics.jsonl", "tensorboard")
 LOCK = ".lock"
 LEAVING_SECONDS = 10.0
 
@@ -55,10 +58,17 @@ class RunFolder:
         self.path = path
         self._lock: IO[bytes] | None = None
 
-    def begin(self, job: Job, overrides: list[str]) -> None:
+    def begin(self, job: Job, overrides: list[str], *, adopt: bool = False) -> None:
         """Makes the folder ready for an attempt, and holds it.
 
-        What an earlier attempt wrote moves to ``attempts/<n>``.
+        What an earlier attempt wrote moves to ``attempts/<n>``; the curve stays if there is a checkpoint to
+        add to it from.
+
+        Args:
+            job: the resolved job.
+            overrides: what was typed.
+            adopt: whether to go on from checkpoints of the same experiment on other layouts, if they have
+                come further and not to the end.
 
         Raises:
             UserError: the same job is running in it, or the folder cannot be written.
@@ -67,11 +77,14 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._hold()
             self._refuse_if_running()
-            self._put_earlier_attempt_away()
+            others = unfinished_siblings(job) if adopt else []
+            self._put_earlier_attempt_away(resumes=can_resume(job, self.path))
             for name in ("errors", "logs"):
                 (self.path / name).mkdir(exist_ok=True)
             write_text_atomically(self.path / "job.json", job.to_json())
             write_text_atomically(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides))
+            if others:
+                write_json_atomically(self.path / CONTINUES, {"folders": others})
             code = {**git_commit(Path(__file__).parent), "versions": versions()}
             write_json_atomically(self.path / "code.json", code)
             self.set_status("starting")
@@ -176,6 +189,16 @@ class RunFolder:
             self.set_status(exit_reason, exit_code=exit_code)
 
     @property
+    def state(self) -> str | None:
+        """What the last attempt's status says of it: starting, running, completed, interrupted, failed."""
+        return self._read("status.json").get("state")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process is at it, as far as can be told from this machine."""
+        return _is_running(self._read("status.json"))
+
+    @property
     def is_concluded(self) -> bool:
         """Whether this attempt has left its row."""
         return (self.path / "result.json").is_file()
@@ -232,8 +255,9 @@ class RunFolder:
         who = f" (pid {status['pid']} on {status['host']})" if "pid" in status else ""
         return UserError(f"{self.path}: this job is already running{who}; wait for it or stop it")
 
-    def _put_earlier_attempt_away(self) -> None:
-        present = [self.path / name for name in PER_ATTEMPT if (self.path / name).exists()]
+    def _put_earlier_attempt_away(self, resumes: bool) -> None:
+        names = PER_ATTEMPT if resumes else (*PER_ATTEMPT, *PER_CURVE)
+        present = [self.path / name for name in names if (self.path / name).exists()]
         if not present:
             return
         attempts = self.path / "attempts"

@@ -130,7 +130,6 @@ def measure_overhead(steps: int) -> dict[str, Any]:
             name=job.name,
             job={},
             total_steps=steps,
-            start_step=0,
         )
         trainer = Trainer(job, run_folder, engine, recorder, time.time())
         seconds: list[float] = []

@@ -28,8 +28,8 @@ class ClusterConfig:
     """Longest wait for a collective before this process's first step is done (compile, communicators)."""
     step_timeout_seconds: int = label(600)
     """Longest wait for a collective after that."""
-    stop_timeout_seconds: int = label(120)
-    """After ^C or SIGTERM, how long the ranks may take to reach a step boundary before they are killed."""
+    stop_timeout_seconds: int = label(300)
+    """After ^C or SIGTERM, how long the ranks may take to end their step and save before they are killed."""
 
     def validate(self) -> None:
         """Raises ConfigError for a place that is not known."""

@@ -15,7 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, MachineError
+from harness.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_MACHINE,
+    EXIT_OK,
+    EXIT_RESUMABLE,
+    STOPPED,
+    MachineError,
+)
 from harness.job import Job
 from harness.loop.signals import StopRequest, stop_signals_interrupt
 from harness.rank import CONTROLLER, STARTED, run_rank
@@ -97,8 +105,10 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     for rank, code in ended.items():
         # Before its loop begins a rank answers a request to stop by ending.
         obeyed = asked and code in (-signal.SIGTERM, -signal.SIGINT)
-        if code not in (EXIT_OK, EXIT_INTERRUPTED) and not obeyed and not folder.has_error_of(rank):
+        if code not in (EXIT_OK, *STOPPED) and not obeyed and not folder.has_error_of(rank):
             folder.record_error(rank, RankDied(rank, code, killed_for_memory(), folder.path / "logs"))
+    if EXIT_RESUMABLE in ended.values():
+        return EXIT_RESUMABLE  # all ranks have saved, or none has
     if asked or EXIT_INTERRUPTED in ended.values():
         return EXIT_INTERRUPTED
     return next((code if code > 0 else EXIT_MACHINE for code in ended.values() if code), EXIT_OK)
@@ -119,7 +129,7 @@ def _supervise(job: Job, ranks: Ranks, stop: StopRequest) -> dict[int, int]:
         if stop.signal is not None and not asked:
             asked, deadline = True, min(deadline, now + job.cluster.stop_timeout_seconds)
             ranks.ask_to_stop()
-        if any(code not in (EXIT_OK, EXIT_INTERRUPTED) for code in ended.values()):
+        if any(code not in (EXIT_OK, *STOPPED) for code in ended.values()):
             deadline = min(deadline, now + LEAVING_SECONDS)
         if stop.insists or now >= deadline:
             return ended
@@ -289,14 +299,14 @@ def _count_memory_kills() -> int | None:
 def _settle(job: Job, folder: RunFolder, code: int) -> int:
     """Shows the cause, completes the run's row where no rank could, and decides the exit code."""
     error = folder.first_error() if code != EXIT_OK else None
-    if code == EXIT_INTERRUPTED and error is not None and error["kind"] in VICTIMS:
+    if code in STOPPED and error is not None and error["kind"] in VICTIMS:
         # Ranks that stop or are killed at different moments make errors of each other; nothing went wrong.
         error = None
     if error is not None:
         code = error["exit_code"]
         sys.stderr.write(account_of(error, job.world_size, folder))
         sys.stderr.flush()
-    reason = {EXIT_OK: "completed", EXIT_INTERRUPTED: "interrupted"}.get(code, "failed")
+    reason = "completed" if code == EXIT_OK else "interrupted" if code in STOPPED else "failed"
     try:
         folder.settle(job, reason, code)
     except Exception:

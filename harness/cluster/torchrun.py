@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from harness.cluster.local import account_of, openmp_environment
-from harness.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, UserError
+from harness.errors import EXIT_OK, EXIT_USER, STOPPED, UserError
 from harness.job import Job
 from harness.loop.signals import stop_signals_interrupt
 from harness.rank import end_with_launcher, leave, run_rank
@@ -33,7 +33,7 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
     with stop_signals_interrupt():
         store = _meet(job) if job.world_size > 1 else None
         if store is None:
-            folder.begin(job, overrides)
+            folder.begin(job, overrides, adopt=True)
         elif not _begin_together(job, folder, overrides, rank, store):
             leave(EXIT_USER)
         code = run_rank(job, folder, started=started, store=store)
@@ -63,7 +63,7 @@ def _begin_together(job: Job, folder: RunFolder, overrides: list[str], rank: int
     if rank != 0:
         return store.get("folder").decode() == _BEGUN
     try:
-        folder.begin(job, overrides)
+        folder.begin(job, overrides, adopt=True)
     except UserError as error:
         # Said before the others hear of it: torchrun ends all when the first ends.
         sys.stderr.write(f"error: {error}\n")
@@ -76,7 +76,7 @@ def _begin_together(job: Job, folder: RunFolder, overrides: list[str], rank: int
 
 def _tell_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:
     """One of the ranks that failed shows the cause and sees to the run's row, as the controller would."""
-    if code in (EXIT_OK, EXIT_INTERRUPTED):
+    if code in (EXIT_OK, *STOPPED):
         return
     # Errors are written at about the same time: the cause may come after its consequences.
     time.sleep(HEARING_SECONDS)

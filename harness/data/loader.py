@@ -155,29 +155,28 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _NumberedLoader(Loader):
-    """Samples that can be asked for by number; the state is the step."""
+    """Samples that can be asked for by number; the state is the number of the next one."""
 
     def __init__(self, samples: Samples, rows: range, global_batch_size: int) -> None:
         self._samples, self._rows, self._global_batch_size = samples, rows, global_batch_size
-        self._step = 0
+        self._first = 0
         self.samples_per_epoch = samples.num_per_epoch
 
     def next(self) -> Batch:
-        first = self._step * self._global_batch_size
-        batch = _stack([self._samples.sample(first + row) for row in self._rows])
-        self._step += 1
+        batch = _stack([self._samples.sample(self._first + row) for row in self._rows])
+        self._first += self._global_batch_size
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
+        return {"step": self._first // self._global_batch_size, "samples": self._first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "slots" in state:
             raise DataError("the saved position is one in a streamed dataset, and data.streaming is off")
-        self._step = state["step"]
+        self._first = state["samples"]
 
     def reset(self) -> None:
-        self._step = 0
+        self._first = 0
 
 
 class _StreamLoader(Loader):

@@ -84,6 +84,15 @@ class Engine:
         """Learning rate of the next update."""
         return self.optimizer.param_groups[0]["lr"]
 
+    def set_schedule(self, steps: int) -> None:
+        """Moves the schedule to where it is after so many updates; rates are the job's, not those of then."""
+        self.schedule.last_epoch = steps
+        factors = zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
+        rates = [base * factor(steps) for base, factor in factors]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.schedule._last_lr = rates
+
     def gradients(self, batch: Batch, *, stop_requested: bool = False) -> StepOutcome:
         """Computes the gradients of one global batch.
 

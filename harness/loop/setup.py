@@ -68,6 +68,9 @@ def _is_worth_saying(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("While redistributing from")
 
 
+CHECKPOINT_GROUP = "checkpoint"
+
+
 @contextmanager
 def process_group(job: Job, device: torch.device, store: dist.Store | None = None) -> Iterator[None]:
     """The default process group; a lone rank needs nobody for it.
@@ -105,10 +108,13 @@ def process_group(job: Job, device: torch.device, store: dist.Store | None = Non
 def shorten_timeouts(job: Job) -> None:
     """After this process's first step, which compiles and connects, a collective that takes long is stuck.
 
-    Applies to the default group and to those of all mesh axes. All ranks may call it at their own time.
+    Applies to the default group and to those of all mesh axes, not to that of checkpoints, whose time is
+    its own. All ranks may call it at their own time.
     """
     limit = timedelta(seconds=job.cluster.step_timeout_seconds)
     for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc == CHECKPOINT_GROUP:
+            continue
         dist.distributed_c10d._set_pg_timeout(limit, group)
 
 

@@ -1,4 +1,4 @@
-"""^C and SIGTERM ask a run to stop at the next step boundary; another ^C ends it where it stands."""
+"""^C, SIGTERM and SIGUSR2 ask a run to stop at the next step boundary; another ^C ends it where it stands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2") if hasattr(signal, name)
 )
 
 # A key press can arrive twice: from the terminal, and from a program around this one that passes it on.
@@ -19,7 +19,7 @@ SAME_KEY_PRESS_SECONDS = 0.5
 
 
 class StopRequest:
-    """Notes SIGINT, SIGTERM and SIGHUP while it is entered.
+    """Notes SIGINT, SIGTERM, SIGHUP, and SIGUSR2, by which schedulers tell that time is nearly up.
 
     Only flags are set in the handler: whether to stop is decided by all ranks together at a step boundary,
     because one that stops alone leaves the others waiting in a collective.
@@ -69,7 +69,7 @@ class StopRequest:
 
 @contextmanager
 def stop_signals_interrupt() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, while it is entered."""
+    """Makes SIGTERM, SIGHUP and SIGUSR2 raise KeyboardInterrupt, as SIGINT does, while it is entered."""
     before = _set_handlers(signal.default_int_handler)
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import platform
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.checkpoint.load import Starter
+from harness.checkpoint.save import Saver
+from harness.checkpoint.together import Together
 from harness.data.loader import Batch, Loader, build_loader
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import NonFiniteError
@@ -33,12 +37,26 @@ class Progress:
     """Where a run stands; what its result row says of it."""
 
     step: int = 0
+    start_step: int = 0
     tokens: int = 0
     loss: float | None = None
     validation_loss: float | None = None
     skipped_steps: int = 0
     first_step_seconds: float | None = None
     memory_gib: float | None = None
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: counters of the run, not figures of this process."""
+        return {name: getattr(self, name) for name in _SAVED}
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Goes on from what ``saved`` gave; from the start where it is empty."""
+        for name in _SAVED:
+            setattr(self, name, saved.get(name, getattr(self, name)))
+        self.start_step = self.step
+
+
+_SAVED = ("step", "tokens", "loss", "validation_loss", "skipped_steps")
 
 
 class Trainer:
@@ -58,6 +76,7 @@ class Trainer:
         self.job, self.folder, self.engine, self.recorder = job, folder, engine, recorder
         self.started = started
         self.progress = Progress()
+        self.resumed_from: str | None = None
         self.window = Window(job.metrics.warmup_steps)
         device = engine.device
         self.timer = StepTimer(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
@@ -68,6 +87,8 @@ class Trainer:
         self.validation_loader = (
             self._build_loader(tokenizer, "validation") if job.validation.interval else None
         )
+        self.together = Together(job.checkpoint.timeout_seconds)
+        self.saver = Saver(job, folder.path, engine, self.loader, self.together, self._say)
 
     def train(self) -> str:
         """Runs to the last step, or to a stop that all ranks agree on.
@@ -77,8 +98,15 @@ class Trainer:
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite and the policy says stop.
+            UserError: what the run starts from cannot be used.
+            SaveFailed: checkpoints cannot be written.
         """
         self._say(describe_inputs(self.accounting, self.peak))
+        self._start()
+        if self.job.checkpoint.create_seed_checkpoint:
+            self._save(final=True)
+            self._say(f"wrote {self.saver.folder.path_of(self.progress.step)}")
+            return "completed"
         collecting = self.job.training.gc_interval > 0
         if collecting:
             # Collections at different times on different ranks make every step as slow as the slowest.
@@ -91,6 +119,23 @@ class Trainer:
             if collecting:
                 gc.enable()
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether a checkpoint holds just what the run has come to."""
+        return self.job.checkpoint.writes and self.saver.account.step == self.progress.step
+
+    def _start(self) -> None:
+        """Takes up what the run starts from."""
+        if self.job.checkpoint.enable:
+            starter = Starter(self.job, self.folder.path, self.engine, self.loader, self.together)
+            resumed = starter.start()
+            for message in resumed.messages:
+                self._say(message)
+            self.resumed_from = resumed.path
+            self.progress.resume(resumed.state)
+        if self.recorder is not None:
+            self.recorder.begin(self.progress.step)
+
     def result(self) -> dict[str, Any]:
         """What the run's row says of how far it came and how fast."""
         progress, window = self.progress, self.window.summary()
@@ -98,6 +143,10 @@ class Trainer:
         per_rank = None if rate is None else rate / self.job.world_size
         return {
             "step": progress.step,
+            "start_step": progress.start_step,
+            "resumed_from": self.resumed_from,
+            "saved": self.is_saved,
+            "checkpoint": dataclasses.asdict(self.saver.account),
             "tokens": progress.tokens,
             "loss": progress.loss,
             "validation_loss": progress.validation_loss,
@@ -132,7 +181,7 @@ class Trainer:
         return {**shown, "tokens_per_second": rate} if rate is not None else shown
 
     def _loop(self, request: StopRequest, collecting: bool) -> str:
-        training, skipped_in_a_row = self.job.training, 0
+        training, log_interval, skipped_in_a_row = self.job.training, self.job.metrics.log_interval, 0
         self.timer.restart()
         for step in range(self.progress.step + 1, training.steps + 1):
             if collecting and step % training.gc_interval == 0:
@@ -141,6 +190,8 @@ class Trainer:
                 batch = self.loader.next()
             outcome = self.engine.gradients(batch, stop_requested=request.signal is not None)
             lr = self.engine.lr
+            with self.timer.section("checkpoint"):
+                self.saver.wait_for_staging()
             if outcome.is_finite:
                 self.engine.update(outcome.grad_norm)
                 skipped_in_a_row = 0
@@ -148,13 +199,29 @@ class Trainer:
                 skipped_in_a_row += 1
                 self._handle_non_finite(step, outcome, batch, skipped_in_a_row)
             self._advance(step, outcome)
-            if step == 1 or step % self.job.metrics.log_interval == 0 or step == training.steps:
+            if step in (self.progress.start_step + 1, training.steps) or step % log_interval == 0:
                 self._log(step, outcome, lr)
             self._validate_if_due(step)
-            if outcome.stop_requested and step < training.steps:
-                self._say(f"stopped after step {step} of {training.steps}")
+            stopping = outcome.stop_requested and step < training.steps
+            self._save_if_due(step, stopping)
+            if stopping:
+                saved = " and saved: the same command goes on from there" if self.is_saved else ""
+                self._say(f"stopped after step {step} of {training.steps}{saved}")
                 return "interrupted"
         return "completed"
+
+    def _save_if_due(self, step: int, stopping: bool) -> None:
+        """Saves at the job's interval, at the end, and before a stop."""
+        config, last = self.job.checkpoint, self.job.training.steps
+        with self.timer.section("checkpoint"):
+            self.saver.poll()
+            if config.is_due(step, last) or (stopping and config.writes):
+                self._save(final=stopping or step == last)
+
+    def _save(self, *, final: bool) -> None:
+        self.saver.save(self.progress.step, self.progress.saved(), final=final)
+        if final:
+            self.saver.close()
 
     def _advance(self, step: int, outcome: StepOutcome) -> None:
         """Books a finished step."""

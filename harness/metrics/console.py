@@ -24,6 +24,9 @@ _REFRESH_PER_SECOND = 2
 class Console(Protocol):
     """A place for lines of text, one of them the progress of the run."""
 
+    def start_at(self, step: int) -> None:
+        """Says which step is done already; the remaining time is estimated from those after it."""
+
     def log(self, row: Mapping[str, Any]) -> None:
         """Shows one row of metrics; it has a ``step``."""
 
@@ -40,17 +43,19 @@ class Console(Protocol):
         """Leaves the terminal as it was."""
 
 
-def make_console(kind: str, total_steps: int, start_step: int) -> Console:
+def make_console(kind: str, total_steps: int) -> Console:
     """The console that ``metrics.console`` asks for: auto, rich, plain or none."""
     if kind == "auto":
         kind = "rich" if sys.stdout.isatty() else "plain"
     if kind == "none":
         return SilentConsole()
-    return RichConsole(total_steps, start_step) if kind == "rich" else PlainConsole(total_steps)
+    return RichConsole(total_steps) if kind == "rich" else PlainConsole(total_steps)
 
 
 class SilentConsole:
     """Shows nothing. Warnings still reach the log of the process: something was lost that was asked for."""
+
+    def start_at(self, step: int) -> None: ...
 
     def log(self, row: Mapping[str, Any]) -> None: ...
 
@@ -70,6 +75,8 @@ class PlainConsole:
     def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
         self._total_steps = total_steps
         self._stream = stream or sys.stdout
+
+    def start_at(self, step: int) -> None: ...
 
     def log(self, row: Mapping[str, Any]) -> None:
         self.message(row_line(row, self._total_steps))
@@ -92,7 +99,6 @@ class RichConsole:
 
     Args:
         total_steps: the step the run ends with.
-        start_step: the last step already done; the remaining time is estimated from the steps after it.
         terminal: where to draw; standard output by default.
         clock: seconds that never run backwards.
     """
@@ -100,7 +106,6 @@ class RichConsole:
     def __init__(
         self,
         total_steps: int,
-        start_step: int,
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -128,8 +133,12 @@ class RichConsole:
             console=self._terminal,
             refresh_per_second=_REFRESH_PER_SECOND,
         )
-        self._task = self._progress.add_task("steps", total=total_steps, completed=start_step, metrics="")
+        self._task = self._progress.add_task("steps", total=total_steps, metrics="")
         self._progress.start()
+
+    def start_at(self, step: int) -> None:
+        # Reset, or the time that was not spent on the steps before would be taken for theirs.
+        self._progress.reset(self._task, completed=step, total=self._total_steps, metrics="")
 
     def log(self, row: Mapping[str, Any]) -> None:
         if "validation_loss" in row:

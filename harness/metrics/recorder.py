@@ -18,6 +18,7 @@ class Recorder:
     """Writes what a run measures.
 
     ``metrics.jsonl`` is the truth and is written first. A view that fails is switched off with one warning.
+    Messages can be shown from the start; rows once ``begin`` has been told where the run starts from.
 
     Args:
         config: which views there are.
@@ -26,11 +27,6 @@ class Recorder:
         name: what people call the run.
         job: the resolved job as plain values.
         total_steps: the step the run ends with.
-        start_step: the last step already done, 0 for a new run. Rows of later steps, which an earlier attempt
-            wrote after its last checkpoint, are dropped: they will be written again.
-
-    Raises:
-        OSError: metrics.jsonl cannot be written.
     """
 
     def __init__(
@@ -42,17 +38,31 @@ class Recorder:
         name: str,
         job: dict[str, Any],
         total_steps: int,
-        start_step: int,
     ) -> None:
-        self._file = MetricsFile(run_dir / METRICS_FILE)
-        self._file.truncate_after(start_step)
-        self._console = make_console(config.console, total_steps, start_step)
+        self._config, self._run_dir, self._run_id, self._name, self._job = config, run_dir, run_id, name, job
+        self._console = make_console(config.console, total_steps)
+        self._file: MetricsFile | None = None
         self._views: list[View] = []
         self._closed = False
+
+    def begin(self, start_step: int) -> None:
+        """Makes room for rows.
+
+        Args:
+            start_step: the last step already done, 0 for a new run. Rows of later steps, which an earlier
+                attempt wrote after its last checkpoint, are dropped: they will be written again.
+
+        Raises:
+            OSError: metrics.jsonl cannot be written.
+        """
+        config, run_dir = self._config, self._run_dir
+        self._file = MetricsFile(run_dir / METRICS_FILE)
+        self._file.truncate_after(start_step)
+        self._tell(lambda console: console.start_at(start_step))
         if config.wandb:
-            self._add_view("wandb", lambda: WandbView(config, run_dir, run_id, name, job))
+            self._add_view("wandb", lambda: WandbView(config, run_dir, self._run_id, self._name, self._job))
         if config.tensorboard:
-            self._add_view("tensorboard", lambda: TensorBoardView(run_dir, job, start_step))
+            self._add_view("tensorboard", lambda: TensorBoardView(run_dir, self._job, start_step))
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Writes the row of a training step; it has a ``step``. None means unknown, and views leave it out.
@@ -60,6 +70,7 @@ class Recorder:
         Raises:
             OSError: metrics.jsonl cannot be written; the truth is not a view.
         """
+        assert self._file is not None, "rows before begin"
         self._file.write(dict(row))
         self._tell(lambda console: console.log(row))
         self._show(lambda view: view.log(row))
@@ -81,7 +92,8 @@ class Recorder:
         if self._closed:
             return
         self._closed = True
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         self._tell(lambda console: console.close())
         self._show(lambda view: view.close(summary))
         self._tell(lambda console: console.summary("summary", summary))

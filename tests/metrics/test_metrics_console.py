@@ -55,7 +55,8 @@ def test_rich_bar_and_lines_above_it() -> None:
     out = io.StringIO()
     now = [0.0]
     terminal = Terminal(file=out, force_terminal=True, width=160, color_system=None)
-    console = RichConsole(100, 10, terminal, clock=lambda: now[0])
+    console = RichConsole(100, terminal, clock=lambda: now[0])
+    console.start_at(10)
     for step in (11, 12, 13):
         console.log({**ROW, "step": step})
     now[0] = 60.0

@@ -15,7 +15,9 @@ from harness.metrics.recorder import Recorder
 
 def record(run_dir: Path, start_step: int = 0, **fields: Any) -> Recorder:
     config = MetricsConfig(**{"console": "plain", **fields})
-    return Recorder(config, run_dir, run_id="id", name="name", job={}, total_steps=10, start_step=start_step)
+    recorder = Recorder(config, run_dir, run_id="id", name="name", job={}, total_steps=10)
+    recorder.begin(start_step)
+    return recorder
 
 
 class BrokenView:

@@ -1,0 +1,302 @@
+"""A folder of checkpoints: which are complete, which are damaged and how, and which may go. Imports no torch.
+
+    step-500/ step-1000/ ...    each with .metadata, __<rank>_0.distcp (DCP), and manifest.json, written last
+    superseded/<n>/step-<n>/    what load_step went back behind
+
+A checkpoint counts when its manifest is there, whole, and every file it lists has the size it says. What the
+files hold is checked against checksums when it is read (harness/checkpoint/storage.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import xxhash
+
+from harness.errors import UserError
+from harness.metrics.encoding import dumps
+
+try:
+    import fcntl
+except ImportError:  # no such thing outside of POSIX
+    fcntl = None  # type: ignore[assignment]
+
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+SUPERSEDED = "superseded"
+FORMAT = 1
+
+_STEP = re.compile(r"step-(\d+)$")
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint is not complete, or not what was written; the message says in what."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One complete checkpoint.
+
+    Attributes:
+        path: its folder, a path or an fsspec URL.
+        manifest: what it says of itself; empty for one that other software wrote.
+    """
+
+    path: str
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The step it was written after."""
+        return int(self.manifest["step"])
+
+    @property
+    def holds(self) -> str:
+        """``full``, ``model`` (the weights alone), or ``hf`` (the weights as safetensors)."""
+        return self.manifest.get("holds", "full")
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Everything that is no tensor: counters, positions."""
+        return self.manifest["state"]
+
+    @property
+    def job(self) -> dict[str, Any] | None:
+        """The job that wrote it, if it says so."""
+        return self.manifest.get("job")
+
+
+class CheckpointFolder:
+    """A folder that holds checkpoints as ``step-<n>``.
+
+    Args:
+        path: a path or an fsspec URL; need not exist.
+
+    Raises:
+        UserError: the URL names a protocol that is not known or whose package is not installed.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path.rstrip("/") or path
+        self._fs, self._root = _open_url(self.path)
+
+    def path_of(self, step: int) -> str:
+        """Where the checkpoint of a step lies."""
+        return f"{self.path}/step-{step}"
+
+    def steps(self) -> list[int]:
+        """Steps that there is a folder for, complete or not, ascending."""
+        self._fs.invalidate_cache()
+        if not self._fs.isdir(self._root):
+            return []
+        matches = (_STEP.search(entry.rstrip("/")) for entry in self._fs.ls(self._root, detail=False))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def find(self, step: int) -> Checkpoint:
+        """The checkpoint of a step.
+
+        Raises:
+            DamagedCheckpoint: it is not complete.
+        """
+        return open_checkpoint(self.path_of(step))
+
+    def complete(self) -> tuple[list[Checkpoint], dict[str, str]]:
+        """Checkpoints that are complete as far as sizes tell, and what is wrong with the others.
+
+        Returns:
+            The checkpoints, newest first, and reasons by path.
+        """
+        found, wrong = [], {}
+        for step in reversed(self.steps()):
+            try:
+                found.append(self.find(step))
+            except DamagedCheckpoint as error:
+                wrong[self.path_of(step)] = str(error)
+        return found, wrong
+
+    def remove(self, step: int) -> None:
+        """Removes the checkpoint of a step, or what there is of it.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        remove(self.path_of(step))
+
+    def try_writing(self) -> None:
+        """Makes the folder, and writes and removes a file in it.
+
+        Raises:
+            OSError: that cannot be done.
+        """
+        probe = f"{self._root}/.writable-{uuid.uuid4().hex}"
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.pipe_file(probe, b"x")
+        self._fs.rm_file(probe)
+
+    def supersede_after(self, step: int) -> list[int]:
+        """Moves checkpoints of later steps aside, for a run that goes another way from here.
+
+        Returns:
+            the steps moved.
+        """
+        later = [each for each in self.steps() if each > step]
+        if later:
+            aside = f"{self._root}/{SUPERSEDED}"
+            self._fs.makedirs(aside, exist_ok=True)
+            number = len(self._fs.ls(aside, detail=False)) + 1
+            self._fs.makedirs(f"{aside}/{number}")
+            for each in later:
+                self._fs.mv(f"{self._root}/step-{each}", f"{aside}/{number}/step-{each}", recursive=True)
+        return later
+
+    def purge(self, keep: int) -> None:
+        """Removes complete checkpoints but the newest ``keep`` (0 keeps all), and leftovers of older ones.
+
+        The newest complete one stays whatever ``keep`` is, and so does one that somebody is reading.
+
+        Raises:
+            OSError: something cannot be removed.
+        """
+        complete = [checkpoint.step for checkpoint in self.complete()[0]]
+        if not complete:
+            return
+        for step in complete[keep:] if keep else []:
+            if not is_being_read(self.path_of(step)):
+                self.remove(step)
+        for step in self.steps():
+            # Half-written, or half-removed, by a process that was killed.
+            if step < complete[0] and not self._fs.exists(f"{self._root}/step-{step}/{MANIFEST}"):
+                self.remove(step)
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """The checkpoint in a folder; one that other software wrote with DCP has an empty manifest.
+
+    Raises:
+        DamagedCheckpoint: there is none, or it is not complete.
+    """
+    fs, root = _open_url(path)
+    fs.invalidate_cache()
+    manifest = _read_manifest(fs, root)
+    sizes = _sizes(fs, root)
+    for name, facts in manifest["files"].items():
+        if name not in sizes:
+            raise DamagedCheckpoint(f"{name} is missing")
+        if sizes[name] != facts["size"]:
+            raise DamagedCheckpoint(f"{name} has {sizes[name]} bytes instead of {facts['size']}")
+    return Checkpoint(path, manifest)
+
+
+def remove(path: str) -> None:
+    """Removes a checkpoint; the manifest first, so that half of one is never taken for a whole.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    fs, root = _open_url(path)
+    if fs.exists(f"{root}/{MANIFEST}"):
+        fs.rm_file(f"{root}/{MANIFEST}")
+    if fs.exists(root):
+        fs.rm(root, recursive=True)
+
+
+def is_foreign(path: str) -> bool:
+    """Whether a folder holds a DCP checkpoint without a manifest: one that other software wrote."""
+    fs, root = _open_url(path)
+    return bool(fs.exists(f"{root}/{METADATA}")) and not fs.exists(f"{root}/{MANIFEST}")
+
+
+def encode_manifest(manifest: dict[str, Any]) -> bytes:
+    """The manifest as it is written: JSON with a checksum over itself."""
+    body = {"format": FORMAT, **manifest}
+    # Through JSON once: what is checked later is what JSON makes of it.
+    body = json.loads(dumps(body))
+    return json.dumps({**body, "checksum": _checksum(body)}, indent=1).encode() + b"\n"
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
+    """Reads and checks the manifest by itself."""
+    try:
+        content = fs.cat_file(f"{root}/{MANIFEST}")
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"it was not finished: there is no {MANIFEST}") from None
+    try:
+        manifest = json.loads(content)
+        checksum = manifest.pop("checksum")
+        if checksum != _checksum(manifest):
+            raise ValueError("its checksum differs")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{MANIFEST} is damaged: {error}") from None
+    if manifest["format"] != FORMAT:
+        raise UserError(
+            f"{root}: written in format {manifest['format']} by another version of the harness; "
+            f"this one reads format {FORMAT}"
+        )
+    return manifest
+
+
+def _sizes(fs: Any, root: str) -> dict[str, int]:
+    return {
+        entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["size"]
+        for entry in fs.ls(root, detail=True)
+        if entry["type"] == "file"
+    }
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Keeps a local checkpoint from being purged while it is entered."""
+    manifest = _local(path)
+    if manifest is None or fcntl is None or not manifest.is_file():
+        yield
+        return
+    with manifest.open("rb") as file:
+        # File systems without locks do without.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def is_being_read(path: str) -> bool:
+    """Whether a process has entered ``reading`` for a local checkpoint."""
+    manifest = _local(path)
+    if manifest is None or fcntl is None or not manifest.is_file():
+        return False
+    with manifest.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is for fsspec to open, and not for this machine's file systems."""
+    return "://" in path and not path.startswith("file://")
+
+
+def _local(path: str) -> Path | None:
+    return None if is_url(path) else Path(path.removeprefix("file://")) / MANIFEST
+
+
+def _open_url(path: str) -> tuple[Any, str]:
+    try:
+        fs, root = fsspec.url_to_fs(path)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"{path}: cannot be opened: {' '.join(str(error).split())}") from None
+    return fs, root.rstrip("/") or root

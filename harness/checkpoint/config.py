@@ -1,0 +1,166 @@
+"""The ``checkpoint`` group of a job: what is saved, when, how, and what a run starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.config import label, numerics
+from harness.errors import ConfigError
+
+ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+PARTS = ("optimizer", "lr_scheduler", "data_loader", "train_state", "rng")
+
+
+@dataclass
+class CheckpointConfig:
+    """Names and meanings follow torchtitan's ``[checkpoint]`` section where it has the field."""
+
+    enable: bool = label(True)
+    """Whether anything is saved, and looked for when a run starts."""
+
+    folder: str = label("checkpoints")
+    """Where checkpoints lie, as ``step-<n>``: inside the run folder, or anywhere with an absolute path or an
+    fsspec URL (``s3://bucket/run``), where jobs of any layout find them."""
+
+    interval: int = label(500)
+    """Optimizer steps between two checkpoints. One more is written after the last step, and one on a stop."""
+
+    async_mode: str = label("disabled")
+    """``disabled`` writes while training waits. ``async`` copies the state to host memory, beside the next
+    step's passes, and writes it from there in the background; ``async_with_pinned_mem`` copies to pinned
+    memory (needs a GPU)."""
+
+    keep_latest_k: int = label(10)
+    """Complete checkpoints that are kept; older ones are removed. 0 keeps all."""
+
+    resume: bool = label(True)
+    """Whether the same command goes on from the newest complete checkpoint. Without, it starts anew, and
+    those that are there move to ``superseded/``."""
+
+    load_step: int = label(-1)
+    """Step of the checkpoint to go on from; -1 is the newest. Later ones are moved to ``superseded/``."""
+
+    initial_load_path: str | None = numerics(None)
+    """A checkpoint (``.../step-<n>``), run folder, or Hugging Face folder that a run without checkpoints of
+    its own starts from."""
+
+    initial_load_model_only: bool = numerics(True)
+    """Whether only the weights of initial_load_path are taken, or everything: optimizer, step, data, ..."""
+
+    initial_load_in_hf: bool = numerics(False)
+    """Whether initial_load_path holds Hugging Face's safetensors."""
+
+    exclude_from_loading: list[str] = label(factory=list)
+    """Parts of a checkpoint that are not taken from it, of optimizer, lr_scheduler, data_loader, train_state
+    and rng. Checkpoints written afterwards by the same command are taken whole again."""
+
+    allow_changed: list[str] = label(factory=list)
+    """Fields that change numbers and yet may differ from those of the job that wrote the checkpoint, e.g.
+    [training.steps, optimizer.lr]."""
+
+    last_save_model_only: bool = label(False)
+    """Whether the checkpoint after the last step holds the weights alone, in export_dtype."""
+
+    export_dtype: str = label("float32")
+    """Format of the weights in a model-only last checkpoint: float32, bfloat16 or float16."""
+
+    last_save_in_hf: bool = label(False)
+    """Whether that one is written as Hugging Face's safetensors, with config.json and tokenizer."""
+
+    create_seed_checkpoint: bool = label(False)
+    """Write the initial state as ``step-0`` and stop."""
+
+    enable_first_step_checkpoint: bool = label(False)
+    """Whether to write one after step 1 too: what cannot be saved is found out early."""
+
+    load_only: bool = label(False)
+    """Load, but write nothing."""
+
+    max_failed_saves: int = label(1)
+    """Saves in a row that may fail (disk full, file system away) before the run stops; 0 stops at the first.
+    The last save of a run has to succeed."""
+
+    timeout_seconds: int = label(3600)
+    """Longest that ranks wait for each other while saving and loading."""
+
+    def validate(self) -> None:
+        """Checks every field, and what they ask of each other.
+
+        Raises:
+            ConfigError: a field has a value that its rule forbids.
+        """
+        self._validate_choices()
+        self._validate_numbers()
+        if self.last_save_in_hf and not self.last_save_model_only:
+            raise ConfigError(
+                "checkpoint.last_save_in_hf",
+                True,
+                "Hugging Face's format holds weights alone",
+                "checkpoint.last_save_model_only=true too",
+            )
+        if self.export_dtype != "float32" and not self.last_save_model_only:
+            raise ConfigError(
+                "checkpoint.export_dtype",
+                self.export_dtype,
+                "only a model-only last checkpoint is written in another format",
+                "checkpoint.last_save_model_only=true too",
+            )
+        if self.initial_load_in_hf and not self.initial_load_model_only:
+            raise ConfigError(
+                "checkpoint.initial_load_model_only",
+                False,
+                "Hugging Face's format holds weights alone",
+                "true",
+            )
+        if self.initial_load_in_hf and self.initial_load_path is None:
+            raise ConfigError(
+                "checkpoint.initial_load_path", None, "must be given with initial_load_in_hf", "a folder"
+            )
+        if self.initial_load_path is not None and not self.enable:
+            raise ConfigError(
+                "checkpoint.enable", False, "nothing is loaded without it", "checkpoint.load_only=true"
+            )
+        if self.create_seed_checkpoint and not self.writes:
+            raise ConfigError(
+                "checkpoint.create_seed_checkpoint", True, "nothing is written in this job", "false"
+            )
+
+    def _validate_choices(self) -> None:
+        if self.async_mode not in ASYNC_MODES:
+            raise ConfigError("checkpoint.async_mode", self.async_mode, "no such mode", ASYNC_MODES)
+        if self.export_dtype not in EXPORT_DTYPES:
+            raise ConfigError("checkpoint.export_dtype", self.export_dtype, "no such format", EXPORT_DTYPES)
+        for part in self.exclude_from_loading:
+            if part not in PARTS:
+                raise ConfigError("checkpoint.exclude_from_loading", part, "no such part", PARTS)
+        if not self.folder:
+            raise ConfigError("checkpoint.folder", "''", "must name a folder", "checkpoints")
+
+    def _validate_numbers(self) -> None:
+        if self.interval < 1:
+            rule = "must be at least 1 step"
+            raise ConfigError("checkpoint.interval", self.interval, rule, "500, or checkpoint=disabled")
+        if self.load_step < -1:
+            raise ConfigError("checkpoint.load_step", self.load_step, "must be a step, or -1 for the newest")
+        for name in ("keep_latest_k", "max_failed_saves"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"checkpoint.{name}", getattr(self, name), "must not be negative")
+        if self.timeout_seconds < 1:
+            raise ConfigError("checkpoint.timeout_seconds", self.timeout_seconds, "must be at least 1 second")
+
+    @property
+    def writes(self) -> bool:
+        """Whether anything is saved."""
+        return self.enable and not self.load_only
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether a checkpoint is written after ``step``."""
+        if not self.writes:
+            return False
+        first = step == 1 and self.enable_first_step_checkpoint
+        return first or step % self.interval == 0 or step == last_step
+
+    def options_of_loading(self) -> dict[str, object]:
+        """What decides how a checkpoint is taken up; written into those saved afterwards."""
+        return {"load_step": self.load_step, "exclude_from_loading": sorted(self.exclude_from_loading)}

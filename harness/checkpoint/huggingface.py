@@ -1,0 +1,270 @@
+"""Weights as Hugging Face keeps them: safetensors in shards, an index, config.json, a tokenizer.
+
+The safetensors format (github.com/huggingface/safetensors, "Format"): eight bytes with the length of the
+header, little-endian; the header, JSON that gives each tensor's dtype, shape and place behind it; the values
+without gaps. It is written here because the library's writers want all of a shard in memory, twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from harness.checkpoint.formats import (
+    EMBEDDING,
+    HEAD,
+    Cast,
+    Source,
+    TensorFacts,
+    octets,
+    refuse_untied,
+    sync_folder,
+    total_bytes,
+)
+from harness.data.config import TokenizerConfig
+from harness.data.hf_tokenizer import export_tokenizer
+from harness.data.tokenizer import build_tokenizer
+from harness.errors import ConfigError, UserError
+from harness.model.config import ModelConfig
+from harness.model.huggingface import (
+    check_hf_config,
+    check_hf_tensors,
+    hf_config,
+    hf_name,
+    parameter_shapes,
+)
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADER_UNIT = 8  # bytes; values then begin where any of the formats is aligned
+
+
+class HuggingFaceSource:
+    """A folder that transformers reads.
+
+    Args:
+        folder: holds config.json and one or more safetensors files, with or without an index.
+        model: what they must be.
+
+    Raises:
+        UserError: they are another model, or not whole.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        self._folder, self._tied = folder, model.tied_embeddings
+        check_hf_config(model, _read_json(folder / CONFIG))
+        self._places: dict[str, Path] = {}
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        for file in _weight_files(folder):
+            for name, facts in _file_facts(file):
+                if name in found:
+                    raise UserError(f"{folder}: {name} is in {self._places[name].name} and in {file.name}")
+                found[name], self._places[name] = facts, file
+        check_hf_tensors(model, {name: shape for name, (shape, _) in found.items()})
+        self.tensors: Mapping[str, TensorFacts] = {
+            name: TensorFacts(shape, _torch_dtype(found[hf_name(name)][1], self._places[hf_name(name)]))
+            for name, shape in parameter_shapes(model).items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """One parameter; with the embedding, a table that claims to be the same is compared.
+
+        Raises:
+            UserError: its file is damaged, or embeddings that are to be tied differ.
+        """
+        tensor = self._read(hf_name(name))
+        if name == EMBEDDING and self._tied and hf_name(HEAD) in self._places:
+            refuse_untied(tensor, self._read(hf_name(HEAD)), str(self._folder))
+        return tensor
+
+    def _read(self, name: str) -> Tensor:
+        # Opened for every tensor: pages of a mapped file stay in memory for as long as it is open.
+        with _opened(self._places[name]) as file:
+            tensor = file.get_tensor(name)
+        # Versions of the library differ in whether the tensor is a view of the mapped file.
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: is no whole safetensors file: {' '.join(str(error).split())}") from None
+
+
+def _file_facts(file: Path) -> list[tuple[str, tuple[tuple[int, ...], str]]]:
+    """Name, shape and format of every tensor in a file."""
+    with _opened(file) as opened:
+        parts = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 - it is no mapping
+        return [(name, (tuple(part.get_shape()), part.get_dtype())) for name, part in parts]
+
+
+def _torch_dtype(name: str, file: Path) -> torch.dtype:
+    if name not in _DTYPES:
+        raise UserError(f"{file}: holds {name} values; weights are read as {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would read, which may lie beside the same weights in another format."""
+    if (folder / INDEX).exists():
+        index = _read_json(folder / INDEX)
+        if not isinstance(index.get("weight_map"), dict):
+            raise UserError(f"{folder / INDEX}: has no weight_map")
+        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise UserError(
+                f"{folder}: {missing[0]} is missing, one of {len(files)} files that {INDEX} names"
+            )
+        return files
+    return [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+    except FileNotFoundError:
+        raise UserError(f"{file}: is missing") from None
+    except ValueError as error:
+        raise UserError(f"{file}: cannot be read as JSON: {error}") from None
+    return content
+
+
+def write_huggingface(
+    source: Source,
+    model: ModelConfig,
+    tokenizer: TokenizerConfig | None,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_gb: float,
+    *,
+    share: tuple[int, int] = (0, 1),
+    finish: bool = True,
+) -> None:
+    """Writes what ``transformers`` loads with ``from_pretrained(folder)``; one tensor is in memory at a time.
+
+    Several processes can share the work: which shards there are follows from the source and the arguments
+    alone, and process r of n writes shards r, r + n, ...
+
+    Args:
+        source: the weights.
+        model: what they are of.
+        tokenizer: what is written beside them; None for none.
+        folder: made where it is missing; what is in it is overwritten.
+        dtype: the weights' format; None leaves every tensor's own.
+        max_shard_gb: GB (10^9 bytes) of values in a file at most; a larger tensor has a file of its own.
+        share: this process's number and how many there are.
+        finish: whether this process also writes what is not weights, as ``finish_huggingface`` does.
+
+    Raises:
+        ConfigError: transformers has no such model, or the tokenizer has more ids than the model.
+        DataError: the tokenizer cannot be exported.
+        OSError: the folder cannot be written to.
+    """
+    cast = Cast(source, dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    if finish:  # first, because what the user did wrong shows here
+        finish_huggingface(source, model, tokenizer, folder, dtype, max_shard_gb)
+    rank, ranks = share
+    for file, names in list(plan_shards(cast, max_shard_gb).items())[rank::ranks]:
+        _write_safetensors(cast, names, folder / file)
+    sync_folder(folder)
+
+
+def finish_huggingface(
+    source: Source,
+    model: ModelConfig,
+    tokenizer: TokenizerConfig | None,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_gb: float,
+) -> None:
+    """Writes what lies beside the weights: the index, config.json, the tokenizer's files.
+
+    Args and errors are those of ``write_huggingface``.
+    """
+    cast = Cast(source, dtype)
+    # The table's format stands for all where a source mixes them.
+    name = str(cast.tensors[EMBEDDING].dtype).removeprefix("torch.")
+    bos, eos = _special_ids(model, tokenizer)
+    _write_json(folder / CONFIG, hf_config(model, dtype=name, bos_id=bos, eos_id=eos))
+    shards = plan_shards(cast, max_shard_gb)
+    if len(shards) > 1:
+        places = {hf_name(name): file for file, names in shards.items() for name in names}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes(cast)}, "weight_map": places})
+    if tokenizer is not None:
+        export_tokenizer(tokenizer, folder)
+
+
+def _special_ids(model: ModelConfig, tokenizer: TokenizerConfig | None) -> tuple[int | None, int | None]:
+    if tokenizer is None:
+        return None, None
+    built = build_tokenizer(tokenizer)
+    if built.vocab_size > model.vocab_size:
+        rule = f"has {built.vocab_size} ids, more than model.vocab_size={model.vocab_size}"
+        raise ConfigError(
+            "tokenizer.path", tokenizer.path, rule, "the tokenizer that the model was trained with"
+        )
+    return built.bos_id, built.eos_id
+
+
+def plan_shards(source: Source, max_shard_gb: float) -> dict[str, list[str]]:
+    """Which file holds which parameters, in order, filled one after another as transformers does."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, facts in source.tensors.items():
+        if shards[-1] and filled + facts.nbytes > max_shard_gb * 1e9:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += facts.nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {
+        f"model-{number:05}-of-{len(shards):05}.safetensors": names
+        for number, names in enumerate(shards, start=1)
+    }
+
+
+def _write_safetensors(source: Source, names: list[str], file: Path) -> None:
+    # transformers refuses files that do not say which framework's they are.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        facts = source.tensors[name]
+        start, end = end, end + facts.nbytes
+        places = {"dtype": _NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": [start, end]}
+        header[hf_name(name)] = places
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _HEADER_UNIT)
+    with file.open("wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in names:
+            stream.write(octets(source.read(name)))
+        _sync(stream)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    with file.open("wb") as stream:
+        stream.write(json.dumps(content, indent=2).encode() + b"\n")
+        _sync(stream)
+
+
+def _sync(stream: IO[bytes]) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())

@@ -1,0 +1,212 @@
+"""Loading: what a run starts from, taken up by all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from harness.checkpoint import huggingface
+from harness.checkpoint.catalog import Checkpoint, CheckpointFolder, DamagedCheckpoint, reading
+from harness.checkpoint.resume import Start, find_start, folder_of, no_usable
+from harness.checkpoint.state import (
+    OPTIMIZER,
+    RNG,
+    allocate_optimizer_state,
+    model_state,
+    optimizer_state,
+    rng_key,
+    set_rng_state,
+)
+from harness.checkpoint.storage import Reader
+from harness.checkpoint.together import Together
+from harness.data.loader import Loader
+from harness.errors import UserError
+from harness.job import Job
+from harness.loop.engine import Engine
+from harness.model.huggingface import parameter_shapes
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run starts from.
+
+    Attributes:
+        path: the checkpoint; None for a run from initial values drawn by name.
+        state: the counters it was saved with; empty where they are not taken over.
+        messages: what the user should read.
+    """
+
+    path: str | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[str, ...] = ()
+
+
+class Starter:
+    """Finds what a run starts from and loads it.
+
+    Args:
+        job: the resolved job.
+        run_dir: its run folder.
+        engine: what is loaded into.
+        loader: whose position is set.
+        together: the ranks.
+    """
+
+    def __init__(self, job: Job, run_dir: Path, engine: Engine, loader: Loader, together: Together) -> None:
+        self.job, self.config, self.run_dir = job, job.checkpoint, run_dir
+        self.engine, self.loader, self.together = engine, loader, together
+        self.folder = CheckpointFolder(folder_of(job, run_dir))
+
+    def start(self) -> Resumed:
+        """Loads the newest checkpoint that is whole, or else the initial values the job names.
+
+        Raises:
+            UserError: there is something to start from and it cannot be used, or nothing could be saved.
+        """
+        start = self.together.on_rank_zero(self._look)
+        messages, damaged = list(start.warnings), []
+        for checkpoint in start.candidates:
+            try:
+                state = self._load(checkpoint)
+            except DamagedCheckpoint as error:
+                damaged.append(f"{checkpoint.path} cannot be used: {error}")
+                continue
+            if damaged:
+                messages.append(f"WARNING {'; '.join(damaged)}; using {checkpoint.path}")
+            self.together.on_rank_zero(lambda: self._go_back_to(checkpoint))  # noqa: B023
+            messages.append(f"resumed from {checkpoint.path}, saved by {_ranks(checkpoint)}")
+            return Resumed(checkpoint.path, state, tuple(messages))
+        if damaged:
+            raise no_usable(self.folder.path, damaged)
+        if start.initial is None:
+            return Resumed(messages=tuple(messages))
+        state = self._load_initial(start.initial)
+        messages.append(f"initial values from {start.initial.path}")
+        return Resumed(start.initial.path, state, tuple(messages))
+
+    def _look(self) -> Start:
+        """What there is to start from; on rank 0."""
+        if self.config.writes:
+            self._require_writable()
+            if not self.config.resume:
+                self.folder.supersede_after(-1)
+        return find_start(self.job, self.run_dir)
+
+    def _require_writable(self) -> None:
+        """Finds out now what the first save would find out hours later."""
+        try:
+            self.folder.try_writing()
+        except OSError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"checkpoint.folder={self.config.folder}: cannot be written: {reason}; would work: a folder "
+                "that can, checkpoint.load_only=true, or checkpoint=disabled"
+            ) from error
+
+    def _go_back_to(self, checkpoint: Checkpoint) -> None:
+        """Moves aside what lies behind the checkpoint that load_step names; on rank 0."""
+        if checkpoint.step == self.config.load_step and self.config.writes:
+            self.folder.supersede_after(checkpoint.step)
+
+    def _load(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Loads everything that is not excluded; returns the counters.
+
+        Raises:
+            DamagedCheckpoint: on all ranks, when any has found damage.
+        """
+        state = checkpoint.state
+        if checkpoint.holds != "full":
+            return state["train_state"]  # of a run that is over
+        excluded = set(self.config.exclude_from_loading)
+        if checkpoint.manifest["options"] == self.config.options_of_loading():
+            excluded = set()  # this same command wrote it, after it had excluded them
+        with self._reading(checkpoint) as reader:
+            sizes = self.together.on_rank_zero(lambda: _sizes(reader, OPTIMIZER, RNG))
+            wanted = model_state(self.engine)
+            # There are none before the first update.
+            if "optimizer" not in excluded and any(name.startswith(OPTIMIZER) for name in sizes):
+                allocate_optimizer_state(self.engine)
+                wanted |= optimizer_state(self.engine)
+            key = rng_key(self.engine.mesh)
+            random = torch.empty(sizes.get(key, (0,)), dtype=torch.uint8)
+            if "rng" not in excluded and random.numel():
+                wanted[key] = random
+            dcp.load(dict(wanted), storage_reader=reader, process_group=self.together.group)
+        if key in wanted:
+            set_rng_state(random, self.engine.device)
+        if "lr_scheduler" not in excluded:
+            self.engine.set_schedule(state["lr_scheduler"]["last_epoch"])
+        if "data_loader" not in excluded:
+            self.loader.load_state_dict(state["data_loader"])
+        return {} if "train_state" in excluded else state["train_state"]
+
+    @contextmanager
+    def _reading(self, checkpoint: Checkpoint) -> Iterator[Reader]:
+        """A reader of a checkpoint that nobody removes meanwhile, and whose damage is told as such."""
+        held = reading(checkpoint.path) if self.together.rank == 0 else contextlib.nullcontext()
+        try:
+            with held:
+                yield Reader(checkpoint.path, checkpoint.manifest)
+        except CheckpointException as error:
+            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+            if not all(isinstance(cause, DamagedCheckpoint | OSError) for cause in causes.values()):
+                raise
+            rank, cause = next(iter(causes.items()))
+            raise DamagedCheckpoint(f"{cause} (found by rank {rank})") from error
+
+    def _load_initial(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Loads initial_load_path.
+
+        Raises:
+            UserError: it is damaged, or its tensors are not the model's.
+        """
+        path, group = checkpoint.path, self.together.group
+        try:
+            if self.config.initial_load_in_hf:
+                self.together.on_rank_zero(lambda: huggingface.check(path, self.job.model))
+                huggingface.load(path, model_state(self.engine), group)
+                return {}
+            self.together.on_rank_zero(lambda: self._require_parameters(checkpoint))
+            if not self.config.initial_load_model_only:
+                return self._load(checkpoint)
+            with self._reading(checkpoint) as reader:
+                dcp.load(dict(model_state(self.engine)), storage_reader=reader, process_group=group)
+            return {}
+        except DamagedCheckpoint as error:
+            raise UserError(f"checkpoint.initial_load_path={path}: {error}") from error
+
+    def _require_parameters(self, checkpoint: Checkpoint) -> None:
+        """Checks names and shapes before DCP does, which has many lines to say of each; on rank 0."""
+        found = _sizes(Reader(checkpoint.path, checkpoint.manifest), "")
+        for name, shape in parameter_shapes(self.job.model).items():
+            if found.get(name) != shape:
+                has = f"has shape {list(found[name])}" if name in found else "is missing"
+                raise UserError(
+                    f"checkpoint.initial_load_path={checkpoint.path}: {name} {has}, and the model's has "
+                    f"shape {list(shape)}; would work: the model that it was saved with"
+                )
+
+
+def _sizes(reader: Reader, *prefixes: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a checkpoint whose names begin in certain ways."""
+    return {
+        name: tuple(facts.size)
+        for name, facts in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith(prefixes) and hasattr(facts, "size")
+    }
+
+
+def _ranks(checkpoint: Checkpoint) -> str:
+    """Who wrote a checkpoint: how many ranks, in which layout."""
+    layout = (checkpoint.job or {}).get("parallelism", {})
+    axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+    degrees = " x ".join(f"{axis} {layout[axis]}" for axis in axes if (layout.get(axis) or 1) > 1)
+    return degrees or "one rank"

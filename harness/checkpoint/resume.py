@@ -1,0 +1,255 @@
+"""Where a run starts from: decided by looking at folders, before anything is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.checkpoint.catalog import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointFolder,
+    DamagedCheckpoint,
+    is_foreign,
+    is_url,
+    open_checkpoint,
+)
+from harness.config import NUMERICS, leaves
+from harness.errors import ConfigError, UserError
+from harness.job import Job
+
+# Names folders of other layouts of the same experiment, whose checkpoints a run may go on from.
+CONTINUES = "continues.json"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run can start from.
+
+    Attributes:
+        candidates: checkpoints to go on from, the best first.
+        initial: what to take initial values from when there is none to go on from.
+        warnings: what the user should know of those that cannot be used.
+    """
+
+    candidates: list[Checkpoint] = field(default_factory=list)
+    initial: Checkpoint | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def folder_of(job: Job, run_dir: Path) -> str:
+    """The job's checkpoint folder: inside its run folder unless it is absolute or a URL."""
+    folder = job.checkpoint.folder
+    return folder if is_url(folder) or Path(folder).is_absolute() else str(run_dir / folder)
+
+
+def find_start(job: Job, run_dir: Path) -> Start:
+    """What the job starts from.
+
+    Raises:
+        ConfigError: load_step is not there, or the checkpoint is one of a job with other numerics.
+        UserError: there are checkpoints and all of them are damaged.
+    """
+    config = job.checkpoint
+    if not config.enable:
+        return Start()
+    own, wrong = CheckpointFolder(folder_of(job, run_dir)).complete()
+    candidates = own if config.resume else []
+    if config.load_step >= 0 and config.resume:
+        candidates = _from_load_step(job, candidates)
+    elif config.resume:
+        others = [each for path in _continued(run_dir) for each in CheckpointFolder(path).complete()[0]]
+        candidates = sorted([*own, *others], key=lambda each: each.step, reverse=True)
+    # Weights alone are no state to go on from; those after the last step say that there is nothing to do.
+    candidates = [each for each in candidates if each.holds == "full" or each.step >= job.training.steps]
+    newest = candidates[0].step if candidates else -1
+    warnings = [f"{path} cannot be used: {reason}" for path, reason in wrong.items() if _step(path) > newest]
+    if warnings and candidates:
+        warnings[-1] += f"; using {candidates[0].path}"
+    if candidates:
+        refuse_other_numerics(job, candidates[0])
+        return Start(candidates, warnings=warnings)
+    finished = [path for path in wrong if "there is no" not in wrong[path]]
+    if finished and config.resume:
+        raise no_usable(folder_of(job, run_dir), [f"{_name(path)}: {wrong[path]}" for path in finished])
+    initial = None if config.initial_load_path is None else _initial(job, config.initial_load_path)
+    return Start([], initial, warnings)
+
+
+def no_usable(folder: str, reasons: list[str]) -> UserError:
+    """The error for checkpoints of which none can be used: a person has to decide."""
+    return UserError(
+        f"checkpoint.folder={folder}: no checkpoint can be used ({'; '.join(reasons)}); would work: "
+        "checkpoint.resume=false, which starts anew and keeps them under superseded/"
+    )
+
+
+def is_finished(job: Job, run_dir: Path) -> bool:
+    """Whether the job has completed in its run folder, and its last checkpoint is still there."""
+    if not job.checkpoint.enable or not job.checkpoint.resume or job.checkpoint.load_step >= 0:
+        return False
+    try:
+        result = json.loads((run_dir / "result.json").read_text())
+        last = CheckpointFolder(folder_of(job, run_dir)).find(job.training.steps)
+    except (OSError, ValueError, DamagedCheckpoint):
+        return False
+    return result.get("exit_reason") == "completed" and last.step == job.training.steps
+
+
+def can_resume(job: Job, run_dir: Path) -> bool:
+    """Whether the job's own folder has a checkpoint to go on from, as far as sizes tell."""
+    config = job.checkpoint
+    return config.enable and config.resume and bool(CheckpointFolder(folder_of(job, run_dir)).complete()[0])
+
+
+def unfinished_siblings(job: Job) -> list[str]:
+    """Checkpoint folders of runs of the same experiment on other layouts, that stopped before their end.
+
+    Same name, same numerics, another id. Runs that completed are results of their own, and those that run
+    are somebody else's.
+    """
+    from harness.run_folder import RunFolder
+
+    config, runs = job.checkpoint, job.run_dir.parent
+    if not config.enable or not config.resume or config.folder != type(config)().folder or not runs.is_dir():
+        return []
+    found = []
+    for path in sorted(runs.iterdir()):
+        folder, checkpoints = RunFolder(path), path / config.folder
+        if path.name == job.id or not checkpoints.is_dir() or folder.state in ("completed", None):
+            continue
+        if folder.is_running or _numerics_id(path) != job.numerics_id:
+            continue
+        if CheckpointFolder(str(checkpoints)).complete()[0]:
+            found.append(str(checkpoints.resolve()))
+    return found
+
+
+def _numerics_id(run_dir: Path) -> str | None:
+    """Of the job in a run folder; None for one that this version does not understand."""
+    try:
+        return Job.from_json((run_dir / "job.json").read_text()).numerics_id
+    except (OSError, ValueError, ConfigError):
+        return None
+
+
+def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> None:
+    """Checks that the job computes what the one that wrote a checkpoint did.
+
+    Args:
+        job: the job that wants to go on.
+        checkpoint: what it wants to go on from.
+        only: prefix of the fields that matter; all but the checkpoint's own by default.
+
+    Raises:
+        ConfigError: naming the fields that differ, and the override that permits it.
+    """
+    saved = dict(_flat({"model": checkpoint.manifest.get("model") or {}, **(checkpoint.job or {})}))
+    own = {name: value for name, role, value in leaves(job) if role == NUMERICS}
+    allowed = job.checkpoint.allow_changed
+    for name in allowed:
+        if name not in own:
+            raise ConfigError("checkpoint.allow_changed", name, "no field of this name changes numbers")
+    differing = [
+        name
+        for name, value in own.items()
+        # A field that the saved job did not have yet says nothing.
+        if name in saved and saved[name] != value and name.startswith(only) and name not in allowed
+        if not name.startswith("checkpoint.")
+    ]
+    if not differing:
+        return
+    shown = ", ".join(f"{name}={saved[name]} there and {own[name]} here" for name in differing)
+    raise ConfigError(
+        "checkpoint.allow_changed",
+        f"[{','.join(allowed)}]",
+        f"{checkpoint.path} was written by a job with other numerics: {shown}",
+        f"those values, or checkpoint.allow_changed=[{','.join([*allowed, *differing])}]",
+    )
+
+
+def _from_load_step(job: Job, own: list[Checkpoint]) -> list[Checkpoint]:
+    """The checkpoint of load_step; or newer ones, which this command wrote after it had gone back to it."""
+    wanted = job.checkpoint.load_step
+    found = [
+        each
+        for each in own
+        if each.step == wanted or (each.step > wanted and each.manifest["options"].get("load_step") == wanted)
+    ]
+    if not found:
+        steps = ", ".join(str(each.step) for each in reversed(own)) or "none"
+        rule = f"there is no complete checkpoint of that step in {job.checkpoint.folder}"
+        raise ConfigError("checkpoint.load_step", wanted, rule, f"{steps}" if own else "-1")
+    return found
+
+
+def _continued(run_dir: Path) -> list[str]:
+    try:
+        return list(json.loads((run_dir / CONTINUES).read_text())["folders"])
+    except FileNotFoundError:
+        return []
+
+
+def _initial(job: Job, path: str) -> Checkpoint:
+    """What initial_load_path names: a checkpoint, or the newest one of a run or of a checkpoint folder.
+
+    Raises:
+        ConfigError: there is none, or it does not fit.
+    """
+    name = "checkpoint.initial_load_path"
+    if job.checkpoint.initial_load_in_hf:
+        return Checkpoint(path, {})
+    for folder in (path, f"{path.rstrip('/')}/checkpoints"):
+        newest = next(iter(CheckpointFolder(folder).complete()[0]), None)
+        if newest is not None:
+            break
+    else:
+        newest = _single(path)
+    if newest.holds == "hf":
+        raise ConfigError(
+            name, newest.path, "holds Hugging Face's safetensors", "checkpoint.initial_load_in_hf=true too"
+        )
+    if job.checkpoint.initial_load_model_only:
+        refuse_other_numerics(job, newest, only="model.")
+    elif newest.holds != "full":
+        rule = "holds the weights alone"
+        raise ConfigError(name, newest.path, rule, "checkpoint.initial_load_model_only=true")
+    elif not newest.manifest:
+        raise ConfigError(
+            name,
+            path,
+            "other software wrote it: only its weights are understood",
+            "checkpoint.initial_load_model_only=true",
+        )
+    else:
+        refuse_other_numerics(job, newest)
+    return newest
+
+
+def _single(path: str) -> Checkpoint:
+    if is_foreign(path):
+        return Checkpoint(path, {})
+    try:
+        return open_checkpoint(path)
+    except (DamagedCheckpoint, FileNotFoundError) as error:
+        works = f"a folder step-<n> with a {MANIFEST}, or a run folder"
+        raise ConfigError("checkpoint.initial_load_path", path, f"no checkpoint: {error}", works) from None
+
+
+def _flat(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in plain.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _step(path: str) -> int:
+    return int(path.rsplit("-", 1)[1])
+
+
+def _name(path: str) -> str:
+    return path.rsplit("/", 1)[-1]

@@ -1,0 +1,303 @@
+"""Saving: now or in the background, all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from harness.checkpoint import huggingface
+from harness.checkpoint.catalog import CheckpointFolder, remove
+from harness.checkpoint.resume import folder_of
+from harness.checkpoint.state import model_state, optimizer_state, rng_key, rng_state
+from harness.checkpoint.storage import Writer
+from harness.checkpoint.together import Together
+from harness.data.loader import Loader, merge_states
+from harness.errors import MachineError
+from harness.job import Job
+from harness.loop.engine import Engine
+
+
+class SaveFailed(MachineError):
+    """A checkpoint could not be written; earlier ones are as they were."""
+
+
+@dataclass
+class Account:
+    """What saving has come to in this process.
+
+    Attributes:
+        step: step of the newest checkpoint written; None before the first.
+        saves: checkpoints written.
+        failed: saves that failed.
+        seconds: time that training stood still for it.
+    """
+
+    step: int | None = None
+    saves: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _InFlight:
+    """A checkpoint that is being written in the background."""
+
+    step: int
+    staging: Future[Any]
+    written: Future[Any]
+    reported: bool = False
+
+
+class Saver:
+    """Writes the checkpoints of one run.
+
+    Args:
+        job: the resolved job.
+        run_dir: its run folder.
+        engine: what is saved.
+        loader: whose position is saved with it.
+        together: the ranks.
+        say: shows a line to the user, on rank 0.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        run_dir: Path,
+        engine: Engine,
+        loader: Loader,
+        together: Together,
+        say: Callable[[str], None],
+    ) -> None:
+        self.job, self.config = job, job.checkpoint
+        self.engine, self.loader, self.together, self.say = engine, loader, together, say
+        self.folder = CheckpointFolder(folder_of(job, run_dir))
+        self.account = Account()
+        self._failed_in_a_row = 0
+        self._flying: _InFlight | None = None
+        self._stager: DefaultStager | None = None
+        # Removing many files takes long: in the background, one checkpoint after the other.
+        self._purger = ThreadPoolExecutor(1, thread_name_prefix="purge")
+
+    def wait_for_staging(self) -> None:
+        """Waits until the state has been copied; the update that follows would change it meanwhile."""
+        if self._flying is not None and not self._flying.staging.done():
+            started = time.perf_counter()
+            self._flying.staging.result()
+            self.account.seconds += time.perf_counter() - started
+
+    def save(self, step: int, train_state: dict[str, Any], *, final: bool = False) -> None:
+        """Writes the checkpoint of a step, or begins to.
+
+        Args:
+            step: the step that is done.
+            train_state: the counters, JSON-able.
+            final: the run ends after this one: it is written before this returns, and has to succeed.
+
+        Raises:
+            SaveFailed: on all ranks: this save, or more in a row than the job allows, could not be written.
+        """
+        started = time.perf_counter()
+        self._settle()
+        if self.account.step != step:
+            try:
+                self._write(step, self._manifest(step, train_state), final)
+            except (CheckpointException, OSError) as error:
+                self._book_failure(step, error, final)
+        self.account.seconds += time.perf_counter() - started
+
+    def poll(self) -> None:
+        """Reports a background save that has ended; every step, for the price of a look."""
+        flying = self._flying
+        if flying is None or flying.reported or not flying.written.done():
+            return
+        flying.reported = True
+        error = flying.written.exception()
+        if error is None:
+            self._purge()
+        else:
+            self.say(f"WARNING {_failure(flying.step, error)}")
+
+    def close(self) -> None:
+        """Waits for the checkpoint in flight and for removals.
+
+        Raises:
+            SaveFailed: the checkpoint in flight is one more that failed than the job allows.
+        """
+        started = time.perf_counter()
+        self._settle()
+        self._purger.shutdown(wait=True)
+        self.account.seconds += time.perf_counter() - started
+
+    def _write(self, step: int, manifest: dict[str, Any], final: bool) -> None:
+        """Writes what this step's checkpoint is to hold."""
+        last = final and step == self.job.training.steps
+        if last and self.config.last_save_in_hf:
+            self._write_huggingface(step, {**manifest, "holds": "hf"})
+        elif last and self.config.last_save_model_only:
+            self._write_now(step, self._exported(), {**manifest, "holds": "model"})
+        elif final or self.config.async_mode == "disabled":
+            self._write_now(step, self._everything(), manifest)
+        else:
+            self._begin_to_write(step, manifest)
+
+    def _write_now(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+        """Writes a checkpoint while training waits."""
+        self._dcp_save(self.folder.path_of(step), state, manifest)
+        self._book_success(step)
+        self._purge()
+
+    def _begin_to_write(self, step: int, manifest: dict[str, Any]) -> None:
+        """Begins to copy the state and, from the copy, to write it."""
+        if self.engine.device.type == "cuda":
+            # The copy runs in a stream of its own, which does not wait for the update by itself.
+            torch.cuda.synchronize(self.engine.device)
+        if self._stager is None:
+            self._stager = DefaultStager(self._staging_options())
+        begun: Any = dcp.async_save(
+            dict(self._everything()),
+            storage_writer=Writer(self.folder.path_of(step), manifest),
+            process_group=self.together.group,
+            async_stager=self._stager,
+        )
+        self._flying = _InFlight(step, begun.staging_completion, begun.upload_completion)
+
+    def _staging_options(self) -> StagingOptions:
+        """The copy is made in a thread, beside the next step's passes, which change nothing of it."""
+        return StagingOptions(
+            use_pinned_memory=self.config.async_mode == "async_with_pinned_mem",
+            use_shared_memory=False,
+            use_async_staging=True,
+            use_non_blocking_copy=self.engine.device.type == "cuda",
+        )
+
+    def _write_huggingface(self, step: int, manifest: dict[str, Any]) -> None:
+        """Writes the weights as safetensors, by way of a DCP checkpoint that ranks read their shares of."""
+        between, target = f"{self.folder.path}/.export-step-{step}", self.folder.path_of(step)
+        rank, size = self.together.rank, self.together.size
+        try:
+            self._dcp_save(between, self._exported(), {**manifest, "holds": "model"})
+            self.together.on_rank_zero(lambda: self.folder.remove(step))
+            self.together.everywhere(lambda: huggingface.write_share(between, target, self.job, (rank, size)))
+            self.together.everywhere(lambda: rank or huggingface.finish(between, target, self.job, manifest))
+        finally:
+            if rank == 0:
+                remove(between)
+        self._book_success(step)
+        self._purge()
+
+    def _dcp_save(self, path: str, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+        dcp.save(dict(state), storage_writer=Writer(path, manifest), process_group=self.together.group)
+
+    def _everything(self) -> dict[str, Tensor]:
+        """All of this rank's state."""
+        return {
+            **model_state(self.engine),
+            **optimizer_state(self.engine),
+            rng_key(self.engine.mesh): rng_state(self.engine.device),
+        }
+
+    def _exported(self) -> dict[str, Tensor]:
+        return model_state(self.engine, getattr(torch, self.config.export_dtype))
+
+    def _manifest(self, step: int, train_state: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint says of itself; all ranks call it, for the data positions of all."""
+        return {
+            "step": step,
+            "holds": "full",
+            "created": time.time(),
+            "world_size": self.job.world_size,
+            "options": self.config.options_of_loading(),
+            "state": {
+                "train_state": train_state,
+                "lr_scheduler": {"last_epoch": self.engine.schedule.last_epoch},
+                "data_loader": self._data_position(),
+            },
+            "model": dataclasses.asdict(self.job.model),
+            "tokenizer": dataclasses.asdict(self.job.tokenizer),
+            "job": self.job.to_dict(),
+        }
+
+    def _data_position(self) -> dict[str, Any]:
+        """The loader's state, for all rows of the batch."""
+        state = self.loader.state_dict()
+        # Only streams have a state that differs between ranks.
+        return merge_states(self.together.gather(state)) if "slots" in state else state
+
+    def _settle(self) -> None:
+        """Waits for the checkpoint in flight, so that there is at most one.
+
+        Whether it was written is the same on all ranks: DCP tells a failure of one to all.
+        """
+        flying, self._flying = self._flying, None
+        if flying is None:
+            return
+        error = flying.written.exception()
+        if error is not None:
+            self._book_failure(flying.step, error, final=False, told=flying.reported)
+            return
+        self._book_success(flying.step)
+        if not flying.reported:
+            self._purge()
+
+    def _book_success(self, step: int) -> None:
+        self.account.step, self._failed_in_a_row = step, 0
+        self.account.saves += 1
+
+    def _book_failure(self, step: int, error: BaseException, final: bool, told: bool = False) -> None:
+        """Says that a save failed, makes room again, and decides whether the run goes on.
+
+        Raises:
+            SaveFailed: it does not.
+        """
+        failure = _failure(step, error)
+        self.account.failed += 1
+        self._failed_in_a_row += 1
+        if self.together.rank == 0:
+            # What could not be finished takes room that the next one may need.
+            with contextlib.suppress(OSError):
+                self.folder.remove(step)
+        if final or self._failed_in_a_row > self.config.max_failed_saves:
+            raise failure from error
+        if not told:
+            self.say(f"WARNING {failure}")
+
+    def _purge(self) -> None:
+        """Removes what is not kept, in the background of rank 0."""
+        if self.together.rank == 0:
+            self._purger.submit(self._purge_now)
+
+    def _purge_now(self) -> None:
+        try:
+            self.folder.purge(self.config.keep_latest_k)
+        except OSError as error:
+            self.say(f"WARNING an old checkpoint could not be removed: {error}")
+
+
+def _failure(step: int, error: BaseException) -> SaveFailed:
+    """A failed save in one line: what happened on which rank.
+
+    Raises:
+        BaseException: ``error`` itself, if it is no fault of the storage but a bug.
+    """
+    cause, where = error, ""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        where = f" (rank {rank})"
+    # torch reports what it cannot write as a RuntimeError.
+    if not isinstance(cause, OSError | RuntimeError):
+        raise error
+    text = " ".join(f"{type(cause).__name__}: {cause}".split())
+    return SaveFailed(f"the checkpoint of step {step} could not be written{where}: {text}")

@@ -1,0 +1,100 @@
+"""What a run is, as one flat dict of tensors under names that no layout changes.
+
+    <parameter>                         weights, as DTensors where they are sharded
+    optimizer.state.<parameter>.<key>   the optimizer's tensors of that parameter (exp_avg, exp_avg_sq, step)
+    rng.<role>                          random states of the rank at one place of one layout, as bytes
+
+Keyed by parameter, optimizer state is resharded like the parameter: over FSDP, tensor parallel and pipeline.
+The optimizer's constants are not in it: they are the job's.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.loop.engine import Engine
+from harness.parallelism.mesh import Mesh
+
+OPTIMIZER, RNG = "optimizer.", "rng."
+
+
+def model_state(engine: Engine, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The weights this rank holds, or copies of them in another format."""
+    held = {name: parameter.detach() for name, parameter in engine.named_parameters()}
+    return held if dtype is None else {name: weight.to(dtype) for name, weight in held.items()}
+
+
+def optimizer_state(engine: Engine) -> dict[str, Tensor]:
+    """The optimizer's tensors of the parameters this rank holds; empty before its first step."""
+    return {
+        f"{OPTIMIZER}state.{name}.{key}": value
+        for name, parameter in engine.named_parameters()
+        for key, value in engine.optimizer.state.get(parameter, {}).items()
+    }
+
+
+def allocate_optimizer_state(engine: Engine) -> None:
+    """Makes the optimizer have its tensors before its first step, so that they can be loaded into.
+
+    Optimizers make them in ``step``, each in its own way; a step at rate 0 on no gradient changes no weight.
+    """
+    optimizer = engine.optimizer
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in engine.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def rng_key(mesh: Mesh) -> str:
+    """The name of this rank's random states: its place on every axis, and the size of the axis.
+
+    A rank of another layout finds none under its name, and goes on with the states it started with.
+    """
+    places = [f"{axis}{mesh.rank(axis)}of{size}" for axis, size in mesh.degrees.items() if size > 1]
+    return RNG + ("_".join(places) or "alone")
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """The states of torch's, numpy's and Python's generators of this process, uint8."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, internal, gauss_next = random.getstate()
+    states: dict[str, Any] = {
+        "torch": _text(torch.get_rng_state()),
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, gauss],
+        "python": [version, list(internal), gauss_next],
+    }
+    if device.type == "cuda":
+        states["cuda"] = _text(torch.cuda.get_rng_state(device))
+    return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
+
+
+def set_rng_state(packed: Tensor, device: torch.device) -> None:
+    """Puts the generators of this process where ``rng_state`` found them."""
+    states = json.loads(packed.numpy().tobytes())
+    torch.set_rng_state(_tensor(states["torch"]))
+    name, keys, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+    version, internal, gauss_next = states["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(_tensor(states["cuda"]), device)
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

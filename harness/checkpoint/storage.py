@@ -1,0 +1,299 @@
+"""Torch's DCP files with checksums: what is written is hashed on its way, what is read is checked on its way.
+
+Each entry's checksum travels beside its place in DCP's own ``.metadata`` (as an attribute that other readers
+of the format do not look at); sizes and checksums of whole files stand in ``manifest.json``, which is written
+last. They are XXH3-128, so ``xxh128sum`` can check files by hand.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import xxhash
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem as LocalFileSystem
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from harness.checkpoint.catalog import (
+    MANIFEST,
+    METADATA,
+    DamagedCheckpoint,
+    encode_manifest,
+    is_url,
+    remove,
+)
+
+CHECKSUM = "xxh3_128"
+
+
+@dataclass
+class FileDigest:
+    """What was written into one file."""
+
+    size: int = 0
+    checksum: str = ""
+    spans: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Checksums by (offset, length) of what was written between two looks at the position."""
+
+
+class HashingStream(io.IOBase):
+    """A file being written, front to back, that keeps a checksum of the whole and of its entries.
+
+    DCP asks for the position before and after every entry; each asking ends a span.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self.digest = FileDigest()
+        self._whole, self._span, self._span_start = xxhash.xxh3_128(), xxhash.xxh3_128(), 0
+
+    def write(self, data: Any) -> int:
+        with memoryview(data) as view, view.cast("B") as octets:
+            self._raw.write(octets)
+            self._whole.update(octets)
+            self._span.update(octets)
+            self.digest.size += len(octets)
+            return len(octets)
+
+    def tell(self) -> int:
+        end = self.digest.size
+        if end > self._span_start:
+            self.digest.spans[self._span_start, end - self._span_start] = self._span.hexdigest()
+            self._span, self._span_start = xxhash.xxh3_128(), end
+        return end
+
+    def flush(self) -> None:
+        self._raw.flush()
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.digest.checksum = self._whole.hexdigest()
+            super().close()
+            self._raw.close()
+
+
+class HashingFileSystem(FileSystemBase):
+    """DCP's file system, local or fsspec's, that remembers digests of the files written through it.
+
+    Args:
+        inner: what stores the files.
+    """
+
+    def __init__(self, inner: FileSystemBase) -> None:
+        self.inner = inner
+        self.digests: dict[str, FileDigest] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        with self.inner.create_stream(path, mode) as raw:
+            if "w" not in mode:
+                yield raw
+                return
+            stream = HashingStream(cast("IO[bytes]", raw))
+            yield stream
+            stream.close()
+            self.digests[Path(path).name] = stream.digest
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        self.inner.rename(path, new_path)
+        if Path(path).name in self.digests:
+            self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+    def concat_path(self, path: str | os.PathLike, suffix: str) -> str | os.PathLike:
+        return self.inner.concat_path(path, suffix)
+
+    def init_path(self, path: str | os.PathLike) -> str | os.PathLike:
+        return self.inner.init_path(path)
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        self.inner.mkdir(path)
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return self.inner.exists(path)
+
+    def rm_file(self, path: str | os.PathLike) -> None:
+        self.inner.rm_file(path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class HashedResult(WriteResult):
+    """What a rank tells the coordinator of an entry, with the file it went to."""
+
+    file_size: int = 0
+    file_checksum: str = ""
+
+
+class Writer(FileSystemWriter):
+    """Writes one checkpoint; complete once ``finish`` has put the manifest beside the data.
+
+    Args:
+        path: folder, a path or an fsspec URL; what it holds is replaced.
+        manifest: what is said of it besides its files.
+    """
+
+    def __init__(self, path: str, manifest: dict[str, Any]) -> None:
+        remote = is_url(path)
+        # Syncing a remote stream would sync every disk of this machine instead.
+        super().__init__(path, sync_files=not remote)
+        self.fs: Any = HashingFileSystem(RemoteFileSystem() if remote else LocalFileSystem())
+        self.path = self.fs.init_path(path)
+        self.manifest = manifest
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Removes what a killed process left there; on the coordinator, before any rank writes."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if is_coordinator:
+            remove(str(self.path))
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's entries and gives each its checksum."""
+        results = super().write_data(plan, planner).wait()
+        hashed: list[WriteResult] = []
+        for result in results:
+            place = result.storage_data
+            digest = self.fs.digests[place.relative_path]
+            setattr(place, CHECKSUM, digest.spans[place.offset, place.length])
+            hashed.append(
+                HashedResult(result.index, result.size_in_bytes, place, digest.size, digest.checksum)
+            )
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(hashed)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes DCP's metadata and then the manifest, on the coordinator."""
+        super().finish(metadata, results)
+        files = {
+            result.storage_data.relative_path: {"size": result.file_size, CHECKSUM: result.file_checksum}
+            for rank in results
+            for result in cast("list[HashedResult]", rank)
+        }
+        own = self.fs.digests[METADATA]
+        files[METADATA] = {"size": own.size, CHECKSUM: own.checksum}
+        write_last(self.fs, self.path, MANIFEST, encode_manifest({**self.manifest, "files": files}))
+
+
+def write_last(fs: FileSystemBase, folder: str | os.PathLike, name: str, content: bytes) -> None:
+    """Writes the file that makes a folder complete: under another name first, and lastingly."""
+    temporary, final = fs.concat_path(folder, f"{name}.tmp"), fs.concat_path(folder, name)
+    with fs.create_stream(temporary, "wb") as stream:
+        stream.write(content)  # type: ignore[attr-defined]
+        stream.flush()
+        if isinstance(folder, Path):
+            os.fsync(stream.fileno())
+    if isinstance(folder, Path):
+        _sync_folder(folder)  # the data files' names, before the name that vouches for them
+    fs.rename(temporary, final)
+    if isinstance(folder, Path):
+        _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class Reader(FileSystemReader):
+    """Reads one checkpoint and checks what it reads.
+
+    Args:
+        path: folder, a path or an fsspec URL.
+        manifest: what the checkpoint says of itself; empty for one of other software, which is not checked.
+    """
+
+    def __init__(self, path: str, manifest: dict[str, Any]) -> None:
+        super().__init__(path)
+        self.fs: Any = RemoteFileSystem() if is_url(path) else LocalFileSystem()
+        self.path = self.fs.init_path(path)
+        self.manifest = manifest
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's metadata.
+
+        Raises:
+            DamagedCheckpoint: it is not what was written.
+        """
+        if self.manifest:
+            with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as stream:
+                found = xxhash.xxh3_128_hexdigest(stream.read())
+            if found != self.manifest["files"][METADATA][CHECKSUM]:
+                raise DamagedCheckpoint(f"{METADATA} does not have the checksum it was written with")
+        return super().read_metadata(*args, **kwargs)
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        """One entry, checked."""
+        end = sinfo.offset + sinfo.length
+        content = _view(file, sinfo.offset, sinfo.length)
+        if len(content) != sinfo.length:
+            raise DamagedCheckpoint(f"{sinfo.relative_path} ends before byte {end}")
+        wanted = getattr(sinfo, CHECKSUM, None)
+        if wanted is not None and xxhash.xxh3_128_hexdigest(content) != wanted:
+            raise DamagedCheckpoint(
+                f"{sinfo.relative_path}: bytes {sinfo.offset} to {end} do not have the checksum they were "
+                "written with"
+            )
+        return cast("IO[bytes]", _MemoryFile(content))
+
+
+def _view(file: Any, offset: int, length: int) -> memoryview:
+    """A part of an open file; of a local one without copying it."""
+    try:
+        handle = file.fileno()
+    except (AttributeError, OSError):
+        file.seek(offset)
+        return memoryview(file.read(length))
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    available = max(0, min(length, os.fstat(handle).st_size - offset))
+    if not available:
+        return memoryview(b"")
+    size = offset - start + available
+    # Faulted in at once: hashing and copying would take a fault for every few pages.
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    mapped = mmap.mmap(handle, size, flags=flags, prot=mmap.PROT_READ, offset=start)
+    return memoryview(mapped)[offset - start :]
+
+
+class _MemoryFile(io.RawIOBase):
+    """A memory view to be read like a file."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._position = view, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._view[self._position : self._position + len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._view)}[whence]
+        self._position = base + offset
+        return self._position

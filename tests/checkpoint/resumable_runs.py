@@ -1,0 +1,89 @@
+"""Training runs of a test's ranks, stopped and resumed within the process, and what they came to."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.checkpoint.state import model_state, optimizer_state, rng_state
+from harness.job import Job
+from harness.loop.engine import Engine
+from harness.loop.setup import set_up_process
+from harness.loop.trainer import Trainer
+from harness.run_folder import RunFolder
+
+SMALL = [
+    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "data.mask_fraction=0.3"),
+    *("training.seq_len=32", "training.global_batch_size=8", "cluster.device=cpu"),
+    *("metrics.console=none", "schedule.warmup_steps=2", "optimizer.lr=0.01"),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run did on one rank.
+
+    Attributes:
+        reason: completed or interrupted.
+        losses: by step, those of this process.
+        norms: gradient norms by step.
+        batches: digests of the tokens this rank read, by step.
+        state: digests of its tensors at the end, by name: weights, optimizer, random states.
+        resumed_from: the checkpoint it started from.
+        messages: what it said.
+        facts: its result row.
+    """
+
+    reason: str
+    losses: dict[int, float]
+    norms: dict[int, float]
+    batches: dict[int, str]
+    state: dict[str, str]
+    resumed_from: str | None
+    messages: list[str]
+    facts: dict[str, Any]
+
+
+def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome:
+    """Trains on this rank; asks for a stop during step ``stop_after``."""
+    job, folder = Job.from_json(job_json), RunFolder(Path(run_dir))
+    set_up_process(job)
+    # As a new process would: nothing of what came before in this one.
+    torch.manual_seed(0)
+    engine = Engine(job, torch.device("cpu"))
+    trainer = Trainer(job, folder, engine, None, time.time())
+    losses: dict[int, float] = {}
+    norms: dict[int, float] = {}
+    batches: dict[int, str] = {}
+    messages: list[str] = []
+    trainer._say = messages.append  # type: ignore[method-assign]
+    trainer.saver.say = messages.append
+    passes: Callable[..., Any] = engine.gradients
+
+    def gradients(batch: Any, *, stop_requested: bool = False) -> Any:
+        step = trainer.progress.step + 1
+        # Something that draws random numbers, so that their state matters.
+        torch.rand(3)
+        outcome = passes(batch, stop_requested=stop_requested or step == stop_after)
+        losses[step], norms[step] = outcome.loss, outcome.grad_norm
+        batches[step] = _digest(batch.inputs_BT) + _digest(batch.labels_BT)
+        return outcome
+
+    engine.gradients = gradients  # type: ignore[method-assign]
+    reason = trainer.train()
+    tensors = {**model_state(engine), **optimizer_state(engine), "rng": rng_state(engine.device)}
+    state = {name: _digest(getattr(t, "_local_tensor", t)) for name, t in tensors.items()}
+    return Outcome(
+        reason, losses, norms, batches, state, trainer.resumed_from, messages, trainer.result()
+    )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().reshape(-1).contiguous()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
