@@ -161,6 +161,8 @@ class Job:
         self.optimizer.validate()
         self.schedule.validate(self.training.steps)
         self.checkpoint.validate()
+        if self.cluster.device == "cpu":
+            self.checkpoint.refuse_pinned_memory("cluster.device=cpu")
         self.metrics.validate()
         self.validation.validate()
         if self.validation.interval:

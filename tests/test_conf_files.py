@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from harness.compose import compose_job
+from harness.convert import ConvertJob
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.model.accounting import account
@@ -21,7 +22,7 @@ from harness.parity import ParityJob
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
-PRIMARY = {"train": Job, "parity": ParityJob}
+PRIMARY = {"convert": ConvertJob, "train": Job, "parity": ParityJob}
 PACKAGE = "# @package _global_"
 
 

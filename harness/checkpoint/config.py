@@ -99,6 +99,13 @@ class CheckpointConfig:
                 "Hugging Face's format holds weights alone",
                 "checkpoint.last_save_model_only=true too",
             )
+        if self.last_save_in_hf and "://" in self.folder:
+            raise ConfigError(
+                "checkpoint.folder",
+                self.folder,
+                "last_save_in_hf writes to this machine's file systems",
+                "a path",
+            )
         if self.export_dtype != "float32" and not self.last_save_model_only:
             raise ConfigError(
                 "checkpoint.export_dtype",
@@ -125,6 +132,12 @@ class CheckpointConfig:
             raise ConfigError(
                 "checkpoint.create_seed_checkpoint", True, "nothing is written in this job", "false"
             )
+
+    def refuse_pinned_memory(self, why: str) -> None:
+        """Raises ConfigError if memory is to be pinned where there is no GPU to pin it for."""
+        if self.enable and self.async_mode == "async_with_pinned_mem":
+            rule = f"memory is pinned for a GPU to copy to, and there is none: {why}"
+            raise ConfigError("checkpoint.async_mode", self.async_mode, rule, "async")
 
     def _validate_choices(self) -> None:
         if self.async_mode not in ASYNC_MODES:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from harness.checkpoint import huggingface
+from harness.checkpoint import exchange
 from harness.checkpoint.catalog import Checkpoint, CheckpointFolder, DamagedCheckpoint, reading
 from harness.checkpoint.resume import Start, find_start, folder_of, no_usable
 from harness.checkpoint.state import (
@@ -96,6 +96,8 @@ class Starter:
         """What there is to start from; on rank 0."""
         if self.config.writes:
             self._require_writable()
+            if self.config.last_save_in_hf:
+                exchange.rehearse(self.job)
             if not self.config.resume:
                 self.folder.supersede_after(-1)
         return find_start(self.job, self.run_dir)
@@ -171,8 +173,8 @@ class Starter:
         path, group = checkpoint.path, self.together.group
         try:
             if self.config.initial_load_in_hf:
-                self.together.on_rank_zero(lambda: huggingface.check(path, self.job.model))
-                huggingface.load(path, model_state(self.engine), group)
+                self.together.on_rank_zero(lambda: exchange.check(path, self.job.model))
+                exchange.load(path, model_state(self.engine), group)
                 return {}
             self.together.on_rank_zero(lambda: self._require_parameters(checkpoint))
             if not self.config.initial_load_model_only:

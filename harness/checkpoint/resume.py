@@ -217,26 +217,21 @@ def _initial(job: Job, path: str) -> Checkpoint:
     elif newest.holds != "full":
         rule = "holds the weights alone"
         raise ConfigError(name, newest.path, rule, "checkpoint.initial_load_model_only=true")
-    elif not newest.manifest:
-        raise ConfigError(
-            name,
-            path,
-            "other software wrote it: only its weights are understood",
-            "checkpoint.initial_load_model_only=true",
-        )
     else:
         refuse_other_numerics(job, newest)
     return newest
 
 
 def _single(path: str) -> Checkpoint:
+    name = "checkpoint.initial_load_path"
     if is_foreign(path):
-        return Checkpoint(path, {})
+        rule = "other software wrote it, and what its tensors mean is not known"
+        raise ConfigError(name, path, rule, "what python -m harness.convert makes of it")
     try:
         return open_checkpoint(path)
-    except (DamagedCheckpoint, FileNotFoundError) as error:
+    except DamagedCheckpoint as error:
         works = f"a folder step-<n> with a {MANIFEST}, or a run folder"
-        raise ConfigError("checkpoint.initial_load_path", path, f"no checkpoint: {error}", works) from None
+        raise ConfigError(name, path, f"no checkpoint: {error}", works) from None
 
 
 def _flat(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from harness.checkpoint import huggingface
+from harness.checkpoint import exchange
 from harness.checkpoint.catalog import CheckpointFolder, remove
 from harness.checkpoint.resume import folder_of
 from harness.checkpoint.state import model_state, optimizer_state, rng_key, rng_state
@@ -70,6 +70,9 @@ class Saver:
         loader: whose position is saved with it.
         together: the ranks.
         say: shows a line to the user, on rank 0.
+
+    Raises:
+        ConfigError: memory is to be pinned and there is no GPU.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class Saver:
         self.job, self.config = job, job.checkpoint
         self.engine, self.loader, self.together, self.say = engine, loader, together, say
         self.folder = CheckpointFolder(folder_of(job, run_dir))
+        if engine.device.type != "cuda":
+            self.config.refuse_pinned_memory(f"ranks compute on {engine.device.type}")
         self.account = Account()
         self._failed_in_a_row = 0
         self._flying: _InFlight | None = None
@@ -190,8 +195,8 @@ class Saver:
         try:
             self._dcp_save(between, self._exported(), {**manifest, "holds": "model"})
             self.together.on_rank_zero(lambda: self.folder.remove(step))
-            self.together.everywhere(lambda: huggingface.write_share(between, target, self.job, (rank, size)))
-            self.together.everywhere(lambda: rank or huggingface.finish(between, target, self.job, manifest))
+            self.together.everywhere(lambda: exchange.write_share(between, target, self.job, (rank, size)))
+            self.together.on_rank_zero(lambda: exchange.finish(between, target, self.job, manifest))
         finally:
             if rank == 0:
                 remove(between)

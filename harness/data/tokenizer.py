@@ -127,7 +127,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _spell_space_mark(self) -> list[int] | None:
         """The byte pieces of U+2581; None where the model has no bytes or prefixes the text with a space."""
-        if self._model.decode(self._model.encode("▁a")) != " a":
+        # Decoding takes one space away again, so what is encoded tells, not what comes back.
+        if self._model.normalize("a") != "a" or self._model.decode(self._model.encode("▁a")) != " a":
             return None
         ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
         return ids if all(self._model.is_byte(i) for i in ids) else None

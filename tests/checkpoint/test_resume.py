@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from resumable_runs import SMALL, Outcome, train
 
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
 from harness.job import Job
-from resumable_runs import SMALL, Outcome, train
 
 
 def job_of(tmp_path: Path, *overrides: str) -> Job:

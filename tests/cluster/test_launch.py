@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 from launching import LONG, TWO_RANKS, Launch, until
 
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_NON_FINITE, EXIT_OK, EXIT_USER
+from harness.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_MACHINE,
+    EXIT_NON_FINITE,
+    EXIT_OK,
+    EXIT_RESUMABLE,
+    EXIT_USER,
+)
 from harness.job import Job
 from harness.run_folder import RunFolder
 
@@ -117,10 +125,10 @@ def test_a_stop_request_ends_all_ranks_at_one_step(launch: Start, number: signal
         os.killpg(job.process.pid, number)
     else:
         job.process.send_signal(number)
-    assert job.finish() == EXIT_INTERRUPTED
+    assert job.finish() == EXIT_RESUMABLE
     assert job.ranks() == {} and "Traceback" not in job.err
     row, rows = job.read("result.json"), job.rows
-    assert (row["exit_reason"], row["exit_code"]) == ("interrupted", EXIT_INTERRUPTED)
+    assert (row["exit_reason"], row["exit_code"]) == ("interrupted", EXIT_RESUMABLE)
     assert row["step"] == rows[-1]["step"] and row["loss"] == rows[-1]["loss"]
     assert (job.run_dir / "metrics.jsonl").read_bytes().endswith(b"\n")
     assert job.read("status.json")["state"] == "interrupted"
@@ -184,7 +192,7 @@ def test_a_lone_rank_stops_as_several_do(launch: Start) -> None:
     job = launch(*LONG)
     job.wait_for_step()
     job.process.send_signal(signal.SIGINT)
-    assert job.finish() == EXIT_INTERRUPTED
+    assert job.finish() == EXIT_RESUMABLE
     assert job.read("result.json")["exit_reason"] == "interrupted" and "Traceback" not in job.err
 
 

@@ -10,7 +10,7 @@ import pytest
 from launching import LONG, TWO_RANKS, Launch, until
 from test_launch import GONE_SECONDS, patch_rank
 
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER
+from harness.errors import EXIT_BUG, EXIT_RESUMABLE, EXIT_USER
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness.train")
 
@@ -60,7 +60,7 @@ def test_a_stop_request_ends_all_ranks_at_one_step(torchrun: Callable[..., Launc
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() != 0
     row = job.read("result.json")
-    assert (row["exit_reason"], row["exit_code"]) == ("interrupted", EXIT_INTERRUPTED)
+    assert (row["exit_reason"], row["exit_code"]) == ("interrupted", EXIT_RESUMABLE)
     assert row["step"] == job.rows[-1]["step"]
 
 

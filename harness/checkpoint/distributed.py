@@ -1,0 +1,182 @@
+"""Weights in torch's distributed checkpoints: ours, with a manifest, and those of other software.
+
+Both go through DCP's planners and storage, one tensor at a time and in this process alone. They are called
+here instead of ``dcp.save`` and ``dcp.load``, which read the metadata anew for every tensor and turn every
+error, ^C included, into one of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from harness.checkpoint.catalog import METADATA, DamagedCheckpoint
+from harness.checkpoint.formats import EMBEDDING, HEAD, Source, TensorFacts, refuse_untied
+from harness.checkpoint.storage import CHECKSUM, Reader, Writer
+from harness.errors import UserError
+from harness.model.config import ModelConfig
+from harness.model.huggingface import parameter_shapes
+from harness.model.llama_original import permute_rope
+
+_SHOWN = 3  # names in one line of error
+
+
+class DistributedSource:
+    """The model in a checkpoint; the optimizer and whatever else is in it are left alone.
+
+    Args:
+        path: the checkpoint's folder or fsspec URL.
+        manifest: what it says of itself. Empty for one of other software; torchtitan's is meant, which has
+            our names and, like Meta's files, rows of wq and wk in the order of interleaved pairs
+            (``_permute`` in torchtitan/models/llama3/model/state_dict_adapter.py).
+        model: what it must hold.
+
+    Raises:
+        DamagedCheckpoint: it is not what was written.
+        UserError: it is another model.
+    """
+
+    def __init__(self, path: str, manifest: Mapping[str, Any], model: ModelConfig) -> None:
+        self._path, self._model, self._foreign = path, model, not manifest
+        self._reader = Reader(path, dict(manifest))
+        self._metadata = self._read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._found = {
+            name: TensorFacts(tuple(entry.size), entry.properties.dtype)
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        # Some software keeps the model beside the optimizer, as {"model": ..., "optimizer": ...}.
+        nested = self._foreign and EMBEDDING not in self._found
+        self._prefix = "model." if nested else ""
+        shapes = parameter_shapes(model)
+        self._check(shapes)
+        self.tensors: Mapping[str, TensorFacts] = {name: self._found[self._prefix + name] for name in shapes}
+
+    def read(self, name: str) -> Tensor:
+        """One parameter, checked against its checksum where there is one.
+
+        Raises:
+            DamagedCheckpoint: it is not what was written.
+            UserError: embeddings that are to be tied differ.
+        """
+        tensor = self._read(self._prefix + name)
+        if name == EMBEDDING and self._model.tied_embeddings and self._prefix + HEAD in self._found:
+            refuse_untied(tensor, self._read(self._prefix + HEAD), self._path)
+        if self._foreign and name.endswith(".wq.weight"):
+            return permute_rope(tensor, self._model.n_heads)
+        if self._foreign and name.endswith(".wk.weight"):
+            return permute_rope(tensor, self._model.n_kv_heads)
+        return tensor
+
+    def _read(self, key: str) -> Tensor:
+        facts = self._found[key]
+        tensor = torch.empty(facts.shape, dtype=facts.dtype)
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner({key: tensor}, self._metadata, is_coordinator=True)
+        try:
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise DamagedCheckpoint(f"{key} cannot be read: {_first_line(error)}") from error
+        return tensor
+
+    def _read_metadata(self) -> Metadata:
+        try:
+            metadata = self._reader.read_metadata()
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{METADATA} cannot be read: {_first_line(error)}") from error
+        if self._foreign and any(hasattr(place, CHECKSUM) for place in metadata.storage_data.values()):
+            raise DamagedCheckpoint("the harness wrote it and did not finish it: the manifest is missing")
+        return metadata
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        found = {name: self._found.get(self._prefix + name) for name in shapes}
+        missing = [name for name, facts in found.items() if facts is None]
+        misshapen = [
+            f"{name} is {list(facts.shape)} and not {list(shapes[name])}"
+            for name, facts in found.items()
+            if facts is not None and facts.shape != shapes[name]
+        ]
+        for what, names in (("missing", missing), ("of another shape", misshapen)):
+            if names:
+                shown = ", ".join([*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
+                raise UserError(
+                    f"{self._path}: the tensors are not those of model={self._model.name}: "
+                    f"{len(names)} {what} ({shown})"
+                )
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def write_distributed(source: Source, folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes a checkpoint that training starts from on any layout; one tensor is in memory at a time.
+
+    Args:
+        source: the weights.
+        folder: must not hold a checkpoint.
+        manifest: what is said of it besides its files.
+
+    Raises:
+        OSError: the folder cannot be written to; RuntimeError with one in its context, from torch.save.
+    """
+    planner, writer = _LazyPlanner(source), _StreamingWriter(str(folder), dict(manifest))
+    planner.set_up_planner(
+        {name: torch.empty(f.shape, dtype=f.dtype, device="meta") for name, f in source.tensors.items()},
+        writer.storage_meta(),
+        is_coordinator=True,
+    )
+    writer.set_up_storage_writer(is_coordinator=True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    [plan] = writer.prepare_global_plan(plans)
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [results])
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Plans with tensors that have no values, and reads each when it is to be written."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._source.read(write_item.index.fqn)
+
+
+class _OneByOne(FileSystemWriter):
+    """Forgets a tensor once it is written, where torch's loop keeps all of a file until its end."""
+
+    fs: Any
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        file = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"  # type: ignore[attr-defined]
+        results = []
+        with self.fs.create_stream(self.fs.concat_path(self.path, file), "wb") as stream:
+            for item in plan.items:
+                start = stream.tell()
+                torch.save(planner.resolve_data(item), stream)
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(file, start, length)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+class _StreamingWriter(Writer, _OneByOne):
+    """Checksums and the manifest around the loop above."""

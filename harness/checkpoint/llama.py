@@ -1,0 +1,144 @@
+"""Meta's original checkpoints: params.json, and a consolidated.*.pth for each model-parallel rank."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.checkpoint.formats import EMBEDDING, HEAD, TensorFacts, refuse_untied
+from harness.errors import UserError
+from harness.model.config import ModelConfig
+from harness.model.huggingface import parameter_shapes
+from harness.model.llama_original import is_buffer, merge
+
+PATTERN, PARAMS = "consolidated.*.pth", "params.json"
+_SHOWN = 3  # names in one line of error
+
+# What ModelArgs in llama/model.py of meta-llama/llama and meta-llama/llama3 has where params.json is silent.
+_DEFAULTS: dict[str, Any] = {
+    "dim": 4096,
+    "n_layers": 32,
+    "n_heads": 32,
+    "vocab_size": -1,
+    "multiple_of": 256,
+    "ffn_dim_multiplier": None,
+    "norm_eps": 1e-5,
+    "use_scaled_rope": False,
+}
+# Llama 2's files do not name it, those of Llama 3 do; llama/model.py of Llama 2 computes with 10000.
+_OLD_THETA = 10000.0
+
+
+class LlamaSource:
+    """A folder of Meta's.
+
+    Args:
+        folder: holds consolidated.*.pth and mostly params.json.
+        model: what they must be.
+
+    Raises:
+        UserError: they are another model, or not whole.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        self._folder, self._model = folder, model
+        self._files = sorted(folder.glob(PATTERN))
+        if (folder / PARAMS).exists():
+            check_params(model, folder / PARAMS)
+        shards = [_load(file) for file in self._files]
+        self._check_names(shards)
+        # Shapes alone, through the function that will join the values.
+        whole = {name: merge(name, [shard[name].to("meta") for shard in shards], model) for name in shards[0]}
+        self._has_head = HEAD in whole
+        self.tensors: Mapping[str, TensorFacts] = {
+            name: TensorFacts(shape, whole[name].dtype) for name, shape in parameter_shapes(model).items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """One parameter, joined and with rotated pairs in our order.
+
+        Raises:
+            UserError: its file is damaged, or embeddings that are to be tied differ.
+        """
+        tensor = self._read(name)
+        if name == EMBEDDING and self._model.tied_embeddings and self._has_head:
+            refuse_untied(tensor, self._read(HEAD), str(self._folder))
+        return tensor
+
+    def _read(self, name: str) -> Tensor:
+        # Loaded for every tensor: pages of a mapped file stay in memory for as long as it is mapped.
+        shards = [_load(file)[name] for file in self._files]
+        whole = merge(name, shards, self._model)
+        return whole.clone() if whole.data_ptr() == shards[0].data_ptr() else whole
+
+    def _check_names(self, shards: list[dict[str, Tensor]]) -> None:
+        for file, shard in zip(self._files, shards, strict=True):
+            expected = set(parameter_shapes(self._model))
+            allowed = expected | {HEAD} if HEAD in shards[0] else expected
+            for what, names in (("missing", expected - set(shard)), ("unexpected", set(shard) - allowed)):
+                if names:
+                    shown = ", ".join([*sorted(names)[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
+                    raise UserError(
+                        f"{file}: the tensors are not those of model={self._model.name}: "
+                        f"{len(names)} {what} ({shown})"
+                    )
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    """The parameters in a file, mapped and not read; runs no code that the file might hold."""
+    try:
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        reason = " ".join(str(error).split("\n")[0].split())
+        raise UserError(f"{file}: cannot be read as a file of weights: {reason}") from None
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise UserError(f"{file}: holds something else than named tensors")
+    return {name: tensor for name, tensor in content.items() if not is_buffer(name)}
+
+
+def check_params(model: ModelConfig, file: Path) -> None:
+    """Refuses a checkpoint of another model, by what params.json says.
+
+    Raises:
+        UserError: one line that names every field that differs.
+    """
+    try:
+        says = {**_DEFAULTS, **json.loads(file.read_text(encoding="utf-8"))}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file}: cannot be read as JSON: {error}") from None
+    theta = says.get("rope_theta", _OLD_THETA)
+    scaling = "llama3" if says["use_scaled_rope"] else "none"
+    pairs = {
+        "dim": (model.dim, says["dim"]),
+        "n_layers": (model.n_layers, says["n_layers"]),
+        "n_heads": (model.n_heads, says["n_heads"]),
+        "n_kv_heads": (model.n_kv_heads, says.get("n_kv_heads") or says["n_heads"]),
+        "ffn_hidden_dim": (model.ffn_hidden_dim, hidden_width(says)),
+        "norm_eps": (model.norm_eps, says["norm_eps"]),
+        "rope.theta": (model.rope.theta, theta),
+        "rope.scaling": (model.rope.scaling, scaling),
+    }
+    if says["vocab_size"] > 0:  # Llama 2's files leave it to the tokenizer
+        pairs["vocab_size"] = (model.vocab_size, says["vocab_size"])
+    differing = [
+        f"model.{name}={ours}: {PARAMS} has {theirs}"
+        for name, (ours, theirs) in pairs.items()
+        if ours != theirs
+    ]
+    if differing:
+        raise UserError(f"{file.parent}: {'; '.join(differing)}")
+
+
+def hidden_width(params: Mapping[str, Any]) -> int:
+    """Width of the feed-forward's hidden layer, as FeedForward in Meta's llama/model.py computes it."""
+    hidden = int(2 * 4 * params["dim"] / 3)
+    if params["ffn_dim_multiplier"] is not None:
+        hidden = int(params["ffn_dim_multiplier"] * hidden)
+    unit: int = params["multiple_of"]
+    return unit * ((hidden + unit - 1) // unit)

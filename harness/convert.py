@@ -1,0 +1,328 @@
+"""``python -m harness.convert``: weights between Hugging Face's, Meta's, torch's and our own files.
+
+The source's format is found out, the target's is ``convert.format``. A checkpoint of the harness knows its
+model and tokenizer; other sources are told with ``model=`` and ``tokenizer=``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.app import run_verb
+from harness.checkpoint.catalog import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointFolder,
+    DamagedCheckpoint,
+    is_foreign,
+    is_url,
+    open_checkpoint,
+    reading,
+)
+from harness.checkpoint.config import EXPORT_DTYPES
+from harness.config import LABEL, label, leaves, part
+from harness.data import TokenizerConfig
+from harness.errors import EXIT_OK, ConfigError, UserError
+from harness.job import Job, from_dict
+from harness.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from harness.checkpoint.formats import Source
+
+FORMATS = ("dcp", "hf", "torch")
+# Files of conf/experiment and conf/sweep may choose any group.
+_CHOOSES_ALL = ("experiment", "sweep")
+
+
+@dataclass
+class ConvertConfig:
+    """What becomes what."""
+
+    source: str | None = label(None)
+    """A folder with Hugging Face's safetensors, Meta's consolidated.*.pth or a DCP checkpoint; or a run's
+    folder, whose newest complete checkpoint is taken. Checkpoints may also lie behind an fsspec URL."""
+
+    target: str | None = label(None)
+    """What to write: a folder, or a file with format=torch. Must not be there yet."""
+
+    format: str = label("dcp")
+    """``dcp``, what training starts from (checkpoint.initial_load_path); ``hf``, what transformers loads; or
+    ``torch``, a state dict in one file."""
+
+    dtype: str | None = label(None)
+    """Format of the weights, float32, bfloat16 or float16; null keeps the source's."""
+
+    max_shard_gb: float = label(5.0)
+    """hf: GB (10^9 bytes) in one file of weights at most."""
+
+    def validate(self) -> None:
+        """Checks every field and that nothing is in the target's place.
+
+        Raises:
+            ConfigError: a field has a value that its rule forbids.
+        """
+        if not self.source:
+            raise ConfigError("convert.source", self.source, "must be given", "a folder with weights")
+        if not self.target:
+            raise ConfigError("convert.target", self.target, "must be given", "a path that is not there yet")
+        if self.format not in FORMATS:
+            raise ConfigError("convert.format", self.format, "no such format", FORMATS)
+        if self.dtype is not None and self.dtype not in EXPORT_DTYPES:
+            raise ConfigError("convert.dtype", self.dtype, "no such format", [*EXPORT_DTYPES, "null"])
+        if not self.max_shard_gb > 0:
+            raise ConfigError("convert.max_shard_gb", self.max_shard_gb, "must be positive", "5.0")
+        self._validate_target(self.target)
+
+    def _validate_target(self, target: str) -> None:
+        if is_url(target):
+            raise ConfigError(
+                "convert.target", target, "is no local path", "a folder, to be copied from there"
+            )
+        path = Path(target)
+        if path.is_dir() and self.format == "torch":
+            raise ConfigError(
+                "convert.target", target, "is a folder, and torch's is a file", f"{target}/model.pt"
+            )
+        if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
+            raise ConfigError("convert.target", target, "is there already", "a path that is not there yet")
+
+
+@dataclass
+class ConvertJob(Job):
+    """A job with what is to be converted."""
+
+    convert: ConvertConfig = part(ConvertConfig)
+    """What becomes what."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the source turned out to be.
+
+    Attributes:
+        kind: ``hf``, ``llama`` or ``dcp``.
+        path: where the weights are, a path or an fsspec URL.
+        manifest: what they say of themselves; empty for those that the harness did not write.
+    """
+
+    kind: str
+    path: str
+    manifest: dict[str, Any]
+
+
+def find_source(source: str) -> Found:
+    """Finds out what lies at a path, without torch.
+
+    Raises:
+        UserError: nothing that can be read.
+        DamagedCheckpoint: a checkpoint that is not complete.
+    """
+    for folder in (CheckpointFolder(f"{source}/checkpoints"), CheckpointFolder(source)):
+        if folder.steps():
+            return _of_checkpoint(_newest(folder))
+    if is_url(source):
+        return Found("dcp", source, {}) if is_foreign(source) else _of_checkpoint(open_checkpoint(source))
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError("convert.source", source, "no such folder")
+    if path.is_file():
+        raise ConfigError("convert.source", source, "is a file; folders are read", str(path.parent))
+    if (path / MANIFEST).exists():
+        return _of_checkpoint(open_checkpoint(source))
+    if any(path.glob("*.safetensors")):
+        return Found("hf", source, {})
+    if any(path.glob("consolidated.*.pth")):
+        return Found("llama", source, {})
+    if is_foreign(source):
+        return Found("dcp", source, {})
+    if any(path.glob("*.distcp")):
+        raise DamagedCheckpoint("it was not finished: there is no .metadata")
+    works = "a folder with *.safetensors, consolidated.*.pth, a DCP checkpoint, or a run's folder"
+    raise ConfigError("convert.source", source, "holds no weights", works)
+
+
+def _newest(folder: CheckpointFolder) -> Checkpoint:
+    complete, wrong = folder.complete()
+    for path, reason in wrong.items():
+        _say(f"note: {path} is passed over: {reason}")
+    if not complete:
+        raise UserError(f"{folder.path}: none of its {len(wrong)} checkpoints is complete")
+    return complete[0]
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> Found:
+    if checkpoint.holds == "hf" and is_url(checkpoint.path):
+        rule = "holds Hugging Face's safetensors, which are read from local folders only"
+        raise ConfigError("convert.source", checkpoint.path, rule, "a copy of it on this machine")
+    return Found("hf" if checkpoint.holds == "hf" else "dcp", checkpoint.path, checkpoint.manifest)
+
+
+def choose_model(job: Job, overrides: list[str], found: Found) -> ModelConfig:
+    """The model that the source holds: the manifest's, or what the user typed.
+
+    Raises:
+        ConfigError: the user typed another one than the manifest's.
+        UserError: nobody says.
+    """
+    typed = _typed(overrides, "model")
+    if not found.manifest.get("model"):
+        if not typed:
+            works = "model=NAME, an option of conf/model"
+            raise UserError(f"{found.path}: must be told which model it holds; would work: {works}")
+        return job.model
+    stored: ModelConfig = from_dict(ModelConfig, found.manifest["model"])
+    theirs = {name: value for name, role, value in leaves(stored) if role != LABEL}
+    for name, role, value in leaves(job.model):
+        if role != LABEL and _covers(typed, name) and value != theirs[name]:
+            rule = f"the checkpoint says model.{name}={theirs[name]} (model={stored.name})"
+            raise ConfigError(f"model.{name}", value, rule, "no model= at all")
+    return stored
+
+
+def choose_tokenizer(job: Job, overrides: list[str], found: Found) -> TokenizerConfig | None:
+    """The tokenizer of the source: what the user typed, over the manifest's; None where nobody says."""
+    typed = _typed(overrides, "tokenizer")
+    stored = found.manifest.get("tokenizer")
+    if not stored:
+        return job.tokenizer if typed else None
+    names = [field.name for field in dataclasses.fields(TokenizerConfig) if _covers(typed, field.name)]
+    chosen: TokenizerConfig = from_dict(TokenizerConfig, stored)
+    return dataclasses.replace(chosen, **{name: getattr(job.tokenizer, name) for name in names})
+
+
+def _typed(overrides: list[str], group: str) -> list[str]:
+    """Which fields of a group the user chose; an empty name stands for all."""
+    keys = [override.split("=")[0].lstrip("+~") for override in overrides]
+    fields = [key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")]
+    return [*fields, *("" for key in keys if key in (group, *_CHOOSES_ALL))]
+
+
+def _covers(typed: list[str], name: str) -> bool:
+    return any(field in ("", name) or name.startswith(f"{field}.") for field in typed)
+
+
+def convert(job: ConvertJob, overrides: list[str]) -> int:
+    """Converts, and says what was written; returns the exit code."""
+    config = job.convert
+    config.validate()
+    assert config.source is not None and config.target is not None
+    found = None
+    try:
+        found = find_source(config.source)
+        model = choose_model(job, overrides, found)
+        tokenizer = choose_tokenizer(job, overrides, found)
+        with reading(found.path) if found.manifest else nullcontext():
+            _convert(config, found, model, tokenizer, Path(config.target))
+    except DamagedCheckpoint as error:
+        raise UserError(f"{found.path if found else config.source}: {error}") from error
+    return EXIT_OK
+
+
+def _convert(
+    config: ConvertConfig, found: Found, model: ModelConfig, tokenizer: TokenizerConfig | None, target: Path
+) -> None:
+    import torch
+
+    from harness.checkpoint.formats import Cast, Watched, total_bytes, written_whole
+    from harness.checkpoint.progress import progress
+
+    started = time.monotonic()
+    for note in _notes(config, found, tokenizer):
+        _say(f"note: {note}")
+    source = Cast(_open(found, model), getattr(torch, config.dtype) if config.dtype else None)
+    nbytes = total_bytes(source)
+    with written_whole(target, nbytes) as place, progress(nbytes) as tell:
+        _write(config, found, model, tokenizer, Watched(source, tell), place)
+    seconds = time.monotonic() - started
+    _say(
+        f"{len(source.tensors)} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
+        f"({nbytes / 1e9 / seconds:.2f} GB/s): {target}"
+    )
+
+
+def _notes(config: ConvertConfig, found: Found, tokenizer: TokenizerConfig | None) -> list[str]:
+    """What the user should know of before."""
+    notes = []
+    if found.kind == "dcp" and not found.manifest:
+        notes.append(
+            f"{found.path} has no manifest, nothing vouches for what it holds; "
+            "wq and wk are taken to be laid out as torchtitan's and Meta's"
+        )
+    if config.format == "hf" and tokenizer is None:
+        notes.append("no tokenizer is written: the source does not name one; tokenizer=NAME does")
+    return notes
+
+
+def _open(found: Found, model: ModelConfig) -> Source:
+    if found.kind == "hf":
+        from harness.checkpoint.huggingface import HuggingFaceSource
+
+        return HuggingFaceSource(Path(found.path), model)
+    if found.kind == "llama":
+        from harness.checkpoint.llama import LlamaSource
+
+        return LlamaSource(Path(found.path), model)
+    from harness.checkpoint.distributed import DistributedSource
+
+    return DistributedSource(found.path, found.manifest, model)
+
+
+def _write(
+    config: ConvertConfig,
+    found: Found,
+    model: ModelConfig,
+    tokenizer: TokenizerConfig | None,
+    source: Source,
+    place: Path,
+) -> None:
+    if config.format == "hf":
+        from harness.checkpoint.huggingface import write_huggingface
+
+        # The source is cast already.
+        write_huggingface(source, model, tokenizer, place, None, config.max_shard_gb)
+    elif config.format == "torch":
+        from harness.checkpoint.torch_file import write_torch
+
+        write_torch(source, place, tied=model.tied_embeddings)
+    else:
+        from harness.checkpoint.distributed import write_distributed
+
+        write_distributed(source, place, model_manifest(found, model, tokenizer))
+
+
+def model_manifest(found: Found, model: ModelConfig, tokenizer: TokenizerConfig | None) -> dict[str, Any]:
+    """What a converted checkpoint says of itself; tokenizer is null where nobody said which one it is."""
+    return {
+        "step": found.manifest.get("step", 0),
+        "holds": "model",
+        "world_size": 1,
+        "model": dataclasses.asdict(model),
+        "tokenizer": tokenizer and dataclasses.asdict(tokenizer),
+        "job": found.manifest.get("job"),
+        "state": {},
+        "options": {},
+        "created": time.time(),
+    }
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Entry point of ``python -m harness.convert`` and of the console script."""
+    # What is half-written is removed when a scheduler ends the process, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run_verb(convert, config_name="convert", schema=ConvertJob)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Writes a tokenizer as transformers reads it, so that a model that leaves the harness keeps its ids.
+
+What is written gives exactly the ids of ``harness.data.tokenizer``. Text that looks like a special token is
+plain text there, hence ``split_special_tokens``, which whoever adds a chat template has to turn off. One
+thing transformers does not do: Meta's code for Llama 3 cuts a text every 400,000 characters, and in runs of
+more than 25,000 with or without whitespace; around such a cut the ids may differ.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.data.config import TokenizerConfig
+from harness.data.tokenizer import (
+    _LLAMA3_PATTERN,
+    _LLAMA3_SPECIALS,
+    SentencePieceTokenizer,
+    _parse_ranks,
+    _read,
+    build_tokenizer,
+)
+from harness.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# Types of sentencepiece's pieces and its number for BPE (sentencepiece_model.proto).
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_ADDED = (_CONTROL, _USER_DEFINED)
+_BPE = 2
+_SPACE_MARK = "▁"
+
+# The bytes that stand for themselves in GPT-2's alphabet (encoder.py of openai/gpt-2), which the ByteLevel
+# parts of the tokenizers library use; all others are shifted behind the first 256 characters.
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+
+
+@dataclass
+class _Export:
+    """What goes into the folder."""
+
+    tokenizer: tokenizers.Tokenizer
+    bos: str | None
+    eos: str | None
+    unk: str | None = None
+
+
+def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
+    """Writes what ``transformers.AutoTokenizer.from_pretrained(folder)`` reads.
+
+    The files are tokenizer.json, tokenizer_config.json, special_tokens_map.json and, where the tokenizer has
+    a file, its copy as tokenizer.model. Encoding puts the bos token first, as is usual for Llama;
+    with ``add_special_tokens=False`` it gives the ids of our ``encode``.
+
+    Args:
+        config: the tokenizer.
+        folder: where to write; made where it is missing.
+
+    Raises:
+        UserError: the tokenizers library is missing.
+        DataError: the tokenizer's file is bad, or does what tokenizer.json cannot say.
+    """
+    if importlib.util.find_spec("tokenizers") is None:
+        raise UserError(
+            "writing a tokenizer for transformers needs its tokenizers library: pip install transformers"
+        )
+    build_tokenizer(config)  # says what is wrong with the file
+    build = {"bytes": _of_bytes, "sentencepiece": _of_sentencepiece, "tiktoken": _of_tiktoken}[config.kind]
+    export = build(config)
+    _put_bos_first(export)
+    folder.mkdir(parents=True, exist_ok=True)
+    export.tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": export.bos, "eos_token": export.eos, "unk_token": export.unk}
+    specials = {name: token for name, token in named.items() if token is not None}
+    _write_json(folder / "special_tokens_map.json", specials)
+    _write_json(folder / "tokenizer_config.json", {**_transformers_config(export), **specials})
+    if config.kind != "bytes":
+        (folder / "tokenizer.model").write_bytes(_read(config.file))
+
+
+def _transformers_config(export: _Export) -> dict[str, Any]:
+    return {
+        # The class that takes tokenizer.json as it is; LlamaTokenizer would build its own out of the pieces.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": export.bos is not None,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        # Without token_type_ids, which a Llama does not take.
+        "model_input_names": ["input_ids", "attention_mask"],
+        "split_special_tokens": True,
+    }
+
+
+def _put_bos_first(export: _Export) -> None:
+    from tokenizers import processors
+
+    if export.bos is None:
+        return
+    export.tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{export.bos} $A",
+        pair=f"{export.bos} $A {export.bos}:1 $B:1",
+        special_tokens=[(export.bos, export.tokenizer.token_to_id(export.bos))],
+    )
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _of_bytes(config: TokenizerConfig) -> _Export:
+    vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
+    tokenizer = _byte_level(vocabulary, merges=[], pattern=None)
+    specials = ["<s>", "</s>"]
+    _add_tokens(tokenizer, dict.fromkeys(specials, True))
+    return _Export(tokenizer, *specials)
+
+
+def _of_tiktoken(config: TokenizerConfig) -> _Export:
+    ranks = _parse_ranks(_read(config.file), config.file)
+    alphabet = _byte_alphabet()
+    spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
+    vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
+    merges = [(spelled[left], spelled[right]) for left, right in _merges_of_ranks(ranks)]
+    tokenizer = _byte_level(vocabulary, merges, _LLAMA3_PATTERN)
+    _add_tokens(tokenizer, dict.fromkeys(_LLAMA3_SPECIALS, True))
+    return _Export(tokenizer, bos="<|begin_of_text|>", eos="<|end_of_text|>")
+
+
+def _byte_level(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], pattern: str | None
+) -> tokenizers.Tokenizer:
+    """Byte pairs over GPT-2's alphabet, within the words that ``pattern`` finds."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    # ignore_merges: like tiktoken, a word that is a token is one, even if no merges lead there.
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if pattern is None:
+        tokenizer.pre_tokenizer = to_bytes
+    else:
+        words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that stands for each byte."""
+    printable = set(_PRINTABLE)
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return [shifted.get(byte, chr(byte)) for byte in range(256)]
+
+
+def _merges_of_ranks(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """Every pair of tokens that make a third, by its rank.
+
+    tiktoken joins the neighbours whose union ranks lowest, whatever the neighbours are, so all of a token's
+    splits are merges and not only the one it was learnt from.
+    """
+    for token in sorted(ranks, key=ranks.__getitem__):
+        yield from _splits(token, ranks)
+
+
+def _splits(token: Any, parts: Mapping[Any, int]) -> list[tuple[Any, Any]]:
+    """The ways to cut a token into two of ``parts``, in the order that transformers' converters put them."""
+    cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+    both = [cut for cut in cuts if cut[0] in parts and cut[1] in parts]
+    return sorted(both, key=lambda cut: (parts[cut[0]], parts[cut[1]]))
+
+
+def _of_sentencepiece(config: TokenizerConfig) -> _Export:
+    from sentencepiece import sentencepiece_model_pb2
+
+    content = _read(config.file)
+    ours = SentencePieceTokenizer(content, config.file)
+    proto = vars(sentencepiece_model_pb2)["ModelProto"].FromString(content)
+    for reason in _unsayable(proto):
+        raise DataError(f"tokenizer file {config.file} {reason}, which tokenizer.json cannot say")
+    prefix = proto.normalizer_spec.add_dummy_prefix
+    # Where our encoding gives U+2581 back, it must not stand for a space here either: a space stays a space.
+    space = " " if ours._space_mark_ids is not None and not prefix else _SPACE_MARK
+    pieces = [_spelled(piece, space) for piece in proto.pieces]
+    unk = next(piece for piece, of in zip(pieces, proto.pieces, strict=True) if of.type == _UNKNOWN)
+    tokenizer = _piece_pairs(proto, pieces, unk)
+    _set_spaces(tokenizer, space, prefix)
+    added = {p: of.type == _CONTROL for p, of in zip(pieces, proto.pieces, strict=True) if of.type in _ADDED}
+    _add_tokens(tokenizer, added)
+    bos, eos = (None if i is None else pieces[i] for i in (ours.bos_id, ours.eos_id))
+    return _Export(tokenizer, bos, eos, unk)
+
+
+def _unsayable(proto: Any) -> Iterator[str]:
+    """What a sentencepiece model does that has no counterpart in the parts used here."""
+    if proto.trainer_spec.model_type != _BPE:
+        yield "is not of type bpe"
+    normalizer = proto.normalizer_spec
+    if normalizer.precompiled_charsmap:
+        yield f"normalizes characters ({normalizer.name})"
+    if normalizer.remove_extra_whitespaces:
+        yield "removes repeated spaces"
+    if not normalizer.escape_whitespaces or proto.trainer_spec.treat_whitespace_as_suffix:
+        yield "treats spaces in an unusual way"
+    by_type = {kind: [p.piece for p in proto.pieces if p.type == kind] for kind in range(1, 7)}
+    if by_type[_UNUSED]:
+        yield "has unused pieces"
+    if normalizer.add_dummy_prefix and by_type[_USER_DEFINED]:
+        yield "has both a dummy prefix and user defined symbols"
+    if any(" " in piece for piece in (*by_type[_NORMAL], *by_type[_USER_DEFINED])):
+        yield "has pieces with plain spaces"
+    if not set("".join(by_type[_NORMAL])) <= {*by_type[_NORMAL], *by_type[_USER_DEFINED]}:
+        yield "has pieces with characters that are no pieces"
+
+
+def _spelled(piece: Any, space: str) -> str:
+    return piece.piece.replace(_SPACE_MARK, space) if piece.type in (_NORMAL, _USER_DEFINED) else piece.piece
+
+
+def _piece_pairs(proto: Any, pieces: list[str], unk: str) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            _merges_of_pieces(proto, pieces),
+            unk_token=unk,
+            fuse_unk=True,
+            byte_fallback=proto.trainer_spec.byte_fallback,
+        )
+    )
+
+
+def _merges_of_pieces(proto: Any, pieces: list[str]) -> list[tuple[str, str]]:
+    """Every pair of pieces that make a third, by its score, as sentencepiece joins them.
+
+    Only ordinary pieces take part: the others, ``<s>`` say, are never made out of their characters.
+    """
+    ids = {pieces[i]: i for i, piece in enumerate(proto.pieces) if piece.type == _NORMAL}
+    by_score = sorted(ids, key=lambda piece: (-proto.pieces[ids[piece]].score, ids[piece]))
+    return [cut for piece in by_score for cut in _splits(piece, ids)]
+
+
+def _set_spaces(tokenizer: tokenizers.Tokenizer, space: str, dummy_prefix: bool) -> None:
+    """How spaces become part of pieces, and pieces text again."""
+    from tokenizers import decoders, normalizers
+
+    to_marks: list[Any] = [normalizers.Prepend(space)] if dummy_prefix else []
+    to_text: list[Any] = [decoders.ByteFallback(), decoders.Fuse()]
+    if space != " ":
+        to_marks.append(normalizers.Replace(" ", space))
+        to_text.insert(0, decoders.Replace(space, " "))
+    if dummy_prefix:
+        to_text.append(decoders.Strip(" ", 1, 0))
+    if to_marks:
+        tokenizer.normalizer = normalizers.Sequence(to_marks)
+    tokenizer.decoder = decoders.Sequence(to_text)
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, special_of: Mapping[str, bool]) -> None:
+    """Tokens that are cut out of a text before all else; a special one only where the reader wants that."""
+    from tokenizers import AddedToken
+
+    added = [AddedToken(token, special=special, normalized=False) for token, special in special_of.items()]
+    tokenizer.add_tokens(added)

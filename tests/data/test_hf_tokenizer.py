@@ -1,0 +1,283 @@
+"""Exported tokenizers, read back by transformers, against ours and against the libraries ours rest on."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import sysconfig
+import time
+from itertools import chain, islice, product
+from pathlib import Path
+
+import pytest
+from test_data_tokenizer import AWKWARD, write_tiktoken
+
+from harness.data import TokenizerConfig
+from harness.data.hf_tokenizer import export_tokenizer
+from harness.data.tokenizer import Tokenizer, _cut_long_runs, build_tokenizer
+from harness.errors import DataError
+
+sentencepiece = pytest.importorskip("sentencepiece")
+transformers = pytest.importorskip("transformers")
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+ALPHABETS = [
+    " \n",
+    "ab ",
+    "aB\t \n1.'sStTrR",
+    "<s>/<0xA> ",
+    " é☃\u3000\xa0\x85\u2028",
+    "=-#* ",
+    "abc def_(.,:'\"\n    1",
+]
+KINDS = ["bytes", "sentencepiece", "sentencepiece_prefix", "sentencepiece_no_bytes", "tiktoken"]
+
+
+def sources(files: int) -> list[str]:
+    """Files from all over the standard library, none of them long."""
+    short = [file for file in sorted(STDLIB.glob("**/*.py")) if 500 < file.stat().st_size < 30_000]
+    own = [file for file in short if "site-packages" not in file.parts]
+    return [file.read_bytes().decode("utf-8", errors="replace") for file in own[:: len(own) // files]][:files]
+
+
+def write_sentencepiece(file: Path, **options: object) -> TokenizerConfig:
+    """A model of 1,000 pieces, by default the kind that Llama 2's is."""
+    model = io.BytesIO()
+    like_llama2 = {
+        "model_type": "bpe",
+        "vocab_size": 1000,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "byte_fallback": True,
+        "split_digits": True,
+        "allow_whitespace_only_pieces": True,
+        "character_coverage": 0.9995,
+        "minloglevel": 2,
+    }
+    lines = (line for text in sources(50) for line in text.split("\n"))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=model, **{**like_llama2, **options}
+    )
+    file.write_bytes(model.getvalue())
+    return TokenizerConfig("sentencepiece", str(file))
+
+
+def merges_of(texts: list[str], count: int) -> list[bytes]:
+    """Byte pairs learnt from ``texts`` by the tokenizers library, in their order."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learner.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=256 + count, initial_alphabet=alphabet, show_progress=False)
+    )
+    # Written through text and back, the alphabet says which byte each of its characters is.
+    as_byte = {
+        pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(chr(b))[0][0][-1]: b
+        for b in range(128)
+    }
+    by_id = sorted(learner.get_vocab().items(), key=lambda item: item[1])
+    return [bytes(map(as_byte.__getitem__, t)) for t, _ in by_id if len(t) > 1 and set(t) <= as_byte.keys()]
+
+
+def config_of(kind: str, folder: Path) -> TokenizerConfig:
+    if kind == "bytes":
+        return TokenizerConfig("bytes")
+    if kind == "tiktoken":
+        return write_tiktoken(folder / "ranks", merges_of(sources(100), 4000))
+    if kind == "sentencepiece":
+        return TokenizerConfig("sentencepiece", "asset:python_2k.model")
+    if kind == "sentencepiece_prefix":
+        return write_sentencepiece(folder / "pieces")
+    return write_sentencepiece(folder / "pieces", add_dummy_prefix=False, byte_fallback=False)
+
+
+class Pair:
+    """One of our tokenizers, and transformers' reading of its export."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
+        self.config = config_of(kind, folder)
+        self.ours: Tokenizer = build_tokenizer(self.config)
+        self.folder = folder / "exported"
+        export_tokenizer(self.config, self.folder)
+        self.theirs = transformers.AutoTokenizer.from_pretrained(self.folder)
+
+    def check(self, text: str) -> None:
+        ids = self.theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == self.ours.encode(text), repr(text[:80])
+        if self.kind != "sentencepiece_no_bytes":  # which writes unknown characters as each likes
+            assert self.theirs.decode(ids) == self.ours.decode(ids), repr(text[:80])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_source_code(pair: Pair) -> None:
+    texts = sources(200)
+    assert len(texts) == 200
+    for text in texts:
+        pair.check(text)
+
+
+@pytest.mark.parametrize("text", AWKWARD, ids=range(len(AWKWARD)))
+def test_awkward_texts(pair: Pair, text: str) -> None:
+    if pair.kind == "sentencepiece_prefix" and "▁" in text:
+        pytest.skip("compared with sentencepiece itself below")
+    if pair.kind == "tiktoken" and len(list(_cut_long_runs(text))) > 1:
+        pytest.skip("Meta's code cuts such texts, and transformers does not")
+    pair.check(text)
+
+
+def test_random_texts(pair: Pair) -> None:
+    """Short texts out of few characters, where merges compete, and out of all of Unicode."""
+    draw = random.Random(0)
+    for _ in range(2000):
+        pair.check("".join(draw.choices(draw.choice(ALPHABETS), k=draw.randrange(40))))
+    characters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000 and chr(i) != "▁"]
+    for _ in range(1000):
+        pair.check("".join(draw.choices(characters, k=12)) + "a 👩‍👩‍👧‍👦 🇩🇪 é e\u0301")
+
+
+def test_special_tokens(pair: Pair) -> None:
+    ours, theirs = pair.ours, pair.theirs
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    assert len(theirs) == ours.vocab_size
+    text = "a b"
+    assert theirs(text)["input_ids"] == [ours.bos_id, *ours.encode(text)]
+    assert theirs("a", "b")["input_ids"] == [ours.bos_id, *ours.encode("a"), ours.bos_id, *ours.encode("b")]
+    assert theirs("")["input_ids"] == [ours.bos_id]
+    assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
+    assert set(theirs(text)) == {"input_ids", "attention_mask"}, "what LlamaForCausalLM takes"
+
+
+def test_a_reader_may_ask_for_special_tokens_in_text(pair: Pair) -> None:
+    """As chat templates need them; by default they are plain text, as they are for us."""
+    text = f"a{pair.theirs.eos_token}b"
+    found = pair.theirs(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
+    assert found.count(pair.ours.eos_id) == 1
+    assert pair.ours.eos_id not in pair.theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def test_beside_a_model_and_saved_again(pair: Pair, tmp_path: Path) -> None:
+    """With a Llama's config.json in the folder, transformers chooses another class if it is let."""
+    pair.theirs.save_pretrained(tmp_path)
+    for file in pair.folder.iterdir():
+        (tmp_path / "beside" / file.name).parent.mkdir(exist_ok=True)
+        (tmp_path / "beside" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "beside" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    text = (STDLIB / "ast.py").read_text()
+    for folder in (tmp_path, tmp_path / "beside"):
+        again = transformers.AutoTokenizer.from_pretrained(folder)
+        assert again(text)["input_ids"] == [pair.ours.bos_id, *pair.ours.encode(text)]
+
+
+def test_the_original_file_is_kept(pair: Pair) -> None:
+    copy = pair.folder / "tokenizer.model"
+    assert copy.exists() == (pair.kind != "bytes")
+    if copy.exists():
+        assert copy.read_bytes() == pair.config.file.read_bytes()
+
+
+def test_a_dummy_prefix_is_sentencepieces(tmp_path: Path) -> None:
+    """Also where U+2581 is in the text, which sentencepiece takes for a space."""
+    pair = Pair("sentencepiece_prefix", tmp_path)
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "pieces"))
+    for text in ["", " ", "a", " a", "▁a", "a▁b ▁ c▁", "\n", "  two", "é▁☃"]:
+        ids = pair.theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == reference.encode(text)
+        assert pair.theirs.decode(ids) == reference.decode(ids)
+
+
+def test_a_vocabulary_of_128k_takes_seconds(tmp_path: Path) -> None:
+    words = (product(b"etaoinshrdlcum _", repeat=length) for length in range(2, 6))
+    merges = list(islice(map(bytes, chain.from_iterable(words)), 128_000 - 256))
+    config = write_tiktoken(tmp_path / "ranks", merges)
+    start = time.perf_counter()
+    export_tokenizer(config, tmp_path / "exported")
+    assert time.perf_counter() - start < 30
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported"), build_tokenizer(config)
+    assert len(theirs) == ours.vocab_size == 128_256
+    for text in sources(20):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+
+
+def test_all_splits_of_a_token_are_merges(tmp_path: Path) -> None:
+    """tiktoken joins b"xy" + b"z" and b"x" + b"yz" alike, and takes a whole word without any merges."""
+    config = write_tiktoken(tmp_path / "ranks", [b"yz", b"wx", b"xy", b"xyz", b"wxyz", b"qrs"])
+    export_tokenizer(config, tmp_path / "exported")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    ours = build_tokenizer(config)
+    assert len(ours.encode("qrs")) == 1 and len(ours.encode("qrst")) == 4
+    for text in ["xyz", "wxyz", "wxy", "awxyzb", "xy", "axyz", "vwxyzz", "qrs", "qrst"]:
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+
+
+def test_merges_are_those_of_transformers_converter(tmp_path: Path) -> None:
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    pair = Pair("tiktoken", tmp_path)
+    converted = json.loads(TikTokenConverter(str(pair.config.file)).tokenizer().to_str())["model"]
+    exported = json.loads((pair.folder / "tokenizer.json").read_text())["model"]
+    assert len(exported["merges"]) > 4000
+    assert exported["merges"] == converted["merges"] and exported["vocab"] == converted["vocab"]
+
+
+def test_a_control_token_is_not_made_of_characters(tmp_path: Path) -> None:
+    config = write_sentencepiece(tmp_path / "pieces", control_symbols=["re", "▁self"])
+    export_tokenizer(config, tmp_path / "exported")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    for text in ["return self.re", "<s>re</s>", "selfself"]:
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == build_tokenizer(config).encode(text)
+        assert theirs.convert_tokens_to_ids("re") not in ids
+
+
+def test_a_model_without_ends(tmp_path: Path) -> None:
+    config = write_sentencepiece(tmp_path / "pieces", bos_id=-1, eos_id=-1)
+    export_tokenizer(config, tmp_path / "exported")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    ours = build_tokenizer(config)
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id) == (None, None)
+    assert theirs("a b")["input_ids"] == ours.encode("a b") and len(theirs) == ours.vocab_size
+
+
+def test_what_other_readers_look_for(pair: Pair) -> None:
+    """transformers 4 would pass token_type_ids on, and llama.cpp reads whether bos comes first."""
+    content = json.loads((pair.folder / "tokenizer_config.json").read_text())
+    assert content["model_input_names"] == ["input_ids", "attention_mask"]
+    assert content["add_bos_token"] is True and content["add_eos_token"] is False
+    specials = json.loads((pair.folder / "special_tokens_map.json").read_text())
+    assert specials.items() <= content.items()
+    assert pair.theirs.convert_tokens_to_ids(specials["eos_token"]) == pair.ours.eos_id
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model_type": "unigram"}, "is not of type bpe"),
+        ({"normalization_rule_name": "nmt_nfkc"}, r"normalizes characters \(nmt_nfkc\)"),
+        ({"remove_extra_whitespaces": True}, "removes repeated spaces"),
+        ({"treat_whitespace_as_suffix": True}, "treats spaces in an unusual way"),
+        ({"user_defined_symbols": ["<x>"]}, "has both a dummy prefix and user defined symbols"),
+        ({"user_defined_symbols": ["a b"], "add_dummy_prefix": False}, "has pieces with plain spaces"),
+    ],
+)
+def test_what_tokenizer_json_cannot_say_is_refused(
+    options: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    config = write_sentencepiece(tmp_path / "pieces", **options)
+    with pytest.raises(DataError, match=f"^tokenizer file .*pieces {says}, which tokenizer.json cannot say$"):
+        export_tokenizer(config, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_bad_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "ranks").write_bytes(base64.b64encode(b"a") + b" 0")
+    with pytest.raises(DataError, match="not every single byte"):
+        export_tokenizer(TokenizerConfig("tiktoken", str(tmp_path / "ranks"), "llama3"), tmp_path / "out")

@@ -1,0 +1,185 @@
+"""Meta's files against Meta's mathematics: complex rotation of interleaved pairs, written here anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_against_transformers import STRETCHED, VARIANTS, close
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.model.config import ModelConfig
+from harness.model.decoder import Decoder
+from harness.model.huggingface import parameter_shapes
+from harness.model.llama_original import (
+    is_buffer,
+    is_vocabulary_parallel,
+    merge,
+    permute_rope,
+    shard_dim,
+    unpermute_rope,
+)
+
+CONFIGS = {
+    "llama2": dataclasses.replace(VARIANTS["plain"]),
+    "grouped_query": dataclasses.replace(VARIANTS["plain"], n_kv_heads=2),
+    "wide_heads": dataclasses.replace(VARIANTS["plain"], n_kv_heads=2, head_dim=24),
+    "llama31": dataclasses.replace(VARIANTS["plain"], n_kv_heads=2, rope=STRETCHED),
+}
+for _config in CONFIGS.values():
+    _config.resolve()
+
+
+def meta_weights(config: ModelConfig) -> dict[str, Tensor]:
+    """A whole checkpoint in Meta's layout, of values that no parameter shares with another."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.2 + (1.0 if "norm" in name else 0.0)
+        for name, shape in parameter_shapes(config).items()
+    }
+
+
+def meta_frequencies(config: ModelConfig) -> Tensor:
+    """precompute_freqs_cis and apply_scaling of meta-llama/llama-models, models/llama3/model.py."""
+    D, rope = config.head_width, config.rope
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, D, 2)[: D // 2].float() / D))
+    if rope.scaling == "none":
+        return frequencies
+    low_wavelength = rope.original_max_position / rope.low_freq_factor
+    high_wavelength = rope.original_max_position / rope.high_freq_factor
+    scaled = []
+    for frequency in frequencies:
+        wavelength = 2 * math.pi / frequency
+        if wavelength < high_wavelength:
+            scaled.append(frequency)
+        elif wavelength > low_wavelength:
+            scaled.append(frequency / rope.factor)
+        else:
+            smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+                rope.high_freq_factor - rope.low_freq_factor
+            )
+            scaled.append((1 - smooth) * frequency / rope.factor + smooth * frequency)
+    return torch.stack(scaled)
+
+
+def meta_logits(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig) -> Tensor:
+    """The forward pass of Meta's reference code."""
+    B, T = tokens.shape
+    H, K, D = config.n_heads, config.n_kv_heads, config.head_width
+    angles = torch.outer(torch.arange(T).float(), meta_frequencies(config))
+    turns = torch.polar(torch.ones_like(angles), angles)[None, :, None, :]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps) * weights[f"{name}.weight"]
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turns).flatten(3)
+
+    mask = torch.full((T, T), -math.inf).triu(1)
+    x = F.embedding(tokens, weights["tok_embeddings.weight"])
+    for layer in range(config.n_layers):
+        w = {name: weights[f"layers.{layer}.attention.w{name}.weight"] for name in "qkvo"}
+        h = norm(x, f"layers.{layer}.attention_norm")
+        q = rotated((h @ w["q"].T).view(B, T, H, D))
+        k = rotated((h @ w["k"].T).view(B, T, K, D)).repeat_interleave(H // K, dim=2)
+        v = (h @ w["v"].T).view(B, T, K, D).repeat_interleave(H // K, dim=2)
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(D) + mask
+        x = x + torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).reshape(B, T, -1) @ w["o"].T
+        h = norm(x, f"layers.{layer}.ffn_norm")
+        f = {i: weights[f"layers.{layer}.feed_forward.w{i}.weight"] for i in (1, 2, 3)}
+        x = x + (F.silu(h @ f[1].T) * (h @ f[3].T)) @ f[2].T
+    return norm(x, "norm") @ weights["output.weight"].T
+
+
+def consolidated(
+    weights: dict[str, Tensor], files: int, vocabulary_parallel: bool
+) -> list[dict[str, Tensor]]:
+    """What Meta's model-parallel ranks save: rows of some, columns of others, and the norms whole."""
+    rows = ["wq", "wk", "wv", "w1", "w3", "output"] + ["tok_embeddings"] * vocabulary_parallel
+    columns = ["wo", "w2"] + ["tok_embeddings"] * (not vocabulary_parallel)
+    shards: list[dict[str, Tensor]] = [{"rope.freqs": torch.ones(4)} for _ in range(files)]
+    for name, weight in weights.items():
+        module = name.split(".")[-2]
+        dim = 0 if module in rows else 1 if module in columns else None
+        parts = [weight] * files if dim is None else weight.chunk(files, dim)
+        for shard, part in zip(shards, parts, strict=True):
+            shard[name] = part.clone()
+    return shards
+
+
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("vocabulary_parallel", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_metas(name: str, vocabulary_parallel: bool, files: int, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    weights = meta_weights(config)
+    for rank, shard in enumerate(consolidated(weights, files, vocabulary_parallel)):
+        torch.save(shard, tmp_path / f"consolidated.{rank:02}.pth")
+    shards = [torch.load(file, weights_only=True) for file in sorted(tmp_path.glob("*.pth"))]
+    names = [name for name in shards[0] if not is_buffer(name)]
+    model = Decoder(config, seq_len=48)
+    model.load_state_dict({name: merge(name, [shard[name] for shard in shards], config) for name in names})
+    tokens = torch.randint(config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(1))
+    expected = meta_logits(weights, tokens, config)
+    with torch.no_grad():
+        close(model(tokens), expected)
+        model.load_state_dict(weights)  # without the permutation it is another model
+        assert (model(tokens) - expected).abs().max() > 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize("vocabulary_parallel", [False, True])
+def test_shards_are_cut_where_fairscale_cuts(vocabulary_parallel: bool) -> None:
+    config = CONFIGS["grouped_query"]
+    weights = meta_weights(config)
+    first = consolidated(weights, 2, vocabulary_parallel)[0]
+    for name, weight in weights.items():
+        dim = shard_dim(name, vocabulary_parallel=vocabulary_parallel)
+        cut = [d for d in range(weight.ndim) if first[name].shape[d] != weight.shape[d]]
+        assert cut == ([] if dim is None else [dim]), name
+    shape = first["tok_embeddings.weight"].shape
+    assert is_vocabulary_parallel(shape, 2, config) is vocabulary_parallel
+
+
+def test_permutation_by_hand() -> None:
+    """Two heads of width 6: rows (0, 1), (2, 3), (4, 5) of each become (0, 3), (1, 4), (2, 5)."""
+    weight = torch.arange(12.0).unsqueeze(1).expand(12, 3)
+    assert permute_rope(weight, n_heads=2)[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+    assert unpermute_rope(permute_rope(weight, n_heads=2), n_heads=2).equal(weight)
+
+
+def test_the_head_of_a_tied_model_can_be_merged() -> None:
+    """The files have it although the model does not; then it is the table again."""
+    config = dataclasses.replace(CONFIGS["llama2"], tied_embeddings=True)
+    table = torch.randn(96, 64)
+    assert merge("output.weight", list(table.chunk(2)), config).equal(table)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "says"),
+    [
+        ("layers.0.attention.wq.weight", [[64, 64], [64, 64]], "do not make up [64, 64] of model=small"),
+        ("layers.0.attention.wo.weight", [[32, 32], [64, 32]], "do not make up [64, 64] of model=small"),
+        ("tok_embeddings.weight", [[48, 32]], "do not make up [96, 64] of model=small"),
+        ("tok_embeddings.weight", [[48, 32], [48, 32]], "do not make up [96, 64] of model=small"),
+        ("norm.weight", [[32], [32]], "do not make up [64] of model=small"),
+    ],
+)
+def test_shards_that_do_not_make_up_the_model(name: str, shapes: list[list[int]], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        merge(name, [torch.zeros(shape) for shape in shapes], CONFIGS["llama2"])
+    of_files = ", ".join(map(str, shapes))
+    assert str(caught.value) == f"{name}: shapes {of_files} of {len(shapes)} file(s) {says}"
+
+
+@pytest.mark.parametrize(
+    "name", ["rope.freqs", "layers.3.attention.wq.weight", "layers.0.attention.wz.weight"]
+)
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(ValueError, match="no parameter"):
+        merge(name, [torch.zeros(4)], CONFIGS["llama2"])

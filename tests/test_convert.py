@@ -1,0 +1,706 @@
+"""Weights go between all formats unchanged, as transformers judges, in little memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from harness.checkpoint import formats, progress
+from harness.checkpoint.catalog import CheckpointFolder, encode_manifest, open_checkpoint
+from harness.checkpoint.distributed import DistributedSource, write_distributed
+from harness.checkpoint.formats import TensorFacts
+from harness.checkpoint.huggingface import (
+    HuggingFaceSource,
+    finish_huggingface,
+    plan_shards,
+    write_huggingface,
+)
+from harness.checkpoint.storage import Writer
+from harness.compose import compose_job
+from harness.convert import ConvertConfig, ConvertJob, Found, convert, find_source, model_manifest
+from harness.data import TokenizerConfig
+from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
+from harness.model.config import ModelConfig
+from harness.model.decoder import Decoder
+from harness.model.huggingface import hf_config, hf_name, parameter_shapes
+from harness.model.llama_original import shard_dim
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[1]
+PYTHON = [sys.executable]
+TINY = ["model=llama3_tiny", "model.vocab_size=320", "model.n_layers=2"]
+TIED = [*TINY, "model.tied_embeddings=true"]
+SMALL_SHARDS = "convert.max_shard_gb=0.0001"
+TOKENS = torch.randint(320, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher around this process."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(source: Path, target: Path, *overrides: str) -> None:
+    typed = [*overrides, f"convert.source={source}", f"convert.target={target}"]
+    job = compose_job(typed, config_name="convert", schema=ConvertJob)
+    assert convert(job, typed) == EXIT_OK
+
+
+def model_of(overrides: list[str]) -> ModelConfig:
+    return compose_job(overrides, config_name="convert", schema=ConvertJob).model
+
+
+def transformer(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(1)
+    plain = hf_config(model, dtype=str(dtype).removeprefix("torch."), bos_id=None, eos_id=None)
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**plain)).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "norm" in name:  # ones would hide that norms are mixed up
+                parameter.uniform_(0.5, 1.5)
+    return network
+
+
+def logits(network: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        out = network(TOKENS)
+    return getattr(out, "logits", out)
+
+
+def ours(network: Any, model: ModelConfig) -> dict[str, Tensor]:
+    theirs = network.state_dict()
+    return {name: theirs[hf_name(name)].detach().clone() for name in parameter_shapes(model)}
+
+
+def read_all(source: formats.Source) -> dict[str, Tensor]:
+    return {name: source.read(name) for name in source.tensors}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return list(found) == list(expected) and all(
+        found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name])
+        for name in expected
+    )
+
+
+class Held:
+    """A source in memory."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.held = tensors
+        self.tensors = {name: TensorFacts(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self.held[name]
+
+
+def only_entry(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- round trips ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("overrides", [TINY, TIED], ids=["untied", "tied"])
+def test_hugging_face_to_dcp_and_back(overrides: list[str], dtype: torch.dtype, tmp_path: Path) -> None:
+    model = model_of(overrides)
+    network = transformer(model, dtype)
+    network.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    # As anybody has it: with rotation frequencies that no cast has rounded.
+    network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="auto")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+
+    run(tmp_path / "theirs", tmp_path / "step-0", *overrides)
+    checkpoint = open_checkpoint(str(tmp_path / "step-0"))
+    assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (0, "model", None)
+    assert checkpoint.manifest["model"] == dataclasses.asdict(model)
+    assert checkpoint.manifest["tokenizer"] is None  # nobody said
+
+    # What is loaded back is what dcp itself sees, without any of our readers.
+    state = {name: torch.empty(shape, dtype=dtype) for name, shape in parameter_shapes(model).items()}
+    dcp.load(state, checkpoint_id=tmp_path / "step-0", no_dist=True)
+    assert same(state, ours(network, model))
+
+    run(tmp_path / "step-0", tmp_path / "back", "convert.format=hf", SMALL_SHARDS, "tokenizer=bytes")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
+    assert again.dtype == dtype
+    assert same(ours(again, model), ours(network, model))
+    assert (logits(again) - logits(network)).abs().max() < 1e-5
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in ours(network, model).values())
+    assert again.config.eos_token_id == 257
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back")("hé").input_ids[-1] == 0xA9
+
+
+@pytest.mark.parametrize("overrides", [TINY, TIED], ids=["untied", "tied"])
+def test_dcp_to_torch(overrides: list[str], tmp_path: Path) -> None:
+    """The decoder takes the file as it is, and computes what transformers computes."""
+    model = model_of(overrides)
+    network = transformer(model)
+    manifest = model_manifest(Found("hf", "", {}), model, None)
+    write_distributed(Held(ours(network, model)), tmp_path / "step-0", manifest)
+    run(tmp_path / "step-0", tmp_path / "model.pt", "convert.format=torch")
+    for mmap in (False, True):
+        state = torch.load(tmp_path / "model.pt", weights_only=True, mmap=mmap)
+        assert same({name: state[name] for name in parameter_shapes(model)}, ours(network, model))
+        decoder = Decoder(model, TOKENS.shape[1])
+        decoder.load_state_dict(state)
+        assert (logits(decoder) - logits(network)).abs().max() < 1e-5
+
+
+def to_meta(state: dict[str, Tensor], model: ModelConfig, files: int, rows: bool) -> list[dict[str, Tensor]]:
+    """What Meta's files hold: rows 2i and 2i + 1 of a head are our i and i + D/2; each file has a part."""
+    width = model.head_width
+    order = [row for i in range(width // 2) for row in (i, i + width // 2)]
+    shards: list[dict[str, Tensor]] = [{"rope.freqs": torch.arange(width // 2)} for _ in range(files)]
+    for name, tensor in state.items():
+        if name.endswith((".wq.weight", ".wk.weight")):
+            tensor = tensor.view(-1, width, tensor.shape[1])[:, order].reshape(tensor.shape)
+        dim = shard_dim(name, vocabulary_parallel=rows)
+        parts = [tensor] * files if dim is None else tensor.chunk(files, dim)
+        for shard, own in zip(shards, parts, strict=True):
+            shard[name] = own.clone()
+    return shards
+
+
+def save_meta(folder: Path, shards: list[dict[str, Tensor]], params: dict[str, Any] | None = None) -> None:
+    folder.mkdir()
+    for i, shard in enumerate(shards):
+        torch.save(shard, folder / f"consolidated.{i:02}.pth")
+    if params is not None:
+        (folder / "params.json").write_text(json.dumps(params))
+
+
+PARAMS = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "vocab_size": 320,
+    "multiple_of": 32,
+    "ffn_dim_multiplier": 0.7,
+    "norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "use_scaled_rope": True,
+}
+
+
+@pytest.mark.parametrize(("files", "rows"), [(1, True), (2, True), (2, False)])
+def test_metas_files(files: int, rows: bool, tmp_path: Path) -> None:
+    model = model_of(TINY)
+    network = transformer(model)
+    save_meta(tmp_path / "meta", to_meta(ours(network, model), model, files, rows), PARAMS)
+    run(tmp_path / "meta", tmp_path / "step-0", *TINY)
+    run(tmp_path / "step-0", tmp_path / "hf", "convert.format=hf")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert same(ours(again, model), ours(network, model))
+    assert (logits(again) - logits(network)).abs().max() < 1e-5
+    run(tmp_path / "meta", tmp_path / "direct", "convert.format=hf", *TINY)
+    assert same(read_all(HuggingFaceSource(tmp_path / "direct", model)), ours(network, model))
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("overrides", [TINY, TIED], ids=["untied", "tied"])
+def test_dcp_of_other_software(
+    overrides: list[str], prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchtitan writes it: our names, Meta's order of rows, optimizer beside, no manifest."""
+    model = model_of(overrides)
+    network = transformer(model)
+    [shard] = to_meta(ours(network, model), model, 1, rows=True)
+    state = {f"{prefix}{name}": tensor for name, tensor in shard.items()}
+    if model.tied_embeddings:
+        state[f"{prefix}output.weight"] = shard["tok_embeddings.weight"].clone()
+    state["optimizer.state.norm.weight.exp_avg"] = torch.ones(64)
+    dcp.save({**state, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    run(tmp_path / "step-3", tmp_path / "out", "convert.format=hf", *overrides)
+    assert same(read_all(HuggingFaceSource(tmp_path / "out", model)), ours(network, model))
+    assert "nothing vouches for what it holds" in capsys.readouterr().out
+
+
+def test_a_format_to_another_number_format(tmp_path: Path) -> None:
+    """Straight from Hugging Face's to itself and to torch's, in other number formats."""
+    model = model_of(TINY)
+    network = transformer(model)
+    network.save_pretrained(tmp_path / "theirs")
+    run(tmp_path / "theirs", tmp_path / "half", "convert.format=hf", "convert.dtype=bfloat16", *TINY)
+    expected = {name: tensor.bfloat16() for name, tensor in ours(network, model).items()}
+    assert same(read_all(HuggingFaceSource(tmp_path / "half", model)), expected)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert not (tmp_path / "half" / "tokenizer.json").exists()
+    run(tmp_path / "half", tmp_path / "half.pt", "convert.format=torch", "convert.dtype=float16", *TINY)
+    halves = {name: tensor.half() for name, tensor in expected.items()}
+    assert same(torch.load(tmp_path / "half.pt", weights_only=True), halves)
+
+
+# -- checkpoints of training ----
+
+
+def save_training(folder: Path, step: int, network: Any, model: ModelConfig) -> Path:
+    """A checkpoint as training leaves it."""
+    weights = ours(network, model)
+    state = {**weights, "optimizer.state.norm.weight.exp_avg": torch.ones(64), "rng.0": torch.ones(8)}
+    manifest = {
+        **model_manifest(Found("dcp", "", {}), model, TokenizerConfig(kind="bytes")),
+        "step": step,
+        "holds": "full",
+        "job": {"name": "x"},
+    }
+    path = folder / f"step-{step}"
+    dcp.save(state, storage_writer=Writer(str(path), manifest), no_dist=True)
+    return path
+
+
+def flip_a_byte(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_run_gives_its_newest_complete_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It knows its model and tokenizer; what is newer and damaged is passed over, and said to be."""
+    model = model_of(TINY)
+    network = transformer(model)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for step in (1, 2, 3):
+        save_training(checkpoints, step, network, model)
+    (checkpoints / "step-3" / "__0_0.distcp").write_bytes(b"cut")
+    for source in (tmp_path / "run", checkpoints):
+        shutil.rmtree(tmp_path / "step-9", ignore_errors=True)
+        run(source, tmp_path / "step-9")
+        told = capsys.readouterr().out
+        assert "step-3 is passed over: __0_0.distcp has 3 bytes instead of" in told
+        checkpoint = open_checkpoint(str(tmp_path / "step-9"))
+        assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (2, "model", {"name": "x"})
+        assert checkpoint.manifest["tokenizer"]["kind"] == "bytes"
+        found = DistributedSource(checkpoint.path, checkpoint.manifest, model)
+        assert same(read_all(found), ours(network, model))
+    assert [c.step for c in CheckpointFolder(str(tmp_path)).complete()[0]] == [2]
+
+
+def test_weights_that_training_saved_for_transformers(tmp_path: Path) -> None:
+    """They have a manifest too, and so need no model=."""
+    model = model_of(TINY)
+    network = transformer(model)
+    step = tmp_path / "run" / "checkpoints" / "step-7"
+    write_huggingface(Held(ours(network, model)), model, None, step, None, 5.0)
+    manifest = model_manifest(Found("dcp", "", {}), model, None)
+    (step / "manifest.json").write_bytes(encode_manifest({**manifest, "step": 7, "holds": "hf", "files": {}}))
+    run(tmp_path / "run", tmp_path / "out")
+    checkpoint = open_checkpoint(str(tmp_path / "out"))
+    assert (checkpoint.step, checkpoint.holds) == (7, "model")
+    assert same(
+        read_all(DistributedSource(checkpoint.path, checkpoint.manifest, model)), ours(network, model)
+    )
+
+
+def test_a_run_behind_a_url(tmp_path: Path) -> None:
+    model = model_of(TINY)
+    network = transformer(model)
+    save_training(tmp_path / "checkpoints", 4, network, model)
+    remote = fsspec.filesystem("memory")
+    remote.put(str(tmp_path / "checkpoints"), "/bucket/run/checkpoints", recursive=True)
+    typed = ["convert.source=memory://bucket/run", f"convert.target={tmp_path / 'out'}"]
+    assert convert(compose_job(typed, config_name="convert", schema=ConvertJob), typed) == EXIT_OK
+    checkpoint = open_checkpoint(str(tmp_path / "out"))
+    assert checkpoint.step == 4
+    assert same(
+        read_all(DistributedSource(checkpoint.path, checkpoint.manifest, model)), ours(network, model)
+    )
+
+
+def test_a_typed_tokenizer_wins_over_the_manifests(tmp_path: Path) -> None:
+    model = model_of(["model=llama3_tiny", "model.vocab_size=2048", "model.n_layers=1"])
+    source = save_training(tmp_path, 1, transformer(model), model)
+    run(source, tmp_path / "a", "convert.format=hf", "tokenizer=python_2k")
+    assert (tmp_path / "a" / "tokenizer.model").exists()
+    run(source, tmp_path / "b", "convert.format=hf")
+    assert (tmp_path / "b" / "tokenizer.json").exists()
+    assert not (tmp_path / "b" / "tokenizer.model").exists()  # bytes have no file
+
+
+# -- mistakes ----
+
+
+def refused(source: Path, target: Path, *overrides: str) -> str:
+    """The one line that a conversion is refused with; nothing is left behind."""
+    before = {path: path.stat().st_mtime_ns for path in target.parent.rglob("*")}
+    with pytest.raises(UserError) as caught:
+        run(source, target, *overrides)
+    assert {path: path.stat().st_mtime_ns for path in target.parent.rglob("*")} == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "theirs"
+    transformer(model_of(TINY)).save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+@pytest.fixture
+def copy(theirs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(theirs, tmp_path / "theirs"))
+
+
+def test_another_model_is_refused(copy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "model.n_layers=3: config.json has num_hidden_layers 2" in refused(
+        copy, out, *TINY, "model.n_layers=3"
+    )
+    assert "must be told which model it holds; would work: model=NAME" in refused(copy, out)
+    save_meta(
+        tmp_path / "meta",
+        to_meta(ours(transformer(model_of(TINY)), model_of(TINY)), model_of(TINY), 1, True),
+        PARAMS,
+    )
+    told = refused(tmp_path / "meta", out, *TINY, "model.rope.theta=1", "model.ffn_hidden_dim=160")
+    assert (
+        "model.ffn_hidden_dim=160: params.json has 128; model.rope.theta=1.0: params.json has 500000.0"
+        in told
+    )
+    (tmp_path / "meta" / "params.json").unlink()
+    told = refused(tmp_path / "meta", out, *TINY, "model.n_layers=3")
+    assert "consolidated.00.pth: the tensors are not those of model=llama3_tiny: 9 missing (layers.2." in told
+    assert "do not make up [320, 128] of model=llama3_tiny" in refused(
+        tmp_path / "meta", out, *TINY, "model.dim=128"
+    )
+
+
+def test_another_model_than_the_manifests_is_refused(tmp_path: Path) -> None:
+    model = model_of(TINY)
+    source = save_training(tmp_path / "in", 1, transformer(model), model)
+    out = tmp_path / "out"
+    assert refused(source, out, "model=llama3_8b", "model.n_layers=2").startswith(
+        "model.vocab_size=128256: the checkpoint says model.vocab_size=320 (model=llama3_tiny)"
+    )
+    assert refused(source, out, "model.rope.theta=7").startswith("model.rope.theta=7.0: the checkpoint says")
+    run(source, out, "model.n_layers=2")  # what was typed is so
+
+
+def test_missing_tensors_are_refused(copy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    model = model_of(TINY)
+    weights = ours(transformer(model), model)
+    del weights["layers.1.ffn_norm.weight"]
+    write_distributed(Held(weights), tmp_path / "dcp", model_manifest(Found("hf", "", {}), model, None))
+    assert "1 missing (layers.1.ffn_norm.weight)" in refused(tmp_path / "dcp", out)
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    file = index["weight_map"]["model.norm.weight"]
+    (copy / file).rename(tmp_path / "aside")
+    assert re.search(rf"theirs: {file} is missing, one of \d+ files that", refused(copy, out, *TINY))
+    (copy / "model.safetensors.index.json").unlink()
+    assert "missing" in refused(copy, out, *TINY)
+    (tmp_path / "aside").rename(copy / file)
+    run(copy, out, *TINY)  # several files without an index are a whole
+
+
+def test_damage_is_noticed(copy: Path, tmp_path: Path) -> None:
+    """A flipped byte in our checkpoints, anywhere; what has no checksums is at least whole."""
+    out = tmp_path / "out"
+    model = model_of(TINY)
+    source = save_training(tmp_path / "in", 1, transformer(model), model)
+    data = source / "__0_0.distcp"
+    flip_a_byte(data, data.stat().st_size // 2)
+    for target in ("dcp", "hf", "torch"):
+        told = refused(source, out, f"convert.format={target}")
+        assert re.match(rf"{re.escape(str(source))}: __0_0\.distcp: bytes \d+ to \d+ do not have the ", told)
+    flip_a_byte(data, data.stat().st_size // 2)
+    flip_a_byte(source / ".metadata", 100)
+    assert f"{source}: .metadata does not have the checksum" in refused(source, out)
+    flip_a_byte(source / ".metadata", 100)
+    (source / "manifest.json").unlink()
+    assert "did not finish it: the manifest is missing" in refused(source, out, *TINY)
+    (source / ".metadata").unlink()
+    assert "was not finished: there is no .metadata" in refused(source, out, *TINY)
+    [first, *_] = sorted(copy.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-8])
+    assert f"{first}: is no whole safetensors file" in refused(copy, out, *TINY)
+    save_meta(tmp_path / "meta", [{}])
+    (tmp_path / "meta" / "consolidated.00.pth").write_bytes(b"PK\x03\x04 and nothing more")
+    assert "consolidated.00.pth: cannot be read as a file of weights" in refused(
+        tmp_path / "meta", out, *TINY
+    )
+
+
+def test_tied_embeddings_that_are_not(tmp_path: Path) -> None:
+    """A file may repeat the table as lm_head; another matrix there would be lost, and is refused."""
+    untied, tied = model_of(TINY), model_of(TIED)
+    source = Held(ours(transformer(untied), untied))
+    out = tmp_path / "out"
+    for case, head in (
+        ("other", source.held["output.weight"]),
+        ("same", source.held["tok_embeddings.weight"]),
+    ):
+        state = Held({**source.held, "output.weight": head})
+        write_huggingface(state, untied, None, tmp_path / case, None, 5.0)
+        (tmp_path / case / "config.json").write_text(
+            json.dumps(hf_config(tied, dtype="float32", bos_id=None, eos_id=None))
+        )
+        save_meta(tmp_path / f"meta_{case}", to_meta(state.held, untied, 1, True))
+    for folder in ("other", "meta_other"):
+        told = refused(tmp_path / folder, out, *TIED)
+        assert "the output projection is not the embedding table; would work" in told
+    for folder in ("same", "meta_same"):
+        run(tmp_path / folder, tmp_path / f"out_{folder}", *TIED)
+        manifest = open_checkpoint(str(tmp_path / f"out_{folder}")).manifest
+        found = read_all(DistributedSource(str(tmp_path / f"out_{folder}"), manifest, tied))
+        assert same(found, {name: source.held[name] for name in parameter_shapes(tied)})
+
+
+def test_values_that_a_format_cannot_hold(tmp_path: Path) -> None:
+    model = model_of(TINY)
+    weights = ours(transformer(model), model)
+    weights["norm.weight"][3] = 1e6
+    write_huggingface(Held(weights), model, None, tmp_path / "hf", None, 5.0)
+    told = refused(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=float16")
+    assert told == "norm.weight has values that float16 cannot hold; would work: bfloat16, float32"
+    run(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=bfloat16")
+
+
+def test_targets_that_are_there(copy: Path, tmp_path: Path) -> None:
+    full, empty, file = tmp_path / "full", tmp_path / "empty", tmp_path / "file.pt"
+    (full / "inside").mkdir(parents=True)
+    empty.mkdir()
+    file.touch()
+    assert refused(copy, full, *TINY).startswith(f"convert.target={full}: is there already")
+    assert refused(copy, file, *TINY, "convert.format=torch").startswith(f"convert.target={file}: is there")
+    assert "is a folder, and torch's is a file" in refused(copy, empty, *TINY, "convert.format=torch")
+    run(copy, empty, *TINY)
+    run(copy, tmp_path / "new" / "deep" / "step-0", *TINY)
+    with pytest.raises(UserError, match="cannot be written"):
+        run(copy, file / "step-0", *TINY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "convert.source=null: must be given"),
+        ({"source": "x"}, "convert.target=null: must be given"),
+        (
+            {"source": "x", "target": "y", "format": "gguf"},
+            "convert.format=gguf: no such format; would work: dcp, hf",
+        ),
+        (
+            {"source": "x", "target": "y", "dtype": "fp8"},
+            "convert.dtype=fp8: no such format; would work: float32",
+        ),
+        ({"source": "x", "target": "y", "max_shard_gb": 0.0}, "convert.max_shard_gb=0.0: must be positive"),
+        ({"source": "x", "target": "s3://y"}, "convert.target=s3://y: is no local path"),
+    ],
+)
+def test_fields(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
+        ConvertConfig(**fields).validate()
+
+
+def test_sources_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.pt").touch()
+    (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
+    for name, says in (
+        ("nowhere", "no such folder"),
+        ("file.pt", "is a file; folders are read"),
+        ("empty", "holds no weights; would work: a folder with"),
+        ("run", "none of its 1 checkpoints is complete"),
+    ):
+        with pytest.raises(UserError, match=says):
+            find_source(str(tmp_path / name))
+
+
+# -- nothing half-written ----
+
+
+def command(*arguments: str, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    code = f"import sys, os, signal\n{before}\nfrom harness.convert import main\nmain()"
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [*PYTHON, "-B", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        **options,
+    )
+
+
+@pytest.mark.parametrize("target", ["dcp", "hf", "torch"])
+def test_a_full_disk(target: str, theirs: Path, tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    out = tmp_path / "new" / "out"
+    done = command(
+        f"convert.source={theirs}", f"convert.target={out}", f"convert.format={target}", *TINY, before=limit
+    )
+    assert done.returncode == EXIT_MACHINE, done.stderr
+    assert done.stderr == f"error: {out}: the disk is full, or a quota is; nothing was written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))  # type: ignore[attr-defined]
+    with pytest.raises(formats.MachineError, match=r"needs .* GB, and the disk has 0\.000 GB left"):
+        run(theirs, tmp_path / "out", *TINY)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["formats.Watched.read", "storage.HashingStream.write"])
+def test_an_end_from_outside(place: str, theirs: Path, tmp_path: Path) -> None:
+    """SIGTERM while a tensor is read, and while torch writes one."""
+    kill = (
+        "from harness.checkpoint import formats, storage\n"
+        "count = iter(range(9999))\n"
+        f"original = {place}\n"
+        "def end(self, argument):\n"
+        "    if next(count) == 5: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return original(self, argument)\n"
+        f"{place} = end"
+    )
+    out = tmp_path / "out"
+    done = command(f"convert.source={theirs}", f"convert.target={out}", *TINY, before=kill)
+    assert done.returncode == EXIT_INTERRUPTED, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- the command ----
+
+
+def test_the_command(theirs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "step-0"
+    done = subprocess.run(
+        [*PYTHON, "-m", "harness.convert", *TINY, f"convert.source={theirs}", f"convert.target={out}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stderr) == (EXIT_OK, "")
+    assert re.fullmatch(
+        rf"21 tensors, 0\.000 GB in [\d.]+ s \([\d.]+ GB/s\): {re.escape(str(out))}\n",
+        done.stdout,
+    )
+    assert find_source(str(tmp_path)).manifest["step"] == 0
+    done = command(f"convert.source={theirs}", f"convert.target={out}", *TINY)
+    assert done.returncode == EXIT_USER
+    assert re.fullmatch(r"error: convert\.target=.*: is there already; would work: .*\n", done.stderr)
+
+
+def test_refusing_imports_no_torch(tmp_path: Path) -> None:
+    done = command(
+        "convert.source=nowhere",
+        f"convert.target={tmp_path}/out",
+        before="import atexit; atexit.register(lambda: print('torch' in sys.modules))",
+    )
+    assert (done.returncode, done.stdout) == (EXIT_USER, "False\n")
+    assert done.stderr == "error: convert.source=nowhere: no such folder\n"
+
+
+def test_progress_is_told_in_lines() -> None:
+    stream, clock = io.StringIO(), itertools.count(start=0, step=3)
+    lines = progress._Lines(4_000_000_000, stream, lambda: float(next(clock)))
+    for _ in range(4):
+        lines.advance(1_000_000_000)
+    assert stream.getvalue() == "2.00 of 4.00 GB, 0.33 GB/s\n4.00 of 4.00 GB, 0.33 GB/s\n"
+
+
+# -- sharing the work, and memory ----
+
+
+def test_ranks_share_the_shards(tmp_path: Path) -> None:
+    """Three processes write what one writes, byte for byte."""
+    model = model_of(TINY)
+    source = Held(ours(transformer(model), model))
+    options = (source, model, TokenizerConfig(kind="bytes"))
+    limit = 5e-5
+    write_huggingface(*options, tmp_path / "alone", torch.bfloat16, limit)
+    for rank in range(3):
+        write_huggingface(*options, tmp_path / "shared", torch.bfloat16, limit, share=(rank, 3), finish=False)
+    weights = only_entry(tmp_path / "shared")
+    assert weights == list(plan_shards(formats.Cast(source, torch.bfloat16), limit)) and len(weights) > 3
+    finish_huggingface(*options, tmp_path / "shared", torch.bfloat16, limit)
+    assert only_entry(tmp_path / "shared") == only_entry(tmp_path / "alone")
+    for name in only_entry(tmp_path / "alone"):
+        assert (tmp_path / "shared" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+
+
+WIDE = ["model=llama3_tiny", "model.dim=512", "model.ffn_hidden_dim=1536", "model.n_layers=20"]
+MEASURE = r"""
+import re, sys
+from harness.compose import compose_job
+from harness.convert import ConvertJob, convert
+
+def run(*typed):
+    convert(compose_job(typed, config_name="convert", schema=ConvertJob), list(typed))
+
+def peak():
+    # getrusage's figure would begin with that of the process that started this one.
+    return int(re.search(r"VmHWM:\s+(\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+small, large, out, kind, *model = sys.argv[1:]
+options = [f"convert.format={kind}", "convert.max_shard_gb=0.05", *model]
+run(f"convert.source={small}", f"convert.target={out}.small", *options, "model.n_layers=1")
+before = peak()
+run(f"convert.source={large}", f"convert.target={out}", *options, "model.n_layers=20")
+print("peak", peak() - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same large random model in every format, and its one-layer sister; folders by name."""
+    folder = tmp_path_factory.mktemp("wide")
+    found = {}
+    for size, layers in (("small", 1), ("large", 20)):
+        model = model_of([*WIDE, f"model.n_layers={layers}"])
+        source = Held({name: torch.randn(shape) for name, shape in parameter_shapes(model).items()})
+        for kind in ("hf", "dcp", "llama"):
+            found[f"{kind}-{size}"] = folder / f"{kind}-{size}"
+        write_huggingface(source, model, None, found[f"hf-{size}"], None, 5.0)
+        manifest = model_manifest(Found("hf", "", {}), model, None)
+        write_distributed(source, found[f"dcp-{size}"], manifest)
+        save_meta(found[f"llama-{size}"], to_meta(source.held, model, 2, True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("hf", "dcp"), ("llama", "dcp"), ("dcp", "hf"), ("dcp", "dcp"), ("dcp", "torch")]
+)
+def test_memory_is_that_of_a_few_tensors(
+    source: str, target: str, wide: dict[str, Path], tmp_path: Path
+) -> None:
+    large = wide[f"{source}-large"]
+    size = sum(file.stat().st_size for file in large.iterdir())
+    assert size > 200e6
+    overrides = [] if source == "dcp" else WIDE
+    small, out = wide[f"{source}-small"], tmp_path / "out"
+    done = subprocess.run(
+        [*PYTHON, "-c", MEASURE, str(small), str(large), str(out), target, *overrides],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout.split()[-1])
+    print(f"\n{source} -> {target}: {size / 1e6:.0f} MB of weights, peak raised by {peak / 1e6:.1f} MB")  # noqa: T201
+    # The largest tensor has 3 MB.
+    assert peak < size / 5
