@@ -129,6 +129,26 @@ def test_resuming_on_another_layout_goes_on_with_the_same_curve(
             assert loss == pytest.approx(uninterrupted[step], rel=TOLERANCE)
 
 
+@pytest.mark.parametrize(("before", "after"), [("fsdp", "fsdp"), ("fsdp", "tp_pp"), ("tp_pp", "fsdp8")])
+def test_streams_go_on_where_they_were(pool: RankPool, tmp_path: Path, before: str, after: str) -> None:
+    """Every rank holds the positions of its own rows; the checkpoint holds those of all."""
+    (tmp_path / "corpus").mkdir()
+    documents = [{"text": f"{number} " * (number % 17 + 3)} for number in range(400)]
+    lines = "".join(json.dumps(document) + "\n" for document in documents)
+    (tmp_path / "corpus" / "a.jsonl").write_text(lines)
+    stream = ["data=c4", f"data.dataset={tmp_path / 'corpus'}", "data.subset=null", "model.vocab_size=258"]
+    shared = f"checkpoint.folder={tmp_path / 'shared'}"
+    common = [*stream, "data.mask_fraction=0", "training.steps=8"]
+    [whole] = run(pool, job_of(tmp_path, *common, "checkpoint=disabled"), tmp_path / "whole")
+    jobs = [job_of(tmp_path, *common, *OVERRIDES[name].split(), shared) for name in (before, after)]
+    first = run(pool, jobs[0], tmp_path / "before", stop_after=3)
+    second = run(pool, jobs[1], tmp_path / "after")
+    for outcome in (*first, *second):
+        for step, loss in outcome.losses.items():
+            assert loss == pytest.approx(whole.losses[step], rel=TOLERANCE)
+    assert sorted(second[0].losses) == [4, 5, 6, 7, 8]
+
+
 def test_a_manifest_says_what_was_written(pool: RankPool, tmp_path: Path) -> None:
     job = job_of(tmp_path, *LAYOUTS["fsdp"], "training.steps=2")
     run(pool, job, tmp_path / "run")

@@ -1,0 +1,140 @@
+"""Hugging Face's format as the beginning and the end of a run, on several ranks; judged by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from resumable_runs import SMALL, train
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from harness.checkpoint.catalog import open_checkpoint
+from harness.cluster.pool import RankFailed, RankPool
+from harness.compose import compose_job
+from harness.data.loader import build_loader
+from harness.data.tokenizer import build_tokenizer
+from harness.job import Job
+
+LAYOUTS = {
+    "single": "parallelism=single",
+    "fsdp3": "parallelism=fsdp parallelism.dp_shard=3 training.global_batch_size=6",
+    "fsdp_tp_pp": "parallelism=fsdp_tp_pp",
+    "hsdp_bf16": "parallelism=hsdp precision=bf16",
+}
+VOCAB = 261  # no degree divides it
+
+
+def job_of(tmp_path: Path, *overrides: str) -> Job:
+    shape = (f"model.vocab_size={VOCAB}", "model.rope.scaling=none")
+    return compose_job([*SMALL, *shape, f"runs_dir={tmp_path}", *overrides])
+
+
+def reference_of(job: Job, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """A small random Llama of the job's shape, as transformers makes it."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=job.model.vocab_size,
+        hidden_size=job.model.dim,
+        intermediate_size=job.model.ffn_hidden_dim,
+        num_hidden_layers=job.model.n_layers,
+        num_attention_heads=job.model.n_heads,
+        num_key_value_heads=job.model.n_kv_heads,
+        rms_norm_eps=job.model.norm_eps,
+        rope_theta=job.model.rope.theta,
+        max_position_embeddings=job.model.max_seq_len,
+        tie_word_embeddings=job.model.tied_embeddings,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def loss_of(model: torch.nn.Module, job: Job) -> float:
+    """transformers' loss of the run's first batch."""
+    loader = build_loader(
+        job.data,
+        build_tokenizer(job.tokenizer),
+        seq_len=job.training.seq_len,
+        global_batch_size=job.global_batch_size,
+        seed=job.training.seed,
+        rows=range(job.global_batch_size),
+        model_vocab_size=job.model.vocab_size,
+    )
+    batch = loader.next()
+    with torch.no_grad():
+        logits = model(batch.inputs_BT).logits.float()
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels_BT.flatten()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_starts_from_safetensors(
+    pool: RankPool, tmp_path: Path, layout: str, dtype: torch.dtype
+) -> None:
+    source = f"checkpoint.initial_load_path={tmp_path / 'hf'}"
+    options = (*LAYOUTS[layout].split(), "checkpoint.initial_load_in_hf=true", source, "training.steps=2")
+    job = job_of(tmp_path, *options)
+    reference = reference_of(job, dtype)
+    reference.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    outcomes = pool.run(job.world_size, train, job.to_json(), str(tmp_path / "run"))
+    tolerance = 2e-3 if job.precision.is_mixed else 1e-5
+    expected = loss_of(reference.float(), job)
+    for outcome in outcomes:
+        assert outcome.losses[1] == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_ends_in_safetensors(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    """Every layout exports the same model, which transformers runs as we do."""
+    options = ("checkpoint.last_save_model_only=true", "checkpoint.last_save_in_hf=true", "training.steps=3")
+    job = job_of(tmp_path, *LAYOUTS[layout].split(), *options)
+    pool.run(job.world_size, train, job.to_json(), str(tmp_path / "run"))
+    folder = tmp_path / "run" / "checkpoints" / "step-3"
+    assert open_checkpoint(str(folder)).holds == "hf"
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["step-3"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    # Started from there, the next run's first loss is what transformers computes.
+    again = job_of(
+        tmp_path,
+        *("checkpoint.initial_load_in_hf=true", f"checkpoint.initial_load_path={folder}", "training.steps=2"),
+    )
+    [outcome] = pool.run(1, train, again.to_json(), str(tmp_path / "again"))
+    assert outcome.losses[1] == pytest.approx(loss_of(model, again), rel=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("a Llama", add_special_tokens=False).input_ids == build_tokenizer(job.tokenizer).encode(
+        "a Llama"
+    )
+
+
+def test_export_dtype_and_tied_embeddings(pool: RankPool, tmp_path: Path) -> None:
+    job = job_of(
+        tmp_path,
+        *("parallelism=fsdp", "parallelism.dp_shard=2", "model.tied_embeddings=true", "training.steps=2"),
+        *("checkpoint.last_save_model_only=true", "checkpoint.last_save_in_hf=true"),
+        "checkpoint.export_dtype=bfloat16",
+    )
+    pool.run(2, train, job.to_json(), str(tmp_path / "run"))
+    folder = tmp_path / "run" / "checkpoints" / "step-2"
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.dim=128"], "model.dim=128: config.json has hidden_size 64"),
+        (["model.n_layers=3"], "model.n_layers=3: config.json has num_hidden_layers 4"),
+    ],
+)
+def test_another_model_is_refused_on_all_ranks(
+    pool: RankPool, tmp_path: Path, overrides: list[str], says: str
+) -> None:
+    reference_of(job_of(tmp_path)).save_pretrained(tmp_path / "hf")
+    source = f"checkpoint.initial_load_path={tmp_path / 'hf'}"
+    options = ("parallelism=fsdp", "parallelism.dp_shard=2", "checkpoint.initial_load_in_hf=true", source)
+    job = job_of(tmp_path, *options, *overrides)
+    with pytest.raises(RankFailed, match=says):
+        pool.run(2, train, job.to_json(), str(tmp_path / "run"))

@@ -1,0 +1,397 @@
+"""What the fields of the checkpoint group do, on one rank in this process."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from resumable_runs import SMALL
+
+from harness.checkpoint import save
+from harness.checkpoint.catalog import CheckpointFolder, reading
+from harness.compose import compose_job
+from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
+from harness.job import Job
+from harness.metrics.jsonl import read_metrics
+from harness.rank import run_rank
+from harness.run_folder import RunFolder
+
+
+def start(tmp_path: Path, *overrides: str, adopt: bool = False) -> tuple[int, RunFolder]:
+    """Trains as a user's command does; returns the exit code."""
+    job: Job = compose_job([*SMALL, "training.steps=8", f"runs_dir={tmp_path}", *overrides])
+    folder = RunFolder(job.run_dir)
+    folder.begin(job, list(overrides), adopt=adopt)
+    try:
+        return run_rank(job, folder, started=time.time()), folder
+    finally:
+        folder.release()
+
+
+def steps_of(folder: RunFolder) -> list[int]:
+    return CheckpointFolder(str(folder.path / "checkpoints")).steps()
+
+
+def losses_of(folder: RunFolder) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_metrics(folder.path / "metrics.jsonl") if "loss" in row}
+
+
+def result_of(folder: RunFolder) -> dict[str, Any]:
+    return json.loads((folder.path / "result.json").read_text())
+
+
+def error_of(folder: RunFolder) -> str:
+    error = folder.first_error()
+    assert error is not None
+    assert "\n" not in error["message"]
+    return error["message"]
+
+
+def forget_the_end(folder: RunFolder, *steps: int) -> None:
+    """Makes a finished run one that was killed before it wrote the checkpoints of ``steps``."""
+    (folder.path / "result.json").unlink()
+    for step in steps:
+        CheckpointFolder(str(folder.path / "checkpoints")).remove(step)
+
+
+def test_when_checkpoints_are_written(tmp_path: Path) -> None:
+    _, folder = start(tmp_path, "checkpoint.interval=3", "checkpoint.enable_first_step_checkpoint=true")
+    assert steps_of(folder) == [1, 3, 6, 8]
+    assert result_of(folder)["checkpoint.saves"] == 4
+
+
+def test_nothing_is_written_when_disabled_or_only_loading(tmp_path: Path) -> None:
+    for number, option in enumerate(("checkpoint=disabled", "checkpoint.load_only=true")):
+        code, folder = start(tmp_path / str(number), option)
+        assert code == EXIT_OK
+        assert not (folder.path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [2, 4, 6, 8]), (1, [8]), (3, [4, 6, 8])])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_newest_are_kept(tmp_path: Path, mode: str, keep: int, left: list[int]) -> None:
+    _, folder = start(
+        tmp_path, f"checkpoint={mode}", "checkpoint.interval=2", f"checkpoint.keep_latest_k={keep}"
+    )
+    assert steps_of(folder) == left
+
+
+def test_one_that_is_being_read_is_not_purged(tmp_path: Path) -> None:
+    _, folder = start(tmp_path, "checkpoint.interval=2")
+    checkpoints = CheckpointFolder(str(folder.path / "checkpoints"))
+    with reading(checkpoints.path_of(2)):
+        checkpoints.purge(1)
+    assert checkpoints.steps() == [2, 8]
+    checkpoints.purge(1)
+    assert checkpoints.steps() == [8]
+
+
+def test_the_newest_complete_one_outlives_damaged_newer_ones(tmp_path: Path) -> None:
+    """A truncated one must not count towards those kept, or the last good one would go."""
+    _, folder = start(tmp_path, "checkpoint.interval=2")
+    checkpoints = CheckpointFolder(str(folder.path / "checkpoints"))
+    for step in (6, 8):
+        data = Path(checkpoints.path_of(step)) / "__0_0.distcp"
+        data.write_bytes(data.read_bytes()[:-1])
+    checkpoints.purge(1)
+    assert [each.step for each in checkpoints.complete()[0]] == [4]
+
+
+def test_load_step_goes_back_and_keeps_what_came_later(tmp_path: Path) -> None:
+    options = ("checkpoint.interval=2",)
+    _, folder = start(tmp_path, *options)
+    whole = losses_of(folder)
+    code, folder = start(tmp_path, *options, "checkpoint.load_step=4")
+    assert code == EXIT_OK
+    assert result_of(folder)["start_step"] == 4
+    assert losses_of(folder) == whole
+    aside = folder.path / "checkpoints" / "superseded" / "1"
+    assert sorted(p.name for p in aside.iterdir()) == ["step-6", "step-8"]
+    # The same command again goes on from what it wrote itself, and not back a second time.
+    forget_the_end(folder, 8)
+    _, folder = start(tmp_path, *options, "checkpoint.load_step=4")
+    assert result_of(folder)["start_step"] == 6
+    assert losses_of(folder) == whole
+
+
+def test_load_step_that_is_not_there(tmp_path: Path) -> None:
+    start(tmp_path, "checkpoint.interval=4")
+    code, folder = start(tmp_path, "checkpoint.interval=4", "checkpoint.load_step=5")
+    assert code == EXIT_USER
+    assert error_of(folder).startswith("checkpoint.load_step=5: there is no complete checkpoint of that step")
+    assert error_of(folder).endswith("would work: 4, 8")
+
+
+def test_starting_anew_keeps_the_old_ones(tmp_path: Path) -> None:
+    _, folder = start(tmp_path, "checkpoint.interval=4")
+    first = losses_of(folder)
+    _, folder = start(tmp_path, "checkpoint.interval=4", "checkpoint.resume=false")
+    assert result_of(folder)["start_step"] == 0
+    assert losses_of(folder) == first
+    assert steps_of(folder) == [4, 8]
+    assert len(list((folder.path / "checkpoints" / "superseded" / "1").iterdir())) == 2
+
+
+def test_excluded_parts_are_not_taken_once(tmp_path: Path) -> None:
+    _, folder = start(tmp_path, "checkpoint.interval=4")
+    whole = losses_of(folder)
+    forget_the_end(folder, 8)
+    options = ("checkpoint.interval=1", "checkpoint.exclude_from_loading=[data_loader,lr_scheduler]")
+    _, folder = start(tmp_path, *options)
+    changed = losses_of(folder)
+    assert {s: changed[s] for s in range(1, 5)} == {s: whole[s] for s in range(1, 5)}
+    # From the first batch on again; its loss has fallen since.
+    assert changed[5] != whole[5]
+    rates = {r["step"]: r["lr"] for r in read_metrics(folder.path / "metrics.jsonl") if "lr" in r}
+    assert rates[5] == rates[1]
+    manifest = CheckpointFolder(str(folder.path / "checkpoints")).find(8).manifest
+    assert manifest["state"]["data_loader"]["step"] == 4
+    # The same command, stopped meanwhile, goes on from what it has come to.
+    forget_the_end(folder, 7, 8)
+    _, folder = start(tmp_path, *options)
+    assert losses_of(folder) == changed
+
+
+@pytest.mark.parametrize(
+    ("part", "key"), [("optimizer", "norms"), ("train_state", "steps"), ("rng", None)], ids=str
+)
+def test_every_part_can_be_left_out(tmp_path: Path, part: str, key: str | None) -> None:
+    _, folder = start(tmp_path, "checkpoint.interval=4")
+    whole = losses_of(folder)
+    forget_the_end(folder, 8)
+    code, folder = start(tmp_path, "checkpoint.interval=4", f"checkpoint.exclude_from_loading=[{part}]")
+    assert code == EXIT_OK
+    after = losses_of(folder)
+    if part == "optimizer":
+        assert after[5] == whole[5] and after[7] != whole[7]
+    elif part == "train_state":
+        assert result_of(folder)["start_step"] == 0
+    else:
+        assert after == whole  # nothing random is drawn in training yet
+
+
+def test_seed_checkpoint(tmp_path: Path) -> None:
+    _, plain = start(tmp_path / "plain")
+    code, folder = start(tmp_path, "checkpoint.create_seed_checkpoint=true")
+    assert code == EXIT_OK and steps_of(folder) == [0]
+    seed = folder.path / "checkpoints" / "step-0"
+    # The same job goes on from it, and another starts from it.
+    _, folder = start(tmp_path)
+    assert result_of(folder)["resumed_from"] == str(seed)
+    assert losses_of(folder) == losses_of(plain)
+    _, other = start(tmp_path / "other", "training.seed=1", f"checkpoint.initial_load_path={seed}")
+    _, drawn = start(tmp_path / "drawn", "training.seed=1")
+    assert losses_of(other)[1] != losses_of(drawn)[1]
+
+
+def test_initial_load_of_weights_and_of_everything(tmp_path: Path) -> None:
+    _, folder = start(tmp_path / "first", "checkpoint.interval=4")
+    whole = losses_of(folder)
+    # A run folder stands for its newest checkpoint.
+    _, tuned = start(tmp_path / "a", "training.seed=2", f"checkpoint.initial_load_path={folder.path}")
+    assert result_of(tuned)["start_step"] == 0 and steps_of(tuned) == [8]
+    step = folder.path / "checkpoints" / "step-4"
+    options = (f"checkpoint.initial_load_path={step}", "checkpoint.initial_load_model_only=false")
+    _, continued = start(tmp_path / "b", *options)
+    assert result_of(continued)["start_step"] == 4
+    assert losses_of(continued) == {s: whole[s] for s in range(5, 9)}
+    # Its own checkpoints come first when it is started again.
+    forget_the_end(continued)
+    _, again = start(tmp_path / "b", *options)
+    assert result_of(again)["resumed_from"] == str(again.path / "checkpoints" / "step-8")
+
+
+def test_other_numerics_are_refused_by_name(tmp_path: Path) -> None:
+    shared = f"checkpoint.folder={tmp_path / 'shared'}"
+    start(tmp_path, shared)
+    longer = ("training.steps=12", "optimizer.lr=0.02", shared)
+    code, folder = start(tmp_path, *longer)
+    assert code == EXIT_USER
+    message = error_of(folder)
+    assert "training.steps=8 there and 12 here, optimizer.lr=0.01 there and 0.02 here" in message
+    assert message.endswith("checkpoint.allow_changed=[training.steps,optimizer.lr]")
+    code, folder = start(tmp_path, *longer, "checkpoint.allow_changed=[training.steps,optimizer.lr]")
+    assert code == EXIT_OK
+    assert sorted(losses_of(folder)) == [9, 10, 11, 12]
+    rates = [r["lr"] for r in read_metrics(folder.path / "metrics.jsonl") if "lr" in r]
+    assert rates[0] == 0.02
+
+
+def test_a_changed_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
+    shared = (
+        f"checkpoint.folder={tmp_path / 'shared'}",
+        "checkpoint.allow_changed=[training.global_batch_size]",
+    )
+    start(tmp_path, *shared, "training.global_batch_size=6", "checkpoint.interval=4", "data.mask_fraction=0")
+    CheckpointFolder(str(tmp_path / "shared")).remove(8)
+    start(tmp_path, *shared, "training.global_batch_size=4", "data.mask_fraction=0")
+    state = CheckpointFolder(str(tmp_path / "shared")).find(8).state
+    assert state["data_loader"]["samples"] == 4 * 6 + 4 * 4
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    _, folder = start(tmp_path / "first")
+    path = folder.path / "checkpoints" / "step-8"
+    code, folder = start(tmp_path, "model.rope.theta=20000", f"checkpoint.initial_load_path={path}")
+    assert code == EXIT_USER
+    assert "model.rope.theta=500000 there and 20000" in error_of(folder).replace(".0", "")
+
+
+def test_last_save_model_only_in_another_format(tmp_path: Path) -> None:
+    """Trap 16: the format asked for is the format written."""
+    options = ("checkpoint.last_save_model_only=true", "checkpoint.export_dtype=bfloat16")
+    code, folder = start(tmp_path, "checkpoint.interval=4", *options)
+    assert code == EXIT_OK
+    last = CheckpointFolder(str(folder.path / "checkpoints")).find(8)
+    assert last.holds == "model"
+    facts = dcp.FileSystemReader(last.path).read_metadata().state_dict_metadata
+    assert {entry.properties.dtype for entry in facts.values()} == {torch.bfloat16}  # type: ignore[union-attr]
+    assert not any(name.startswith(("optimizer", "rng")) for name in facts)
+    # There is nothing to go on to, and that is no error.
+    (folder.path / "result.json").unlink()
+    code, folder = start(tmp_path, "checkpoint.interval=4", *options)
+    assert code == EXIT_OK and result_of(folder)["step"] == 8
+
+
+def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path: Path) -> None:
+    options = ("checkpoint.interval=4",)
+    _, first = start(tmp_path, *options)
+    whole = losses_of(first)
+    other = (*options, "training.local_batch_size=4")  # another execution of the same numerics
+    # A run that completed is a result of its own: nothing is taken from it.
+    _, second = start(tmp_path, *other, adopt=True)
+    assert result_of(second)["start_step"] == 0
+    forget_the_end(first, 8)
+    first.set_status("interrupted")
+    third = (*options, "training.local_batch_size=2")
+    _, alone = start(tmp_path, *third)
+    assert result_of(alone)["start_step"] == 0
+    fourth = (*options, "training.local_batch_size=1")
+    _, adopted = start(tmp_path, *fourth, adopt=True)
+    assert result_of(adopted)["resumed_from"] == str(first.path / "checkpoints" / "step-4")
+    assert losses_of(adopted)[8] == pytest.approx(whole[8], rel=1e-5)
+
+
+def test_failed_saves_by_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full for a while costs a checkpoint, one that stays full the run; none that is there."""
+
+    class Full(save.Writer):
+        def finish(self, metadata: Any, results: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    class FullAtFour(save.Writer):
+        def finish(self, metadata: Any, results: Any) -> None:
+            if self.manifest["step"] == 4:
+                raise OSError(28, "No space left on device")
+            super().finish(metadata, results)
+
+    whole = losses_of(start(tmp_path / "whole")[1])
+    for number, mode in enumerate(("sync", "async")):
+        options = (f"checkpoint={mode}", "checkpoint.interval=2")
+        with monkeypatch.context() as patch:
+            patch.setattr(save, "Writer", FullAtFour)
+            code, folder = start(tmp_path / str(number), *options)
+        assert code == EXIT_OK
+        assert steps_of(folder) == [2, 6, 8]
+        result = result_of(folder)
+        assert (result["checkpoint.saves"], result["checkpoint.failed"]) == (3, 1)
+        assert losses_of(folder) == whole
+        with monkeypatch.context() as patch:
+            patch.setattr(save, "Writer", FullAtFour)
+            code, folder = start(tmp_path / f"{number}-strict", *options, "checkpoint.max_failed_saves=0")
+        assert code == EXIT_MACHINE
+        assert "checkpoint of step 4 could not be written" in error_of(folder)
+        assert "No space left on device" in error_of(folder)
+        assert steps_of(folder) == [2]
+        code, folder = start(tmp_path / f"{number}-strict", *options)
+        assert code == EXIT_OK and result_of(folder)["start_step"] == 2
+        assert losses_of(folder) == whole
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "Writer", Full)
+        code, folder = start(tmp_path / "last", "checkpoint.interval=100")
+    assert code == EXIT_MACHINE and "step 8 could not be written" in error_of(folder)
+
+
+def test_a_bug_while_saving_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(save.Writer):
+        def finish(self, metadata: Any, results: Any) -> None:
+            raise KeyError("a bug")
+
+    monkeypatch.setattr(save, "Writer", Broken)
+    code, folder = start(tmp_path)
+    error = folder.first_error()
+    assert code == 1 and error is not None and error["kind"] == "bug" and "a bug" in error["traceback"]
+
+
+def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, folder = start(tmp_path, f"checkpoint.folder={tmp_path / 'file'}")
+    assert code == EXIT_USER
+    assert error_of(folder).startswith(f"checkpoint.folder={tmp_path / 'file'}: cannot be written: ")
+    assert result_of(folder)["exit_reason"] == "failed"
+    assert not (folder.path / "metrics.jsonl").exists()
+
+
+def test_fsspec_urls(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}"
+    options = (f"checkpoint.folder={url}", "checkpoint.interval=4", "checkpoint.keep_latest_k=1")
+    _, folder = start(tmp_path, *options)
+    whole = losses_of(folder)
+    remote = CheckpointFolder(url)
+    assert remote.steps() == [8]
+    remote.remove(8)
+    start(tmp_path, *options, "checkpoint.keep_latest_k=0")
+    remote.remove(8)
+    _, folder = start(tmp_path, *options)
+    assert result_of(folder)["resumed_from"] == f"{url}/step-4"
+    assert losses_of(folder) == whole
+
+
+def test_unknown_protocol(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nosuch://bucket.*cannot be opened"):
+        CheckpointFolder("nosuch://bucket/x")
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("checkpoint.interval=0", "checkpoint.interval=0: must be at least 1 step; would work: 500"),
+        ("checkpoint.async_mode=later", "checkpoint.async_mode=later: no such mode; would work: disabled"),
+        (
+            "checkpoint=async_pinned",
+            "checkpoint.async_mode=async_with_pinned_mem: memory is pinned for a GPU",
+        ),
+        ("checkpoint.export_dtype=bfloat16", "checkpoint.export_dtype=bfloat16: only a model-only last"),
+        ("checkpoint.last_save_in_hf=true", "checkpoint.last_save_in_hf=true: Hugging Face's format holds"),
+        ("checkpoint.exclude_from_loading=[model]", "checkpoint.exclude_from_loading=model: no such part"),
+        ("checkpoint.load_step=-2", "checkpoint.load_step=-2: must be a step, or -1"),
+        ("checkpoint.keep_latest_k=-1", "checkpoint.keep_latest_k=-1: must not be negative"),
+        ("checkpoint.initial_load_in_hf=true", "checkpoint.initial_load_path=null: must be given"),
+    ],
+)
+def test_mistakes(tmp_path: Path, typed: str, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        compose_job([*SMALL, typed])
+    assert str(raised.value).startswith(says)
+
+
+def test_mistakes_found_when_starting(tmp_path: Path) -> None:
+    for number, (typed, says) in enumerate(
+        [
+            (f"checkpoint.initial_load_path={tmp_path}", "no checkpoint: it was not finished"),
+            (
+                "checkpoint.allow_changed=[no.field]",
+                "checkpoint.allow_changed=no.field: no field of this name",
+            ),
+        ]
+    ):
+        first = () if "initial" in typed else (f"checkpoint.folder={tmp_path / 'shared'}",)
+        if first:
+            start(tmp_path / "x", *first)
+        code, folder = start(tmp_path / str(number), *first, typed)
+        assert code == EXIT_USER and says in error_of(folder)
