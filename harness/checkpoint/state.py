@@ -41,11 +41,13 @@ def optimizer_state(engine: Engine) -> dict[str, Tensor]:
 
 
 def allocate_optimizer_state(engine: Engine) -> None:
-    """Makes the optimizer have its tensors before its first step, so that they can be loaded into.
+    """Makes the optimizer have its tensors before its first step, if it has none, so that they can be loaded.
 
     Optimizers make them in ``step``, each in its own way; a step at rate 0 on no gradient changes no weight.
     """
     optimizer = engine.optimizer
+    if optimizer.state:
+        return
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in engine.parameters:
         parameter.grad = torch.zeros_like(parameter)
