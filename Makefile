@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format parity bench clean
+.PHONY: help install train test lint format parity bench soak clean
 
 help:  ## show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -42,6 +42,10 @@ parity: $(READY)  ## prove that every layout computes what one process computes
 
 bench: $(READY)  ## measure training speed on this CPU (experiments/README.md says how to add torchtitan)
 	$(BIN)/python experiments/cpu_baseline/compare.py
+
+soak: $(READY)  ## kill training runs at random moments and inject faults into checkpoints; writes the tables
+	$(BIN)/python experiments/checkpoint/soak.py
+	$(BIN)/python experiments/checkpoint/faults.py
 
 clean:  ## remove the environment and caches, keep runs
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

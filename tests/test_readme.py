@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.compose import compose_job
+from harness.convert import ConvertJob
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.parity import ParityJob
@@ -35,7 +36,8 @@ def test_harness_commands_compose(command: str, monkeypatch: pytest.MonkeyPatch)
     words = shlex.split(command)
     module = words.index("-m") + 1
     overrides = [word for word in words[module + 1 :] if not word.startswith("-")]
-    schema, name = (ParityJob, "parity") if words[module] == "harness.parity" else (Job, "train")
+    verb = words[module].removeprefix("harness.")
+    schema, name = {"parity": ParityJob, "convert": ConvertJob}.get(verb, Job), verb
     if words[0] == "torchrun":
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])

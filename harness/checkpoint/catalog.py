@@ -109,14 +109,20 @@ class CheckpointFolder:
         """
         return open_checkpoint(self.path_of(step))
 
-    def complete(self) -> tuple[list[Checkpoint], dict[str, str]]:
+    def complete(self, most: int | None = None) -> tuple[list[Checkpoint], dict[str, str]]:
         """Checkpoints that are complete as far as sizes tell, and what is wrong with the others.
 
+        Args:
+            most: how many complete ones to look for, from the newest on; None looks at all.
+
         Returns:
-            The checkpoints, newest first, and reasons by path.
+            The checkpoints, newest first, and reasons by path for those that were looked at in vain.
         """
-        found, wrong = [], {}
+        found: list[Checkpoint] = []
+        wrong: dict[str, str] = {}
         for step in reversed(self.steps()):
+            if most is not None and len(found) == most:
+                break
             try:
                 found.append(self.find(step))
             except DamagedCheckpoint as error:
@@ -166,7 +172,7 @@ class CheckpointFolder:
         Raises:
             OSError: something cannot be removed.
         """
-        complete = [checkpoint.step for checkpoint in self.complete()[0]]
+        complete = [checkpoint.step for checkpoint in self.complete(None if keep else 1)[0]]
         if not complete:
             return
         for step in complete[keep:] if keep else []:

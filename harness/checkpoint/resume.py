@@ -23,6 +23,8 @@ from harness.job import Job
 
 # Names folders of other layouts of the same experiment, whose checkpoints a run may go on from.
 CONTINUES = "continues.json"
+# How many checkpoints are tried, from the newest on, before a person is asked.
+FALLBACKS = 5
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,14 @@ def find_start(job: Job, run_dir: Path) -> Start:
     config = job.checkpoint
     if not config.enable:
         return Start()
-    own, wrong = CheckpointFolder(folder_of(job, run_dir)).complete()
+    going_back = config.resume and config.load_step >= 0
+    own, wrong = CheckpointFolder(folder_of(job, run_dir)).complete(None if going_back else FALLBACKS)
     candidates = own if config.resume else []
-    if config.load_step >= 0 and config.resume:
+    if going_back:
         candidates = _from_load_step(job, candidates)
     elif config.resume:
-        others = [each for path in _continued(run_dir) for each in CheckpointFolder(path).complete()[0]]
+        folders = [CheckpointFolder(path) for path in _continued(run_dir)]
+        others = [each for folder in folders for each in folder.complete(FALLBACKS)[0]]
         candidates = sorted([*own, *others], key=lambda each: each.step, reverse=True)
     # Weights alone are no state to go on from; those after the last step say that there is nothing to do.
     candidates = [each for each in candidates if each.holds == "full" or each.step >= job.training.steps]
@@ -102,7 +106,9 @@ def is_finished(job: Job, run_dir: Path) -> bool:
 def can_resume(job: Job, run_dir: Path) -> bool:
     """Whether the job's own folder has a checkpoint to go on from, as far as sizes tell."""
     config = job.checkpoint
-    return config.enable and config.resume and bool(CheckpointFolder(folder_of(job, run_dir)).complete()[0])
+    if not config.enable or not config.resume:
+        return False
+    return bool(CheckpointFolder(folder_of(job, run_dir)).complete(1)[0])
 
 
 def unfinished_siblings(job: Job) -> list[str]:
@@ -123,7 +129,7 @@ def unfinished_siblings(job: Job) -> list[str]:
             continue
         if folder.is_running or _numerics_id(path) != job.numerics_id:
             continue
-        if CheckpointFolder(str(checkpoints)).complete()[0]:
+        if CheckpointFolder(str(checkpoints)).complete(1)[0]:
             found.append(str(checkpoints.resolve()))
     return found
 
@@ -203,7 +209,7 @@ def _initial(job: Job, path: str) -> Checkpoint:
     if job.checkpoint.initial_load_in_hf:
         return Checkpoint(path, {})
     for folder in (path, f"{path.rstrip('/')}/checkpoints"):
-        newest = next(iter(CheckpointFolder(folder).complete()[0]), None)
+        newest = next(iter(CheckpointFolder(folder).complete(1)[0]), None)
         if newest is not None:
             break
     else:

@@ -131,7 +131,7 @@ class Saver:
         flying.reported = True
         error = flying.written.exception()
         if error is None:
-            self._purge()
+            self._tell_written(flying.step)
         else:
             self.say(f"WARNING {_failure(flying.step, error)}")
 
@@ -160,8 +160,10 @@ class Saver:
 
     def _write_now(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
         """Writes a checkpoint while training waits."""
+        started = time.perf_counter()
         self._dcp_save(self.folder.path_of(step), state, manifest)
         self._book_success(step)
+        self.say(f"saved {self.folder.path_of(step)} in {time.perf_counter() - started:.1f} s")
         self._purge()
 
     def _begin_to_write(self, step: int, manifest: dict[str, Any]) -> None:
@@ -255,7 +257,11 @@ class Saver:
             return
         self._book_success(flying.step)
         if not flying.reported:
-            self._purge()
+            self._tell_written(flying.step)
+
+    def _tell_written(self, step: int) -> None:
+        self.say(f"saved {self.folder.path_of(step)} in the background")
+        self._purge()
 
     def _book_success(self, step: int) -> None:
         self.account.step, self._failed_in_a_row = step, 0
