@@ -10,7 +10,6 @@ in between.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import platform
@@ -24,13 +23,9 @@ from typing import IO, Any
 from harness.checkpoint.resume import CONTINUES, can_resume, unfinished_siblings
 from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, HarnessError, UserError
 from harness.job import Job
+from harness.locks import Held, lock
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.result import git_commit, versions, write_json_atomically, write_result
-
-try:
-    import fcntl
-except ImportError:  # no such thing outside of POSIX
-    fcntl = None  # type: ignore[assignment]
 
 PER_ATTEMPT = (
     "job.json",
@@ -194,9 +189,11 @@ class RunFolder:
         return self._read("status.json").get("state")
 
     @property
-    def is_running(self) -> bool:
-        """Whether a process is at it, as far as can be told from this machine."""
-        return _is_running(self._read("status.json"))
+    def may_be_running(self) -> bool:
+        """Whether a process is at it; of one on another machine only its last word is known."""
+        status = self._read("status.json")
+        elsewhere = status.get("host") != socket.gethostname()
+        return _is_running(status) or (elsewhere and status.get("state") in ("starting", "running"))
 
     @property
     def is_concluded(self) -> bool:
@@ -226,22 +223,11 @@ class RunFolder:
         Raises:
             UserError: another process has it.
         """
-        if fcntl is None:
-            return
-        lock = (self.path / LOCK).open("ab")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            holder = self._read("status.json")
-            raise self._running(holder) from None
-        except OSError as error:
-            lock.close()
-            # File systems without locks (some Lustre mounts): the status below has to do.
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise
-            return
-        self._lock = lock
+            # Where there are no locks, the status below has to do.
+            self._lock = lock(self.path / LOCK)
+        except Held:
+            raise self._running(self._read("status.json")) from None
 
     def _refuse_if_running(self) -> None:
         """Checks for what the lock does not see: a rank 0 that outlives a killed controller by a moment."""

@@ -9,30 +9,26 @@ files hold is checked against checksums when it is read (harness/checkpoint/stor
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 import xxhash
 
 from harness.errors import UserError
+from harness.locks import Held, lock
 from harness.metrics.encoding import dumps
-
-try:
-    import fcntl
-except ImportError:  # no such thing outside of POSIX
-    fcntl = None  # type: ignore[assignment]
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 SUPERSEDED = "superseded"
+LOCK = ".lock"
 FORMAT = 1
 
 _STEP = re.compile(r"step-(\d+)$")
@@ -88,6 +84,7 @@ class CheckpointFolder:
     def __init__(self, path: str) -> None:
         self.path = path.rstrip("/") or path
         self._fs, self._root = _open_url(self.path)
+        self._lock: IO[bytes] | None = None
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step lies."""
@@ -137,12 +134,26 @@ class CheckpointFolder:
         """
         remove(self.path_of(step))
 
-    def try_writing(self) -> None:
-        """Makes the folder, and writes and removes a file in it.
+    def hold(self) -> None:
+        """Keeps others from writing here until ``release``, or the end of the process; local folders only.
 
         Raises:
-            OSError: that cannot be done.
+            Held: another process does.
+            OSError: the folder cannot be written.
         """
+        self._try_writing()
+        file = _local(self.path, LOCK)
+        if file is not None:
+            self._lock = lock(file)
+
+    def release(self) -> None:
+        """Lets others write here."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _try_writing(self) -> None:
+        """Makes the folder, and writes and removes a file in it."""
         probe = f"{self._root}/.writable-{uuid.uuid4().hex}"
         self._fs.makedirs(self._root, exist_ok=True)
         self._fs.pipe_file(probe, b"x")
@@ -264,31 +275,33 @@ def _sizes(fs: Any, root: str) -> dict[str, int]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Keeps a local checkpoint from being purged while it is entered."""
-    manifest = _local(path)
-    if manifest is None or fcntl is None or not manifest.is_file():
+    """Keeps a local checkpoint from being purged while it is entered.
+
+    Raises:
+        DamagedCheckpoint: it is being removed.
+    """
+    manifest = _local(path, MANIFEST)
+    if manifest is None or not manifest.is_file():
         yield
         return
-    with manifest.open("rb") as file:
-        # File systems without locks do without.
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_SH)
+    try:
+        held = lock(manifest, shared=True)
+    except (Held, FileNotFoundError):
+        raise DamagedCheckpoint("it is being removed") from None
+    with held or nullcontext():
         yield
 
 
 def is_being_read(path: str) -> bool:
     """Whether a process has entered ``reading`` for a local checkpoint."""
-    manifest = _local(path)
-    if manifest is None or fcntl is None or not manifest.is_file():
+    manifest = _local(path, MANIFEST)
+    if manifest is None or not manifest.is_file():
         return False
-    with manifest.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
+    try:
+        with lock(manifest) or nullcontext():
             return False
-    return False
+    except Held:
+        return True
 
 
 def is_url(path: str) -> bool:
@@ -296,8 +309,9 @@ def is_url(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
-def _local(path: str) -> Path | None:
-    return None if is_url(path) else Path(path.removeprefix("file://")) / MANIFEST
+def _local(path: str, name: str) -> Path | None:
+    """A file of a folder on this machine's file systems."""
+    return None if is_url(path) else Path(path.removeprefix("file://")) / name
 
 
 def _open_url(path: str) -> tuple[Any, str]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.checkpoint import exchange
 from harness.checkpoint.catalog import Checkpoint, CheckpointFolder, DamagedCheckpoint, reading
-from harness.checkpoint.resume import Start, find_start, folder_of, no_usable
+from harness.checkpoint.resume import find_start, folder_of, no_usable
 from harness.checkpoint.state import (
     OPTIMIZER,
     RNG,
@@ -69,9 +69,9 @@ class Starter:
         """Loads the newest checkpoint that is whole, or else the initial values the job names.
 
         Raises:
-            UserError: there is something to start from and it cannot be used, or nothing could be saved.
+            UserError: there is something to start from and it cannot be used.
         """
-        start = self.together.on_rank_zero(self._look)
+        start = self.together.on_rank_zero(lambda: find_start(self.job, self.run_dir))
         messages, damaged = list(start.warnings), []
         for checkpoint in start.candidates:
             try:
@@ -91,27 +91,6 @@ class Starter:
         state = self._load_initial(start.initial)
         messages.append(f"initial values from {start.initial.path}")
         return Resumed(start.initial.path, state, tuple(messages))
-
-    def _look(self) -> Start:
-        """What there is to start from; on rank 0."""
-        if self.config.writes:
-            self._require_writable()
-            if self.config.last_save_in_hf:
-                exchange.rehearse(self.job)
-            if not self.config.resume:
-                self.folder.supersede_after(-1)
-        return find_start(self.job, self.run_dir)
-
-    def _require_writable(self) -> None:
-        """Finds out now what the first save would find out hours later."""
-        try:
-            self.folder.try_writing()
-        except OSError as error:
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"checkpoint.folder={self.config.folder}: cannot be written: {reason}; would work: a folder "
-                "that can, checkpoint.load_only=true, or checkpoint=disabled"
-            ) from error
 
     def _go_back_to(self, checkpoint: Checkpoint) -> None:
         """Moves aside what lies behind the checkpoint that load_step names; on rank 0."""
@@ -153,9 +132,9 @@ class Starter:
     @contextmanager
     def _reading(self, checkpoint: Checkpoint) -> Iterator[Reader]:
         """A reader of a checkpoint that nobody removes meanwhile, and whose damage is told as such."""
-        held = reading(checkpoint.path) if self.together.rank == 0 else contextlib.nullcontext()
         try:
-            with held:
+            with contextlib.ExitStack() as held:
+                self.together.on_rank_zero(lambda: held.enter_context(reading(checkpoint.path)))
                 yield Reader(checkpoint.path, checkpoint.manifest)
         except CheckpointException as error:
             causes = {rank: cause for rank, (cause, _) in error.failures.items()}

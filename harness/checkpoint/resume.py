@@ -127,7 +127,7 @@ def unfinished_siblings(job: Job) -> list[str]:
         folder, checkpoints = RunFolder(path), path / config.folder
         if path.name == job.id or not checkpoints.is_dir() or folder.state in ("completed", None):
             continue
-        if folder.is_running or _numerics_id(path) != job.numerics_id:
+        if folder.may_be_running or _numerics_id(path) != job.numerics_id:
             continue
         if CheckpointFolder(str(checkpoints)).complete(1)[0]:
             found.append(str(checkpoints.resolve()))

@@ -24,8 +24,9 @@ from harness.checkpoint.state import model_state, optimizer_state, rng_key, rng_
 from harness.checkpoint.storage import Writer
 from harness.checkpoint.together import Together
 from harness.data.loader import Loader, merge_states
-from harness.errors import MachineError
+from harness.errors import MachineError, UserError
 from harness.job import Job
+from harness.locks import Held
 from harness.loop.engine import Engine
 
 
@@ -96,6 +97,35 @@ class Saver:
         # Removing many files takes long: in the background, one checkpoint after the other.
         self._purger = ThreadPoolExecutor(1, thread_name_prefix="purge")
 
+    def prepare(self) -> None:
+        """Finds out, before anything is trained, what the first save or the last would find out hours later.
+
+        Raises:
+            UserError: the folder cannot be written, another run writes into it, or what is to lie beside
+                exported weights cannot be made.
+        """
+        if self.config.writes:
+            self.together.on_rank_zero(self._prepare)
+
+    def _prepare(self) -> None:
+        name = f"checkpoint.folder={self.config.folder}"
+        try:
+            self.folder.hold()
+        except Held:
+            raise UserError(
+                f"{name}: another run writes checkpoints there; would work: another folder"
+            ) from None
+        except OSError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"{name}: cannot be written: {reason}; would work: a folder that can, "
+                "checkpoint.load_only=true, or checkpoint=disabled"
+            ) from error
+        if self.config.last_save_in_hf:
+            exchange.rehearse(self.job)
+        if not self.config.resume:
+            self.folder.supersede_after(-1)
+
     def wait_for_staging(self) -> None:
         """Waits until the state has been copied; the update that follows would change it meanwhile."""
         if self._flying is not None and not self._flying.staging.done():
@@ -136,7 +166,7 @@ class Saver:
             self.say(f"WARNING {_failure(flying.step, error)}")
 
     def close(self) -> None:
-        """Waits for the checkpoint in flight and for removals.
+        """Waits for the checkpoint in flight and for removals; nothing can be saved afterwards.
 
         Raises:
             SaveFailed: the checkpoint in flight is one more that failed than the job allows.
@@ -144,6 +174,7 @@ class Saver:
         started = time.perf_counter()
         self._settle()
         self._purger.shutdown(wait=True)
+        self.folder.release()
         self.account.seconds += time.perf_counter() - started
 
     def _write(self, step: int, manifest: dict[str, Any], final: bool) -> None:

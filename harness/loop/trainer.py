@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness.checkpoint.load import Starter
-from harness.checkpoint.save import Saver
+from harness.checkpoint.save import SaveFailed, Saver
 from harness.checkpoint.together import Together
 from harness.data.loader import Batch, Loader, build_loader
 from harness.data.tokenizer import build_tokenizer
@@ -115,6 +115,13 @@ class Trainer:
         try:
             with StopRequest() as request:
                 return self._loop(request, collecting)
+        except NonFiniteError:
+            # All ranks are here, so the checkpoint in flight can still be finished.
+            try:
+                self.saver.close()
+            except SaveFailed as failure:
+                self._say(f"WARNING {failure}")
+            raise
         finally:
             if collecting:
                 gc.enable()
@@ -127,6 +134,7 @@ class Trainer:
     def _start(self) -> None:
         """Takes up what the run starts from."""
         if self.job.checkpoint.enable:
+            self.saver.prepare()
             starter = Starter(self.job, self.folder.path, self.engine, self.loader, self.together)
             resumed = starter.start()
             for message in resumed.messages:

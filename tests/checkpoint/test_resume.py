@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,65 +28,62 @@ LAYOUTS = {
     "single": ["parallelism=single"],
     "fsdp": ["parallelism=fsdp", "parallelism.dp_shard=4"],
     "fsdp_tp_pp": ["parallelism=fsdp_tp_pp"],
-    "async_fsdp": ["parallelism=fsdp", "parallelism.dp_shard=4", "checkpoint=async"],
-    "async_fsdp_tp_pp": ["parallelism=fsdp_tp_pp", "checkpoint=async"],
     "hsdp_bf16": ["parallelism=hsdp", "precision=bf16"],
-    "pp_zbv": ["parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble"],
 }
 
 
+@pytest.fixture(scope="module")
+def straight(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Outcome]]:
+    """What every rank of a layout comes to in 20 steps without a stop, and without checkpoints."""
+
+    @cache
+    def of(layout: str) -> list[Outcome]:
+        tmp_path = tmp_path_factory.mktemp(layout)
+        return run(pool, job_of(tmp_path, *LAYOUTS[layout], "checkpoint=disabled"), tmp_path)
+
+    return of
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
-    pool: RankPool, tmp_path: Path, layout: str
+    pool: RankPool, tmp_path: Path, straight: Callable[[str], list[Outcome]], layout: str, mode: str
 ) -> None:
-    job = job_of(tmp_path, *LAYOUTS[layout], "checkpoint.interval=4")
-    whole = run(pool, job, tmp_path / "whole")
-    first = run(pool, job, tmp_path / "parts", stop_after=10)
-    second = run(pool, job, tmp_path / "parts")
+    job = job_of(tmp_path, *LAYOUTS[layout], f"checkpoint={mode}", "checkpoint.interval=4")
+    first = run(pool, job, tmp_path, stop_after=10)
+    second = run(pool, job, tmp_path)
     assert all(each.reason == "interrupted" for each in first)
-    for straight, before, after in zip(whole, first, second, strict=True):
+    for whole, before, after in zip(straight(layout), first, second, strict=True):
         assert after.resumed_from is not None and after.resumed_from.endswith("step-10")
         assert sorted(after.losses) == list(range(11, 21))
-        assert {**before.losses, **after.losses} == straight.losses
-        assert {**before.norms, **after.norms} == straight.norms
-        assert {**before.batches, **after.batches} == straight.batches
-        assert after.state == straight.state
-        assert any(name.startswith("optimizer.state.layers.") for name in after.state) or layout != "single"
-        assert after.facts["tokens"] == straight.facts["tokens"] == 20 * 8 * 32
+        assert {**before.losses, **after.losses} == whole.losses
+        assert {**before.norms, **after.norms} == whole.norms
+        assert {**before.batches, **after.batches} == whole.batches
+        assert after.state == whole.state
+        assert after.facts["tokens"] == whole.facts["tokens"] == 20 * 8 * 32
+    names = {name for outcome in second for name in outcome.state}
+    assert {"output.weight", "optimizer.state.layers.3.attention.wq.weight.exp_avg_sq", "rng"} <= names
 
 
-def test_twice_resumed(pool: RankPool, tmp_path: Path) -> None:
+def test_twice_resumed(pool: RankPool, tmp_path: Path, straight: Callable[[str], list[Outcome]]) -> None:
     """Trap 13: a second resume must not start the data over."""
     job = job_of(tmp_path, *LAYOUTS["fsdp"], "checkpoint.interval=3")
-    whole = run(pool, job, tmp_path / "whole")
-    parts = [run(pool, job, tmp_path / "parts", stop_after=stop) for stop in (5, 6, 13, None)]
-    for rank, straight in enumerate(whole):
+    parts = [run(pool, job, tmp_path, stop_after=stop) for stop in (5, 6, 13, None)]
+    for rank, whole in enumerate(straight("fsdp")):
         joined: dict[int, str] = {}
         for part in parts:
             assert not joined.keys() & part[rank].batches.keys()
             joined |= part[rank].batches
-        assert joined == straight.batches
-        assert parts[-1][rank].state == straight.state
+        assert joined == whole.batches
+        assert parts[-1][rank].state == whole.state
 
 
-PAIRS = [
-    ("fsdp", "tp_pp"),
-    ("tp_pp", "fsdp"),
-    ("fsdp", "single"),
-    ("single", "fsdp_tp_pp"),
-    ("fsdp_tp_pp", "hsdp"),
-    ("hsdp", "fsdp_tp"),
-    ("fsdp_tp", "ddp"),
-    ("ddp", "pp_zbv"),
-    ("pp_zbv", "tp4"),
-    ("tp4", "fsdp8"),
-    ("fsdp8", "fsdp3"),
-    ("fsdp3", "pp4"),
-    ("pp4", "fsdp_pp"),
-    ("fsdp_pp", "fsdp_offload"),
-    ("fsdp_offload", "hsdp_tp"),
-    ("hsdp_tp", "single"),
+# Each goes on from the one before it: all the pairs in a row, from one run.
+CHAIN = [
+    *("fsdp", "tp_pp", "single", "fsdp_tp_pp", "hsdp", "fsdp_tp", "ddp", "pp_zbv", "tp4", "fsdp8", "fsdp3"),
+    *("pp4", "fsdp_pp", "fsdp_offload", "hsdp_tp", "single", "fsdp"),
 ]
+EACH = 2  # steps
 OVERRIDES = {
     "single": "parallelism=single",
     "ddp": "parallelism=ddp parallelism.dp_replicate=2",
@@ -103,8 +102,21 @@ OVERRIDES = {
     "fsdp_tp_pp": "parallelism=fsdp_tp_pp",
 }
 # A vocabulary that no degree divides (trap 14), and a batch that 3 ranks share.
-ODD = ["model.vocab_size=251", "training.global_batch_size=24", "training.steps=12"]
+ODD = ["model.vocab_size=251", "training.global_batch_size=24", f"training.steps={EACH * len(CHAIN)}"]
 TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def hops(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[list[Outcome]]:
+    """One run that changes its layout every few steps."""
+    tmp_path = tmp_path_factory.mktemp("hops")
+    shared = f"checkpoint.folder={tmp_path / 'shared'}"
+    outcomes = []
+    for number, name in enumerate(CHAIN, start=1):
+        job = job_of(tmp_path, *ODD, *OVERRIDES[name].split(), shared)
+        stop = number * EACH if number < len(CHAIN) else None
+        outcomes.append(run(pool, job, tmp_path / str(number), stop_after=stop))
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -114,17 +126,13 @@ def uninterrupted(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> d
     return outcome.losses
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize("hop", range(1, len(CHAIN)), ids=lambda hop: f"{CHAIN[hop - 1]}-{CHAIN[hop]}")
 def test_resuming_on_another_layout_goes_on_with_the_same_curve(
-    pool: RankPool, tmp_path: Path, uninterrupted: dict[int, float], before: str, after: str
+    hops: list[list[Outcome]], uninterrupted: dict[int, float], hop: int
 ) -> None:
-    shared = f"checkpoint.folder={tmp_path / 'shared'}"
-    jobs = [job_of(tmp_path, *ODD, *OVERRIDES[name].split(), shared) for name in (before, after)]
-    run(pool, jobs[0], tmp_path / "before", stop_after=6)
-    outcomes = run(pool, jobs[1], tmp_path / "after")
-    for outcome in outcomes:
-        assert outcome.resumed_from == f"{tmp_path / 'shared'}/step-6"
-        assert sorted(outcome.losses) == list(range(7, 13))
+    for outcome in hops[hop]:
+        assert outcome.resumed_from is not None and outcome.resumed_from.endswith(f"/step-{hop * EACH}")
+        assert sorted(outcome.losses) == list(range(hop * EACH + 1, (hop + 1) * EACH + 1))
         for step, loss in outcome.losses.items():
             assert loss == pytest.approx(uninterrupted[step], rel=TOLERANCE)
 
