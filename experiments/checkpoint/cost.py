@@ -2,8 +2,8 @@
 
     python experiments/checkpoint/cost.py --rounds 5
 
-Ranks are processes on this machine (gloo), sharded by FSDP. In every round the two sides take turns; ratios are
-taken within a round. Prints a Markdown table of medians and ranges over the rounds.
+Ranks are processes on this machine (gloo), sharded by FSDP. In every round the two sides take turns; ratios
+are taken within a round. Prints a Markdown table of medians and ranges over the rounds.
 """
 
 from __future__ import annotations

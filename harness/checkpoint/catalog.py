@@ -31,7 +31,7 @@ SUPERSEDED = "superseded"
 LOCK = ".lock"
 FORMAT = 1
 
-_STEP = re.compile(r"step-(\d+)$")
+_STEP = re.compile(r"step-(\d+)")
 
 
 class DamagedCheckpoint(Exception):
@@ -95,8 +95,9 @@ class CheckpointFolder:
         self._fs.invalidate_cache()
         if not self._fs.isdir(self._root):
             return []
-        matches = (_STEP.search(entry.rstrip("/")) for entry in self._fs.ls(self._root, detail=False))
-        return sorted(int(match[1]) for match in matches if match)
+        entries = self._fs.ls(self._root, detail=True)
+        names = [_name(entry["name"]) for entry in entries if entry["type"] == "directory"]
+        return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
     def find(self, step: int) -> Checkpoint:
         """The checkpoint of a step.
@@ -252,10 +253,9 @@ def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
         raise DamagedCheckpoint(f"it was not finished: there is no {MANIFEST}") from None
     try:
         manifest = json.loads(content)
-        checksum = manifest.pop("checksum")
-        if checksum != _checksum(manifest):
-            raise ValueError("its checksum differs")
-    except (ValueError, KeyError, AttributeError) as error:
+        if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):
+            raise ValueError("it does not have the checksum it was written with")
+    except ValueError as error:
         raise DamagedCheckpoint(f"{MANIFEST} is damaged: {error}") from None
     if manifest["format"] != FORMAT:
         raise UserError(
@@ -267,10 +267,12 @@ def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
 
 def _sizes(fs: Any, root: str) -> dict[str, int]:
     return {
-        entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["size"]
-        for entry in fs.ls(root, detail=True)
-        if entry["type"] == "file"
+        _name(entry["name"]): entry["size"] for entry in fs.ls(root, detail=True) if entry["type"] == "file"
     }
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]
 
 
 @contextmanager

@@ -70,7 +70,9 @@ def find_start(job: Job, run_dir: Path) -> Start:
     # Weights alone are no state to go on from; those after the last step say that there is nothing to do.
     candidates = [each for each in candidates if each.holds == "full" or each.step >= job.training.steps]
     newest = candidates[0].step if candidates else -1
-    warnings = [f"{path} cannot be used: {reason}" for path, reason in wrong.items() if _step(path) > newest]
+    warnings = [
+        f"WARNING {path} cannot be used: {reason}" for path, reason in wrong.items() if _step(path) > newest
+    ]
     if warnings and candidates:
         warnings[-1] += f"; using {candidates[0].path}"
     if candidates:

@@ -91,6 +91,7 @@ class Saver:
         if engine.device.type != "cuda":
             self.config.refuse_pinned_memory(f"ranks compute on {engine.device.type}")
         self.account = Account()
+        self.gives_up = False
         self._failed_in_a_row = 0
         self._flying: _InFlight | None = None
         self._stager: DefaultStager | None = None
@@ -154,7 +155,10 @@ class Saver:
         self.account.seconds += time.perf_counter() - started
 
     def poll(self) -> None:
-        """Reports a background save that has ended; every step, for the price of a look."""
+        """Reports a background save that has ended; every step, for the price of a look.
+
+        ``gives_up`` then says whether this rank asks the others to stop, all of which will find the same.
+        """
         flying = self._flying
         if flying is None or flying.reported or not flying.written.done():
             return
@@ -163,7 +167,8 @@ class Saver:
         if error is None:
             self._tell_written(flying.step)
         else:
-            self.say(f"WARNING {_failure(flying.step, error)}")
+            self.say(f"WARNING {_failure(flying.step, error, self.together.rank)}")
+            self.gives_up = self._failed_in_a_row >= self.config.max_failed_saves
 
     def close(self) -> None:
         """Waits for the checkpoint in flight and for removals; nothing can be saved afterwards.
@@ -304,7 +309,7 @@ class Saver:
         Raises:
             SaveFailed: it does not.
         """
-        failure = _failure(step, error)
+        failure = _failure(step, error, self.together.rank)
         self.account.failed += 1
         self._failed_in_a_row += 1
         if self.together.rank == 0:
@@ -328,13 +333,13 @@ class Saver:
             self.say(f"WARNING an old checkpoint could not be removed: {error}")
 
 
-def _failure(step: int, error: BaseException) -> SaveFailed:
+def _failure(step: int, error: BaseException, own_rank: int) -> SaveFailed:
     """A failed save in one line: what happened on which rank.
 
     Raises:
         BaseException: ``error`` itself, if it is no fault of the storage but a bug.
     """
-    cause, where = error, ""
+    cause, where, rank = error, "", own_rank
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         where = f" (rank {rank})"
@@ -342,4 +347,7 @@ def _failure(step: int, error: BaseException) -> SaveFailed:
     if not isinstance(cause, OSError | RuntimeError):
         raise error
     text = " ".join(f"{type(cause).__name__}: {cause}".split())
-    return SaveFailed(f"the checkpoint of step {step} could not be written{where}: {text}")
+    failure = SaveFailed(f"the checkpoint of step {step} could not be written{where}: {text}")
+    if rank != own_rank:
+        failure.kind = "peer"  # all ranks tell of it; the one it happened to is the one to report
+    return failure

@@ -57,11 +57,16 @@ class HashingStream(io.IOBase):
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
         self.digest = FileDigest()
+        self.failure: OSError | None = None
         self._whole, self._span, self._span_start = xxhash.xxh3_128(), xxhash.xxh3_128(), 0
 
     def write(self, data: Any) -> int:
         with memoryview(data) as view, view.cast("B") as octets:
-            self._raw.write(octets)
+            try:
+                self._raw.write(octets)
+            except OSError as error:
+                self.failure = error
+                raise
             self._whole.update(octets)
             self._span.update(octets)
             self.digest.size += len(octets)
@@ -105,8 +110,12 @@ class HashingFileSystem(FileSystemBase):
                 yield raw
                 return
             stream = HashingStream(cast("IO[bytes]", raw))
-            yield stream
-            stream.close()
+            try:
+                yield stream
+                stream.close()
+            except RuntimeError as error:
+                # torch's writer makes an error of its own of one of the disk, and forgets which it was.
+                raise stream.failure or error from None
             self.digests[Path(path).name] = stream.digest
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:

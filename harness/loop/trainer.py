@@ -196,7 +196,7 @@ class Trainer:
                 gc.collect(1)
             with self.timer.section("data"):
                 batch = self.loader.next()
-            outcome = self.engine.gradients(batch, stop_requested=request.signal is not None)
+            outcome = self.engine.gradients(batch, stop_requested=self._wants_to_stop(request))
             lr = self.engine.lr
             with self.timer.section("checkpoint"):
                 self.saver.wait_for_staging()
@@ -217,6 +217,9 @@ class Trainer:
                 self._say(f"stopped after step {step} of {training.steps}{saved}")
                 return "interrupted"
         return "completed"
+
+    def _wants_to_stop(self, request: StopRequest) -> bool:
+        return request.signal is not None or self.saver.gives_up
 
     def _save_if_due(self, step: int, stopping: bool) -> None:
         """Saves at the job's interval, at the end, and before a stop."""

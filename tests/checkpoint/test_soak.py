@@ -1,0 +1,100 @@
+"""A short draw of experiments/checkpoint: runs that are killed, and damage to a single rank's checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from harness.cluster.local import launch
+from harness.compose import compose_job
+from harness.errors import HarnessError
+from harness.run_folder import RunFolder
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments" / "checkpoint"))
+
+import faults
+import soak
+
+
+def test_killed_and_resumed_is_the_run_that_was_left_alone(tmp_path: Path) -> None:
+    layout = "fsdp 4"
+    draws = {"sync": random.Random("inside saving"), "async": random.Random("2")}
+    inside_saving = [soak.Kill("saving", fraction=1.0, ordinal=2, delay=0.0, victim="all")]
+    kills = {"sync": inside_saving, "async": soak.draw_kills(draws["async"])[:1]}
+    # How checkpoints are written does not show in the numbers: one reference does for both.
+    reference = soak.make_reference(tmp_path / "reference", layout, "sync")
+
+    def run(mode: str) -> soak.Report:
+        return soak.Soak(tmp_path / mode, layout, mode, reference).run(kills[mode], draws[mode])
+
+    with ThreadPoolExecutor(2) as workers:
+        reports = list(workers.map(run, ["sync", "async"]))
+    for report in reports:
+        assert report.problems == [] and len(report.kills) == 1
+    assert reports[0].kills == [("saving", "all")]
+    assert (reports[0].half_written, reports[0].named, reports[0].lost) == (1, 1, [soak.INTERVAL])
+
+
+def test_a_run_that_differs_is_found(tmp_path: Path) -> None:
+    """The comparison has teeth: one bit of one loss, one row missing, one row twice."""
+    rows = [(step, 5.0 + step) for step in range(1, 4)]
+    other = [*rows[:-1], (3, math.nextafter(8.0, 9.0))]
+    for found in (other, rows[:-1], [*rows, rows[-1]]):
+        assert soak._difference(found, rows)
+    assert soak._difference(rows, rows) == ""
+    report = soak.Report("fsdp 4", "sync", kills=[("saving", "all")], problems=["other losses"])
+    assert "**no**: 1 of 1" in soak.table([report]) and "other losses" in soak.document([report], 0, 1.0)
+
+
+def run_here(folder: Path, overrides: Iterable[str], patch: str = "") -> faults.Ended:
+    """Runs the command of a single rank in this process."""
+    assert not patch
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            typed = list(overrides)
+            job = compose_job([*typed, f"runs_dir={folder}/runs"])
+            run_folder = RunFolder(job.run_dir)
+            run_folder.begin(job, typed, adopt=True)
+            code = launch(job, run_folder)
+        except HarnessError as error:
+            said.write(f"error: {error}\n")
+            code = error.exit_code
+    return faults.Ended(code, said.getvalue())
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[faults.Faults]:
+    """A finished run, for copies of it to be damaged."""
+    yield faults.Faults(tmp_path_factory.mktemp("faults"), run_here)
+
+
+CHEAP = [
+    fault
+    for fault in (*faults.DAMAGES, *faults.NOWHERE, *faults.PURGE)
+    if fault.ranks == 1 and not fault.needs_processes
+]
+
+
+@pytest.mark.parametrize("fault", CHEAP, ids=lambda fault: fault.name)
+def test_damage_is_told_and_costs_what_it_has_to(bench: faults.Faults, fault: faults.Fault) -> None:
+    row = bench.happen(fault)
+    assert row.bench.problems == []
+
+
+def test_a_fault_that_is_not_told_is_found(bench: faults.Faults) -> None:
+    """The expectations have teeth: the same damage with another step, and with words nobody prints."""
+    inject = faults.flip_entry(faults.WEIGHT)
+    for wrong in (
+        faults.damage("wrong step", inject, 8, "cannot be used"),
+        faults.damage("silence", inject, 6),
+    ):
+        assert bench.happen(wrong).bench.problems
