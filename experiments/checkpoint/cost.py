@@ -9,6 +9,7 @@ are taken within a round. Prints a Markdown table of medians and ranges over the
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import tempfile
@@ -72,6 +73,9 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
 
     def timed(call: Callable[[], object]) -> float:
         """Seconds until the slowest rank is through."""
+        dist.barrier()
+        if together.rank == 0:
+            os.sync()  # or the disk would still be at what the call before has left to it
         dist.barrier()
         started = time.perf_counter()
         call()

@@ -126,7 +126,7 @@ class Bench:
 
     def keep(self, *steps: int) -> None:
         """Removes all checkpoints but some, as if the run had come only so far."""
-        for path in self.checkpoints.iterdir():
+        for path in self.checkpoints.glob("step-*"):
             if path.name not in {f"step-{step}" for step in steps}:
                 shutil.rmtree(path)
 
@@ -361,7 +361,7 @@ DAMAGES = [
         "bit flipped in the manifest",
         lambda b: flip(b.step(8) / MANIFEST, (b.step(8) / MANIFEST).read_bytes().index(b'"step": 8') + 8),
         6,
-        r"step-8 cannot be used: manifest\.json is damaged: its checksum differs; using .*step-6",
+        r"step-8 cannot be used: manifest\.json is damaged: .*checksum.*; using .*step-6",
     ),
     damage(
         "manifest overwritten with other JSON",
@@ -410,7 +410,7 @@ DAMAGES = [
         r"step-8 cannot be used: it was not finished",
     ),
     damage("unrelated files and folders beside and in it", put_unrelated, 8),
-    damage("a file called `step-99` beside it", put_file_named_like_a_checkpoint, 8, r"step-99"),
+    damage("a file called `step-99` beside it", put_file_named_like_a_checkpoint, 8),
     damage("a copy called `backup-of-step-12` beside it", put_backup, 8),
     damage(
         "one rank's file deleted",

@@ -516,7 +516,7 @@ def _table_row(layout: str, mode: str, own: list[Report]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def document(reports: list[Report], seed: int, seconds: float) -> str:
+def document(reports: list[Report], seed: int, at_once: int, seconds: float) -> str:
     """The table with what has to be known to read it."""
     victims = [victim for each in reports for _, victim in each.kills]
     killed = ", ".join(f"{victims.count(name)} x {name}" for name in VICTIMS)
@@ -526,8 +526,8 @@ def document(reports: list[Report], seed: int, seconds: float) -> str:
     columns = ", ".join(f"`{name}`" for name in COMPARED)
     return f"""# Runs killed at random and resumed
 
-`python experiments/checkpoint/soak.py --runs {len(reports)} --seed {seed}`: {seconds / 60:.1f} minutes on
-{os.cpu_count()} cores ({platform.machine()}), torch {version("torch")}.
+`python experiments/checkpoint/soak.py --runs {len(reports)} --seed {seed} --at-once {at_once}`: {seconds / 60:.1f}
+minutes on {os.cpu_count()} cores ({platform.machine()}), torch {version("torch")}.
 
 `llama3_tiny` with 2 layers on 4 ranks, {STEPS} steps, a checkpoint every {INTERVAL}, the newest {KEEP} kept.
 Each run was killed with SIGKILL one to three times ({killed}) and then the same
@@ -566,7 +566,9 @@ def main() -> None:
         arguments.at_once,
         lambda line: print(line, flush=True),
     )
-    arguments.output.write_text(document(reports, arguments.seed, time.monotonic() - started))
+    arguments.output.write_text(
+        document(reports, arguments.seed, arguments.at_once, time.monotonic() - started)
+    )
     print(table(reports))
     sys.exit(any(each.problems for each in reports))
 
