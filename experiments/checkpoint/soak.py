@@ -526,8 +526,8 @@ def document(reports: list[Report], seed: int, at_once: int, seconds: float) -> 
     columns = ", ".join(f"`{name}`" for name in COMPARED)
     return f"""# Runs killed at random and resumed
 
-`python experiments/checkpoint/soak.py --runs {len(reports)} --seed {seed} --at-once {at_once}`: {seconds / 60:.1f}
-minutes on {os.cpu_count()} cores ({platform.machine()}), torch {version("torch")}.
+`python experiments/checkpoint/soak.py --runs {len(reports)} --seed {seed} --at-once {at_once}`:
+{seconds / 60:.1f} minutes on {os.cpu_count()} cores ({platform.machine()}), torch {version("torch")}.
 
 `llama3_tiny` with 2 layers on 4 ranks, {STEPS} steps, a checkpoint every {INTERVAL}, the newest {KEEP} kept.
 Each run was killed with SIGKILL one to three times ({killed}) and then the same

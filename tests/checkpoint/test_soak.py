@@ -51,7 +51,7 @@ def test_a_run_that_differs_is_found(tmp_path: Path) -> None:
         assert soak._difference(found, rows)
     assert soak._difference(rows, rows) == ""
     report = soak.Report("fsdp 4", "sync", kills=[("saving", "all")], problems=["other losses"])
-    assert "**no**: 1 of 1" in soak.table([report]) and "other losses" in soak.document([report], 0, 1.0)
+    assert "**no**: 1 of 1" in soak.table([report]) and "other losses" in soak.document([report], 0, 1, 1.0)
 
 
 def run_here(folder: Path, overrides: Iterable[str], patch: str = "") -> faults.Ended:
