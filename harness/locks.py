@@ -19,12 +19,13 @@ class Held(Exception):
     """Another process has the lock."""
 
 
-def lock(path: Path, *, shared: bool = False) -> IO[bytes] | None:
+def lock(path: Path, *, shared: bool = False, create: bool = False) -> IO[bytes] | None:
     """Locks a file.
 
     Args:
-        path: the file; made if it is missing, unless the lock is shared.
+        path: the file.
         shared: whether others may have a shared lock on it too.
+        create: whether to make the file if it is missing.
 
     Returns:
         the open file, which holds the lock until it is closed; None where there are no locks.
@@ -33,7 +34,7 @@ def lock(path: Path, *, shared: bool = False) -> IO[bytes] | None:
         Held: another process has a lock that excludes this one.
         OSError: the file cannot be opened.
     """
-    file = path.open("rb" if shared else "ab")
+    file = path.open("ab" if create else "rb" if shared else "rb+")
     if fcntl is None:
         return file
     try:

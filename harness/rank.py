@@ -135,7 +135,7 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
         reason = run.trainer.train()
         if "RANK" in os.environ:
             ignore_stop_signals()
-        stopped = EXIT_RESUMABLE if run.trainer.is_saved else EXIT_INTERRUPTED
+        stopped = EXIT_RESUMABLE if run.trainer.is_resumable else EXIT_INTERRUPTED
         code = EXIT_OK if reason == "completed" else stopped
         if run.recorder is not None:
             folder.conclude(job, reason, code, run.trainer.result())

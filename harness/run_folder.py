@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import socket
 import sys
 import time
@@ -39,7 +40,8 @@ PER_ATTEMPT = (
     "evidence",
 )
 # What an attempt that resumes adds to.
-PER_CURVE = ("metrics.jsonl", "tensorboard")
+METRICS = "metrics.jsonl"
+PER_CURVE = (METRICS, "tensorboard")
 LOCK = ".lock"
 LEAVING_SECONDS = 10.0
 
@@ -73,7 +75,7 @@ class RunFolder:
             self._hold()
             self._refuse_if_running()
             others = unfinished_siblings(job) if adopt else []
-            self._put_earlier_attempt_away(resumes=can_resume(job, self.path))
+            self._put_earlier_attempt_away(job)
             for name in ("errors", "logs"):
                 (self.path / name).mkdir(exist_ok=True)
             write_text_atomically(self.path / "job.json", job.to_json())
@@ -190,10 +192,17 @@ class RunFolder:
 
     @property
     def may_be_running(self) -> bool:
-        """Whether a process is at it; of one on another machine only its last word is known."""
+        """Whether a process is at it; of one on another machine the lock tells, where there are locks."""
         status = self._read("status.json")
-        elsewhere = status.get("host") != socket.gethostname()
-        return _is_running(status) or (elsewhere and status.get("state") in ("starting", "running"))
+        if status.get("host") == socket.gethostname() or status.get("state") not in ("starting", "running"):
+            return _is_running(status)
+        try:
+            held = lock(self.path / LOCK)
+        except (Held, OSError):
+            return True
+        if held is not None:
+            held.close()
+        return held is None
 
     @property
     def is_concluded(self) -> bool:
@@ -225,7 +234,7 @@ class RunFolder:
         """
         try:
             # Where there are no locks, the status below has to do.
-            self._lock = lock(self.path / LOCK)
+            self._lock = lock(self.path / LOCK, create=True)
         except Held:
             raise self._running(self._read("status.json")) from None
 
@@ -241,7 +250,8 @@ class RunFolder:
         who = f" (pid {status['pid']} on {status['host']})" if "pid" in status else ""
         return UserError(f"{self.path}: this job is already running{who}; wait for it or stop it")
 
-    def _put_earlier_attempt_away(self, resumes: bool) -> None:
+    def _put_earlier_attempt_away(self, job: Job) -> None:
+        resumes = can_resume(job, self.path)
         names = PER_ATTEMPT if resumes else (*PER_ATTEMPT, *PER_CURVE)
         present = [self.path / name for name in names if (self.path / name).exists()]
         if not present:
@@ -253,6 +263,10 @@ class RunFolder:
         target.mkdir()
         for path in present:
             path.rename(target / path.name)
+        curve = self.path / METRICS
+        if resumes and job.checkpoint.load_step >= 0 and curve.exists():
+            # What comes after that step is cut off, and not because it will be written again.
+            shutil.copy2(curve, target)
 
 
 def write_text_atomically(path: Path, text: str) -> None:

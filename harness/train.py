@@ -6,12 +6,9 @@ by torchrun it is one rank, and all ranks compose the same job.
 
 from __future__ import annotations
 
-import os
-import sys
-
 from harness.app import run_verb
-from harness.checkpoint.resume import is_finished
-from harness.errors import EXIT_OK, UserError
+from harness.checkpoint.resume import is_finished, tell_finished
+from harness.errors import UserError
 from harness.job import Job, launched_ranks
 from harness.run_folder import RunFolder
 
@@ -19,12 +16,12 @@ from harness.run_folder import RunFolder
 def train(job: Job, overrides: list[str]) -> int:
     """Trains a job, as its controller or as one of its ranks; returns the exit code."""
     folder = RunFolder(job.run_dir)
-    if is_finished(job, folder.path):
-        return tell_finished(job, folder)
     if launched_ranks() is not None:
         from harness.cluster.torchrun import run_launched_rank
 
         run_launched_rank(job, folder, overrides)
+    if is_finished(job, folder.path):
+        return tell_finished(job, folder.path)
     from harness.cluster.local import launch
 
     folder.begin(job, overrides, adopt=True)
@@ -39,20 +36,10 @@ def train_point(job: Job, overrides: list[str]) -> int:
         raise UserError("torchrun starts the ranks of one job; start a multirun (-m) without it")
     folder = RunFolder(job.run_dir)
     if is_finished(job, folder.path):
-        return tell_finished(job, folder)
+        return tell_finished(job, folder.path)
     # Points of a sweep over layouts are compared: none of them goes on from another.
     folder.begin(job, overrides)
     return launch(job, folder, apart=True)
-
-
-def tell_finished(job: Job, folder: RunFolder) -> int:
-    """Says that there is nothing left to do."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(
-            f"{job.name}: all {job.training.steps} steps are done, see {folder.path}; "
-            "checkpoint.resume=false trains anew\n"
-        )
-    return EXIT_OK
 
 
 def main() -> None:

@@ -38,6 +38,10 @@ class DamagedCheckpoint(Exception):
     """A checkpoint is not complete, or not what was written; the message says in what."""
 
 
+class UnfinishedCheckpoint(DamagedCheckpoint):
+    """A checkpoint was never complete: there is no manifest."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """One complete checkpoint.
@@ -107,7 +111,7 @@ class CheckpointFolder:
         """
         return open_checkpoint(self.path_of(step))
 
-    def complete(self, most: int | None = None) -> tuple[list[Checkpoint], dict[str, str]]:
+    def complete(self, most: int | None = None) -> tuple[list[Checkpoint], dict[str, DamagedCheckpoint]]:
         """Checkpoints that are complete as far as sizes tell, and what is wrong with the others.
 
         Args:
@@ -117,14 +121,14 @@ class CheckpointFolder:
             The checkpoints, newest first, and reasons by path for those that were looked at in vain.
         """
         found: list[Checkpoint] = []
-        wrong: dict[str, str] = {}
+        wrong: dict[str, DamagedCheckpoint] = {}
         for step in reversed(self.steps()):
             if most is not None and len(found) == most:
                 break
             try:
                 found.append(self.find(step))
             except DamagedCheckpoint as error:
-                wrong[self.path_of(step)] = str(error)
+                wrong[self.path_of(step)] = error
         return found, wrong
 
     def remove(self, step: int) -> None:
@@ -145,7 +149,7 @@ class CheckpointFolder:
         self._try_writing()
         file = _local(self.path, LOCK)
         if file is not None:
-            self._lock = lock(file)
+            self._lock = lock(file, create=True)
 
     def release(self) -> None:
         """Lets others write here."""
@@ -160,21 +164,18 @@ class CheckpointFolder:
         self._fs.pipe_file(probe, b"x")
         self._fs.rm_file(probe)
 
-    def supersede_after(self, step: int) -> list[int]:
-        """Moves checkpoints of later steps aside, for a run that goes another way from here.
+    def supersede_after(self, step: int) -> None:
+        """Clears the way of a run that goes on from a step: later checkpoints are moved aside.
 
-        Returns:
-            the steps moved.
+        Those that were never finished are removed.
+
+        Raises:
+            OSError: they cannot be moved or removed.
         """
-        later = [each for each in self.steps() if each > step]
-        if later:
-            aside = f"{self._root}/{SUPERSEDED}"
-            self._fs.makedirs(aside, exist_ok=True)
-            number = len(self._fs.ls(aside, detail=False)) + 1
-            self._fs.makedirs(f"{aside}/{number}")
-            for each in later:
-                self._fs.mv(f"{self._root}/step-{each}", f"{aside}/{number}/step-{each}", recursive=True)
-        return later
+        later = [self.path_of(each) for each in self.steps() if each > step]
+        for path in later:
+            remove_unfinished(path)
+        _set_aside([path for path in later if self._fs.exists(_open_url(path)[1])])
 
     def purge(self, keep: int) -> None:
         """Removes complete checkpoints but the newest ``keep`` (0 keeps all), and leftovers of older ones.
@@ -184,16 +185,18 @@ class CheckpointFolder:
         Raises:
             OSError: something cannot be removed.
         """
-        complete = [checkpoint.step for checkpoint in self.complete(None if keep else 1)[0]]
+        complete = self.complete(None if keep else 1)[0]
         if not complete:
             return
-        for step in complete[keep:] if keep else []:
-            if not is_being_read(self.path_of(step)):
-                self.remove(step)
+        full = next((each for each in complete if each.holds == "full"), None)
+        for each in complete[keep:] if keep else []:
+            # Behind the weights alone, the newest that a run could go on from.
+            if each is not full:
+                _remove_unless_read(each.path)
         for step in self.steps():
             # Half-written, or half-removed, by a process that was killed.
-            if step < complete[0] and not self._fs.exists(f"{self._root}/step-{step}/{MANIFEST}"):
-                self.remove(step)
+            if step < complete[0].step:
+                remove_unfinished(self.path_of(step))
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -205,13 +208,28 @@ def open_checkpoint(path: str) -> Checkpoint:
     fs, root = _open_url(path)
     fs.invalidate_cache()
     manifest = _read_manifest(fs, root)
+    _check_sizes(fs, root, manifest["files"])
+    return Checkpoint(path, manifest)
+
+
+def check_files(path: str, files: dict[str, Any]) -> None:
+    """Checks that this process sees the files of a checkpoint, with the sizes they were written with.
+
+    Raises:
+        DamagedCheckpoint: it does not.
+    """
+    fs, root = _open_url(path)
+    fs.invalidate_cache()
+    _check_sizes(fs, root, files)
+
+
+def _check_sizes(fs: Any, root: str, files: dict[str, Any]) -> None:
     sizes = _sizes(fs, root)
-    for name, facts in manifest["files"].items():
+    for name, facts in files.items():
         if name not in sizes:
             raise DamagedCheckpoint(f"{name} is missing")
         if sizes[name] != facts["size"]:
             raise DamagedCheckpoint(f"{name} has {sizes[name]} bytes instead of {facts['size']}")
-    return Checkpoint(path, manifest)
 
 
 def remove(path: str) -> None:
@@ -225,6 +243,45 @@ def remove(path: str) -> None:
         fs.rm_file(f"{root}/{MANIFEST}")
     if fs.exists(root):
         fs.rm(root, recursive=True)
+
+
+def make_room(path: str) -> None:
+    """Clears the place of a checkpoint that is to be written: what was finished is moved aside, not removed.
+
+    Raises:
+        OSError: it cannot be moved or removed.
+    """
+    fs, root = _open_url(path)
+    if fs.exists(f"{root}/{MANIFEST}"):
+        _set_aside([path])
+    else:
+        remove(path)
+
+
+def remove_unfinished(path: str) -> None:
+    """Removes a checkpoint that has no manifest.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    fs, root = _open_url(path)
+    if not fs.exists(f"{root}/{MANIFEST}"):
+        remove(path)
+
+
+def _set_aside(paths: list[str]) -> None:
+    """Moves checkpoints of one folder to the next number under ``superseded/``."""
+    if not paths:
+        return
+    fs, first = _open_url(paths[0])
+    aside = f"{first.rsplit('/', 1)[0]}/{SUPERSEDED}"
+    fs.makedirs(aside, exist_ok=True)
+    numbers = [int(name) for name in map(_name, fs.ls(aside, detail=False)) if name.isdigit()]
+    target = f"{aside}/{max(numbers, default=0) + 1}"
+    fs.makedirs(target)
+    for path in paths:
+        root = _open_url(path)[1]
+        fs.mv(root, f"{target}/{_name(root)}", recursive=True)
 
 
 def is_foreign(path: str) -> bool:
@@ -249,8 +306,10 @@ def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
     """Reads and checks the manifest by itself."""
     try:
         content = fs.cat_file(f"{root}/{MANIFEST}")
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"it was not finished: there is no {MANIFEST}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise UnfinishedCheckpoint(f"it was not finished: there is no {MANIFEST}") from None
+    except OSError as error:
+        raise UserError(f"{root}/{MANIFEST}: cannot be read: {error}") from error
     try:
         manifest = json.loads(content)
         if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):
@@ -258,10 +317,7 @@ def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedCheckpoint(f"{MANIFEST} is damaged: {error}") from None
     if manifest["format"] != FORMAT:
-        raise UserError(
-            f"{root}: written in format {manifest['format']} by another version of the harness; "
-            f"this one reads format {FORMAT}"
-        )
+        raise DamagedCheckpoint(f"it has format {manifest['format']}, and this version reads {FORMAT}")
     return manifest
 
 
@@ -294,16 +350,14 @@ def reading(path: str) -> Iterator[None]:
         yield
 
 
-def is_being_read(path: str) -> bool:
-    """Whether a process has entered ``reading`` for a local checkpoint."""
+def _remove_unless_read(path: str) -> None:
+    """Removes a checkpoint, unless a process has entered ``reading`` for it."""
     manifest = _local(path, MANIFEST)
-    if manifest is None or not manifest.is_file():
-        return False
     try:
-        with lock(manifest) or nullcontext():
-            return False
+        with (None if manifest is None else lock(manifest)) or nullcontext():
+            remove(path)
     except Held:
-        return True
+        return
 
 
 def is_url(path: str) -> bool:

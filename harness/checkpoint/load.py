@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.checkpoint import exchange
 from harness.checkpoint.catalog import Checkpoint, CheckpointFolder, DamagedCheckpoint, reading
-from harness.checkpoint.resume import find_start, folder_of, no_usable
+from harness.checkpoint.resume import find_start, folder_of, no_usable, wrote
 from harness.checkpoint.state import (
     OPTIMIZER,
     RNG,
@@ -28,7 +28,7 @@ from harness.checkpoint.state import (
 from harness.checkpoint.storage import Reader
 from harness.checkpoint.together import Together
 from harness.data.loader import Loader
-from harness.errors import UserError
+from harness.errors import MachineError, UserError
 from harness.job import Job
 from harness.loop.engine import Engine
 from harness.model.huggingface import parameter_shapes
@@ -81,21 +81,35 @@ class Starter:
                 continue
             if damaged:
                 messages.append(f"WARNING {'; '.join(damaged)}; using {checkpoint.path}")
-            self.together.on_rank_zero(lambda: self._go_back_to(checkpoint))  # noqa: B023
+            self._clear_way(checkpoint.step)
             messages.append(f"resumed from {checkpoint.path}, saved by {_ranks(checkpoint)}")
             return Resumed(checkpoint.path, state, tuple(messages))
         if damaged:
             raise no_usable(self.folder.path, damaged)
         if start.initial is None:
+            self._clear_way(-1)
             return Resumed(messages=tuple(messages))
         state = self._load_initial(start.initial)
+        self._clear_way(-1)
         messages.append(f"initial values from {start.initial.path}")
         return Resumed(start.initial.path, state, tuple(messages))
 
-    def _go_back_to(self, checkpoint: Checkpoint) -> None:
-        """Moves aside what lies behind the checkpoint that load_step names; on rank 0."""
-        if checkpoint.step == self.config.load_step and self.config.writes:
-            self.folder.supersede_after(checkpoint.step)
+    def _clear_way(self, step: int) -> None:
+        """Moves aside what lies behind the step the run goes on from: what it writes must be the newest.
+
+        Raises:
+            UserError: it cannot be moved.
+        """
+        if self.config.writes:
+            self.together.on_rank_zero(lambda: self._supersede_after(step))
+
+    def _supersede_after(self, step: int) -> None:
+        try:
+            self.folder.supersede_after(step)
+        except OSError as error:
+            raise UserError(
+                f"{self.folder.path}: checkpoints after step {step} cannot be moved aside: {error}"
+            ) from error
 
     def _load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Loads everything that is not excluded; returns the counters.
@@ -107,8 +121,8 @@ class Starter:
         if checkpoint.holds != "full":
             return state["train_state"]  # of a run that is over
         excluded = set(self.config.exclude_from_loading)
-        if checkpoint.manifest["options"] == self.config.options_of_loading():
-            excluded = set()  # this same command wrote it, after it had excluded them
+        if wrote(self.job, checkpoint):
+            excluded = set()  # after this same command had excluded them
         with self._reading(checkpoint) as reader:
             sizes = self.together.on_rank_zero(lambda: _sizes(reader, OPTIMIZER, RNG))
             wanted = model_state(self.engine)
@@ -116,6 +130,8 @@ class Starter:
             if "optimizer" not in excluded and any(name.startswith(OPTIMIZER) for name in sizes):
                 allocate_optimizer_state(self.engine)
                 wanted |= optimizer_state(self.engine)
+            else:
+                self.engine.optimizer.state.clear()  # of a candidate that turned out to be damaged
             key = rng_key(self.engine.mesh)
             random = torch.empty(sizes.get(key, (0,)), dtype=torch.uint8)
             if "rng" not in excluded and random.numel():
@@ -137,11 +153,13 @@ class Starter:
                 self.together.on_rank_zero(lambda: held.enter_context(reading(checkpoint.path)))
                 yield Reader(checkpoint.path, checkpoint.manifest)
         except CheckpointException as error:
-            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-            if not all(isinstance(cause, DamagedCheckpoint | OSError) for cause in causes.values()):
-                raise
-            rank, cause = next(iter(causes.items()))
-            raise DamagedCheckpoint(f"{cause} (found by rank {rank})") from error
+            rank, cause = next((rank, cause) for rank, (cause, _) in error.failures.items())
+            if isinstance(cause, DamagedCheckpoint | FileNotFoundError):
+                raise DamagedCheckpoint(f"{cause} (found by rank {rank})") from error
+            if isinstance(cause, OSError):
+                # It may be whole: going on from an older one is not for us to decide.
+                raise MachineError(f"{checkpoint.path}: rank {rank} cannot read it: {cause}") from error
+            raise
 
     def _load_initial(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Loads initial_load_path.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +14,13 @@ from harness.checkpoint.catalog import (
     Checkpoint,
     CheckpointFolder,
     DamagedCheckpoint,
+    UnfinishedCheckpoint,
     is_foreign,
     is_url,
     open_checkpoint,
 )
 from harness.config import NUMERICS, leaves
-from harness.errors import ConfigError, UserError
+from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import Job
 
 # Names folders of other layouts of the same experiment, whose checkpoints a run may go on from.
@@ -62,13 +64,13 @@ def find_start(job: Job, run_dir: Path) -> Start:
     own, wrong = CheckpointFolder(folder_of(job, run_dir)).complete(None if going_back else FALLBACKS)
     candidates = own if config.resume else []
     if going_back:
-        candidates = _from_load_step(job, candidates)
+        candidates = _from_load_step(job, candidates, folder_of(job, run_dir))
     elif config.resume:
         folders = [CheckpointFolder(path) for path in _continued(run_dir)]
         others = [each for folder in folders for each in folder.complete(FALLBACKS)[0]]
         candidates = sorted([*own, *others], key=lambda each: each.step, reverse=True)
-    # Weights alone are no state to go on from; those after the last step say that there is nothing to do.
-    candidates = [each for each in candidates if each.holds == "full" or each.step >= job.training.steps]
+    # Weights alone are no state to go on from; those that this job ended with say that nothing is left to do.
+    candidates = [each for each in candidates if each.holds == "full" or _ended(job, each)]
     newest = candidates[0].step if candidates else -1
     warnings = [
         f"WARNING {path} cannot be used: {reason}" for path, reason in wrong.items() if _step(path) > newest
@@ -77,12 +79,61 @@ def find_start(job: Job, run_dir: Path) -> Start:
         warnings[-1] += f"; using {candidates[0].path}"
     if candidates:
         refuse_other_numerics(job, candidates[0])
-        return Start(candidates, warnings=warnings)
-    finished = [path for path in wrong if "there is no" not in wrong[path]]
-    if finished and config.resume:
-        raise no_usable(folder_of(job, run_dir), [f"{_name(path)}: {wrong[path]}" for path in finished])
-    initial = None if config.initial_load_path is None else _initial(job, config.initial_load_path)
-    return Start([], initial, warnings)
+        _refuse_starting_over(job, candidates[0])
+        # Those to fall back to may be another job's, in a shared folder.
+        fallbacks = [each for each in candidates[1:] if not differing(job, each)]
+        return Start([candidates[0], *fallbacks], warnings=warnings)
+    damaged = {path: reason for path, reason in wrong.items() if not isinstance(reason, UnfinishedCheckpoint)}
+    if damaged and config.resume:
+        reasons = [f"{_name(path)}: {reason}" for path, reason in damaged.items()]
+        raise no_usable(folder_of(job, run_dir), reasons)
+    if config.initial_load_path is not None:
+        return Start([], _initial(job, config.initial_load_path), warnings)
+    return Start(warnings=[*warnings, *_others_with_other_numerics(job, run_dir)])
+
+
+def wrote(job: Job, checkpoint: Checkpoint) -> bool:
+    """Whether the same job, told the same of how to load, wrote a checkpoint."""
+    manifest = checkpoint.manifest
+    return manifest.get("job_id") == job.id and manifest["options"] == job.checkpoint.options_of_loading()
+
+
+def _ended(job: Job, checkpoint: Checkpoint) -> bool:
+    return checkpoint.manifest.get("job_id") == job.id and checkpoint.step >= job.training.steps
+
+
+def _refuse_starting_over(job: Job, checkpoint: Checkpoint) -> None:
+    """Without its counters a checkpoint is where another run begins, not where this one goes on."""
+    if "train_state" in job.checkpoint.exclude_from_loading and not wrote(job, checkpoint):
+        raise ConfigError(
+            "checkpoint.exclude_from_loading",
+            "train_state",
+            "the run would begin at step 0 in a folder of later checkpoints",
+            f"another name, with checkpoint.initial_load_path={checkpoint.path} "
+            "checkpoint.initial_load_model_only=false",
+        )
+
+
+def _others_with_other_numerics(job: Job, run_dir: Path) -> list[str]:
+    """A note of the last unfinished run of the same name that computes something else: a changed field
+
+    makes another run, which begins at the beginning.
+    """
+    stopped = [
+        path
+        for path in run_dir.parent.iterdir()
+        if path != run_dir and (path / "job.json").is_file() and (path / "checkpoints").is_dir()
+    ]
+    for path in sorted(stopped, key=lambda each: (each / "job.json").stat().st_mtime, reverse=True)[:1]:
+        newest = next(iter(CheckpointFolder(str(path / "checkpoints")).complete(1)[0]), None)
+        names = differing(job, newest) if newest is not None else []
+        if newest is not None and names and newest.step < int((newest.job or {})["training"]["steps"]):
+            return [
+                f"this is a new run: {path} stopped after step {newest.step} with {_in_words(job, newest)}; "
+                f"to go on from it: checkpoint.initial_load_path={newest.path} "
+                f"checkpoint.initial_load_model_only=false checkpoint.allow_changed=[{','.join(names)}]"
+            ]
+    return []
 
 
 def no_usable(folder: str, reasons: list[str]) -> UserError:
@@ -103,6 +154,15 @@ def is_finished(job: Job, run_dir: Path) -> bool:
     except (OSError, ValueError, DamagedCheckpoint):
         return False
     return result.get("exit_reason") == "completed" and last.step == job.training.steps
+
+
+def tell_finished(job: Job, run_dir: Path) -> int:
+    """Says that there is nothing left to do; returns the exit code."""
+    sys.stdout.write(
+        f"{job.name}: all {job.training.steps} steps are done, see {run_dir}; checkpoint.resume=false trains "
+        "anew, python -m harness.convert makes other formats of the weights\n"
+    )
+    return EXIT_OK
 
 
 def can_resume(job: Job, run_dir: Path) -> bool:
@@ -155,31 +215,47 @@ def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> N
     Raises:
         ConfigError: naming the fields that differ, and the override that permits it.
     """
-    saved = dict(_flat({"model": checkpoint.manifest.get("model") or {}, **(checkpoint.job or {})}))
-    own = {name: value for name, role, value in leaves(job) if role == NUMERICS}
     allowed = job.checkpoint.allow_changed
     for name in allowed:
-        if name not in own:
+        if name not in _numerics(job):
             raise ConfigError("checkpoint.allow_changed", name, "no field of this name changes numbers")
-    differing = [
+    names = [name for name in differing(job, checkpoint) if name.startswith(only)]
+    if names:
+        raise ConfigError(
+            "checkpoint.allow_changed",
+            f"[{','.join(allowed)}]",
+            f"{checkpoint.path} was written by a job with other numerics: {_in_words(job, checkpoint, only)}",
+            f"those values, or checkpoint.allow_changed=[{','.join([*allowed, *names])}]",
+        )
+
+
+def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
+    """Names of the numerics, but those of allow_changed, in which a job differs from a checkpoint's."""
+    saved = _saved(checkpoint)
+    return [
         name
-        for name, value in own.items()
+        for name, value in _numerics(job).items()
         # A field that the saved job did not have yet says nothing.
-        if name in saved and saved[name] != value and name.startswith(only) and name not in allowed
-        if not name.startswith("checkpoint.")
+        if name in saved and saved[name] != value and not name.startswith("checkpoint.")
+        if name not in job.checkpoint.allow_changed
     ]
-    if not differing:
-        return
-    shown = ", ".join(f"{name}={saved[name]} there and {own[name]} here" for name in differing)
-    raise ConfigError(
-        "checkpoint.allow_changed",
-        f"[{','.join(allowed)}]",
-        f"{checkpoint.path} was written by a job with other numerics: {shown}",
-        f"those values, or checkpoint.allow_changed=[{','.join([*allowed, *differing])}]",
-    )
 
 
-def _from_load_step(job: Job, own: list[Checkpoint]) -> list[Checkpoint]:
+def _in_words(job: Job, checkpoint: Checkpoint, only: str = "") -> str:
+    saved, own = _saved(checkpoint), _numerics(job)
+    names = [name for name in differing(job, checkpoint) if name.startswith(only)]
+    return ", ".join(f"{name}={saved[name]} there and {own[name]} here" for name in names)
+
+
+def _numerics(job: Job) -> dict[str, Any]:
+    return {name: value for name, role, value in leaves(job) if role == NUMERICS}
+
+
+def _saved(checkpoint: Checkpoint) -> dict[str, Any]:
+    return dict(_flat({"model": checkpoint.manifest.get("model") or {}, **(checkpoint.job or {})}))
+
+
+def _from_load_step(job: Job, own: list[Checkpoint], folder: str) -> list[Checkpoint]:
     """The checkpoint of load_step; or newer ones, which this command wrote after it had gone back to it."""
     wanted = job.checkpoint.load_step
     found = [
@@ -189,7 +265,7 @@ def _from_load_step(job: Job, own: list[Checkpoint]) -> list[Checkpoint]:
     ]
     if not found:
         steps = ", ".join(str(each.step) for each in reversed(own)) or "none"
-        rule = f"there is no complete checkpoint of that step in {job.checkpoint.folder}"
+        rule = f"there is no complete checkpoint of that step in {folder}"
         raise ConfigError("checkpoint.load_step", wanted, rule, f"{steps}" if own else "-1")
     return found
 

@@ -18,7 +18,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from harness.checkpoint import exchange
-from harness.checkpoint.catalog import CheckpointFolder, remove
+from harness.checkpoint.catalog import (
+    CheckpointFolder,
+    DamagedCheckpoint,
+    make_room,
+    remove,
+    remove_unfinished,
+)
 from harness.checkpoint.resume import folder_of
 from harness.checkpoint.state import model_state, optimizer_state, rng_key, rng_state
 from harness.checkpoint.storage import Writer
@@ -56,9 +62,20 @@ class _InFlight:
     """A checkpoint that is being written in the background."""
 
     step: int
-    staging: Future[Any]
     written: Future[Any]
     reported: bool = False
+
+
+class _Stager(DefaultStager):
+    """torch's stager, whose own future can be waited for: the one ``async_save`` gives hides a failure."""
+
+    copied: Future[Any] | None = None
+
+    def stage(self, state_dict: Any, **options: Any) -> Any:
+        """Begins to copy."""
+        staged: Any = super().stage(state_dict, **options)
+        self.copied = staged
+        return staged
 
 
 class Saver:
@@ -94,7 +111,7 @@ class Saver:
         self.gives_up = False
         self._failed_in_a_row = 0
         self._flying: _InFlight | None = None
-        self._stager: DefaultStager | None = None
+        self._stager: _Stager | None = None
         # Removing many files takes long: in the background, one checkpoint after the other.
         self._purger = ThreadPoolExecutor(1, thread_name_prefix="purge")
 
@@ -124,15 +141,16 @@ class Saver:
             ) from error
         if self.config.last_save_in_hf:
             exchange.rehearse(self.job)
-        if not self.config.resume:
-            self.folder.supersede_after(-1)
 
     def wait_for_staging(self) -> None:
         """Waits until the state has been copied; the update that follows would change it meanwhile."""
-        if self._flying is not None and not self._flying.staging.done():
-            started = time.perf_counter()
-            self._flying.staging.result()
-            self.account.seconds += time.perf_counter() - started
+        if self._stager is None or self._stager.copied is None:
+            return
+        started = time.perf_counter()
+        # A failure here is this rank's alone, and ends the run: the others wait for its share.
+        self._stager.copied.result()
+        self._stager.copied = None
+        self.account.seconds += time.perf_counter() - started
 
     def save(self, step: int, train_state: dict[str, Any], *, final: bool = False) -> None:
         """Writes the checkpoint of a step, or begins to.
@@ -146,12 +164,14 @@ class Saver:
             SaveFailed: on all ranks: this save, or more in a row than the job allows, could not be written.
         """
         started = time.perf_counter()
-        self._settle()
+        # The last one is tried whatever became of the one before: there may be room again.
+        self._settle(tolerant=final and not self.gives_up)
         if self.account.step != step:
             try:
                 self._write(step, self._manifest(step, train_state), final)
             except (CheckpointException, OSError) as error:
-                self._book_failure(step, error, final)
+                allowed = not final and self._failed_in_a_row < self.config.max_failed_saves
+                self._book_failure(step, error, tolerant=allowed)
         self.account.seconds += time.perf_counter() - started
 
     def poll(self) -> None:
@@ -208,14 +228,14 @@ class Saver:
             # The copy runs in a stream of its own, which does not wait for the update by itself.
             torch.cuda.synchronize(self.engine.device)
         if self._stager is None:
-            self._stager = DefaultStager(self._staging_options())
+            self._stager = _Stager(self._staging_options())
         begun: Any = dcp.async_save(
             dict(self._everything()),
             storage_writer=Writer(self.folder.path_of(step), manifest),
             process_group=self.together.group,
             async_stager=self._stager,
         )
-        self._flying = _InFlight(step, begun.staging_completion, begun.upload_completion)
+        self._flying = _InFlight(step, begun.upload_completion)
 
     def _staging_options(self) -> StagingOptions:
         """The copy is made in a thread, beside the next step's passes, which change nothing of it."""
@@ -229,17 +249,26 @@ class Saver:
     def _write_huggingface(self, step: int, manifest: dict[str, Any]) -> None:
         """Writes the weights as safetensors, by way of a DCP checkpoint that ranks read their shares of."""
         between, target = f"{self.folder.path}/.export-step-{step}", self.folder.path_of(step)
-        rank, size = self.together.rank, self.together.size
+        rank, size, started = self.together.rank, self.together.size, time.perf_counter()
+        self.together.on_rank_zero(lambda: remove(between))
         try:
             self._dcp_save(between, self._exported(), {**manifest, "holds": "model"})
-            self.together.on_rank_zero(lambda: self.folder.remove(step))
+            self.together.on_rank_zero(lambda: make_room(target))
             self.together.everywhere(lambda: exchange.write_share(between, target, self.job, (rank, size)))
             self.together.on_rank_zero(lambda: exchange.finish(between, target, self.job, manifest))
         finally:
             if rank == 0:
-                remove(between)
+                self._drop(between)
         self._book_success(step)
+        self.say(f"saved {target} for transformers in {time.perf_counter() - started:.1f} s")
         self._purge()
+
+    def _drop(self, path: str) -> None:
+        """Removes what is not needed any more; that it is still there does no harm."""
+        try:
+            remove(path)
+        except OSError as error:
+            self.say(f"WARNING {path} could not be removed: {error}")
 
     def _dcp_save(self, path: str, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
         dcp.save(dict(state), storage_writer=Writer(path, manifest), process_group=self.together.group)
@@ -260,6 +289,7 @@ class Saver:
         return {
             "step": step,
             "holds": "full",
+            "job_id": self.job.id,
             "created": time.time(),
             "world_size": self.job.world_size,
             "options": self.config.options_of_loading(),
@@ -279,7 +309,7 @@ class Saver:
         # Only streams have a state that differs between ranks.
         return merge_states(self.together.gather(state)) if "slots" in state else state
 
-    def _settle(self) -> None:
+    def _settle(self, *, tolerant: bool = False) -> None:
         """Waits for the checkpoint in flight, so that there is at most one.
 
         Whether it was written is the same on all ranks: DCP tells a failure of one to all.
@@ -289,7 +319,8 @@ class Saver:
             return
         error = flying.written.exception()
         if error is not None:
-            self._book_failure(flying.step, error, final=False, told=flying.reported)
+            allowed = tolerant or self._failed_in_a_row < self.config.max_failed_saves
+            self._book_failure(flying.step, error, tolerant=allowed, told=flying.reported)
             return
         self._book_success(flying.step)
         if not flying.reported:
@@ -303,11 +334,11 @@ class Saver:
         self.account.step, self._failed_in_a_row = step, 0
         self.account.saves += 1
 
-    def _book_failure(self, step: int, error: BaseException, final: bool, told: bool = False) -> None:
-        """Says that a save failed, makes room again, and decides whether the run goes on.
+    def _book_failure(self, step: int, error: BaseException, *, tolerant: bool, told: bool = False) -> None:
+        """Says that a save failed, makes room again, and ends the run if that is not to be tolerated.
 
         Raises:
-            SaveFailed: it does not.
+            SaveFailed: it ends.
         """
         failure = _failure(step, error, self.together.rank)
         self.account.failed += 1
@@ -315,8 +346,8 @@ class Saver:
         if self.together.rank == 0:
             # What could not be finished takes room that the next one may need.
             with contextlib.suppress(OSError):
-                self.folder.remove(step)
-        if final or self._failed_in_a_row > self.config.max_failed_saves:
+                remove_unfinished(self.folder.path_of(step))
+        if not tolerant:
             raise failure from error
         if not told:
             self.say(f"WARNING {failure}")
@@ -329,7 +360,7 @@ class Saver:
     def _purge_now(self) -> None:
         try:
             self.folder.purge(self.config.keep_latest_k)
-        except OSError as error:
+        except Exception as error:  # in a thread, where nobody else would hear of it; and no reason to stop
             self.say(f"WARNING an old checkpoint could not be removed: {error}")
 
 
@@ -337,14 +368,17 @@ def _failure(step: int, error: BaseException, own_rank: int) -> SaveFailed:
     """A failed save in one line: what happened on which rank.
 
     Raises:
-        BaseException: ``error`` itself, if it is no fault of the storage but a bug.
+        BaseException: ``error`` itself, if it is a bug, or one that the other ranks do not know of.
     """
     cause, where, rank = error, "", own_rank
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         where = f" (rank {rank})"
-    # torch reports what it cannot write as a RuntimeError.
-    if not isinstance(cause, OSError | RuntimeError):
+        # torch reports what it cannot write as a RuntimeError.
+        known: Any = OSError | RuntimeError | DamagedCheckpoint
+    else:
+        known = OSError
+    if not isinstance(cause, known):
         raise error
     text = " ".join(f"{type(cause).__name__}: {cause}".split())
     failure = SaveFailed(f"the checkpoint of step {step} could not be written{where}: {text}")

@@ -41,9 +41,10 @@ from harness.checkpoint.catalog import (
     MANIFEST,
     METADATA,
     DamagedCheckpoint,
+    check_files,
     encode_manifest,
     is_url,
-    remove,
+    make_room,
 )
 
 CHECKSUM = "xxh3_128"
@@ -166,7 +167,7 @@ class Writer(FileSystemWriter):
     """Writes one checkpoint; complete once ``finish`` has put the manifest beside the data.
 
     Args:
-        path: folder, a path or an fsspec URL; what it holds is replaced.
+        path: folder, a path or an fsspec URL; a checkpoint that is there is moved aside.
         manifest: what is said of it besides its files.
     """
 
@@ -179,10 +180,10 @@ class Writer(FileSystemWriter):
         self.manifest = manifest
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Removes what a killed process left there; on the coordinator, before any rank writes."""
+        """Clears the place, where a killed process may have left something; before any rank writes."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
-            remove(str(self.path))
+            make_room(str(self.path))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's entries and gives each its checksum."""
@@ -209,6 +210,8 @@ class Writer(FileSystemWriter):
         }
         own = self.fs.digests[METADATA]
         files[METADATA] = {"size": own.size, CHECKSUM: own.checksum}
+        # Before the manifest vouches for them: ranks of other nodes may have written to another disk.
+        check_files(str(self.path), files)
         write_last(self.fs, self.path, MANIFEST, encode_manifest({**self.manifest, "files": files}))
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.checkpoint.resume import can_resume
 from harness.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -306,6 +307,8 @@ def _settle(job: Job, folder: RunFolder, code: int) -> int:
         code = error["exit_code"]
         sys.stderr.write(account_of(error, job.world_size, folder))
         sys.stderr.flush()
+    if code == EXIT_INTERRUPTED and can_resume(job, folder.path):
+        code = EXIT_RESUMABLE  # not from where it was stopped, but from a checkpoint before
     reason = "completed" if code == EXIT_OK else "interrupted" if code in STOPPED else "failed"
     try:
         folder.settle(job, reason, code)

@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
+from harness.checkpoint.resume import is_finished, tell_finished
 from harness.cluster.local import account_of, openmp_environment
 from harness.errors import EXIT_OK, EXIT_USER, STOPPED, UserError
 from harness.job import Job
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 HEARING_SECONDS = 0.5
 ROW_SECONDS = 3.0
-_BEGUN, _REFUSED = "begun", "refused"
+_BEGUN, _REFUSED, _FINISHED = "begun", "refused", "finished"
 
 
 def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoReturn:
@@ -32,10 +33,9 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
         end_with_launcher(job, folder, os.getppid())
     with stop_signals_interrupt():
         store = _meet(job) if job.world_size > 1 else None
-        if store is None:
-            folder.begin(job, overrides, adopt=True)
-        elif not _begin_together(job, folder, overrides, rank, store):
-            leave(EXIT_USER)
+        begun = _begin_together(job, folder, overrides, rank, store)
+        if begun != _BEGUN:
+            leave(EXIT_OK if begun == _FINISHED else EXIT_USER)
         code = run_rank(job, folder, started=started, store=store)
         _tell_failure(job, folder, code, rank)
     # The lock on the folder ends with the process.
@@ -54,24 +54,31 @@ def _meet(job: Job) -> dist.Store:
     return dist.PrefixStore(f"harness-{attempt}", store)
 
 
-def _begin_together(job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store) -> bool:
+def _begin_together(
+    job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store | None
+) -> str:
     """Rank 0 begins the folder while the others wait, so that nobody writes into an earlier attempt.
 
     Returns:
-        whether the job may run in it; if not, rank 0 has said why.
+        whether the job may run in it, may not, or is done; rank 0 has said which.
     """
-    if rank != 0:
-        return store.get("folder").decode() == _BEGUN
+    if rank != 0 and store is not None:
+        return store.get("folder").decode()
+    begun = _BEGUN
     try:
-        folder.begin(job, overrides, adopt=True)
+        if is_finished(job, folder.path):
+            tell_finished(job, folder.path)
+            begun = _FINISHED
+        else:
+            folder.begin(job, overrides, adopt=True)
     except UserError as error:
         # Said before the others hear of it: torchrun ends all when the first ends.
         sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
-        store.set("folder", _REFUSED)
-        return False
-    store.set("folder", _BEGUN)
-    return True
+        begun = _REFUSED
+    if store is not None:
+        store.set("folder", begun)
+    return begun
 
 
 def _tell_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:

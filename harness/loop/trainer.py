@@ -18,7 +18,7 @@ from harness.checkpoint.save import SaveFailed, Saver
 from harness.checkpoint.together import Together
 from harness.data.loader import Batch, Loader, build_loader
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import NonFiniteError
+from harness.errors import NonFiniteError, UserError
 from harness.job import Job
 from harness.loop.engine import Engine, StepOutcome
 from harness.loop.evidence import save_evidence
@@ -104,6 +104,11 @@ class Trainer:
         self._say(describe_inputs(self.accounting, self.peak))
         self._start()
         if self.job.checkpoint.create_seed_checkpoint:
+            if self.resumed_from is not None and self.progress.step > 0:
+                raise UserError(
+                    f"checkpoint.create_seed_checkpoint=true: the run has come to step {self.progress.step} "
+                    "already; would work: checkpoint.resume=false, or another name"
+                )
             self._save(final=True)
             self._say(f"wrote {self.saver.folder.path_of(self.progress.step)}")
             return "completed"
@@ -130,6 +135,11 @@ class Trainer:
     def is_saved(self) -> bool:
         """Whether a checkpoint holds just what the run has come to."""
         return self.job.checkpoint.writes and self.saver.account.step == self.progress.step
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the same command goes on from just here."""
+        return self.is_saved and self.job.checkpoint.resume
 
     def _start(self) -> None:
         """Takes up what the run starts from."""
@@ -213,7 +223,12 @@ class Trainer:
             stopping = outcome.stop_requested and step < training.steps
             self._save_if_due(step, stopping)
             if stopping:
-                saved = " and saved: the same command goes on from there" if self.is_saved else ""
+                saved = ""
+                if self.is_saved:
+                    command = (
+                        "the same command" if self.is_resumable else "it without checkpoint.resume=false"
+                    )
+                    saved = f" and saved: {command} goes on from there"
                 self._say(f"stopped after step {step} of {training.steps}{saved}")
                 return "interrupted"
         return "completed"
