@@ -115,9 +115,9 @@ def _refuse_starting_over(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def _others_with_other_numerics(job: Job, run_dir: Path) -> list[str]:
-    """A note of the last unfinished run of the same name that computes something else: a changed field
+    """A note of the last run of the same name that computes something else and has not come to its end.
 
-    makes another run, which begins at the beginning.
+    A changed field makes another run, which begins at the beginning; not everybody means that.
     """
     stopped = [
         path

@@ -110,7 +110,6 @@ class Trainer:
                     "already; would work: checkpoint.resume=false, or another name"
                 )
             self._save(final=True)
-            self._say(f"wrote {self.saver.folder.path_of(self.progress.step)}")
             return "completed"
         collecting = self.job.training.gc_interval > 0
         if collecting:

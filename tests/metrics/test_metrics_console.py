@@ -85,7 +85,7 @@ def test_auto_looks_at_standard_output(monkeypatch: pytest.MonkeyPatch, terminal
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr("sys.stdout", out)
-    console = make_console("auto", 10, 0)
+    console = make_console("auto", 10)
     console.close()
     assert isinstance(console, kind)
 
@@ -93,7 +93,7 @@ def test_auto_looks_at_standard_output(monkeypatch: pytest.MonkeyPatch, terminal
 def test_silent_console_still_warns(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console = make_console("none", 10, 0)
+    console = make_console("none", 10)
     assert isinstance(console, SilentConsole)
     with caplog.at_level(logging.WARNING):
         console.log(ROW)
