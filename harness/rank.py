@@ -112,9 +112,6 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
         if rank == 0:
             _end_failed_run(job, folder, run, code)
         return code
-    finally:
-        if run.trainer is not None:
-            run.trainer.saver.folder.release()
 
 
 def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, store: dist.Store | None) -> int:

@@ -101,6 +101,12 @@ class Trainer:
             UserError: what the run starts from cannot be used.
             SaveFailed: checkpoints cannot be written.
         """
+        try:
+            return self._train()
+        finally:
+            self.saver.folder.release()
+
+    def _train(self) -> str:
         self._say(describe_inputs(self.accounting, self.peak))
         self._start()
         if self.job.checkpoint.create_seed_checkpoint:
