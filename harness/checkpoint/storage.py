@@ -179,14 +179,18 @@ class Writer(FileSystemWriter):
         self.path = self.fs.init_path(path)
         self.manifest = manifest
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Clears the place, where a killed process may have left something; before any rank writes."""
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if is_coordinator:
-            make_room(str(self.path))
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leaves the disk alone: ranks do this side by side, and one of them has the place to clear."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Clears the place, where a killed process may have left something: on one rank, before any writes."""
+        make_room(str(self.path))
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's entries and gives each its checksum."""
+        self.fs.mkdir(self.path)
         results = super().write_data(plan, planner).wait()
         hashed: list[WriteResult] = []
         for result in results:

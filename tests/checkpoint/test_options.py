@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from resumable_runs import SMALL
+from torch.distributed.checkpoint.planner import SavePlan
 
 from harness.checkpoint import save
 from harness.checkpoint.catalog import CheckpointFolder, reading
+from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
 from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
 from harness.job import Job
@@ -342,6 +344,19 @@ def test_a_finished_checkpoint_is_never_written_over(tmp_path: Path) -> None:
         (4, "full"),
     ]
     assert CheckpointFolder(str(tmp_path / "shared" / "superseded" / "1")).find(8).holds == "model"
+
+
+def test_the_place_is_cleared_when_no_rank_writes(tmp_path: Path) -> None:
+    """Ranks plan side by side; a leftover removed while another rank makes its folder would fail its save."""
+    left = tmp_path / "step-3" / "half"
+    left.parent.mkdir()
+    left.write_text("of a killed run")
+    writer = Writer(str(left.parent), {})
+    writer.set_up_storage_writer(True)
+    plans = [writer.prepare_local_plan(SavePlan([])) for _ in range(2)]
+    assert left.exists()
+    writer.prepare_global_plan(plans)
+    assert not left.exists()
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
