@@ -9,9 +9,16 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from harness.compose import check_overrides, job_from_config, register_schema, translated
+from harness.compose import (
+    check_overrides,
+    job_from_config,
+    register_schema,
+    translated,
+    with_own_keys,
+)
 from harness.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -22,6 +29,7 @@ from harness.errors import (
     EXIT_USER,
     STOPPED,
     HarnessError,
+    UserError,
 )
 from harness.job import Job
 from harness.paths import conf_dir
@@ -41,23 +49,34 @@ VALUE_FLAGS = (
 )
 
 
+@dataclass(frozen=True)
+class Composed:
+    """A point of a multirun: its overrides, and the job they make or the reason why they make none."""
+
+    overrides: list[str]
+    job: Any
+    reason: str = ""
+
+
 Verb = Callable[[Any, list[str]], int]
+Sweep = Callable[[list[Composed]], int]
 
 # How long a rank other than 0 leaves it to rank 0 to report a mistake that all of them have found.
 LISTENING_SECONDS = 10.0
 
 
 def run_verb(
-    verb: Verb, *, point: Verb | None = None, config_name: str = "train", schema: type = Job
+    verb: Verb, *, sweep: Sweep | None = None, config_name: str = "train", schema: type = Job
 ) -> None:
     """Composes a job from the command line, hands it to ``verb`` and exits with the code it returns.
 
-    ``--help``, ``--cfg job``, ``-m`` and shell completion are Hydra's. With ``-m`` every job is run, one
-    after another; the exit code is that of the first that failed, and at the end all that failed are named.
+    ``--help``, ``--cfg job``, ``-m`` and shell completion are Hydra's. With ``-m`` and no ``sweep`` the
+    verb is called for every job, one after another; the exit code is that of the first that failed, and at
+    the end all that failed are named.
 
     Args:
         verb: takes the resolved job and the overrides it came from.
-        point: what runs each job of a multirun, if that is not the verb itself.
+        sweep: takes all points of a multirun: the overrides of each, and its job or why there is none.
         config_name: the primary config, a file of conf/.
         schema: dataclass of the job.
     """
@@ -71,23 +90,33 @@ def run_verb(
 
     def compose_all() -> int:
         overrides = typed_overrides(sys.argv[1:])
-        # Hydra's parser does not find overrides on both sides of a flag.
-        sys.argv[1:] = [a for a in sys.argv[1:] if a not in overrides] + overrides
-        if not {"-sc", "--shell-completion"} & set(sys.argv):
+        flags = [a for a in sys.argv[1:] if a not in overrides]
+        if not {"-sc", "--shell-completion"} & set(flags):
             check_overrides(overrides, schema)
+        # Hydra's parser does not find overrides on both sides of a flag.
+        sys.argv[1:] = flags + with_own_keys(overrides, schema)
         register_schema(schema)
         # Hydra only composes: what runs, runs after it, outside of its error handling and global state.
         _run_hydra(take, config_name)
         return EXIT_OK
 
     def run(config: Any, own: list[str]) -> int:
-        return (point or verb if many else verb)(job_from_config(config, schema), own)
+        return verb(job_from_config(config, schema), own)
 
-    code = _guarded(compose_all)
-    if code == EXIT_OK:
+    code = guarded(compose_all)
+    if code == EXIT_OK and many and sweep is not None:
+        code = guarded(lambda: sweep([_composed(config, own, schema) for config, own in points]))
+    elif code == EXIT_OK:
         calls = [(own, functools.partial(run, config, own)) for config, own in points]
-        code = _run_points(calls) if many else next((_guarded(call) for _, call in calls), EXIT_OK)
+        code = _run_points(calls) if many else next((guarded(call) for _, call in calls), EXIT_OK)
     sys.exit(code)
+
+
+def _composed(config: Any, own: list[str], schema: type) -> Composed:
+    try:
+        return Composed(own, job_from_config(config, schema))
+    except UserError as error:
+        return Composed(own, None, str(error))
 
 
 def _run_points(calls: Sequence[tuple[list[str], Callable[[], int]]]) -> int:
@@ -102,7 +131,7 @@ def _run_points(calls: Sequence[tuple[list[str], Callable[[], int]]]) -> int:
     for number, (overrides, call) in enumerate(calls, start=1):
         point = " ".join([f"[{number}/{len(calls)}]", *(o for o in overrides if o not in shared)])
         sys.stderr.write(f"{point}\n")
-        code = _guarded(call)
+        code = guarded(call)
         if code != EXIT_OK:
             failed.append((code, f"{point}: {_EXIT_WORDS.get(code, f'failed (exit code {code})')}"))
         if code in STOPPED:
@@ -166,7 +195,7 @@ def _run_hydra(task: Callable[[Any], None], config_name: str) -> None:
             del os.environ["HYDRA_FULL_ERROR"]
 
 
-def _guarded(call: Callable[[], int]) -> int:
+def guarded(call: Callable[[], int]) -> int:
     """Calls, and turns whatever is raised into a message and an exit code."""
     try:
         return call()

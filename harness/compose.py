@@ -56,6 +56,7 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
 
     overrides = list(overrides)
     check_overrides(overrides, schema)
+    overrides = with_own_keys(overrides, schema)
     register_schema(schema)
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=conf_dir(), version_base="1.3"):
@@ -110,6 +111,25 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
             raise UserError(
                 f"{override}: every job has one; would work: {key}={' or '.join(_options(groups[key]))}"
             )
+
+
+def with_own_keys(overrides: Iterable[str], schema: type = Job) -> list[str]:
+    """The overrides as Hydra takes them: before keys of mappings, the user's own, it wants ``++``."""
+    return [f"++{override}" if _is_own_key(override, schema) else override for override in overrides]
+
+
+def _is_own_key(override: str, schema: type) -> bool:
+    """Whether a plain override sets a mapping, or a key of one."""
+    match = _OVERRIDE.match(override)
+    current = schema
+    for name in match["key"].split(".") if match is not None and match["sign"] is None else ():
+        if not dataclasses.is_dataclass(current) or name not in _fields(current):
+            return False
+        hint = get_type_hints(current)[name]
+        if get_origin(hint) is dict:
+            return True
+        current = _fields(current)[name]
+    return False
 
 
 def reject_unknown_keys(plain: dict[str, Any], schema: type, prefix: str = "") -> None:

@@ -97,11 +97,15 @@ class Job:
         self.training.validate()
         self.model.resolve()
         self.model.validate()
+        here = self.cluster.kind == "local"
         if gpus is None:
-            gpus = 0 if self.cluster.device == "cpu" else count_gpus()
-        self.parallelism.resolve(launched_ranks or self.cluster.ranks_per_node, gpus or None)
+            gpus = count_gpus() if here and self.cluster.device != "cpu" else 0
+        default = self.cluster.default_world_size or gpus or None
+        self.parallelism.resolve(launched_ranks or self.cluster.world_size, default)
         if launched_ranks is None:
-            self.cluster.validate_gpus(gpus, self.world_size)
+            self.cluster.nodes_for(self.world_size)
+            if here:
+                self.cluster.validate_gpus(gpus, self.world_size)
         self._resolve_batch()
         self._validate()
         return self

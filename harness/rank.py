@@ -1,4 +1,4 @@
-"""One rank of a job: ``python -m harness.rank RUN_DIR``, started with torchrun's variables around it.
+"""One rank of a job: ``python -m harness.rank RUN_DIR``, started by the controller or by srun.
 
 A rank reads the resolved ``job.json``; it composes nothing and does not import Hydra.
 """
@@ -16,9 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.cluster.lifeline import end_with_parent
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESUMABLE, HarnessError, MachineError
+from harness.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_RESUMABLE,
+    STOPPED,
+    HarnessError,
+    MachineError,
+)
 from harness.job import Job
-from harness.loop.signals import ignore_stop_signals
+from harness.loop.signals import ignore_stop_signals, stop_signals_interrupt
 from harness.model.accounting import account
 from harness.run_folder import RunFolder
 
@@ -34,14 +42,25 @@ ROW_SECONDS = 2.0
 
 
 def main() -> None:
-    """Entry point of a rank that the controller started."""
+    """Entry point of a rank."""
     folder = RunFolder(Path(sys.argv[1]))
     job = Job.from_json((folder.path / "job.json").read_text())
+    if CONTROLLER not in os.environ:
+        _run_srun_task(job, folder)
     # Until the loop takes signals there is nothing to save; Python's own answer to SIGINT is a traceback.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_launcher(job, folder, int(os.environ[CONTROLLER]))
     leave(run_rank(job, folder, started=float(os.environ[STARTED])))
+
+
+def _run_srun_task(job: Job, folder: RunFolder) -> NoReturn:
+    """Runs a rank that is a task of srun, which knows its place and ends it with the others."""
+    os.environ["RANK"], os.environ["LOCAL_RANK"] = os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]
+    with stop_signals_interrupt():
+        code = run_rank(job, folder, started=float(os.environ[STARTED]))
+    # srun takes any other code for a failure, and would kill rank 0 while it writes the run's row.
+    leave(EXIT_OK if code in STOPPED else code)
 
 
 def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:

@@ -1,15 +1,16 @@
 """The run folder: enough to resume, resubmit or audit a run. Imports no torch.
 
     job.json overrides.txt code.json status.json metrics.jsonl result.json
-    checkpoints/ errors/ logs/ evidence/ attempts/
+    checkpoints/ errors/ logs/ evidence/ slurm/ attempts/
 
 Only one process writes the shared files: the controller before the ranks start and after they end, rank 0
-in between.
+in between. On SLURM the controller of an attempt is the batch process (``harness.cluster.batch``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -18,34 +19,25 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from harness.checkpoint.resume import CONTINUES, can_resume, unfinished_siblings
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, HarnessError, UserError
+from harness.errors import UserError
+from harness.failures import CONSEQUENCES, SHOWN_OF_ERROR, describe_failure
 from harness.job import Job
 from harness.locks import Held, lock
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.result import git_commit, versions, write_json_atomically, write_result
 
-PER_ATTEMPT = (
-    "job.json",
-    "overrides.txt",
-    "code.json",
-    "result.json",
-    "status.json",
-    CONTINUES,
-    "errors",
-    "logs",
-    "evidence",
-)
+DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
+PER_ATTEMPT = ("result.json", "status.json", "errors", "logs", "evidence")
 # What an attempt that resumes adds to.
 METRICS = "metrics.jsonl"
 PER_CURVE = (METRICS, "tensorboard")
 LOCK = ".lock"
 LEAVING_SECONDS = 10.0
-
-_SHOWN_OF_ERROR = ("kind", "type", "rank", "step", "message")
 
 
 class RunFolder:
@@ -55,7 +47,7 @@ class RunFolder:
         self.path = path
         self._lock: IO[bytes] | None = None
 
-    def begin(self, job: Job, overrides: list[str], *, adopt: bool = False) -> None:
+    def begin(self, job: Job, overrides: list[str], *, adopt: bool = False, state: str = "starting") -> None:
         """Makes the folder ready for an attempt, and holds it.
 
         What an earlier attempt wrote moves to ``attempts/<n>``; the curve stays if there is a checkpoint to
@@ -66,31 +58,71 @@ class RunFolder:
             overrides: what was typed.
             adopt: whether to go on from checkpoints of the same experiment on other layouts, if they have
                 come further and not to the end.
+            state: what the status says then.
 
         Raises:
             UserError: the same job is running in it, or the folder cannot be written.
         """
+        with self._taking(job):
+            others = unfinished_siblings(job) if adopt else []
+            self._put_earlier_attempt_away(job, (*DESCRIPTION, *PER_ATTEMPT))
+            self._describe(job, overrides)
+            if others:
+                write_json_atomically(self.path / CONTINUES, {"folders": others})
+            self.set_status(state)
+
+    def plan(self, job: Job, overrides: list[str]) -> None:
+        """Writes down a job that is to run here, unless one has been written down before.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        if (self.path / "job.json").exists():
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._describe(job, overrides)
+            self.set_status("planned")
+        except OSError as error:
+            raise UserError(f"runs_dir={job.runs_dir}: cannot write the run folder: {error}") from error
+
+    def begin_again(self, job: Job) -> None:
+        """Makes the folder ready for another attempt of the job that is described in it, and holds it.
+
+        The first attempt at a submitted job finds it as ``begin`` has left it.
+
+        Raises:
+            UserError: the same job is running in it, or the folder cannot be written.
+        """
+        with self._taking(job):
+            if self.state != "submitted":
+                self._put_earlier_attempt_away(job, PER_ATTEMPT)
+            for name in ("errors", "logs"):
+                (self.path / name).mkdir(exist_ok=True)
+            self.set_status("starting")
+
+    @contextlib.contextmanager
+    def _taking(self, job: Job) -> Iterator[None]:
+        """Holds the folder from here on, unless making it ready fails."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._hold()
             self._refuse_if_running()
-            others = unfinished_siblings(job) if adopt else []
-            self._put_earlier_attempt_away(job)
-            for name in ("errors", "logs"):
-                (self.path / name).mkdir(exist_ok=True)
-            write_text_atomically(self.path / "job.json", job.to_json())
-            write_text_atomically(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides))
-            if others:
-                write_json_atomically(self.path / CONTINUES, {"folders": others})
-            code = {**git_commit(Path(__file__).parent), "versions": versions()}
-            write_json_atomically(self.path / "code.json", code)
-            self.set_status("starting")
+            yield
         except OSError as error:
             self.release()
             raise UserError(f"runs_dir={job.runs_dir}: cannot write the run folder: {error}") from error
         except BaseException:
             self.release()
             raise
+
+    def _describe(self, job: Job, overrides: list[str]) -> None:
+        """Writes what is run here, and makes the folders that ranks write into."""
+        for name in ("errors", "logs"):
+            (self.path / name).mkdir(exist_ok=True)
+        write_text_atomically(self.path / "job.json", job.to_json())
+        write_text_atomically(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides))
+        write_json_atomically(self.path / "code.json", _code())
 
     def release(self) -> None:
         """Lets the next attempt in; the end of the process does too."""
@@ -114,17 +146,12 @@ class RunFolder:
             error: what was raised, or an account of what was seen from outside.
             step: the last step that was finished, if any.
         """
-        kind = error.kind if isinstance(error, HarnessError) else _kind_of(error)
         row = {
             "time": time.time(),
             "rank": rank,
             "step": step,
             "host": socket.gethostname(),
-            "kind": kind,
-            "type": type(error).__name__,
-            "message": _text_of(error),
-            "where": _where(error),
-            "exit_code": error.exit_code if isinstance(error, HarnessError) else _exit_code_of(kind),
+            **describe_failure(error),
             "traceback": "".join(traceback.format_exception(error)),
         }
         try:
@@ -146,7 +173,7 @@ class RunFolder:
             with contextlib.suppress(OSError, ValueError):
                 rows.append(json.loads(path.read_text()))
         # A rank that lost its peer can notice and write before the culprit has written.
-        return min(rows, key=lambda row: (_CONSEQUENCES.get(row["kind"], 0), row["time"]), default=None)
+        return min(rows, key=lambda row: (CONSEQUENCES.get(row["kind"], 0), row["time"]), default=None)
 
     def conclude(self, job: Job, exit_reason: str, exit_code: int, facts: dict[str, Any]) -> None:
         """Writes ``result.json``, the run's one flat row, and the final status."""
@@ -164,7 +191,7 @@ class RunFolder:
         }
         error = self.first_error() if exit_reason == "failed" else None
         if error is not None:
-            row["error"] = {key: error[key] for key in _SHOWN_OF_ERROR}
+            row["error"] = {key: error[key] for key in SHOWN_OF_ERROR if key in error}
         write_result(self.path, row)
         self.set_status(exit_reason, exit_code=exit_code)
 
@@ -173,9 +200,9 @@ class RunFolder:
 
         Rank 0 may be dead, or may have written its row when it knew only that a peer was gone.
         """
-        row = self._read("result.json")
+        row = self.row
         error = (self.first_error() if exit_reason == "failed" else None) or {}
-        cause = {f"error.{key}": error[key] for key in _SHOWN_OF_ERROR if key in error}
+        cause = {f"error.{key}": error[key] for key in SHOWN_OF_ERROR if key in error}
         told = {key: row.get(key) for key in ("exit_reason", "exit_code", *cause)}
         wanted = {"exit_reason": exit_reason, "exit_code": exit_code, **cause}
         if not row:
@@ -187,8 +214,16 @@ class RunFolder:
 
     @property
     def state(self) -> str | None:
-        """What the last attempt's status says of it: starting, running, completed, interrupted, failed."""
+        """What the last attempt's status says of it.
+
+        planned, submitted, starting, running, requeued, completed, interrupted or failed; None without one.
+        """
         return self._read("status.json").get("state")
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row that this attempt has left; empty before."""
+        return self._read("result.json")
 
     @property
     def may_be_running(self) -> bool:
@@ -226,12 +261,21 @@ class RunFolder:
             return {}
         return content if isinstance(content, dict) else {}
 
-    def _hold(self) -> None:
-        """Takes the folder's lock, which ends with this process however it ends.
+    def hold(self) -> None:
+        """Takes the folder's lock, unless this object has it; it ends with this process however that ends.
 
         Raises:
-            UserError: another process has it.
+            UserError: another process has it, or the folder cannot be written.
         """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._hold()
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot write the run folder: {error}") from error
+
+    def _hold(self) -> None:
+        if self._lock is not None:
+            return
         try:
             # Where there are no locks, the status below has to do.
             self._lock = lock(self.path / LOCK, create=True)
@@ -250,9 +294,11 @@ class RunFolder:
         who = f" (pid {status['pid']} on {status['host']})" if "pid" in status else ""
         return UserError(f"{self.path}: this job is already running{who}; wait for it or stop it")
 
-    def _put_earlier_attempt_away(self, job: Job) -> None:
+    def _put_earlier_attempt_away(self, job: Job, names: tuple[str, ...]) -> None:
+        if self.state == "planned":
+            return  # there was none
         resumes = can_resume(job, self.path)
-        names = PER_ATTEMPT if resumes else (*PER_ATTEMPT, *PER_CURVE)
+        names = names if resumes else (*names, *PER_CURVE)
         present = [self.path / name for name in names if (self.path / name).exists()]
         if not present:
             return
@@ -267,6 +313,12 @@ class RunFolder:
         if resumes and job.checkpoint.load_step >= 0 and curve.exists():
             # What comes after that step is cut off, and not because it will be written again.
             shutil.copy2(curve, target)
+
+
+@functools.cache
+def _code() -> dict[str, Any]:
+    """Where this process's code came from; asked once, because git takes its time for every answer."""
+    return {**git_commit(Path(__file__).parent), "versions": versions()}
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -300,62 +352,3 @@ def _start_of(pid: int) -> int | None:
         return None if fields[0] == "Z" else int(fields[19])
     except (OSError, IndexError, ValueError):
         return None
-
-
-# What a rank dies of because another one is gone or stuck. The higher, the surer that it is not the cause.
-_CONSEQUENCES = {"collective": 1, "collective_timeout": 1, "peer": 2, "interrupted": 3}
-VICTIMS = tuple(_CONSEQUENCES)
-
-_PEER_SIGNS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "connection was closed",
-    "Application timeout caused pair closure",
-    "failed to connect",
-)
-_MEMORY_SIGNS = ("Cannot allocate memory", "can't allocate memory", "CUDA out of memory")
-
-
-def _kind_of(error: BaseException) -> str:
-    """Sorts an exception that is not the harness's own: machine, peer (another rank is gone), or bug."""
-    text, name = _text_of(error), type(error).__name__
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    if "OutOfMemory" in name or isinstance(error, MemoryError) or any(sign in text for sign in _MEMORY_SIGNS):
-        return "out_of_memory"
-    if any(sign in text for sign in _PEER_SIGNS):
-        return "peer"
-    from_torch = name in ("DistBackendError", "DistStoreError", "DistNetworkError")
-    if "Timed out waiting" in text or (from_torch and "imed out" in text):
-        return "collective_timeout"
-    return "collective" if from_torch else "bug"
-
-
-def is_consequence(text: str) -> bool:
-    """Whether a traceback speaks of another rank being gone or stuck."""
-    return any(sign in text for sign in (*_PEER_SIGNS, "Timed out waiting"))
-
-
-def _exit_code_of(kind: str) -> int:
-    if kind == "interrupted":
-        return EXIT_INTERRUPTED
-    return EXIT_BUG if kind == "bug" else EXIT_MACHINE
-
-
-def _text_of(error: BaseException) -> str:
-    """What an exception says; one whose own text cannot be made is named all the same."""
-    try:
-        return str(error).strip() or type(error).__name__
-    except Exception:
-        return type(error).__name__
-
-
-def _where(error: BaseException) -> str | None:
-    """The innermost line of this package that an exception went through: which operation it was."""
-    package = Path(__file__).parent
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if package in Path(f.filename).parents]
-    if not frames:
-        return None
-    frame = frames[-1]
-    return f"{Path(frame.filename).relative_to(package.parent)}:{frame.lineno} {frame.name}: {frame.line}"

@@ -1,12 +1,13 @@
 """``python -m harness.train``: trains the job that the overrides compose to.
 
-Started plainly it is the controller: it checks the job, makes the run folder and starts the ranks. Started
-by torchrun it is one rank, and all ranks compose the same job.
+Started plainly it is the controller: it checks the job, makes the run folder, and starts the ranks or submits
+them to SLURM. Started by torchrun it is one rank, and all ranks compose the same job. With ``-m`` it is the
+controller of a sweep.
 """
 
 from __future__ import annotations
 
-from harness.app import run_verb
+from harness.app import Composed, run_verb
 from harness.checkpoint.resume import is_finished, tell_finished
 from harness.errors import UserError
 from harness.job import Job, launched_ranks
@@ -22,29 +23,28 @@ def train(job: Job, overrides: list[str]) -> int:
         run_launched_rank(job, folder, overrides)
     if is_finished(job, folder.path):
         return tell_finished(job, folder.path)
+    if job.cluster.kind == "slurm":
+        from harness.cluster.follow import submit_one
+
+        return submit_one(job, folder, overrides)
     from harness.cluster.local import launch
 
     folder.begin(job, overrides, adopt=True)
     return launch(job, folder)
 
 
-def train_point(job: Job, overrides: list[str]) -> int:
-    """Trains one point of a multirun, in processes of its own; returns the exit code."""
-    from harness.cluster.local import launch
+def train_sweep(points: list[Composed]) -> int:
+    """Trains the points of a multirun; returns the exit code."""
+    from harness.sweep.run import sweep
 
     if launched_ranks() is not None:
         raise UserError("torchrun starts the ranks of one job; start a multirun (-m) without it")
-    folder = RunFolder(job.run_dir)
-    if is_finished(job, folder.path):
-        return tell_finished(job, folder.path)
-    # Points of a sweep over layouts are compared: none of them goes on from another.
-    folder.begin(job, overrides)
-    return launch(job, folder, apart=True)
+    return sweep(points)
 
 
 def main() -> None:
     """Entry point of ``python -m harness.train`` and of the console script."""
-    run_verb(train, point=train_point)
+    run_verb(train, sweep=train_sweep)
 
 
 if __name__ == "__main__":

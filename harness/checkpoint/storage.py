@@ -184,7 +184,7 @@ class Writer(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Clears the place, where a killed process may have left something: on one rank, before any writes."""
+        """Clears the place, where a killed process may have left something: one rank, before any writes."""
         make_room(str(self.path))
         return super().prepare_global_plan(plans)
 

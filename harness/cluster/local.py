@@ -9,26 +9,16 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.checkpoint.resume import can_resume
-from harness.errors import (
-    EXIT_BUG,
-    EXIT_INTERRUPTED,
-    EXIT_MACHINE,
-    EXIT_OK,
-    EXIT_RESUMABLE,
-    STOPPED,
-    MachineError,
-)
+from harness.cluster.outcome import RankDied, memory_kills, settle
+from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED
 from harness.job import Job
 from harness.loop.signals import StopRequest, stop_signals_interrupt
 from harness.rank import CONTROLLER, STARTED, run_rank
-from harness.run_folder import VICTIMS, RunFolder
+from harness.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
@@ -37,7 +27,6 @@ POLL_SECONDS = 0.05
 # What ranks get when one of them has failed: time to notice it and to write down how far they came. A rank
 # that hangs in a collective never notices.
 LEAVING_SECONDS = 2.0
-LOG_LINES_SHOWN = 8
 
 
 def launch(job: Job, folder: RunFolder, *, apart: bool = False) -> int:
@@ -62,7 +51,7 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False) -> int:
         folder.record_error(None, error)
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_BUG
     try:
-        return _settle(job, folder, code)
+        return settle(job, folder, code)
     finally:
         folder.release()
 
@@ -107,7 +96,8 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
         # Before its loop begins a rank answers a request to stop by ending.
         obeyed = asked and code in (-signal.SIGTERM, -signal.SIGINT)
         if code not in (EXIT_OK, *STOPPED) and not obeyed and not folder.has_error_of(rank):
-            folder.record_error(rank, RankDied(rank, code, killed_for_memory(), folder.path / "logs"))
+            died = RankDied.by_code(rank, code, killed_for_memory(), folder.path / "logs")
+            folder.record_error(rank, died)
     if EXIT_RESUMABLE in ended.values():
         return EXIT_RESUMABLE  # all ranks have saved, or none has
     if asked or EXIT_INTERRUPTED in ended.values():
@@ -241,97 +231,3 @@ def _logs_specs(folder: Path) -> LogsSpecs:
 
     folder.mkdir(parents=True, exist_ok=True)
     return InOneFolder()
-
-
-class RankDied(MachineError):
-    """A rank ended without a word: killed from outside, or by the kernel for want of memory.
-
-    Args:
-        rank: which.
-        exit_code: its exit code, negative for a signal.
-        memory_kills: processes the kernel killed for want of memory while the job ran; None if unknown.
-        logs: folder of what the ranks printed.
-    """
-
-    def __init__(self, rank: int, exit_code: int, memory_kills: int | None, logs: Path) -> None:
-        how = f"exit code {exit_code}"
-        if exit_code < 0:
-            how = f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
-        hint = ""
-        if exit_code == -signal.SIGKILL:
-            hint = ": killed from outside, or by the kernel for want of memory"
-            if memory_kills:
-                self.kind = "out_of_memory"
-                hint = f": the kernel killed {memory_kills} process(es) for want of memory meanwhile"
-        elif exit_code == -signal.SIGTERM:
-            hint = ": ended from outside"
-        tail = _last_lines(logs / f"rank{rank}.err")
-        said = "".join(f"\n  {line}" for line in ["its last words:", *tail]) if tail else ""
-        super().__init__(f"rank {rank} ended with {how}{hint}{said}")
-
-
-def _last_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-    except OSError:
-        return []
-
-
-@contextmanager
-def memory_kills() -> Iterator[Any]:
-    """Yields a function that counts the kernel's out-of-memory kills on this machine since then."""
-    before = _count_memory_kills()
-
-    def since() -> int | None:
-        after = _count_memory_kills()
-        return None if before is None or after is None else after - before
-
-    yield since
-
-
-def _count_memory_kills() -> int | None:
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
-
-
-def _settle(job: Job, folder: RunFolder, code: int) -> int:
-    """Shows the cause, completes the run's row where no rank could, and decides the exit code."""
-    error = folder.first_error() if code != EXIT_OK else None
-    if code in STOPPED and error is not None and error["kind"] in VICTIMS:
-        # Ranks that stop or are killed at different moments make errors of each other; nothing went wrong.
-        error = None
-    if error is not None:
-        code = error["exit_code"]
-        sys.stderr.write(account_of(error, job.world_size, folder))
-        sys.stderr.flush()
-    if code == EXIT_INTERRUPTED and can_resume(job, folder.path):
-        code = EXIT_RESUMABLE  # not from where it was stopped, but from a checkpoint before
-    reason = "completed" if code == EXIT_OK else "interrupted" if code in STOPPED else "failed"
-    try:
-        folder.settle(job, reason, code)
-    except Exception:
-        # The cause is told; that it could not be written down comes second.
-        traceback.print_exc()
-    return code
-
-
-def account_of(error: dict[str, Any], world_size: int, folder: RunFolder) -> str:
-    """What the user reads of a failure.
-
-    A mistake of theirs and numbers gone wrong are one line; a bug comes with its traceback; a fault of the
-    machine with the rank, the step and the operation.
-    """
-    if error["kind"] in ("user", "non_finite"):
-        return f"error: {error['message']}\n"
-    rank = error["rank"]
-    who = "the controller" if rank is None else f"rank {rank} of {world_size}"
-    step = f" after step {error['step']}" if error.get("step") else ""
-    text = f"error: {who}{step}: {error['type']} ({error['kind']}): {error['message']}\n"
-    if error["kind"] == "bug":
-        text = error["traceback"] + text
-    elif error.get("where"):
-        text += f"  in {error['where']}\n"
-    return f"{text}  errors and logs of all ranks lie in {folder.path}\n"

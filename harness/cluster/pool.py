@@ -22,7 +22,7 @@ from typing import Any
 
 from harness.cluster.lifeline import end_with_parent
 from harness.errors import HarnessError
-from harness.run_folder import is_consequence
+from harness.failures import is_consequence
 
 # After the first failure of a job: time for the others to tell theirs, which may be the cause.
 HEARING_SECONDS = 0.5

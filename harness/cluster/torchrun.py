@@ -9,7 +9,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from harness.checkpoint.resume import is_finished, tell_finished
-from harness.cluster.local import account_of, openmp_environment
+from harness.cluster.local import openmp_environment
+from harness.cluster.outcome import account_of
 from harness.errors import EXIT_OK, EXIT_USER, STOPPED, UserError
 from harness.job import Job
 from harness.loop.signals import stop_signals_interrupt

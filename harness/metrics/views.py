@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -88,6 +88,36 @@ class WandbView:
         """An ``exit_code`` in ``summary`` other than 0 marks the run as failed."""
         self._run.summary.update(flatten(dict(summary)))
         self._run.finish(exit_code=int(summary.get("exit_code") or 0))
+
+
+def log_sweep(config: MetricsConfig, folder: Path, group: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Logs the table of a sweep as a run of its own in the sweep's group.
+
+    Args:
+        config: of any of the sweep's jobs: project, entity, tags and mode.
+        folder: of the sweep; takes the local copy.
+        group: the group that the sweep's runs have.
+        rows: the table, one row a point, all with the same columns.
+
+    Raises:
+        Exception: anything that wandb raises when it is missing, misused or cannot reach its server.
+    """
+    import wandb
+
+    run = wandb.init(
+        dir=folder,
+        name=f"{group} table",
+        job_type="table",
+        project=config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
+        entity=config.wandb_entity,
+        group=group,
+        tags=list(config.wandb_tags) or None,
+        mode=wandb_mode(config.wandb_mode),  # type: ignore[arg-type]
+        settings=wandb.Settings(console="off"),
+    )
+    columns: list[str | int] = list(rows[0])
+    run.log({"points": wandb.Table(columns=columns, data=[list(row.values()) for row in rows])})
+    run.finish()
 
 
 def wandb_mode(wanted: str | None) -> str | None:

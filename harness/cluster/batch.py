@@ -1,0 +1,288 @@
+"""The process that SLURM starts on the first node of a job: it starts the ranks, and settles their end.
+
+It is to a SLURM job what the controller is to one on this machine: it holds the run folder and the store at
+which the ranks meet, waits for ``srun``, records ranks that ended without a word, and completes the run's
+row. When the ranks were told to stop and have saved, it puts the job back into the queue, under the same id.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.cluster import queue
+from harness.cluster.outcome import RankDied, last_lines, settle
+from harness.cluster.ticket import Ticket
+from harness.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_RESUMABLE,
+    STOPPED,
+    MachineError,
+    UserError,
+)
+from harness.failures import VICTIMS, kind_of_text
+from harness.job import Job
+from harness.rank import STARTED, leave
+from harness.run_folder import RunFolder
+
+POLL_SECONDS = 0.2
+# A node that is gone keeps its locks for as long as its lease lasts: 90 s with NFS.
+HOLD_SECONDS = 180.0
+# A rank that another one takes along must have the time to write down why.
+SRUN_WAIT_SECONDS = 30
+SRUN_LOG = "srun.err"
+
+SUPERSEDED = "SUPERSEDED"
+# States of a job that SLURM is taking its nodes from, whatever its processes end with.
+_TAKEN = {"PENDING", "REQUEUED", "COMPLETING", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "CANCELLED", SUPERSEDED}
+
+
+class BatchJob:
+    """What submitit calls in the job; it never returns, because it ends the process with the run's exit code.
+
+    Args:
+        run_dir: absolute path of the run folder.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
+
+    def __call__(self) -> None:
+        try:
+            code = run(RunFolder(Path(self.run_dir)), Allocation.here())
+        except UserError as error:
+            sys.stderr.write(f"error: {error}\n")
+            code = error.exit_code
+        except Exception:
+            traceback.print_exc()
+            code = EXIT_BUG
+        leave(code)
+
+
+class Allocation:
+    """What SLURM has given this job.
+
+    Attributes:
+        job_id: as ``squeue`` prints it.
+        restarts: how often the job was started before.
+    """
+
+    def __init__(self, job_id: str, restarts: int) -> None:
+        self.job_id, self.restarts = job_id, restarts
+
+    @classmethod
+    def here(cls) -> Allocation:
+        """The one this process runs in."""
+        array = os.environ.get("SLURM_ARRAY_JOB_ID")
+        ident = (
+            os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        )
+        return cls(ident, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+
+    def state(self) -> str:
+        """SLURM's word for the job's state; SUPERSEDED when it has started the job again elsewhere."""
+        said = queue.describe(self.job_id)
+        if int(said.get("Restarts", "0")) > self.restarts:
+            return SUPERSEDED
+        return said.get("JobState", "UNKNOWN")
+
+
+def run(folder: RunFolder, allocation: Allocation) -> int:
+    """Runs the job that is described in a folder; returns its exit code."""
+    started = time.time()
+    _survive_signals()
+    _begin(folder, allocation)
+    job = Job.from_json((folder.path / "job.json").read_text())
+    try:
+        code = _run_ranks(job, folder, allocation, started)
+    except Exception as error:
+        folder.record_error(None, error)
+        code = error.exit_code if isinstance(error, MachineError) else EXIT_BUG
+    if allocation.state() == SUPERSEDED:
+        return code  # the folder is another attempt's
+    code = settle(job, folder, code)
+    if code not in STOPPED or allocation.state() != "RUNNING":
+        return code  # where SLURM takes the nodes it also decides whether the job comes back
+    if code == EXIT_INTERRUPTED:
+        folder.record_error(None, NothingSaved())
+        return settle(job, folder, NothingSaved.exit_code)
+    return _go_on_later(job, folder, allocation)
+
+
+def _survive_signals() -> None:
+    """SLURM's signals reach this process too; they are meant for the ranks, and this one outlives them."""
+    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
+        # Not SIG_IGN, which srun and the ranks would inherit.
+        signal.signal(number, lambda *_: None)
+
+
+def _begin(folder: RunFolder, allocation: Allocation) -> None:
+    """Takes the folder; whoever submitted the job may hold it for another moment."""
+    ticket = Ticket.read(folder.path)
+    assert ticket is not None, "written before the job was submitted"
+    deadline = time.monotonic() + HOLD_SECONDS
+    while True:
+        try:
+            folder.begin_again(Job.from_json((folder.path / "job.json").read_text()))
+            break
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_SECONDS)
+    Ticket(ticket.name, ticket.index, allocation.job_id, allocation.restarts).write(folder.path)
+
+
+def _run_ranks(job: Job, folder: RunFolder, allocation: Allocation, started: float) -> int:
+    """Starts the ranks, waits for them, and records those that ended without a word; returns an exit code."""
+    logs = folder.path / "logs"
+    with _store() as port, (logs / SRUN_LOG).open("ab") as log:
+        environment = {**os.environ, **rank_environment(job, port, started)}
+        done = subprocess.run(srun_command(job, folder.path), env=environment, stderr=log)
+    error = folder.first_error()
+    if error is not None and error["kind"] not in VICTIMS:
+        return int(error["exit_code"])
+    code = folder.row.get("exit_code")
+    if code in (EXIT_OK, *STOPPED):
+        return int(code)
+    if allocation.state() in _TAKEN:
+        return EXIT_INTERRUPTED  # what ranks say of each other while SLURM ends them is no cause
+    dead = _dead_ranks((logs / SRUN_LOG).read_text(errors="replace"), logs)
+    silent = [each for each in dead if not folder.has_error_of(each[0])] or dead
+    # The first that ended takes the others along, unless one's log says why it had to.
+    told = [each for each in silent if each[1].kind not in ("unknown", *VICTIMS)]
+    rank, died = next(iter(told or silent), (None, StepFailed(done.returncode, logs)))
+    folder.record_error(rank, died)
+    return died.exit_code
+
+
+class NothingSaved(MachineError):
+    """The time was up, or somebody else needed the nodes, before there was a checkpoint."""
+
+    kind = "preempted"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "told to stop before there was a checkpoint to go on from; would work: a longer cluster.time, "
+            "a smaller checkpoint.interval"
+        )
+
+
+class StepFailed(MachineError):
+    """srun failed, and no rank has said why."""
+
+    def __init__(self, code: int, logs: Path) -> None:
+        tail = last_lines(logs / SRUN_LOG)
+        self.kind = kind_of_text("\n".join(tail)) or "unknown"
+        said = "".join(f"\n  {line}" for line in ["its last words:", *tail]) if tail else ""
+        super().__init__(f"srun ended with exit code {code}{said}")
+
+
+def _go_on_later(job: Job, folder: RunFolder, allocation: Allocation) -> int:
+    """Puts a job that was told to stop and has saved back into the queue."""
+    if allocation.restarts >= job.cluster.max_requeues:
+        return EXIT_RESUMABLE
+    folder.set_status("requeued", restarts=allocation.restarts + 1)
+    folder.release()
+    try:
+        queue.requeue(allocation.job_id)
+    except queue.SlurmError as error:
+        folder.set_status("interrupted", exit_code=EXIT_RESUMABLE)
+        sys.stderr.write(f"WARNING this job could not be put back into the queue: {error}\n")
+    return EXIT_RESUMABLE
+
+
+@contextmanager
+def _store() -> Iterator[int]:
+    """Keeps the store at which the ranks meet; yields its port, which is free because the system chose it."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
+    """What all ranks are told; their places come from srun.
+
+    Args:
+        job: the resolved job.
+        port: of the store, on this node.
+        started: time.time() at which the job was started.
+    """
+    _, local = job.cluster.nodes_for(job.world_size)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = job.cluster.threads_per_rank or job.cluster.cpus_per_rank or max(1, cores // local)
+    return {
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": job.cluster.env.get("MASTER_ADDR", socket.gethostname()),
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        STARTED: str(started),
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000"),  # see openmp_environment
+        "OMP_NUM_THREADS": job.cluster.env.get("OMP_NUM_THREADS", str(threads)),
+    }
+
+
+def srun_command(job: Job, run_dir: Path) -> list[str]:
+    """The command that starts a job's ranks: one task each, ended together."""
+    config = job.cluster
+    nodes, local = config.nodes_for(job.world_size)
+    logs = str(run_dir / "logs").replace("%", "%%")
+    command = [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={job.world_size}",
+        f"--ntasks-per-node={local}",
+        # Not every version hands it on from sbatch, and data loaders would share one core.
+        *([f"--cpus-per-task={config.cpus_per_rank}"] if config.cpus_per_rank else []),
+        "--kill-on-bad-exit=1",
+        f"--wait={SRUN_WAIT_SECONDS}",
+        "--mpi=none",
+        "--unbuffered",
+        "--open-mode=append",
+        f"--output={logs}/rank%t.out",
+        f"--error={logs}/rank%t.err",
+        *config.srun_args,
+    ]
+    container = shlex.split(config.container or "")
+    return [
+        *command,
+        *container,  # options of srun, or a command around Python
+        config.python or sys.executable,
+        "-u",
+        "-m",
+        "harness.rank",
+        str(run_dir),
+    ]
+
+
+# srun: error: node2: tasks 2-3: Killed; also Exited with exit code 1, Segmentation fault, Out Of Memory.
+_TASKS = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+)")
+
+
+def _dead_ranks(said: str, logs: Path) -> list[tuple[int, RankDied]]:
+    """Ranks that srun names, in the order in which they ended."""
+    memory = "out_of_memory" if kind_of_text(said) == "out_of_memory" else None
+    found: list[tuple[int, RankDied]] = []
+    for tasks, how in _TASKS.findall(said):
+        for part in tasks.split(","):
+            first, _, last = part.partition("-")
+            for rank in range(int(first), int(last or first) + 1):
+                hint = (
+                    ": killed from outside, or for want of memory" if how == "Killed" and not memory else ""
+                )
+                found.append((rank, RankDied(rank, f"'{how}'", logs, hint=hint, kind=memory)))
+    return found

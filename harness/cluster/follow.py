@@ -1,0 +1,197 @@
+"""What the one who submits a job sees of it: asked before, told after, and followed if wanted."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+
+from harness.cluster.outcome import settle
+from harness.cluster.queue import Queued, last_state, queue
+from harness.cluster.slurm import Submission, device_hours
+from harness.cluster.ticket import Ticket
+from harness.errors import EXIT_INTERRUPTED, EXIT_OK, MachineError, UserError
+from harness.job import Job
+from harness.run_folder import RunFolder
+
+POLL_SECONDS = 1.0
+QUEUE_SECONDS = 5.0
+# How long after a job has left the queue its last words may still be on the way.
+LAST_WORDS_SECONDS = 15.0
+
+ENDED = ("completed", "interrupted", "failed")
+
+
+def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
+    """Submits one job, or shows what would be submitted; returns the exit code.
+
+    Raises:
+        UserError: there is no SLURM here, it refuses the job, or the job may cost more than was agreed to.
+    """
+    submission = Submission([job], folder.path, f"{job.name}.{job.id}")
+    if job.cluster.dry_run:
+        sys.stdout.write(f"{submission.script()}\n# {submission.shape.describe()}, {cost_in_words([job])}\n")
+        return EXIT_OK
+    found = queued(folder.path)
+    if found is None:
+        confirm([job])
+        folder.hold()
+        # Another controller may have been quicker.
+        found = queued(folder.path)
+        if found is None:
+            submit(submission, [folder], [overrides], adopt=True)
+        folder.release()
+    how = "submitted" if found is None else f"already submitted ({found.state})"
+    sys.stdout.write(
+        f"{job.name}: {how} as job {_job_id(folder.path)}, {submission.shape.describe()}, "
+        f"{cost_in_words([job])}\nrun folder {folder.path}\n"
+    )
+    sys.stdout.flush()
+    return follow(job, folder) if job.cluster.wait else EXIT_OK
+
+
+def submit(
+    submission: Submission, folders: list[RunFolder], overrides: list[list[str]], *, adopt: bool = False
+) -> list[str]:
+    """Makes the run folders ready, submits, and lets the folders go; returns the job ids.
+
+    Raises:
+        UserError: a folder is in use or cannot be written, there is no SLURM here, or it refuses the job.
+        SlurmError: SLURM cannot be talked to.
+    """
+    try:
+        for job, folder, own in zip(submission.jobs, folders, overrides, strict=True):
+            folder.begin(job, own, adopt=adopt, state="submitted")
+        return submission.submit()
+    except Exception:
+        for folder in folders:
+            if folder.state == "submitted":
+                folder.set_status("planned")
+        raise
+    finally:
+        for folder in folders:
+            folder.release()
+
+
+def queued(run_dir: Path) -> Queued | None:
+    """The SLURM job that a run is in the queue as; None if there is none."""
+    ticket = Ticket.read(run_dir)
+    return None if ticket is None else ticket.find(queue())
+
+
+def _job_id(run_dir: Path) -> str | None:
+    ticket = Ticket.read(run_dir)
+    return None if ticket is None else ticket.job_id
+
+
+def cost_in_words(jobs: list[Job]) -> str:
+    """The most that jobs may cost, e.g. ``at most 16 GPU-hours (H100 SXM)``."""
+    unit = "rank-hours" if jobs[0].cluster.device == "cpu" else "GPU-hours"
+    kinds = sorted({job.cluster.accelerator for job in jobs if job.cluster.accelerator})
+    of = f" ({', '.join(kinds)})" if kinds else ""
+    return f"at most {sum(map(device_hours, jobs)):.4g} {unit}{of}"
+
+
+def confirm(jobs: list[Job]) -> None:
+    """Asks whether to spend what jobs may cost, if that is more than ``cluster.confirm_gpu_hours``.
+
+    Raises:
+        UserError: the answer is no, or there is nobody to ask.
+    """
+    limit, hours = min(job.cluster.confirm_gpu_hours for job in jobs), sum(map(device_hours, jobs))
+    if hours <= limit:
+        return
+    if not sys.stdin.isatty():
+        raise UserError(
+            f"cluster.confirm_gpu_hours={limit:g}: this may cost {cost_in_words(jobs)}, and there is nobody "
+            f"to ask; would work: cluster.confirm_gpu_hours={math.ceil(hours)}, a shorter cluster.time"
+        )
+    sys.stderr.write(f"this may cost {cost_in_words(jobs)}; submit? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UserError("nothing was submitted")
+
+
+class JobLost(MachineError):
+    """A SLURM job that is over without having left its row."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        state = None if ticket.job_id is None else last_state(ticket.job_id)
+        # SLURM keeps no record of a waiting task of an array that is cancelled.
+        self.kind = "cancelled" if ticket.cancelled else _KINDS.get(state or "", "unknown")
+        named = f"SLURM job {ticket.job_id}" if ticket.job_id else f"the SLURM job {ticket.name}"
+        said = f"SLURM says {state}" if state else "SLURM does not know it any more"
+        super().__init__(f"{named} is over and has not said what became of it; {said}")
+
+
+_KINDS = {
+    "NODE_FAIL": "node",
+    "BOOT_FAIL": "node",
+    "PREEMPTED": "preempted",
+    "TIMEOUT": "preempted",
+    "DEADLINE": "preempted",
+    "OUT_OF_MEMORY": "out_of_memory",
+    "CANCELLED": "cancelled",
+}
+
+
+def settle_lost(job: Job, folder: RunFolder, ticket: Ticket) -> int:
+    """Writes down what can be known of a run whose job is over without a word; returns its exit code."""
+    lost = JobLost(ticket)
+    folder.record_error(None, lost)
+    return settle(job, folder, lost.exit_code)
+
+
+def follow(job: Job, folder: RunFolder) -> int:
+    """Shows what rank 0 prints until the job is over; returns the run's exit code."""
+    tail, asked, gone_since = Tail(folder.path / "logs" / "rank0.out"), 0.0, None
+    try:
+        while True:
+            tail.show()
+            now = time.monotonic()
+            if now - asked >= QUEUE_SECONDS or folder.state in ENDED:
+                asked, found = now, queued(folder.path)
+                gone_since = None if found is not None else gone_since or now
+                if found is None and folder.state in ENDED:
+                    tail.show()
+                    return _tell_end(job, folder)
+                if gone_since is not None and now - gone_since > LAST_WORDS_SECONDS:
+                    ticket = Ticket.read(folder.path)
+                    assert ticket is not None, "it was submitted"
+                    return settle_lost(job, folder, ticket)
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\nnot following any more; job {_job_id(folder.path)} goes on in {folder.path}\n")
+        return EXIT_INTERRUPTED
+
+
+def _tell_end(job: Job, folder: RunFolder) -> int:
+    from harness.cluster.outcome import account_of
+
+    error = folder.first_error() if folder.state == "failed" else None
+    if error is not None:
+        sys.stderr.write(account_of(error, job.world_size, folder))
+    return int(folder.row.get("exit_code", EXIT_OK))
+
+
+class Tail:
+    """Prints what is appended to a file; one that takes its place is printed from its beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._inode, self._shown = path, -1, 0
+
+    def show(self) -> None:
+        """Prints what is new."""
+        try:
+            with self.path.open("rb") as file:
+                inode = self.path.stat().st_ino
+                if inode != self._inode:
+                    self._inode, self._shown = inode, 0
+                file.seek(self._shown)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        self._shown += len(new)
+        sys.stdout.write(new.decode(errors="replace"))
+        sys.stdout.flush()

@@ -1,0 +1,138 @@
+"""What a run can die of: the classes that tables show, found in what the dying rank raised. Imports no torch.
+
+| kind | what |
+|---|---|
+| ``user`` | a mistake in the job or its data |
+| ``out_of_memory`` | of the device or the host; ``allocation`` is what could not be had |
+| ``collective_timeout`` | a collective that took too long; ``operation`` is which |
+| ``non_finite`` | loss or gradients are not finite |
+| ``preempted`` | the scheduler took the nodes, or the time was up, before there was anything to go on from |
+| ``cancelled`` | somebody ended the scheduler's job |
+| ``node`` | the node: its accelerator, its link, or the whole of it |
+| ``machine`` | something else of the machine: a launcher that is gone, a disk that is full |
+| ``bug`` | ours: an exception that nobody foresaw |
+| ``unknown`` | ended without a word |
+
+``collective``, ``peer`` and ``interrupted`` are what a rank dies of because another one is gone or stuck.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, HarnessError
+
+# The higher, the surer that it is not the cause.
+CONSEQUENCES = {"collective": 1, "collective_timeout": 1, "peer": 2, "interrupted": 3}
+VICTIMS = tuple(CONSEQUENCES)
+
+# What of an error stands in the run's row.
+SHOWN_OF_ERROR = ("kind", "type", "rank", "step", "message", "allocation", "operation")
+
+_PEER_SIGNS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "connection was closed",
+    "Application timeout caused pair closure",
+    "failed to connect",
+)
+# Of torch, of the C library, and of SLURM (its memory limit, and the kernel's killer in its cgroup).
+_MEMORY_SIGNS = (
+    "Cannot allocate memory",
+    "can't allocate memory",
+    "CUDA out of memory",
+    "oom_kill",
+    "oom-kill",
+    "Out Of Memory",
+    "memory limit",
+)
+_TIMEOUT_SIGNS = ("Timed out waiting", "Watchdog caught collective operation timeout")
+# NVIDIA's driver and CUDA on hardware that is broken, and disks that do not answer.
+_NODE_SIGNS = (
+    "uncorrectable ECC",
+    "fallen off the bus",
+    "uncorrectable NVLink",
+    "GPU is lost",
+    "Input/output error",
+    "Stale file handle",
+)
+_ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
+# Of NCCL's watchdog (OpType=ALLREDUCE), and of gloo (waiting ... for recv operation to complete).
+_OPERATION = re.compile(r"OpType=(\w+)|for (\w+) operation to complete")
+
+
+def describe_failure(error: BaseException) -> dict[str, Any]:
+    """What an error file says of an exception: kind, type, message, place, exit code, and particulars."""
+    message = text_of(error)
+    kind = error.kind if isinstance(error, HarnessError) else _kind_of(error, message)
+    row = {
+        "kind": kind,
+        "type": type(error).__name__,
+        "message": message,
+        "where": _where(error),
+        "exit_code": error.exit_code if isinstance(error, HarnessError) else _exit_code_of(kind),
+    }
+    if kind == "out_of_memory" and (wanted := _ALLOCATION.search(message)):
+        row["allocation"] = wanted[1]
+    if kind == "collective_timeout":
+        named = _OPERATION.search(message)
+        row["operation"] = (named[1] or named[2]) if named else row["where"]
+    return row
+
+
+def kind_of_text(text: str) -> str | None:
+    """The class that something printed speaks of; None when it speaks of none."""
+    if any(sign in text for sign in _MEMORY_SIGNS):
+        return "out_of_memory"
+    if any(sign in text for sign in _NODE_SIGNS):
+        return "node"
+    if any(sign in text for sign in _PEER_SIGNS):
+        return "peer"
+    return "collective_timeout" if any(sign in text for sign in _TIMEOUT_SIGNS) else None
+
+
+def is_consequence(text: str) -> bool:
+    """Whether a traceback speaks of another rank being gone or stuck."""
+    return any(sign in text for sign in (*_PEER_SIGNS, "Timed out waiting"))
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says; one whose own text cannot be made is named all the same."""
+    try:
+        return str(error).strip() or type(error).__name__
+    except Exception:
+        return type(error).__name__
+
+
+def _kind_of(error: BaseException, text: str) -> str:
+    """Sorts an exception that is not the harness's own."""
+    name = type(error).__name__
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if "OutOfMemory" in name or isinstance(error, MemoryError):
+        return "out_of_memory"
+    from_torch = name in ("DistBackendError", "DistStoreError", "DistNetworkError")
+    kind = kind_of_text(text)
+    if kind is None and from_torch:
+        return "collective_timeout" if "imed out" in text else "collective"
+    return kind or "bug"
+
+
+def _exit_code_of(kind: str) -> int:
+    if kind == "interrupted":
+        return EXIT_INTERRUPTED
+    return EXIT_BUG if kind == "bug" else EXIT_MACHINE
+
+
+def _where(error: BaseException) -> str | None:
+    """The innermost line of this package that an exception went through: which operation it was."""
+    package = Path(__file__).parent
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if package in Path(f.filename).parents]
+    if not frames:
+        return None
+    frame = frames[-1]
+    return f"{Path(frame.filename).relative_to(package.parent)}:{frame.lineno} {frame.name}: {frame.line}"

@@ -1,0 +1,100 @@
+"""The harness's commands against a test's scheduler, in a folder of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scheduler import Scheduler
+
+TINY = (
+    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "data.mask_fraction=0.3"),
+    *("training.seq_len=64", "training.global_batch_size=8", "training.steps=6", "metrics.console=plain"),
+)
+# All nodes are this machine, whose name need not resolve to an address that gloo can use.
+ON_SLURM = (
+    *("cluster=slurm_cpu", "cluster.time=30", "cluster.cpus_per_rank=1", "cluster.mem=4000M"),
+    "cluster.env={GLOO_SOCKET_IFNAME:lo,OMP_NUM_THREADS:'1',MASTER_ADDR:'127.0.0.1'}",
+)
+COMMAND_SECONDS = 240
+
+
+class Commands:
+    """Runs commands as a user does.
+
+    Args:
+        slurm: the scheduler.
+        home: where run folders are made.
+        checkout: working folder, from which the code is taken if it has any.
+    """
+
+    def __init__(self, slurm: Scheduler, home: Path, checkout: Path | None = None) -> None:
+        self.slurm, self.home, self.checkout = slurm, home, checkout
+
+    def start(self, verb: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        """Starts ``python -m harness.<verb>``."""
+        return subprocess.Popen(
+            [sys.executable, "-m", f"harness.{verb}", *arguments],
+            env={**os.environ, **self.slurm.environment, "HF_HUB_OFFLINE": "1", **environment},
+            cwd=self.checkout or self.home,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, verb: str, *arguments: str, code: int = 0, **environment: str) -> str:
+        """Runs it to its end; returns what it printed, stderr first.
+
+        Raises:
+            AssertionError: it ended with another exit code.
+        """
+        process = self.start(verb, *arguments, **environment)
+        out, err = process.communicate(timeout=COMMAND_SECONDS)
+        assert process.returncode == code, f"exit code {process.returncode}, wanted {code}\n{err}\n{out}"
+        return err + out
+
+    def train(self, *overrides: str, code: int = 0, **environment: str) -> str:
+        """Trains something tiny."""
+        return self.run("train", *TINY, f"runs_dir={self.home}", *overrides, code=code, **environment)
+
+    def only_run(self, name: str) -> Path:
+        """The run folder of the only job of a name."""
+        found = [path.parent for path in (self.home / name).glob("*/job.json")]
+        assert len(found) == 1, found
+        return found[0]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON file; empty if it is not there yet."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    """The curve of a run."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+def logs_of(run: Path) -> str:
+    """Everything that a run printed, for the message of a test that fails."""
+    files = [*run.glob("slurm/*/*.out"), *run.glob("logs/*"), *run.glob("attempts/*/logs/*")]
+    return "\n".join(f"== {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = COMMAND_SECONDS) -> Any:
+    """Waits for something to be true, and returns it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
+        time.sleep(0.1)
+    return found

@@ -1,0 +1,25 @@
+"""One scheduler for all tests that need one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scheduler import Scheduler, missing_programs
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Scheduler]:
+    """A real SLURM of four virtual nodes."""
+    missing = missing_programs()
+    # Tests without it are skipped elsewhere; where CI runs it has to be there.
+    assert not missing, f"SLURM is not installed: {', '.join(missing)} missing; .ci/run installs it"
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    with Scheduler(folder) as scheduler:
+        yield scheduler
+    if "KEEP_SLURM" not in os.environ:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,77 @@
+"""Read by Python at its start: makes ranks of some points of a sweep fail, once, in the third step.
+
+Which point is which is told by its job: the seed says whether it fails, the layout says how.
+"""
+
+import importlib.abc
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+STEP = 3
+
+
+def raise_on_rank_1(rank):
+    if rank == 1:
+        raise RuntimeError("injected into rank 1")
+
+
+def eat_memory_on_rank_0(rank):
+    if rank == 0:
+        import torch
+
+        eaten = [torch.ones(2**26)]  # 256 MiB of float32
+        while True:
+            eaten.append(torch.ones(2**26))
+
+
+def kill_rank_3(rank):
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULTS = {
+    (2, 1): raise_on_rank_1,
+    (1, 2): eat_memory_on_rank_0,
+    (4, 1): kill_rank_3,
+}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "harness.loop.engine":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            sabotage(module.Engine)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def sabotage(engine):
+    run, rank = Path(sys.argv[-1]), int(os.environ["RANK"])
+    job = json.loads((run / "job.json").read_text())
+    fault = FAULTS.get((job["parallelism"]["dp_shard"], job["parallelism"]["tp"]))
+    if job["training"]["seed"] != 2 or fault is None or (run / "attempts").exists():
+        return
+    original, calls = engine.gradients, []
+
+    def gradients(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == STEP:
+            fault(rank)
+        return original(self, *args, **kwargs)
+
+    engine.gradients = gradients
+
+
+if "SLURM_PROCID" in os.environ and "harness.rank" in Path("/proc/self/cmdline").read_text():
+    sys.meta_path.insert(0, Finder())

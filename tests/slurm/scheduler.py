@@ -1,0 +1,189 @@
+"""A real SLURM of four virtual nodes on this machine: own configuration, own key, nothing in /etc."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scontrol", "scancel")
+NODES = 4
+CPUS = 8
+MEGABYTES = 20000
+START_SECONDS = 60
+
+
+def missing_programs() -> list[str]:
+    """What of SLURM is not installed here."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    return [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Scheduler:
+    """Daemons in a folder of their own; leaving the context ends them.
+
+    Args:
+        folder: for configuration, state and logs. Its path must be short: munge's socket lies in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Scheduler:
+        try:
+            self._configure()
+            self._start_munge()
+            self._start("slurmctld", "slurmctld", "-D", "-f", str(self.configuration))
+            for node in self.nodes:
+                self.start_node(node)
+            self.wait_for_nodes()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Nodes first, so that they end what runs on them; each by its own process id.
+        for name in sorted(self._daemons, key=lambda each: each in ("slurmctld", "munged")):
+            self._end(name)
+
+    @property
+    def configuration(self) -> Path:
+        return self.folder / "slurm.conf"
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"node{number}" for number in range(1, NODES + 1)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What clients need."""
+        path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+        return {"SLURM_CONF": str(self.configuration), "PATH": path}
+
+    def start_node(self, node: str) -> None:
+        """Starts the daemon of a node."""
+        self._start(node, "slurmd", "-D", "-f", str(self.configuration), "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """Kills the daemon of a node, and what runs there goes on unwatched."""
+        daemon = self._daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
+
+    def run(self, *command: str) -> str:
+        """What a client command prints."""
+        done = subprocess.run(
+            command, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def wait_for(self, condition: Any, what: str, seconds: float = START_SECONDS) -> None:
+        """Waits until a condition holds, and fails with what was waited for."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}; logs in {self.folder}"
+            time.sleep(0.2)
+
+    def wait_for_nodes(self) -> None:
+        """Waits until nothing runs any more and all nodes are up."""
+        self.wait_for(lambda: self._idle() == NODES, "four idle nodes", 120)
+
+    def _idle(self) -> int:
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            return int(self.run("sinfo", "--noheader", "--states=idle", "--format=%D").strip() or 0)
+        return 0
+
+    def _configure(self) -> None:
+        host = socket.gethostname()
+        for name in ("state", "spool", "log"):
+            (self.folder / name).mkdir(parents=True)
+        ports = [free_port() for _ in self.nodes]
+        lines = [
+            "ClusterName=test",
+            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldPort={free_port()}",
+            f"SlurmUser={getpass.getuser()}",
+            f"SlurmdUser={getpass.getuser()}",
+            "AuthType=auth/munge",
+            # The lifetime of a credential is how long a requeued job waits before it is started again.
+            f"AuthInfo=socket={self.folder}/munge.sock,cred_expire=5",
+            "CredType=cred/munge",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "SwitchType=switch/none",
+            "MpiDefault=none",
+            "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_Core_Memory",
+            # Kills for memory as a cgroup would, where there are no cgroups.
+            "JobAcctGatherType=jobacct_gather/linux",
+            "JobAcctGatherFrequency=1",
+            "JobAcctGatherParams=OverMemoryKill",
+            "AccountingStorageType=accounting_storage/none",
+            "ReturnToService=1",
+            "JobRequeue=1",
+            "SlurmdParameters=config_overrides",
+            "SlurmdTimeout=10",
+            "KillWait=20",
+            "MinJobAge=300",
+            "InactiveLimit=0",
+            "SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1",
+            f"StateSaveLocation={self.folder}/state",
+            f"SlurmdSpoolDir={self.folder}/spool/%n",
+            f"SlurmctldPidFile={self.folder}/slurmctld.pid",
+            f"SlurmdPidFile={self.folder}/slurmd-%n.pid",
+            f"SlurmctldLogFile={self.folder}/log/slurmctld.log",
+            f"SlurmdLogFile={self.folder}/log/%n.log",
+        ]
+        lines += [
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
+            f"CPUs={CPUS} RealMemory={MEGABYTES}"
+            for node, port in zip(self.nodes, ports, strict=True)
+        ]
+        lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+        self.configuration.write_text("\n".join(lines) + "\n")
+
+    def _start_munge(self) -> None:
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        self._start(
+            "munged",
+            *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.sock"),
+            *(f"--pid-file={self.folder}/munge.pid", f"--log-file={self.folder}/log/munge.log"),
+            f"--seed-file={self.folder}/munge.seed",
+        )
+        self.wait_for((self.folder / "munge.sock").exists, "munged")
+
+    def _start(self, name: str, *command: str) -> None:
+        path = shutil.which(command[0], path=self.environment["PATH"])
+        assert path is not None, f"{command[0]} is not installed"
+        with (self.folder / "log" / f"{name}.out").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                [path, *command[1:]], stdout=log, stderr=log, env={**os.environ, **self.environment}
+            )
+
+    def _end(self, name: str) -> None:
+        daemon = self._daemons[name]
+        if daemon.poll() is None:
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()

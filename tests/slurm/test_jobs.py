@@ -1,0 +1,172 @@
+"""Single jobs on a real SLURM: the same numbers, edits that do not matter, requeues that lose nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import ON_SLURM, Commands, logs_of, losses, read, until
+from scheduler import Scheduler
+
+from harness.errors import EXIT_RESUMABLE
+
+pytestmark = pytest.mark.slurm
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def commands(slurm: Scheduler, tmp_path: Path) -> Commands:
+    return Commands(slurm, tmp_path)
+
+
+def job_of(run: Path) -> str:
+    """The SLURM job id of a run."""
+    return str(until(lambda: read(run / "slurm" / "job.json").get("job_id"), "a job id"))
+
+
+def step_of(run: Path) -> int:
+    try:
+        return losses(run)[-1][0]
+    except (FileNotFoundError, IndexError, ValueError):
+        return 0
+
+
+def until_done(run: Path, seconds: float = 240) -> None:
+    until(lambda: read(run / "status.json").get("state") in ("completed", "failed"), f"{run} to end", seconds)
+    assert read(run / "status.json")["state"] == "completed", logs_of(run)
+
+
+def test_two_nodes_of_two_ranks_compute_what_one_process_does(commands: Commands) -> None:
+    layout = ("name=pair", "parallelism=fsdp_tp", *ON_SLURM)
+    planned = commands.train(*layout, "cluster.dry_run=true")
+    assert not (commands.home / "pair").exists()
+    said = commands.train(*layout, "cluster.wait=true")
+    run = commands.only_run("pair")
+    assert f"submitted as job {job_of(run)}, 2 nodes x 2 ranks, at most 2 rank-hours" in said
+    assert "step 6/6" in said or "loss" in said  # rank 0 is shown
+    submitted = next(run.glob("slurm/*/*_submission.sh")).read_text()
+    assert planned.startswith(submitted)
+
+    commands.train("name=alone")
+    alone = dict(losses(commands.only_run("alone")))
+    assert dict(losses(run)) == pytest.approx(alone, rel=1e-5)
+    assert read(run / "result.json")["world_size"] == 4
+    assert commands.train(*layout).startswith("pair: all 6 steps are done")
+
+
+def test_what_is_edited_while_a_job_waits_does_not_change_it(slurm: Scheduler, tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    for name in ("harness", "conf", "experiments", "sweeps"):
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True)
+    commands = Commands(slurm, tmp_path / "runs", checkout)
+    commands.train("name=held", *ON_SLURM, "cluster.sbatch={hold: true}")
+    run = commands.only_run("held")
+    dim = read(run / "job.json")["model"]["dim"]
+    model = checkout / "conf" / "model" / "llama3_tiny.yaml"
+    model.write_text(model.read_text().replace(f"dim: {dim}", f"dim: {2 * dim}"))
+    (checkout / "harness" / "rank.py").write_text("raise RuntimeError('this code was not submitted')\n")
+    slurm.run("scontrol", "release", job_of(run))
+    until_done(run)
+    assert read(run / "result.json")["job.model.dim"] == dim
+    assert read(run / "result.json")["step"] == 6
+
+
+def test_a_job_that_is_requeued_and_out_of_time_ends_as_if_left_alone(commands: Commands) -> None:
+    """Told to make place three times: twice by somebody, once because its time is up."""
+    slurm = commands.slurm
+    # Steps of a third of a second on an idle machine.
+    long = ("model=llama3_debug", "training.seq_len=128", "training.steps=100", "checkpoint.interval=1000")
+    long = (*long, "parallelism=fsdp", "debug=deterministic")
+    commands.train("name=moved", *long, *ON_SLURM, "cluster.signal_seconds=25")
+    run = commands.only_run("moved")
+    job = job_of(run)
+
+    def restarts() -> int:
+        return int(read(run / "slurm" / "job.json").get("restarts", 0))
+
+    def after_some_steps(*command: str) -> None:
+        began, seen = step_of(run), restarts()
+        until(lambda: step_of(run) > began + 2, "some steps")
+        slurm.run(*command)
+        until(lambda: restarts() > seen, "the job to be started again")
+
+    after_some_steps("scontrol", "requeue", job)
+    after_some_steps("scontrol", "requeue", job)
+    # SLURM looks at its limits every 30 s, and tells a job up to 30 s too early.
+    after_some_steps("scontrol", "update", f"jobid={job}", "timelimit=1")
+    slurm.run("scontrol", "update", f"jobid={job}", "timelimit=30")
+    until_done(run)
+    assert restarts() >= 3
+    attempts = [read(path / "result.json") for path in sorted((run / "attempts").iterdir())]
+    assert [row["exit_code"] for row in attempts] == [EXIT_RESUMABLE] * len(attempts), logs_of(run)
+    assert all(row["saved"] for row in attempts[:3])
+
+    commands.train("name=left_alone", *long, "cluster.threads_per_rank=1")
+    alone = commands.only_run("left_alone")
+    assert losses(run) == losses(alone)
+    assert read(run / "result.json")["loss"] == read(alone / "result.json")["loss"]
+
+
+def test_a_node_that_is_taken_down_and_one_that_dies(commands: Commands) -> None:
+    slurm = commands.slurm
+    commands.train(
+        *("name=nodes", "training.steps=900", "checkpoint.interval=20", "metrics.log_interval=10"),
+        *("parallelism=fsdp", "parallelism.dp_shard=2", *ON_SLURM, "cluster.ranks_per_node=1"),
+    )
+    run = commands.only_run("nodes")
+    job = job_of(run)
+
+    def nodes() -> list[str]:
+        said = describe(slurm, job).get("NodeList", "")
+        return slurm.run("scontrol", "show", "hostnames", said).split() if said not in ("", "(null)") else []
+
+    def restarts() -> int:
+        return int(describe(slurm, job).get("Restarts", "0"))
+
+    def has_saved() -> bool:
+        return any(run.glob("checkpoints/step-*/manifest.json"))
+
+    until(has_saved, "a checkpoint")
+    down = nodes()[-1]
+    slurm.run("scontrol", "update", f"nodename={down}", "state=down", "reason=test")
+    try:
+        until(lambda: restarts() == 1, "the job to be requeued")
+        until(lambda: read(run / "slurm" / "job.json").get("restarts") == 1, "its second start")
+        began = until(lambda: step_of(run), "steps")
+        until(lambda: step_of(run) > began, "more steps")
+        dead = nodes()[-1]
+        assert dead != down
+        slurm.kill_node(dead)
+        until(lambda: restarts() == 2, "the job to be requeued")
+        slurm.start_node(dead)
+    finally:
+        slurm.run("scontrol", "update", f"nodename={down}", "state=resume")
+    until_done(run)
+    row = read(run / "result.json")
+    assert row["step"] == 900
+    assert row["start_step"] > 0, "it went on from a checkpoint"
+    slurm.wait_for_nodes()
+
+
+def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None:
+    layout = ("name=ended", "training.steps=100000", "metrics.log_interval=10", *ON_SLURM)
+    commands.train(*layout)
+    run = commands.only_run("ended")
+    job = job_of(run)
+    until(lambda: step_of(run) > 10, "steps")
+    assert f"already submitted (RUNNING) as job {job}" in commands.train(*layout)
+    commands.slurm.run("scancel", job)
+    until(lambda: read(run / "status.json").get("state") == "interrupted", "it to end")
+    until(lambda: not commands.slurm.run("squeue", "--noheader", f"--jobs={job}").strip(), "the queue", 60)
+    assert read(run / "result.json")["exit_code"] == EXIT_RESUMABLE
+    assert "submitted as job" in commands.train(*layout)
+    assert job_of(run) != job
+    commands.slurm.run("scancel", job_of(run))
+
+
+def describe(slurm: Scheduler, job: str) -> dict[str, str]:
+    """What SLURM says of a job."""
+    said = slurm.run("scontrol", "show", "job", "--oneliner", job).split()
+    return dict(part.split("=", 1) for part in said if "=" in part)
