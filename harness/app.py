@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +21,7 @@ from harness.compose import (
 from harness.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
-    EXIT_MACHINE,
-    EXIT_NON_FINITE,
     EXIT_OK,
-    EXIT_RESUMABLE,
-    EXIT_USER,
-    STOPPED,
     HarnessError,
     UserError,
 )
@@ -70,9 +64,8 @@ def run_verb(
 ) -> None:
     """Composes a job from the command line, hands it to ``verb`` and exits with the code it returns.
 
-    ``--help``, ``--cfg job``, ``-m`` and shell completion are Hydra's. With ``-m`` and no ``sweep`` the
-    verb is called for every job, one after another; the exit code is that of the first that failed, and at
-    the end all that failed are named.
+    ``--help``, ``--cfg job``, ``-m`` and shell completion are Hydra's. With ``-m`` all points are
+    composed first, and handed to ``sweep``.
 
     Args:
         verb: takes the resolved job and the overrides it came from.
@@ -100,16 +93,17 @@ def run_verb(
         _run_hydra(take, config_name)
         return EXIT_OK
 
-    def run(config: Any, own: list[str]) -> int:
-        return verb(job_from_config(config, schema), own)
+    def run() -> int:
+        if not points:
+            return EXIT_OK  # something was only to be shown
+        if not many:
+            [(config, own)] = points
+            return verb(job_from_config(config, schema), own)
+        if sweep is None:
+            raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
+        return sweep([_composed(config, own, schema) for config, own in points])
 
-    code = guarded(compose_all)
-    if code == EXIT_OK and many and sweep is not None:
-        code = guarded(lambda: sweep([_composed(config, own, schema) for config, own in points]))
-    elif code == EXIT_OK:
-        calls = [(own, functools.partial(run, config, own)) for config, own in points]
-        code = _run_points(calls) if many else next((guarded(call) for _, call in calls), EXIT_OK)
-    sys.exit(code)
+    sys.exit(guarded(compose_all) or guarded(run))
 
 
 def _composed(config: Any, own: list[str], schema: type) -> Composed:
@@ -117,41 +111,6 @@ def _composed(config: Any, own: list[str], schema: type) -> Composed:
         return Composed(own, job_from_config(config, schema))
     except UserError as error:
         return Composed(own, None, str(error))
-
-
-def _run_points(calls: Sequence[tuple[list[str], Callable[[], int]]]) -> int:
-    """Runs the points of a multirun; one that fails does not keep the next from running, ^C does.
-
-    Returns:
-        the exit code of the first that failed.
-    """
-    failed: list[tuple[int, str]] = []
-    shared = set.intersection(*(set(overrides) for overrides, _ in calls))
-    number = 0
-    for number, (overrides, call) in enumerate(calls, start=1):
-        point = " ".join([f"[{number}/{len(calls)}]", *(o for o in overrides if o not in shared)])
-        sys.stderr.write(f"{point}\n")
-        code = guarded(call)
-        if code != EXIT_OK:
-            failed.append((code, f"{point}: {_EXIT_WORDS.get(code, f'failed (exit code {code})')}"))
-        if code in STOPPED:
-            break
-    if failed:
-        named = "".join(f"  {text}\n" for _, text in failed)
-        sys.stderr.write(f"{len(failed)} of {len(calls)} points did not complete:\n{named}")
-        left = len(calls) - number
-        if left:
-            sys.stderr.write(f"  and {left} more were not started\n")
-    return failed[0][0] if failed else EXIT_OK
-
-
-_EXIT_WORDS = {
-    EXIT_USER: "a mistake in the job (exit code 2)",
-    EXIT_MACHINE: "the machine failed (exit code 3)",
-    EXIT_NON_FINITE: "loss or gradients not finite (exit code 4)",
-    EXIT_RESUMABLE: "stopped and saved (exit code 75); the same command goes on",
-    EXIT_INTERRUPTED: "interrupted (exit code 130)",
-}
 
 
 def typed_overrides(arguments: list[str]) -> list[str]:

@@ -239,7 +239,7 @@ def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert "2 of 2 points did not complete" in done.stderr
+    assert "none of the 2 points can be" in done.stderr
     assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()] == [
         "runs/.multirun/multirun.yaml"
     ]

@@ -15,6 +15,7 @@ from harness.convert import ConvertJob
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.parity import ParityJob
+from harness.sweep.__main__ import _parser
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -37,6 +38,10 @@ def test_harness_commands_compose(command: str, monkeypatch: pytest.MonkeyPatch)
     module = words.index("-m") + 1
     overrides = [word for word in words[module + 1 :] if not word.startswith("-")]
     verb = words[module].removeprefix("harness.")
+    if verb == "sweep":
+        arguments = _parser().parse_args(words[module + 1 :])
+        assert str(arguments.folder).startswith("runs/")
+        return
     schema, name = {"parity": ParityJob, "convert": ConvertJob}.get(verb, Job), verb
     if words[0] == "torchrun":
         monkeypatch.setenv("RANK", "0")
@@ -60,7 +65,7 @@ def test_listed_options_exist_and_all_are_listed() -> None:
     table = README.split("| group | options |")[1].split("\n\n")[0]
     for row in table.splitlines()[2:]:
         groups, options = (re.findall(r"`([\w.]+)`", cell) for cell in row.strip("|").split("|", 1))
-        if groups == ["experiment"]:
+        if groups == ["experiment", "sweep"]:
             continue
         shipped = {p.stem for group in groups for p in (ROOT / "conf" / group).glob("*.yaml")}
         assert set(options) == shipped, groups

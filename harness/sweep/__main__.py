@@ -13,7 +13,7 @@ from harness.cluster.ticket import Ticket
 from harness.errors import EXIT_OK
 from harness.run_folder import RunFolder
 from harness.sweep.registry import Registry
-from harness.sweep.run import resume, settle_point
+from harness.sweep.run import log_table, resume, settle_point
 from harness.sweep.state import BUSY, Seen, look_at_all
 from harness.sweep.table import aligned, draw, markdown, rows_of, write_csv
 
@@ -80,6 +80,7 @@ def collect(registry: Registry, _: argparse.Namespace) -> int:
         f"# {registry.name}\n\n{markdown(rows)}{_skipped_in_words(registry)}"
     )
     draw(registry.path / "plot.png", registry.name, seen)
+    log_table(registry, seen, [each.point.job for each in seen])
     for name in ("table.csv", "table.md", "plot.png"):
         sys.stdout.write(f"{registry.path / name}\n")
     return EXIT_OK

@@ -37,8 +37,16 @@ class Point:
 
     @property
     def job(self) -> Job:
-        """The resolved job, as its run folder has it."""
-        return Job.from_json((self.run_dir / "job.json").read_text())
+        """The resolved job, as its run folder has it.
+
+        Raises:
+            UserError: the folder is gone.
+        """
+        try:
+            return Job.from_json((self.run_dir / "job.json").read_text())
+        except FileNotFoundError:
+            command = " ".join(self.overrides)
+            raise UserError(f"{self.run_dir}: the run folder is gone; it was made by: {command}") from None
 
 
 @dataclass(frozen=True)

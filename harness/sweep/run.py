@@ -48,7 +48,9 @@ def sweep(composed: Sequence[Composed]) -> int:
             RunFolder(job.run_dir).plan(job, points[job.id].overrides)
         registry.add(list(points.values()), skipped)
         # As composed now: labels such as the partition or the time limit may be others than last time.
-        return _start(registry, look_at_all(list(points.values())), {job.id: job for job in jobs}, skipped)
+        return _start(
+            registry, look_at_all(list(points.values())), {job.id: job for job in jobs}, skipped, anew=True
+        )
 
 
 def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
@@ -60,7 +62,8 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
     """
     with registry.controlled():
         seen = look_at_all(registry.points())
-        return _start(registry, seen, {each.point.id: each.point.job for each in seen}, [], out_of_memory)
+        jobs = {each.point.id: each.point.job for each in seen}
+        return _start(registry, seen, jobs, [], out_of_memory=out_of_memory)
 
 
 def _start(
@@ -68,12 +71,28 @@ def _start(
     seen: Sequence[Seen],
     jobs: dict[str, Job],
     skipped: Sequence[Skipped],
+    *,
     out_of_memory: bool = False,
+    anew: bool = False,
 ) -> int:
-    """Shows what there is to do, asks where it is dear, and does it."""
+    """Shows what there is to do, asks where it is dear, and does it.
+
+    Args:
+        registry: the sweep.
+        seen: its points.
+        jobs: their jobs, by id.
+        skipped: what could not be.
+        out_of_memory: start what failed for want of memory too.
+        anew: start what is complete too, where the job says ``checkpoint.resume=false``.
+    """
     seen = _settle_lost(seen, jobs)
     starved = [] if out_of_memory else [each for each in seen if each.kind == "out_of_memory"]
-    wanted = [each for each in seen if each.state not in ("completed", *BUSY) and each not in starved]
+    done = [
+        each
+        for each in seen
+        if each.state == "completed" and (jobs[each.point.id].checkpoint.resume or not anew)
+    ]
+    wanted = [each for each in seen if each.state not in BUSY and each not in (*done, *starved)]
     sys.stderr.write(_plan_in_words(registry, seen, wanted, starved, jobs, skipped))
     remote = [each for each in wanted if jobs[each.point.id].cluster.kind == "slurm"]
     local = [each for each in wanted if jobs[each.point.id].cluster.kind == "local"]
@@ -274,9 +293,19 @@ def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[str, Job],
             f"{len(left)} of {len(seen)} points did not complete:\n{lines}"
             f"python -m harness.sweep resume {registry.path}\n"
         )
-    wanting = [job for job in jobs.values() if job.metrics.wandb]
-    if wanting and not stopped:
-        log_sweep(wanting[0].metrics, registry.path, registry.name, rows_of(seen, whole=True))
     if stopped:
         return EXIT_INTERRUPTED
+    log_table(registry, seen, list(jobs.values()))
     return 1 if left else EXIT_OK
+
+
+def log_table(registry: Registry, seen: Sequence[Seen], jobs: Sequence[Job]) -> None:
+    """Logs the table of a sweep to W&B, if its runs go there too."""
+    wanting = [job for job in jobs if job.metrics.wandb]
+    if not wanting:
+        return
+    try:
+        log_sweep(wanting[0].metrics, registry.path, registry.name, rows_of(seen, whole=True))
+    except Exception as error:
+        # What a client of a remote service raises is not ours to list, and the table is here.
+        sys.stderr.write(f"WARNING the table could not be logged to W&B: {type(error).__name__}: {error}\n")

@@ -131,5 +131,5 @@ def _running_facts(folder: RunFolder) -> dict[str, Any]:
 def _steps(point: Point) -> int:
     try:
         return point.job.training.steps
-    except (OSError, ValueError):
+    except (OSError, ValueError, UserError):
         return 0

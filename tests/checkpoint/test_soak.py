@@ -24,8 +24,11 @@ import faults
 import soak
 
 
-def test_killed_and_resumed_is_the_run_that_was_left_alone(tmp_path: Path) -> None:
-    layout = "fsdp 4"
+def test_killed_and_resumed_is_the_run_that_was_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = "fsdp 2"
+    monkeypatch.setitem(soak.LAYOUTS, layout, ["parallelism=fsdp", "parallelism.dp_shard=2"])
     draws = {"sync": random.Random("inside saving"), "async": random.Random("2")}
     inside_saving = [soak.Kill("saving", fraction=1.0, ordinal=2, delay=0.0, victim="all")]
     kills = {"sync": inside_saving, "async": soak.draw_kills(draws["async"])[:1]}

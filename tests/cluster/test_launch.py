@@ -205,14 +205,3 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(launch: Start) -> 
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == EXIT_INTERRUPTED
     assert job.read("result.json")["exit_reason"] == "interrupted"
-
-
-def test_a_multirun_goes_on_after_a_failing_point_and_names_it(launch: Start) -> None:
-    job = launch("-m", "parallelism=fsdp,single", "training.global_batch_size=3", "training.steps=4")
-    assert job.finish() == EXIT_USER
-    lines = job.err.splitlines()
-    assert lines[0] == "[1/2] parallelism=fsdp" and lines[1].startswith("error: training.global_batch_size=3")
-    assert lines[2] == "[2/2] parallelism=single"
-    assert lines[3] == "1 of 2 points did not complete:"
-    assert lines[4] == "  [1/2] parallelism=fsdp: a mistake in the job (exit code 2)"
-    assert job.read("result.json")["exit_reason"] == "completed"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def commands(slurm: Scheduler, tmp_path: Path) -> Commands:
+def commands(slurm: Scheduler, tmp_path: Path, moved: Future[Path]) -> Commands:
     return Commands(slurm, tmp_path)
 
 
 def job_of(run: Path) -> str:
     """The SLURM job id of a run."""
     return str(until(lambda: read(run / "slurm" / "job.json").get("job_id"), "a job id"))
+
+
+def restarts_of(run: Path) -> int:
+    return int(read(run / "slurm" / "job.json").get("restarts", 0))
 
 
 def step_of(run: Path) -> int:
@@ -73,24 +79,26 @@ def test_what_is_edited_while_a_job_waits_does_not_change_it(slurm: Scheduler, t
     assert read(run / "result.json")["step"] == 6
 
 
-def test_a_job_that_is_requeued_and_out_of_time_ends_as_if_left_alone(commands: Commands) -> None:
-    """Told to make place three times: twice by somebody, once because its time is up."""
-    slurm = commands.slurm
+LONG = (
     # Steps of a third of a second on an idle machine.
-    long = ("model=llama3_debug", "training.seq_len=128", "training.steps=100", "checkpoint.interval=1000")
-    long = (*long, "parallelism=fsdp", "debug=deterministic")
-    commands.train("name=moved", *long, *ON_SLURM, "cluster.signal_seconds=25")
+    *("model=llama3_debug", "training.seq_len=128", "training.steps=100", "checkpoint.interval=1000"),
+    *("parallelism=fsdp", "debug=deterministic"),
+)
+
+
+def move_a_job(commands: Commands) -> Path:
+    """Tells a job to make place three times, once because its time is up; returns its run."""
+    slurm = commands.slurm
+    # On a node of its own, because other tests take nodes down meanwhile.
+    commands.train("name=moved", *LONG, *ON_SLURM, "cluster.signal_seconds=25", "cluster.exclude='node[2-4]'")
     run = commands.only_run("moved")
     job = job_of(run)
 
-    def restarts() -> int:
-        return int(read(run / "slurm" / "job.json").get("restarts", 0))
-
     def after_some_steps(*command: str) -> None:
-        began, seen = step_of(run), restarts()
+        began, seen = step_of(run), restarts_of(run)
         until(lambda: step_of(run) > began + 2, "some steps")
         slurm.run(*command)
-        until(lambda: restarts() > seen, "the job to be started again")
+        until(lambda: restarts_of(run) > seen, "the job to be started again")
 
     after_some_steps("scontrol", "requeue", job)
     after_some_steps("scontrol", "requeue", job)
@@ -98,15 +106,15 @@ def test_a_job_that_is_requeued_and_out_of_time_ends_as_if_left_alone(commands: 
     after_some_steps("scontrol", "update", f"jobid={job}", "timelimit=1")
     slurm.run("scontrol", "update", f"jobid={job}", "timelimit=30")
     until_done(run)
-    assert restarts() >= 3
-    attempts = [read(path / "result.json") for path in sorted((run / "attempts").iterdir())]
-    assert [row["exit_code"] for row in attempts] == [EXIT_RESUMABLE] * len(attempts), logs_of(run)
-    assert all(row["saved"] for row in attempts[:3])
+    return run
 
-    commands.train("name=left_alone", *long, "cluster.threads_per_rank=1")
-    alone = commands.only_run("left_alone")
-    assert losses(run) == losses(alone)
-    assert read(run / "result.json")["loss"] == read(alone / "result.json")["loss"]
+
+@pytest.fixture(scope="session")
+def moved(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Path]]:
+    """That job, beside the other tests: it mostly waits."""
+    commands = Commands(slurm, tmp_path_factory.mktemp("moved"))
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(move_a_job, commands)
 
 
 def test_a_node_that_is_taken_down_and_one_that_dies(commands: Commands) -> None:
@@ -114,6 +122,7 @@ def test_a_node_that_is_taken_down_and_one_that_dies(commands: Commands) -> None
     commands.train(
         *("name=nodes", "training.steps=900", "checkpoint.interval=20", "metrics.log_interval=10"),
         *("parallelism=fsdp", "parallelism.dp_shard=2", *ON_SLURM, "cluster.ranks_per_node=1"),
+        "cluster.exclude=node1",
     )
     run = commands.only_run("nodes")
     job = job_of(run)
@@ -147,7 +156,6 @@ def test_a_node_that_is_taken_down_and_one_that_dies(commands: Commands) -> None
     row = read(run / "result.json")
     assert row["step"] == 900
     assert row["start_step"] > 0, "it went on from a checkpoint"
-    slurm.wait_for_nodes()
 
 
 def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None:
@@ -164,6 +172,19 @@ def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None
     assert "submitted as job" in commands.train(*layout)
     assert job_of(run) != job
     commands.slurm.run("scancel", job_of(run))
+
+
+def test_a_job_that_is_requeued_and_out_of_time_ends_as_if_left_alone(
+    commands: Commands, moved: Future[Path]
+) -> None:
+    commands.train("name=left_alone", *LONG, "cluster.threads_per_rank=1")
+    alone, run = commands.only_run("left_alone"), moved.result()
+    assert restarts_of(run) >= 3
+    attempts = [read(path / "result.json") for path in sorted((run / "attempts").iterdir())]
+    assert [row["exit_code"] for row in attempts] == [EXIT_RESUMABLE] * len(attempts), logs_of(run)
+    assert all(row["saved"] for row in attempts[:3])
+    assert losses(run) == losses(alone)
+    assert read(run / "result.json")["loss"] == read(alone / "result.json")["loss"]
 
 
 def describe(slurm: Scheduler, job: str) -> dict[str, str]:

@@ -28,7 +28,7 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Commands:
-    slurm.wait_for_nodes()
+    slurm.wait_for_up()
     return Commands(slurm, tmp_path_factory.mktemp("sweep"))
 
 

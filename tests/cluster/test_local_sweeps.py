@@ -1,0 +1,87 @@
+"""Sweeps on this machine: one point after another, failures named, killed controllers survived."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from launching import PATIENCE, Launch, until
+
+from harness.errors import EXIT_OK, EXIT_USER
+
+Start = Callable[..., Launch]
+
+
+def sweep(folder: Path, *arguments: str) -> str:
+    """What ``python -m harness.sweep`` prints, stderr first."""
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.sweep", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+    )
+    assert done.returncode == EXIT_OK, done.stderr
+    return done.stderr + done.stdout
+
+
+def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: Path) -> None:
+    """Two points that no job can be made of, one that finds no data, and one that completes."""
+    typed = ("-m", "parallelism.dp_shard=1,3", "data=synthetic,local_text", "data.paths=[nowhere/*]")
+    typed = (*typed, "name=swept", "training.steps=4", "metrics.wandb=true")
+    job = launch(*typed, environment={"WANDB_MODE": "offline"})
+    assert job.finish() == 1
+    assert job.err.startswith("runs/swept: 4 points, 2 to run\n")
+    rule = "parallelism.dp_shard=3 data=synthetic: training.global_batch_size=4: must be a multiple"
+    assert rule in job.err
+    assert "[2/2] data=local_text\n" in job.err
+    assert "1 of 2 points did not complete:\n  data=local_text: user: " in job.err
+    shown = dict(line.split()[:2] for line in job.out.splitlines() if line.startswith("data="))
+    assert shown == {"data=synthetic": "completed", "data=local_text": "failed"}
+    assert list((tmp_path / "runs" / "swept" / "wandb").glob("offline-run-*")), "the table"
+
+    again = launch(*typed, environment={"WANDB_MODE": "disabled"})
+    assert again.finish() == 1
+    assert "4 points, 1 to run" in again.err and "1 completed already" in again.err
+
+    printed = sweep(tmp_path, "status", "runs/swept")
+    assert printed.splitlines()[-1] == "1 completed, 1 failed, 2 skipped"
+    sweep(tmp_path, "collect", "runs/swept")
+    table = (tmp_path / "runs" / "swept" / "table.csv").read_text().splitlines()
+    assert len(table) == 3 and table[0].startswith("point,state,kind,")
+
+
+def test_a_sweep_whose_controller_is_killed_is_resumed(launch: Start, tmp_path: Path) -> None:
+    typed = ("-m", "training.seed=1,2", "name=cut", "training.steps=600", "checkpoint.interval=20")
+    typed = (*typed, "metrics.log_interval=10")
+    first = launch(*typed)
+    until(lambda: bool(list(tmp_path.glob("runs/cut/*/checkpoints/step-*/manifest.json"))), PATIENCE)
+
+    second = launch(*typed)
+    assert second.finish() == EXIT_USER
+    assert "another process is starting the jobs of this sweep" in second.err
+
+    first.process.kill()
+    until(lambda: not first.ranks(), PATIENCE)
+    printed = sweep(tmp_path, "status", "runs/cut")
+    assert printed.splitlines()[-1] in ("1 failed, 1 planned", "1 stopped, 1 planned")
+    printed = sweep(tmp_path, "resume", "runs/cut")
+    assert "2 points, 2 to run" in printed
+    rows = [json.loads(path.read_text()) for path in tmp_path.glob("runs/cut/*/result.json")]
+    assert [row["exit_reason"] for row in rows] == ["completed"] * 2
+    assert max(row["start_step"] for row in rows) > 0, "it went on from a checkpoint"
+
+
+def test_no_sweep_in_a_folder(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.sweep", "status", str(tmp_path / "nothing")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == EXIT_USER
+    assert done.stderr == f"error: {tmp_path}/nothing: no sweep was started in this folder\n"

@@ -1,0 +1,242 @@
+"""What SLURM is asked for, and how its answers are read; without SLURM. With it: tests/slurm."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cluster import batch, queue
+from harness.cluster.batch import rank_environment, srun_command
+from harness.cluster.config import minutes_of
+from harness.cluster.follow import JobLost, confirm, cost_in_words
+from harness.cluster.queue import Queued
+from harness.cluster.slurm import Submission, shape_of
+from harness.cluster.snapshot import snapshot_path, take_snapshot
+from harness.cluster.ticket import Ticket
+from harness.compose import compose_job
+from harness.errors import ConfigError, UserError
+from harness.job import Job
+
+GOLDEN = """\
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=pretraining
+#SBATCH --constraint='hbm80&ib'
+#SBATCH --cpus-per-task=12
+#SBATCH --exclude=node[13-14]
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=h100:8
+#SBATCH --job-name=llama3_8b.ID
+#SBATCH --mail-type=END
+#SBATCH --mem=0
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --open-mode=append
+#SBATCH --output=HOME/slurm/%j/%j_0_log.out
+#SBATCH --partition=gpu
+#SBATCH --qos=high
+#SBATCH --requeue
+#SBATCH --signal=USR2@300
+#SBATCH --time=5760
+
+# setup
+trap : TERM
+export NCCL_DEBUG=INFO
+export GREETING='two words'
+module load cuda
+export PYTHONPATH=HOME/code/DIGEST${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+PYTHON -u -m submitit.core._submit HOME/slurm/%j
+"""
+
+
+def job(*overrides: str) -> Job:
+    made: Job = compose_job(["training.global_batch_size=64", *overrides])
+    return made
+
+
+def test_the_script_is_this_one(tmp_path: Path) -> None:
+    made = job(
+        *("model=llama3_8b", "parallelism=fsdp_tp", "parallelism.dp_shard=8", "parallelism.tp=4"),
+        *("cluster=slurm_h100", "cluster.account=pretraining", "cluster.partition=gpu", "cluster.qos=high"),
+        *("cluster.constraint='hbm80&ib'", "cluster.exclude='node[13-14]'", "cluster.time=4-00:00:00"),
+        *("cluster.gpu_type=h100", "cluster.signal_seconds=300", "cluster.sbatch={mail-type: END}"),
+        *("cluster.setup=['module load cuda']", "cluster.env.NCCL_DEBUG=INFO"),
+        "cluster.env.GREETING='two words'",
+    )
+    script = Submission([made], tmp_path, f"{made.name}.{made.id}").script()
+    told = {
+        str(tmp_path): "HOME",
+        made.id: "ID",
+        sys.executable: "PYTHON",
+        snapshot_path(tmp_path).name: "DIGEST",
+    }
+    for word, name in told.items():
+        script = script.replace(word, name)
+    assert script.replace("'HOME/slurm/%j'", "HOME/slurm/%j") == GOLDEN
+    assert not any(tmp_path.iterdir()), "a script is only text"
+
+
+def test_points_of_one_shape_are_one_array(tmp_path: Path) -> None:
+    jobs = [job("cluster=slurm", "cluster.max_running=2", f"training.seed={seed}") for seed in (1, 2, 3)]
+    assert len({shape_of(each) for each in jobs}) == 1
+    script = Submission(jobs, tmp_path, "many").script()
+    assert "#SBATCH --array=0-2%2" in script
+    assert "%A_%a" in re.search("--output=(.*)", script)[1]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shape"),
+    [
+        ("cluster=slurm", (1, 1)),
+        ("cluster=slurm parallelism.dp_shard=-1", (1, 8)),
+        ("cluster=slurm parallelism.dp_shard=4", (1, 4)),
+        ("cluster=slurm parallelism.dp_shard=16", (2, 8)),
+        ("cluster=slurm parallelism.dp_shard=-1 cluster.nodes=4", (4, 8)),
+        ("cluster=slurm parallelism.dp_shard=-1 cluster.ranks=16 cluster.ranks_per_node=4", (4, 4)),
+        ("cluster=slurm parallelism.dp_shard=-1 cluster.ranks=8 cluster.nodes=2", (2, 4)),
+        ("cluster=slurm_cpu parallelism.dp_shard=4 parallelism.tp=2", (4, 2)),
+    ],
+)
+def test_nodes_follow_from_the_layout(overrides: str, shape: tuple[int, int]) -> None:
+    made = job(*overrides.split())
+    asked = shape_of(made)
+    assert (asked.nodes, asked.ranks_per_node) == shape
+    options = dict(asked.options)
+    assert (options["nodes"], options["ntasks-per-node"]) == shape
+    assert options.get("gpus-per-node") == (None if made.cluster.device == "cpu" else str(shape[1]))
+
+
+MISTAKES = """
+cluster=slurm parallelism.dp_shard=12 training.global_batch_size=24
+    cluster.ranks_per_node=8: 12 ranks do not share out evenly over 2 nodes of 8
+    ; would work: degrees that multiply to 8 or 16
+cluster=slurm parallelism.dp_shard=4 cluster.nodes=2
+    parallelism.dp_shard=4: the degrees multiply to 4 (dp_shard=4), but there are 16 ranks
+cluster=slurm cluster.time=soon
+    cluster.time=soon: must be a time as sbatch takes it; would work: 90, 1:30:00, 2-12:00:00
+cluster=slurm cluster.time=1 cluster.signal_seconds=60
+    cluster.signal_seconds=60: must be less than cluster.time=1
+cluster=slurm cluster.sbatch.partition=gpu
+    cluster.sbatch.partition=gpu: has its own field; would work: cluster.partition
+cluster=slurm cluster.ranks_per_node=null
+    cluster.ranks_per_node=null: SLURM has to be told; would work: 8, GPUs of a node
+cluster=slurm cluster.accelerator=H1000
+    cluster.accelerator=H1000: not in the table; would work: A100 SXM 40GB
+cluster=slurm cluster.max_running=0
+    cluster.max_running=0: must be at least 1
+cluster.nodes=2
+    cluster.nodes=2: this machine is one node; would work: 1, or cluster=slurm
+cluster.kind=pbs
+    cluster.kind=pbs: no such way to start ranks; would work: local, slurm
+"""
+
+
+@pytest.mark.parametrize(
+    "mistake", MISTAKES.replace("\n    ; ", "; ").replace("\n    ", " => ").split("\n")[1:-1]
+)
+def test_mistakes(mistake: str) -> None:
+    typed, says = mistake.split(" => ")
+    with pytest.raises(ConfigError) as refused:
+        job(*typed.split())
+    assert str(refused.value).startswith(says)
+
+
+def test_times_are_read_as_sbatch_reads_them() -> None:
+    forms = {"90": 90, "1:30": 2, "1:30:00": 90, "2-12": 3600, "2-1:00:30": 2941, "2-12:30": 3630}
+    assert {text: minutes_of(text) for text in forms} == forms
+    for text in ("0", "-5", "1:2:3:4", "", "a day"):
+        with pytest.raises(ConfigError):
+            minutes_of(text)
+
+
+def test_what_costs_much_is_asked_for_and_nobody_is_there() -> None:
+    made = job("cluster=slurm_h100", "parallelism.dp_shard=64", "cluster.time=10:00:00")
+    assert cost_in_words([made]) == "at most 640 GPU-hours (H100 SXM)"
+    with pytest.raises(UserError, match=r"at most 640 GPU-hours.*would work: cluster.confirm_gpu_hours=640"):
+        confirm([made])
+    confirm([job("cluster=slurm_h100", "parallelism.dp_shard=8", "cluster.time=12:30:00")])
+
+
+def test_one_task_a_rank_and_all_end_together(tmp_path: Path) -> None:
+    made = job("cluster=slurm_h100", "parallelism.dp_shard=16", "cluster.srun_args=[--cpu-bind=none]")
+    command = srun_command(made, tmp_path / "100%")
+    for option in ("--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=12"):
+        assert option in command
+    assert {"--kill-on-bad-exit=1", "--cpu-bind=none"} < set(command)
+    assert f"--output={tmp_path}/100%%/logs/rank%t.out" in command
+    assert command[-4:-1] == ["-u", "-m", "harness.rank"] and command[-5] == sys.executable
+    variables = rank_environment(made, 12345, 1.0)
+    assert (variables["WORLD_SIZE"], variables["LOCAL_WORLD_SIZE"]) == ("16", "8")
+    assert (variables["MASTER_PORT"], variables["OMP_NUM_THREADS"]) == ("12345", "12")
+
+
+@pytest.mark.parametrize(
+    "container", ["--container-image=x --container-mounts=/data", "apptainer exec x.sif"]
+)
+def test_ranks_in_a_container(container: str, tmp_path: Path) -> None:
+    made = job("cluster=slurm", f"cluster.container='{container}'", "cluster.python=/opt/bin/python")
+    command = srun_command(made, tmp_path)
+    place = command.index("/opt/bin/python")
+    assert command[place - len(container.split()) : place] == container.split()
+
+
+def test_a_tickets_job_is_found_by_its_id_or_by_its_name() -> None:
+    jobs = [Queued("7", "a.1", "RUNNING", "None"), Queued("8_0", "b.2", "RUNNING", "None")]
+    jobs += [Queued("8_1", "b.2", "PENDING", "Resources"), Queued("9", "b.2", "PENDING", "None")]
+    assert Ticket("a.1", None, "7").find(jobs) == jobs[0]
+    assert Ticket("a.1").find(jobs) == jobs[0]
+    assert Ticket("b.2", 1).find(jobs) == jobs[2]
+    assert Ticket("b.2").find(jobs) == jobs[3]
+    assert Ticket("b.2", 2).find(jobs) is None
+    assert Ticket("a.1", None, "6").find(jobs) is None, "another job of that name is not this one"
+
+
+def test_the_queue_is_read_whatever_a_name_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "_run", lambda *_: "12|a|b c|PENDING|Resources\n13_4|x|RUNNING|None\n")
+    assert queue.queue() == [
+        Queued("12", "a|b c", "PENDING", "Resources"),
+        Queued("13_4", "x", "RUNNING", "None"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [("NODE_FAIL", "node"), ("OUT_OF_MEMORY", "out_of_memory"), ("TIMEOUT", "preempted"), (None, "unknown")],
+)
+def test_a_job_that_is_gone_is_sorted_by_what_slurm_says(
+    state: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.cluster.follow.last_state", lambda _: state)
+    assert JobLost(Ticket("a", None, "7")).kind == kind
+    assert JobLost(Ticket("a", None, "7", cancelled=True)).kind == "cancelled"
+
+
+def test_ranks_that_srun_names(tmp_path: Path) -> None:
+    (tmp_path / "rank2.err").write_text("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n")
+    said = (
+        "srun: error: node2: tasks 2-3: Killed\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
+        "srun: error: node1: task 0: Exited with exit code 1\n"
+    )
+    dead = batch._dead_ranks(said, tmp_path)
+    kinds = [(rank, died.kind) for rank, died in dead]
+    assert kinds == [(2, "out_of_memory"), (3, "unknown"), (0, "unknown")]
+    starved = batch._dead_ranks("srun: error: node1: task 5: Out Of Memory\n", tmp_path)
+    assert [(rank, died.kind) for rank, died in starved] == [(5, "out_of_memory")]
+
+
+def test_a_snapshot_is_the_code_and_is_taken_once(tmp_path: Path) -> None:
+    taken = take_snapshot(tmp_path)
+    package = Path(batch.__file__).parents[1]
+    assert (taken / "harness" / "rank.py").read_bytes() == (package / "rank.py").read_bytes()
+    assert not list(taken.rglob("__pycache__"))
+    before = {path: path.stat().st_mtime_ns for path in taken.rglob("*")}
+    assert take_snapshot(tmp_path) == taken
+    assert {path: path.stat().st_mtime_ns for path in taken.rglob("*")} == before

@@ -1,0 +1,96 @@
+"""A sweep's record: appended to, survives torn writes, moves with its folder."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from harness.compose import compose_job
+from harness.errors import UserError
+from harness.job import Job
+from harness.sweep.registry import FILE, Point, Registry, Skipped, folder_of, labels
+
+
+def point(folder: Path, name: str) -> Point:
+    return Point(name, folder / name, [f"training.seed={name}"])
+
+
+def test_points_are_added_once_and_kept_in_order(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    registry.add([point(tmp_path, "b"), point(tmp_path, "a")], [Skipped(["x=1"], "cannot be")])
+    registry.add([point(tmp_path, "a"), point(tmp_path, "c")], [Skipped(["x=1"], "cannot be")])
+    assert [each.id for each in registry.points()] == ["b", "a", "c"]
+    assert registry.skipped() == [Skipped(["x=1"], "cannot be")]
+
+
+def test_a_torn_line_costs_no_other(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    registry.add([point(tmp_path, "a"), point(tmp_path, "b")], [])
+    whole = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(whole[:-9])
+    assert [each.id for each in registry.points()] == ["a"]
+    registry.add([point(tmp_path, "b"), point(tmp_path, "c")], [])
+    assert [each.id for each in registry.points()] == ["a", "b", "c"]
+
+
+def test_a_reader_beside_a_writer_sees_whole_points(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+
+    def write() -> None:
+        for number in range(60):
+            registry.add([point(tmp_path, str(number))], [])
+
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(write)
+        while not done.done():
+            seen = [each.id for each in Registry(tmp_path).points()]
+            assert seen == [str(number) for number in range(len(seen))]
+        done.result()
+    assert len(registry.points()) == 60
+
+
+def test_the_folder_can_be_moved(tmp_path: Path) -> None:
+    old = tmp_path / "old" / "sweep"
+    old.mkdir(parents=True)
+    Registry(old).add([point(tmp_path / "old" / "other", "a")], [])
+    (tmp_path / "old").rename(tmp_path / "new")
+    [moved] = Registry(tmp_path / "new" / "sweep").points()
+    assert moved.run_dir.resolve() == tmp_path / "new" / "other" / "a"
+
+
+def test_one_controller_at_a_time(tmp_path: Path) -> None:
+    with (
+        Registry(tmp_path).controlled(),
+        pytest.raises(UserError, match="another process"),
+        Registry(tmp_path).controlled(),
+    ):
+        pass
+    with Registry(tmp_path).controlled():
+        pass
+
+
+def test_a_sweep_is_named_as_its_jobs_are(tmp_path: Path) -> None:
+    def job(name: str) -> Job:
+        made: Job = compose_job([f"name={name}", f"runs_dir={tmp_path}"])
+        return made
+
+    assert folder_of([job("a"), job("a")]) == tmp_path / "a"
+    assert folder_of([job("b"), job("a")]) == tmp_path / "a+b"
+    many = folder_of([job(f"model_number_{n}") for n in range(40)])
+    assert many.name.startswith("model_number_0+39-") and len(many.name) < 60
+
+
+def test_labels_are_what_differs() -> None:
+    points = [["a=1", "b=1", "c=1"], ["a=2", "b=1", "c=1"]]
+    assert labels(points) == ["a=1", "a=2"]
+    assert labels(points, [["a=1", "b=2", "c=1"]]) == ["a=1 b=1", "a=2 b=1"]
+    assert labels([["a=1"]]) == ["the only point"]
+    assert labels([]) == []
+
+
+def test_other_lines_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"of": "a later version"}) + "\n[]\n")
+    assert Registry(tmp_path).points() == [] and Registry.open(tmp_path).skipped() == []

@@ -1,0 +1,101 @@
+"""The spaces of sweeps/: what README says of them, and how long a large one takes to plan."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from harness.compose import compose_job
+from harness.errors import ConfigError
+from harness.job import Job
+
+ROOT = Path(__file__).parents[2]
+ROWS = dict(re.findall(r"^\| `(\w+)` \| (\d+)", (ROOT / "sweeps" / "README.md").read_text(), re.MULTILINE))
+SPACES = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
+
+
+def axes_of(space: str) -> dict[str, list[str]]:
+    file = OmegaConf.load(ROOT / "sweeps" / f"{space}.yaml")
+    return {name: str(values).split(",") for name, values in file.hydra.sweeper.params.items()}
+
+
+def jobs_of(space: str, *overrides: str) -> tuple[list[Job], list[str]]:
+    """The jobs of a space, and why its other points are none."""
+    axes, jobs, reasons = axes_of(space), [], []
+    for values in itertools.product(*axes.values()):
+        point = [f"{name}={value}" for name, value in zip(axes, values, strict=True)]
+        try:
+            jobs.append(compose_job([f"sweep={space}", *overrides, *point]))
+        except ConfigError as error:
+            reasons.append(str(error))
+    return jobs, reasons
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_every_space_has_a_row_and_a_comment() -> None:
+    assert sorted(ROWS) == SPACES
+    for space in SPACES:
+        lines = (ROOT / "sweeps" / f"{space}.yaml").read_text().splitlines()
+        assert lines[0] == "# @package _global_" and lines[1].startswith("# "), space
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_a_space_has_the_points_that_its_row_says(space: str) -> None:
+    jobs, reasons = jobs_of(space)
+    assert len(jobs) + len(reasons) == int(ROWS[space])
+    assert len({job.id for job in jobs}) == len(jobs) >= 2, reasons
+    assert all(job.name == f"llama3_debug-{space}" for job in jobs)
+
+
+def test_layouts_8_is_every_layout_of_8_ranks() -> None:
+    jobs, _ = jobs_of("layouts_8", "model=llama3_8b", "training.global_batch_size=64")
+    degrees = {tuple(job.parallelism.degrees.values()) for job in jobs}
+    every = {
+        (pp, replicas, shards, 1, tp)
+        for pp, replicas, shards, tp in itertools.product((1, 2, 4, 8), repeat=4)
+        if pp * replicas * shards * tp == 8
+    }
+    assert len(every) == 20
+    assert degrees == every
+
+
+@pytest.mark.parametrize("space", ["layouts_8", "pipeline_schedules", "batch_size", "scaling_strong"])
+def test_spaces_of_layouts_compute_one_thing(space: str) -> None:
+    jobs, _ = jobs_of(space)
+    assert len({job.numerics_id for job in jobs}) == 1
+
+
+def test_two_hundred_points_are_planned_in_less_than_twenty_seconds(tmp_path: Path) -> None:
+    typed = [
+        *("model=llama3_8b", "cluster=slurm_h100", "cluster.dry_run=true", "name=many", "runs_dir=runs"),
+        *("training.global_batch_size=1024", "parallelism.dp_shard=-1", "cluster.nodes=4"),
+        *("parallelism.tp=1,2,4,8,16", "parallelism.pp=1,2,4,8", "training.seed=1,2,3,4,5,6,7,8,9,10"),
+    ]
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.train", "-m", *typed],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    seconds = time.perf_counter() - started
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("runs/many: 200 points, 160 to run\n  160 x 4 nodes x 8 ranks\n")
+    assert "at most 5120 GPU-hours (H100 SXM)" in done.stderr
+    assert "40 skipped" in done.stderr
+    assert "#SBATCH --array=0-159%16" in done.stdout
+    assert not (tmp_path / "runs" / "many").exists()
+    assert seconds < 20
