@@ -8,11 +8,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from harness.compose import (
+    Composed,
     check_overrides,
+    compose_points,
     job_from_config,
     register_schema,
     translated,
@@ -43,14 +44,10 @@ VALUE_FLAGS = (
 )
 
 
-@dataclass(frozen=True)
-class Composed:
-    """A point of a multirun: its overrides, and the job they make or the reason why they make none."""
-
-    overrides: list[str]
-    job: Any
-    reason: str = ""
-
+MULTIRUN = {"-m", "--multirun"}
+SHELL_COMPLETION = {"-sc", "--shell-completion"}
+# Flags with which Hydra shows something and runs nothing.
+SHOWING = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", *SHELL_COMPLETION}
 
 Verb = Callable[[Any, list[str]], int]
 Sweep = Callable[[list[Composed]], int]
@@ -73,44 +70,44 @@ def run_verb(
         config_name: the primary config, a file of conf/.
         schema: dataclass of the job.
     """
-    points: list[tuple[Any, list[str]]] = []
-    many = False
+    typed = typed_overrides(sys.argv[1:])
+    flags = [argument for argument in sys.argv[1:] if argument not in typed]
+    if MULTIRUN & set(flags) and not SHOWING & set(flags):
+        sys.exit(guarded(lambda: _run_sweep(sweep, typed, flags, config_name, schema)))
+    composed: list[tuple[Any, list[str]]] = []
 
     def take(config: Any) -> None:
-        nonlocal many
-        own, many = _task_overrides()
-        points.append((config, own))
+        composed.append((config, _task_overrides()))
 
     def compose_all() -> int:
-        overrides = typed_overrides(sys.argv[1:])
-        flags = [a for a in sys.argv[1:] if a not in overrides]
-        if not {"-sc", "--shell-completion"} & set(flags):
-            check_overrides(overrides, schema)
+        if not SHELL_COMPLETION & set(flags):
+            check_overrides(typed, schema)
         # Hydra's parser does not find overrides on both sides of a flag.
-        sys.argv[1:] = flags + with_own_keys(overrides, schema)
+        sys.argv[1:] = flags + with_own_keys(typed, schema)
         register_schema(schema)
         # Hydra only composes: what runs, runs after it, outside of its error handling and global state.
         _run_hydra(take, config_name)
         return EXIT_OK
 
     def run() -> int:
-        if not points:
+        if not composed:
             return EXIT_OK  # something was only to be shown
-        if not many:
-            [(config, own)] = points
-            return verb(job_from_config(config, schema), own)
-        if sweep is None:
-            raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
-        return sweep([_composed(config, own, schema) for config, own in points])
+        [(config, own)] = composed
+        return verb(job_from_config(config, schema), own)
 
     sys.exit(guarded(compose_all) or guarded(run))
 
 
-def _composed(config: Any, own: list[str], schema: type) -> Composed:
-    try:
-        return Composed(own, job_from_config(config, schema))
-    except UserError as error:
-        return Composed(own, None, str(error))
+def _run_sweep(
+    sweep: Sweep | None, typed: list[str], flags: list[str], config_name: str, schema: type
+) -> int:
+    """Composes all points of a multirun and hands them on."""
+    if sweep is None:
+        raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
+    others = sorted(set(flags) - MULTIRUN)
+    if others:
+        raise UserError(f"{others[0]}: -m takes no other flag")
+    return sweep(compose_points(typed, config_name=config_name, schema=schema))
 
 
 def typed_overrides(arguments: list[str]) -> list[str]:
@@ -124,13 +121,11 @@ def typed_overrides(arguments: list[str]) -> list[str]:
     return overrides
 
 
-def _task_overrides() -> tuple[list[str], bool]:
-    """The overrides of the job being composed, and whether it is a point of a multirun."""
+def _task_overrides() -> list[str]:
+    """The overrides of the job being composed."""
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
-    config = HydraConfig.get()
-    return list(config.overrides.task), config.mode == RunMode.MULTIRUN
+    return list(HydraConfig.get().overrides.task)
 
 
 def _run_hydra(task: Callable[[Any], None], config_name: str) -> None:

@@ -7,10 +7,13 @@ plain ``Job``. Nothing behind this door imports Hydra or OmegaConf.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -67,6 +70,88 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
     return job_from_config(config, schema)
 
 
+@dataclass(frozen=True)
+class Composed:
+    """A point of a sweep: its overrides, and the job they make or the reason why they make none."""
+
+    overrides: list[str]
+    job: Any
+    reason: str = ""
+
+
+def compose_points(
+    overrides: Iterable[str], *, config_name: str = "train", schema: type = Job
+) -> list[Composed]:
+    """Composes every point of a multirun, as Hydra's own sweeper spells them out.
+
+    Hydra takes a fifth of a second for a job. Points that choose the same options of groups are composed
+    once, and the values in which they differ are put into copies of that.
+
+    Args:
+        overrides: as typed; several values of one, by commas, are an axis.
+        config_name: the primary config, a file of conf/.
+        schema: dataclass of the job.
+
+    Raises:
+        UserError: something is wrong with the overrides whatever the point.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    overrides = list(overrides)
+    check_overrides(overrides, schema)
+    typed = with_own_keys(overrides, schema)
+    register_schema(schema)
+    GlobalHydra.instance().clear()
+    bases: dict[tuple[str, ...], Any] = {}
+
+    def compose_point(point: list[str]) -> Any:
+        values = [override for override in point if _is_value(override)]
+        rest = tuple(override for override in point if override not in values)
+        try:
+            if rest not in bases:
+                bases[rest] = compose(config_name=config_name, overrides=list(rest))
+            config = copy.deepcopy(bases[rest])
+            ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides(values), config)
+        except Exception as error:
+            raise translated(error, schema) from error
+        return job_from_config(config, schema)
+
+    points = []
+    with initialize_config_dir(config_dir=conf_dir(), version_base="1.3"):
+        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+        try:
+            once = [str(o.input_line) for o in parser.parse_overrides(typed) if not o.is_sweep_override()]
+            shared = compose(config_name=config_name, overrides=once, return_hydra_config=True)
+            axes = [f"{name}={values}" for name, values in (shared.hydra.sweeper.params or {}).items()]
+            [spelled] = BasicSweeper.split_arguments(parser.parse_overrides([*axes, *typed]), None)
+        except Exception as error:
+            raise translated(error, schema) from error
+        for point in spelled:
+            try:
+                points.append(Composed(point, compose_point(point)))
+            except UserError as error:
+                points.append(Composed(point, None, str(error)))
+    return points
+
+
+def _is_value(override: str) -> bool:
+    """Whether an override sets a field, and so does not decide which files are composed."""
+    match = _OVERRIDE.match(override)
+    if match is None or match["sign"] is not None or match["key"].startswith("hydra"):
+        return False
+    return match["key"] not in _groups()
+
+
+@functools.cache
+def _groups() -> dict[str, Path]:
+    """The groups of conf/ and their folders."""
+    return {path.name: path for path in Path(conf_dir()).iterdir() if path.is_dir()}
+
+
 def job_from_config(config: Any, schema: type = Job) -> Any:
     """Turns what Hydra composed into a resolved and validated job.
 
@@ -93,7 +178,7 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
     Raises:
         UserError: with a did-you-mean.
     """
-    groups = {p.name: p for p in Path(conf_dir()).iterdir() if p.is_dir()}
+    groups = _groups()
     for override in overrides:
         match = _OVERRIDE.match(override)
         if match is None or (match["value"] is None and match["sign"] != "~"):

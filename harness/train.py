@@ -7,8 +7,9 @@ controller of a sweep.
 
 from __future__ import annotations
 
-from harness.app import Composed, run_verb
+from harness.app import run_verb
 from harness.checkpoint.resume import is_finished, tell_finished
+from harness.compose import Composed
 from harness.errors import UserError
 from harness.job import Job, launched_ranks
 from harness.run_folder import RunFolder

@@ -9,10 +9,10 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 
-from harness.app import Composed
-from harness.cluster.follow import POLL_SECONDS, confirm, cost_in_words, settle_lost, submit
+from harness.cluster.follow import confirm, cost_in_words, settle_lost, submit
 from harness.cluster.slurm import Shape, Submission, shape_of
 from harness.cluster.ticket import Ticket
+from harness.compose import Composed
 from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, STOPPED, HarnessError, UserError
 from harness.job import Job
 from harness.metrics.views import log_sweep
@@ -22,7 +22,8 @@ from harness.sweep.state import BUSY, Seen, look_at_all
 from harness.sweep.table import aligned, rows_of
 
 SKIPPED_SHOWN = 10
-FOLLOW_SECONDS = 10.0
+# Between two looks at the queue: soon after something has changed, and ever more seldom.
+FOLLOW_SECONDS, LONGEST_FOLLOW_SECONDS = 2.0, 30.0
 # SLURM's MaxArraySize is 1001 unless a site says otherwise.
 LARGEST_ARRAY = 1000
 
@@ -254,8 +255,10 @@ def _follow(points: Sequence[Point], jobs: dict[str, Job]) -> bool:
     """
     names = labels([point.overrides for point in points])
     told: dict[str, str] = {}
+    wait = FOLLOW_SECONDS
     try:
         while True:
+            before = dict(told)
             seen = _settle_lost(look_at_all(points), jobs)
             for name, each in zip(names, seen, strict=True):
                 if told.get(each.point.id, "pending") != each.state:
@@ -264,16 +267,11 @@ def _follow(points: Sequence[Point], jobs: dict[str, Job]) -> bool:
                 told[each.point.id] = each.state
             if not any(each.state in BUSY for each in seen):
                 return False
-            _sleep(FOLLOW_SECONDS)
+            wait = FOLLOW_SECONDS if told != before else min(1.3 * wait, LONGEST_FOLLOW_SECONDS)
+            time.sleep(wait)
     except KeyboardInterrupt:
         sys.stderr.write("\nnot following any more; the jobs go on\n")
         return True
-
-
-def _sleep(seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
 
 
 def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[str, Job], stopped: bool) -> int:

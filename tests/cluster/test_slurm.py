@@ -27,7 +27,7 @@ GOLDEN = """\
 #SBATCH --account=pretraining
 #SBATCH --constraint='hbm80&ib'
 #SBATCH --cpus-per-task=12
-#SBATCH --exclude=node[13-14]
+#SBATCH --exclude='node[13-14]'
 #SBATCH --exclusive
 #SBATCH --gpus-per-node=h100:8
 #SBATCH --job-name=llama3_8b.ID
@@ -114,8 +114,8 @@ def test_nodes_follow_from_the_layout(overrides: str, shape: tuple[int, int]) ->
 
 
 MISTAKES = """
-cluster=slurm parallelism.dp_shard=12 training.global_batch_size=24
-    cluster.ranks_per_node=8: 12 ranks do not share out evenly over 2 nodes of 8
+cluster=slurm parallelism.dp_shard=9 training.global_batch_size=9
+    cluster.ranks_per_node=8: 9 ranks do not share out evenly over 2 nodes of 8
     ; would work: degrees that multiply to 8 or 16
 cluster=slurm parallelism.dp_shard=4 cluster.nodes=2
     parallelism.dp_shard=4: the degrees multiply to 4 (dp_shard=4), but there are 16 ranks
@@ -165,7 +165,7 @@ def test_what_costs_much_is_asked_for_and_nobody_is_there() -> None:
 
 
 def test_one_task_a_rank_and_all_end_together(tmp_path: Path) -> None:
-    made = job("cluster=slurm_h100", "parallelism.dp_shard=16", "cluster.srun_args=[--cpu-bind=none]")
+    made = job("cluster=slurm_h100", "parallelism.dp_shard=16", "cluster.srun_args=['--cpu-bind=none']")
     command = srun_command(made, tmp_path / "100%")
     for option in ("--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=12"):
         assert option in command

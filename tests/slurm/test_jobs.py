@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from commands import ON_SLURM, Commands, logs_of, losses, read, until
+from commands import COMMAND_SECONDS, ON_SLURM, TINY, Commands, logs_of, losses, read, until
 from scheduler import Scheduler
 
 from harness.errors import EXIT_RESUMABLE
@@ -87,8 +87,13 @@ LONG = (
 
 
 def move_a_job(commands: Commands) -> Path:
-    """Tells a job to make place three times, once because its time is up; returns its run."""
+    """Tells a job to make place three times, once because its time is up; returns its run.
+
+    Beside it runs the same one here, which is left alone.
+    """
     slurm = commands.slurm
+    here = (*TINY, f"runs_dir={commands.home}", "name=left_alone", *LONG, "cluster.threads_per_rank=1")
+    alone = commands.start("train", *here)
     # On a node of its own, because other tests take nodes down meanwhile.
     commands.train("name=moved", *LONG, *ON_SLURM, "cluster.signal_seconds=25", "cluster.exclude='node[2-4]'")
     run = commands.only_run("moved")
@@ -106,6 +111,8 @@ def move_a_job(commands: Commands) -> Path:
     after_some_steps("scontrol", "update", f"jobid={job}", "timelimit=1")
     slurm.run("scontrol", "update", f"jobid={job}", "timelimit=30")
     until_done(run)
+    _, said = alone.communicate(timeout=COMMAND_SECONDS)
+    assert alone.returncode == 0, said
     return run
 
 
@@ -120,7 +127,7 @@ def moved(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def test_a_node_that_is_taken_down_and_one_that_dies(commands: Commands) -> None:
     slurm = commands.slurm
     commands.train(
-        *("name=nodes", "training.steps=900", "checkpoint.interval=20", "metrics.log_interval=10"),
+        *("name=nodes", "training.steps=400", "checkpoint.interval=20", "metrics.log_interval=10"),
         *("parallelism=fsdp", "parallelism.dp_shard=2", *ON_SLURM, "cluster.ranks_per_node=1"),
         "cluster.exclude=node1",
     )
@@ -154,7 +161,7 @@ def test_a_node_that_is_taken_down_and_one_that_dies(commands: Commands) -> None
         slurm.run("scontrol", "update", f"nodename={down}", "state=resume")
     until_done(run)
     row = read(run / "result.json")
-    assert row["step"] == 900
+    assert row["step"] == 400
     assert row["start_step"] > 0, "it went on from a checkpoint"
 
 
@@ -177,8 +184,8 @@ def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None
 def test_a_job_that_is_requeued_and_out_of_time_ends_as_if_left_alone(
     commands: Commands, moved: Future[Path]
 ) -> None:
-    commands.train("name=left_alone", *LONG, "cluster.threads_per_rank=1")
-    alone, run = commands.only_run("left_alone"), moved.result()
+    run = moved.result()
+    alone = Commands(commands.slurm, run.parents[1]).only_run("left_alone")
     assert restarts_of(run) >= 3
     attempts = [read(path / "result.json") for path in sorted((run / "attempts").iterdir())]
     assert [row["exit_code"] for row in attempts] == [EXIT_RESUMABLE] * len(attempts), logs_of(run)
