@@ -230,7 +230,7 @@ def test_shell_completion(typed: str, offered: set[str]) -> None:
 
 
 def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path: Path) -> None:
-    """Hydra writes down what it swept over: in the folder of runs, not in the one the user stands in."""
+    """Hydra's own multirun would write down what it swept over, into the folder that the user stands in."""
     done = subprocess.run(
         [sys.executable, "-m", "harness.train", "-m", "training.steps=0,-1"],
         cwd=tmp_path,
@@ -240,6 +240,4 @@ def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "none of the 2 points can be" in done.stderr
-    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()] == [
-        "runs/.multirun/multirun.yaml"
-    ]
+    assert not any(tmp_path.iterdir())

@@ -58,7 +58,7 @@ def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: 
 
 
 def test_a_sweep_whose_controller_is_killed_is_resumed(launch: Start, tmp_path: Path) -> None:
-    typed = ("-m", "training.seed=1,2", "name=cut", "training.steps=600", "checkpoint.interval=20")
+    typed = ("-m", "training.seed=1,2", "name=cut", "training.steps=200", "checkpoint.interval=10")
     typed = (*typed, "metrics.log_interval=10")
     first = launch(*typed)
     until(lambda: bool(list(tmp_path.glob("runs/cut/*/checkpoints/step-*/manifest.json"))), PATIENCE)

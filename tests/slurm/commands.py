@@ -18,10 +18,13 @@ TINY = (
     *("training.seq_len=64", "training.global_batch_size=8", "training.steps=6", "metrics.console=plain"),
 )
 # All nodes are this machine, whose name need not resolve to an address that gloo can use.
+ENVIRONMENT = "GLOO_SOCKET_IFNAME:lo,OMP_NUM_THREADS:'1',MASTER_ADDR:'127.0.0.1'"
 ON_SLURM = (
     *("cluster=slurm_cpu", "cluster.time=30", "cluster.cpus_per_rank=1", "cluster.mem=4000M"),
-    "cluster.env={GLOO_SOCKET_IFNAME:lo,OMP_NUM_THREADS:'1',MASTER_ADDR:'127.0.0.1'}",
+    f"cluster.env={{{ENVIRONMENT}}}",
 )
+# With steps that take a quarter of a second, so that there is time to do something to the job.
+SLOW = f"cluster.env={{{ENVIRONMENT},PYTHONPATH:'{Path(__file__).parent / 'slow'}'}}"
 COMMAND_SECONDS = 240
 
 
@@ -98,3 +101,24 @@ def until(condition: Callable[[], Any], what: str, seconds: float = COMMAND_SECO
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
         time.sleep(0.1)
     return found
+
+
+def job_of(run: Path) -> str:
+    """The SLURM job id of a run."""
+    return str(until(lambda: read(run / "slurm" / "job.json").get("job_id"), "a job id"))
+
+
+def restarts_of(run: Path) -> int:
+    return int(read(run / "slurm" / "job.json").get("restarts", 0))
+
+
+def step_of(run: Path) -> int:
+    try:
+        return losses(run)[-1][0]
+    except (FileNotFoundError, IndexError, ValueError):
+        return 0
+
+
+def until_done(run: Path, seconds: float = 240) -> None:
+    until(lambda: read(run / "status.json").get("state") in ("completed", "failed"), f"{run} to end", seconds)
+    assert read(run / "status.json")["state"] == "completed", logs_of(run)

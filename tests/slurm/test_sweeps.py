@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import ON_SLURM, TINY, Commands, logs_of, read, until
+from commands import ENVIRONMENT, ON_SLURM, TINY, Commands, logs_of, read, until
 from scheduler import Scheduler
 
 pytestmark = pytest.mark.slurm
@@ -34,8 +34,8 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
 
 @pytest.fixture(scope="module")
 def arguments(commands: Commands) -> tuple[str, ...]:
-    environment = f"GLOO_SOCKET_IFNAME:lo,OMP_NUM_THREADS:'1',MASTER_ADDR:'127.0.0.1',PYTHONPATH:'{FAULTS}'"
-    environment += ",WANDB_MODE:disabled"  # of the ranks; the table is logged offline
+    # W&B is off in the ranks; the table is logged offline.
+    environment = f"{ENVIRONMENT},PYTHONPATH:'{FAULTS}',WANDB_MODE:disabled"
     return (
         *("-m", *TINY, f"runs_dir={commands.home}", "name=layouts", *AXES, *ON_SLURM[:-1]),
         *(f"cluster.env={{{environment}}}", "cluster.ranks_per_node=1", "cluster.mem=2500M"),

@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from harness.compose import compose_job
-from harness.errors import ConfigError
+from harness.compose import compose_job, compose_points
+from harness.errors import UserError
 from harness.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -23,22 +22,11 @@ ROWS = dict(re.findall(r"^\| `(\w+)` \| (\d+)", (ROOT / "sweeps" / "README.md").
 SPACES = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
 
 
-def axes_of(space: str) -> dict[str, list[str]]:
-    file = OmegaConf.load(ROOT / "sweeps" / f"{space}.yaml")
-    return {name: str(values).split(",") for name, values in file.hydra.sweeper.params.items()}
-
-
 @functools.cache
 def jobs_of(space: str, *overrides: str) -> tuple[list[Job], list[str]]:
     """The jobs of a space, and why its other points are none."""
-    axes, jobs, reasons = axes_of(space), [], []
-    for values in itertools.product(*axes.values()):
-        point = [f"{name}={value}" for name, value in zip(axes, values, strict=True)]
-        try:
-            jobs.append(compose_job([f"sweep={space}", *overrides, *point]))
-        except ConfigError as error:
-            reasons.append(str(error))
-    return jobs, reasons
+    points = compose_points([f"sweep={space}", *overrides])
+    return [each.job for each in points if each.job], [each.reason for each in points if not each.job]
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +65,22 @@ def test_layouts_8_is_every_layout_of_8_ranks() -> None:
 def test_spaces_of_layouts_compute_one_thing(space: str) -> None:
     jobs, _ = jobs_of(space)
     assert len({job.numerics_id for job in jobs}) == 1
+
+
+def test_points_are_what_composing_each_of_them_gives() -> None:
+    typed = ["model=llama3_8b,llama3_tiny", "parallelism={tp:2},{pp:3}", "cluster.env.A=x"]
+    typed = [*typed, "training.seed=1,2"]
+    for point in compose_points(typed):
+        try:
+            assert point.job == compose_job(point.overrides)
+        except UserError as error:
+            assert point.reason == str(error)
+
+
+def test_a_mistake_in_every_point_is_one_mistake() -> None:
+    for typed in (["training.sed=1,2"], ["training.seed=1,2", "model=llama9"], ["training.seed=choice(1"]):
+        with pytest.raises(UserError):
+            compose_points(typed)
 
 
 def test_two_hundred_points_are_planned_in_less_than_twenty_seconds(tmp_path: Path) -> None:
