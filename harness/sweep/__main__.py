@@ -13,8 +13,8 @@ from harness.cluster.ticket import Ticket
 from harness.errors import EXIT_OK
 from harness.run_folder import RunFolder
 from harness.sweep.registry import Registry
-from harness.sweep.run import log_table, resume, settle_point
-from harness.sweep.state import BUSY, Seen, look_at_all
+from harness.sweep.run import log_table, resume, settle_lost_points
+from harness.sweep.state import BUSY, look_at_all
 from harness.sweep.table import aligned, draw, markdown, rows_of, write_csv
 
 
@@ -44,18 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _look(registry: Registry) -> list[Seen]:
-    """All points, after writing down what became of those that are over without a word."""
-    seen = look_at_all(registry.points())
-    lost = [each for each in seen if each.state == "lost"]
-    for each in lost:
-        settle_point(each.point, each.point.job)
-    return look_at_all(registry.points()) if lost else seen
-
-
 def status(registry: Registry, _: argparse.Namespace) -> int:
     """Shows the table of a sweep."""
-    seen = _look(registry)
+    seen = settle_lost_points(look_at_all(registry.points()))
     sys.stdout.write(aligned(rows_of(seen)))
     skipped = len(registry.skipped())
     counts = {
@@ -73,7 +64,7 @@ def resume_verb(registry: Registry, arguments: argparse.Namespace) -> int:
 
 def collect(registry: Registry, _: argparse.Namespace) -> int:
     """Writes the results of a sweep as files."""
-    seen = _look(registry)
+    seen = settle_lost_points(look_at_all(registry.points()))
     rows = rows_of(seen, whole=True)
     write_csv(registry.path / "table.csv", seen, [RunFolder(each.point.run_dir).row for each in seen])
     (registry.path / "table.md").write_text(

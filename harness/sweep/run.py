@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 
-from harness.cluster.follow import confirm, cost_in_words, settle_lost, submit
+from harness.cluster.follow import LAST_WORDS_SECONDS, confirm, cost_in_words, settle_lost, submit
 from harness.cluster.slurm import Shape, Submission, shape_of
 from harness.cluster.ticket import Ticket
 from harness.compose import Composed
@@ -86,7 +86,7 @@ def _start(
         out_of_memory: start what failed for want of memory too.
         anew: start what is complete too, where the job says ``checkpoint.resume=false``.
     """
-    seen = _settle_lost(seen, jobs)
+    seen = settle_lost_points(seen)
     starved = [] if out_of_memory else [each for each in seen if each.kind == "out_of_memory"]
     done = [
         each
@@ -103,28 +103,31 @@ def _start(
     stopped = _run_here(local, jobs)
     waits = any(jobs[each.point.id].cluster.wait for each in seen)
     if not stopped and waits:
-        stopped = _follow([each.point for each in seen], jobs)
+        stopped = _follow([each.point for each in seen])
     if not local and not waits and not starved:
         sys.stderr.write(f"python -m harness.sweep status {registry.path}\n")
         return EXIT_OK
     return _conclude(registry, [each.point for each in seen], jobs, stopped)
 
 
-def _settle_lost(seen: Sequence[Seen], jobs: dict[str, Job]) -> list[Seen]:
-    """Writes down what became of points that are over without a word, and looks again."""
-    for each in seen:
-        if each.state == "lost":
-            settle_point(each.point, jobs[each.point.id])
-    return (
-        look_at_all([each.point for each in seen])
-        if any(each.state == "lost" for each in seen)
-        else list(seen)
-    )
+def settle_lost_points(seen: Sequence[Seen]) -> list[Seen]:
+    """Writes down what became of points that are over without a word; returns how all points are then.
+
+    What a job that has just ended wrote can take a while to be seen on a shared file system.
+    """
+    points = [each.point for each in seen]
+    if any(each.state == "lost" and each.has_begun_elsewhere for each in seen):
+        time.sleep(LAST_WORDS_SECONDS)
+        seen = look_at_all(points)
+    lost = [each.point for each in seen if each.state == "lost"]
+    for point in lost:
+        _settle_point(point)
+    return look_at_all(points) if lost else list(seen)
 
 
-def settle_point(point: Point, job: Job) -> None:
+def _settle_point(point: Point) -> None:
     """Writes the row of a point that is over without a word, unless somebody is at it after all."""
-    folder, ticket = RunFolder(point.run_dir), Ticket.read(point.run_dir)
+    job, folder, ticket = point.job, RunFolder(point.run_dir), Ticket.read(point.run_dir)
     try:
         folder.hold()
     except UserError:
@@ -247,7 +250,7 @@ def _run_point(job: Job, point: Point) -> int:
         return EXIT_BUG
 
 
-def _follow(points: Sequence[Point], jobs: dict[str, Job]) -> bool:
+def _follow(points: Sequence[Point]) -> bool:
     """Waits until SLURM is done with all points, and says when one changes.
 
     Returns:
@@ -259,7 +262,7 @@ def _follow(points: Sequence[Point], jobs: dict[str, Job]) -> bool:
     try:
         while True:
             before = dict(told)
-            seen = _settle_lost(look_at_all(points), jobs)
+            seen = settle_lost_points(look_at_all(points))
             for name, each in zip(names, seen, strict=True):
                 if told.get(each.point.id, "pending") != each.state:
                     about = f" ({each.kind}: {each.reason})" if each.kind else ""

@@ -31,6 +31,7 @@ class Seen:
         facts: tokens_per_second, mfu, memory_gib and loss, as far as they are known.
         kind: class of the failure.
         reason: what there is to say: of a failure what happened, of a pending job why it waits.
+        has_begun_elsewhere: whether another machine may still have to say how it ended.
     """
 
     point: Point
@@ -40,6 +41,7 @@ class Seen:
     facts: dict[str, float | None] | None = None
     kind: str | None = None
     reason: str = ""
+    has_begun_elsewhere: bool = False
 
 
 def look_at_all(points: Sequence[Point]) -> list[Seen]:
@@ -82,6 +84,7 @@ def look_at(point: Point, ticket: Ticket | None, jobs: list[Queued] | None) -> S
         | ({"tokens_per_second": row.get("window.tokens_per_second")} if facts is row else {}),
         kind=kind,
         reason=reason,
+        has_begun_elsewhere=ticket is not None and status not in ("planned", "submitted"),
     )
 
 
@@ -103,7 +106,7 @@ def _state(
     if status == "failed":
         return "failed", "", None
     if status == "interrupted":
-        return "stopped", "can go on from its last checkpoint", None
+        return "stopped", "before its end; resume goes on with it", None
     if status in (None, "planned"):
         return "planned", "", None
     if ticket is not None:
