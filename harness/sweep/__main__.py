@@ -12,7 +12,7 @@ from harness.cluster.queue import cancel as cancel_jobs
 from harness.cluster.ticket import Ticket
 from harness.errors import EXIT_OK
 from harness.run_folder import RunFolder
-from harness.sweep.registry import Registry
+from harness.sweep.registry import Registry, labels
 from harness.sweep.run import log_table, resume, settle_lost_points
 from harness.sweep.state import BUSY, look_at_all
 from harness.sweep.table import aligned, draw, markdown, rows_of, write_csv
@@ -78,7 +78,9 @@ def collect(registry: Registry, _: argparse.Namespace) -> int:
 
 
 def _skipped_in_words(registry: Registry) -> str:
-    lines = [f"- {' '.join(each.overrides)}: {each.reason}\n" for each in registry.skipped()]
+    skipped = registry.skipped()
+    names = labels([each.overrides for each in skipped], [point.overrides for point in registry.points()])
+    lines = [f"- {name}: {each.reason}\n" for name, each in zip(names, skipped, strict=True)]
     return "\nSkipped, because no job can be made of them:\n\n" + "".join(lines) if lines else ""
 
 

@@ -132,7 +132,7 @@ def test_collect_makes_a_table_and_a_plot(commands: Commands, resumed: str) -> N
     home = commands.home / "layouts"
     page = (home / "table.md").read_text()
     assert "| parallelism={tp:2} training.seed=2 | failed |" in page
-    assert "parallelism={dp_shard:3} training.seed=2" in page.split("Skipped")[1]
+    assert "\n- parallelism={dp_shard:3} training.seed=2: training.global" in page.split("Skipped")[1]
     assert (home / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
