@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from harness.cluster import batch, queue
 from harness.cluster.batch import rank_environment, srun_command
@@ -185,6 +187,15 @@ def test_ranks_in_a_container(container: str, tmp_path: Path) -> None:
     command = srun_command(made, tmp_path)
     place = command.index("/opt/bin/python")
     assert command[place - len(container.split()) : place] == container.split()
+
+
+def test_jobs_on_one_node_meet_at_ports_of_their_own() -> None:
+    with batch._store() as one, batch._store() as other:
+        assert one != other
+        for port in (one, other):
+            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
+            store.set("here", str(port))
+            assert store.get("here") == str(port).encode()
 
 
 def test_a_tickets_job_is_found_by_its_id_or_by_its_name() -> None:
