@@ -40,8 +40,8 @@ from harness.run_folder import RunFolder
 POLL_SECONDS = 0.2
 # A node that is gone keeps its locks for as long as its lease lasts: 90 s with NFS.
 HOLD_SECONDS = 180.0
-# A rank that another one takes along must have the time to write down why.
-SRUN_WAIT_SECONDS = 30
+# How long SLURM's controller may be too busy to say what a job's state is.
+ANSWER_SECONDS = 60.0
 SRUN_LOG = "srun.err"
 
 SUPERSEDED = "SUPERSEDED"
@@ -93,7 +93,9 @@ class Allocation:
 
     def state(self) -> str:
         """SLURM's word for the job's state; SUPERSEDED when it has started the job again elsewhere."""
-        said = queue.describe(self.job_id)
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not (said := queue.describe(self.job_id)) and time.monotonic() < deadline:
+            time.sleep(5)
         if int(said.get("Restarts", "0")) > self.restarts:
             return SUPERSEDED
         return said.get("JobState", "UNKNOWN")
@@ -113,12 +115,22 @@ def run(folder: RunFolder, allocation: Allocation) -> int:
     if allocation.state() == SUPERSEDED:
         return code  # the folder is another attempt's
     code = settle(job, folder, code)
-    if code not in STOPPED or allocation.state() != "RUNNING":
+    if code not in STOPPED or allocation.state() not in ("RUNNING", "UNKNOWN"):
         return code  # where SLURM takes the nodes it also decides whether the job comes back
-    if code == EXIT_INTERRUPTED:
+    if not _is_worth_another(folder):
         folder.record_error(None, NothingSaved())
         return settle(job, folder, NothingSaved.exit_code)
     return _go_on_later(job, folder, allocation)
+
+
+def _is_worth_another(folder: RunFolder) -> bool:
+    """Whether this attempt or the one before has finished a step; a third in vain would be no better."""
+    attempts = [path for path in (folder.path / "attempts").glob("*") if path.name.isdigit()]
+    earlier = max(attempts, key=lambda path: int(path.name), default=None)
+    if earlier is None:
+        return True
+    rows = (folder.row, RunFolder(earlier).row)
+    return any((row.get("step") or 0) > (row.get("start_step") or 0) for row in rows)
 
 
 def _survive_signals() -> None:
@@ -168,14 +180,14 @@ def _run_ranks(job: Job, folder: RunFolder, allocation: Allocation, started: flo
 
 
 class NothingSaved(MachineError):
-    """The time was up, or somebody else needed the nodes, before there was a checkpoint."""
+    """The time was up, or somebody else needed the nodes, before a step was done; twice in a row."""
 
     kind = "preempted"
 
     def __init__(self) -> None:
         super().__init__(
-            "told to stop before there was a checkpoint to go on from; would work: a longer cluster.time, "
-            "a smaller checkpoint.interval"
+            "told to stop before its first step was done, twice in a row; would work: a longer cluster.time, "
+            "a smaller cluster.signal_seconds"
         )
 
 
@@ -249,7 +261,10 @@ def srun_command(job: Job, run_dir: Path) -> list[str]:
         # Not every version hands it on from sbatch, and data loaders would share one core.
         *([f"--cpus-per-task={config.cpus_per_rank}"] if config.cpus_per_rank else []),
         "--kill-on-bad-exit=1",
-        f"--wait={SRUN_WAIT_SECONDS}",
+        # Rank 0 may have much to write when the others are through.
+        "--wait=0",
+        # sbatch may have been told to export nothing.
+        "--export=ALL",
         "--mpi=none",
         "--unbuffered",
         "--open-mode=append",

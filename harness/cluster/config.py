@@ -55,7 +55,7 @@ class ClusterConfig:
     time: str = label("1:00:00")
     """SLURM's --time, in its own forms: minutes, h:m:s, d-h:m:s. A job that needs longer goes on after it."""
     cpus_per_rank: int | None = label(None)
-    """SLURM's --cpus-per-task; null leaves it to the partition."""
+    """SLURM's --cpus-per-task; null means one, unless the partition says otherwise."""
     mem: str | None = label(None)
     """SLURM's --mem for a node, e.g. 500G; 0 is all of it, null the partition's default."""
     gpu_type: str | None = label(None)
@@ -156,6 +156,10 @@ class ClusterConfig:
             if option.replace("-", "_") in _OWN_OPTIONS:
                 works = f"cluster.{_OWN_OPTIONS[option.replace('-', '_')]}"
                 raise ConfigError(f"cluster.sbatch.{option}", self.sbatch[option], "has its own field", works)
+            value = self.sbatch[option]
+            if value is False or not isinstance(value, bool | int | float | str):
+                rule, works = "must be one value, or true for an option without one", "quotes around commas"
+                raise ConfigError(f"cluster.sbatch.{option}", value, rule, works)
         try:
             shlex.split(self.container or "")
         except ValueError as error:

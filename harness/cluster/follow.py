@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from harness.cluster.outcome import settle
-from harness.cluster.queue import Queued, last_state, queue
+from harness.cluster.queue import LIVE, Queued, SlurmError, last_state, queue
 from harness.cluster.slurm import Submission, device_hours
 from harness.cluster.ticket import Ticket
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, MachineError, UserError
@@ -29,16 +29,16 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
     Raises:
         UserError: there is no SLURM here, it refuses the job, or the job may cost more than was agreed to.
     """
-    submission = Submission([job], folder.path, f"{job.name}.{job.id}")
+    submission = Submission([job], [folder.path], folder.path, f"{job.name}.{job.id}")
     if job.cluster.dry_run:
         sys.stdout.write(f"{submission.script()}\n# {submission.shape.describe()}, {cost_in_words([job])}\n")
         return EXIT_OK
-    found = queued(folder.path)
+    found = _still_wanted(folder)
     if found is None:
         confirm([job])
         folder.hold()
         # Another controller may have been quicker.
-        found = queued(folder.path)
+        found = _still_wanted(folder)
         if found is None:
             submit(submission, [folder], [overrides], adopt=True)
         folder.release()
@@ -49,6 +49,11 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
     )
     sys.stdout.flush()
     return follow(job, folder) if job.cluster.wait else EXIT_OK
+
+
+def _still_wanted(folder: RunFolder) -> Queued | None:
+    """The job in the queue, unless it has failed and is only being cleaned up."""
+    return None if folder.state == "failed" else queued(folder.path)
 
 
 def submit(
@@ -86,7 +91,7 @@ def _job_id(run_dir: Path) -> str | None:
 
 
 def cost_in_words(jobs: list[Job]) -> str:
-    """The most that jobs may cost, e.g. ``at most 16 GPU-hours (H100 SXM)``."""
+    """The most that jobs may cost until their time limit, e.g. ``at most 16 GPU-hours (H100 SXM)``."""
     unit = "rank-hours" if jobs[0].cluster.device == "cpu" else "GPU-hours"
     kinds = sorted({job.cluster.accelerator for job in jobs if job.cluster.accelerator})
     of = f" ({', '.join(kinds)})" if kinds else ""
@@ -136,6 +141,11 @@ _KINDS = {
 }
 
 
+def is_live(ticket: Ticket) -> bool:
+    """Whether SLURM says that a job is not over, which need not be in this user's queue."""
+    return ticket.job_id is not None and last_state(ticket.job_id) in LIVE
+
+
 def settle_lost(job: Job, folder: RunFolder, ticket: Ticket) -> int:
     """Writes down what can be known of a run whose job is over without a word; returns its exit code."""
     lost = JobLost(ticket)
@@ -151,7 +161,13 @@ def follow(job: Job, folder: RunFolder) -> int:
             tail.show()
             now = time.monotonic()
             if now - asked >= QUEUE_SECONDS or folder.state in ENDED:
-                asked, found = now, queued(folder.path)
+                asked = now
+                try:
+                    found = queued(folder.path)
+                except SlurmError as error:
+                    sys.stderr.write(f"WARNING {error}\n")
+                    time.sleep(QUEUE_SECONDS)
+                    continue
                 gone_since = None if found is not None else gone_since or now
                 if found is None and folder.state in ENDED:
                     tail.show()
@@ -159,7 +175,8 @@ def follow(job: Job, folder: RunFolder) -> int:
                 if gone_since is not None and now - gone_since > LAST_WORDS_SECONDS:
                     ticket = Ticket.read(folder.path)
                     assert ticket is not None, "it was submitted"
-                    return settle_lost(job, folder, ticket)
+                    if not is_live(ticket):
+                        return settle_lost(job, folder, ticket)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         sys.stderr.write(f"\nnot following any more; job {_job_id(folder.path)} goes on in {folder.path}\n")

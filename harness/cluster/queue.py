@@ -6,6 +6,7 @@ A job id here is as ``squeue`` prints it: ``123``, or ``123_4`` for a task of an
 from __future__ import annotations
 
 import getpass
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -37,6 +38,10 @@ class Queued:
     def waits(self) -> bool:
         """Whether it has no nodes (yet, or again)."""
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
+
+
+# States of a job that has not come to its end, whoever owns it.
+LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "STOPPED", "RESIZING")
 
 
 class SlurmError(MachineError):
@@ -105,14 +110,21 @@ def cancel(job_ids: Iterable[str]) -> None:
     Raises:
         SlurmError: one of them cannot be.
     """
-    ids = list(job_ids)
-    if ids:
-        _run("scancel", *ids)
+    for job_id in job_ids:
+        try:
+            _run("scancel", job_id)
+        except SlurmError as error:
+            if "Invalid job id" not in str(error):  # or else it has just ended by itself
+                raise
 
 
 def _run(*command: str) -> str:
+    # What the user has set for looking at the queue would hide jobs from us.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS
+        )
     except FileNotFoundError:
         raise SlurmError(f"{command[0]}: not found; is this a login node of the cluster?") from None
     except subprocess.TimeoutExpired:

@@ -87,24 +87,30 @@ def shape_of(job: Job) -> Shape:
 
 
 def device_hours(job: Job) -> float:
-    """The most a job may cost: its ranks, one device each, for the whole time limit."""
-    return job.world_size * job.cluster.minutes / 60
+    """The most a job may cost until its time limit: its ranks, or whole nodes if it has them for itself."""
+    nodes, ranks_per_node = job.cluster.nodes_for(job.world_size)
+    if job.cluster.exclusive and job.cluster.ranks_per_node is not None:
+        ranks_per_node = job.cluster.ranks_per_node
+    return nodes * ranks_per_node * job.cluster.minutes / 60
 
 
 class Submission:
     """Jobs of one shape, submitted as one: a job array if they are several.
 
     Args:
-        jobs: the resolved jobs, their run folders begun with the state ``submitted``.
+        jobs: the resolved jobs.
+        run_dirs: their run folders, begun with the state ``submitted`` when ``submit`` is called.
         home: the folder of the run or the sweep, which takes SLURM's logs and the copy of the code.
         name: what SLURM calls it; by it the job is found again if this process dies at the wrong moment.
     """
 
-    def __init__(self, jobs: Sequence[Job], home: Path, name: str) -> None:
+    def __init__(self, jobs: Sequence[Job], run_dirs: Sequence[Path], home: Path, name: str) -> None:
         shapes = {shape_of(job) for job in jobs}
         assert len(shapes) == 1, "jobs of one array have one shape"
-        self.jobs, self.home, self.name, self.shape = jobs, home.absolute(), name, shapes.pop()
-        self.folder = self.home / "slurm" / "%j"
+        self.jobs, self.run_dirs = jobs, [path.absolute() for path in run_dirs]
+        self.home, self.name, self.shape = home.absolute(), name, shapes.pop()
+        # Not a folder for each job: SLURM opens its output before submitit could make it.
+        self.folder = self.home / "slurm"
 
     def script(self) -> str:
         """The sbatch script, as it would be submitted."""
@@ -127,25 +133,24 @@ class Submission:
 
         if self.jobs[0].cluster.snapshot:
             take_snapshot(self.home)
+        self.folder.mkdir(parents=True, exist_ok=True)
         tickets = [Ticket(self.name, i if len(self.jobs) > 1 else None) for i in range(len(self.jobs))]
-        for job, ticket in zip(self.jobs, tickets, strict=True):
-            ticket.write(job.run_dir)
+        for run_dir, ticket in zip(self.run_dirs, tickets, strict=True):
+            ticket.write(run_dir)
         executor = SlurmExecutor(folder=self.folder)
         executor.update_parameters(**self._parameters())
         try:
-            with _environment_for_submitting():
-                submitted = executor.submit_array(
-                    [BatchJob(str(job.run_dir.absolute())) for job in self.jobs]
-                )
+            with _environment_for_submitting(self.shape):
+                submitted = executor.submit_array([BatchJob(str(path)) for path in self.run_dirs])
         except FailedJobError as error:  # what submitit makes of a command that fails
             raise UserError(f"sbatch refuses the job: {' '.join(str(error).split())}") from error
         except FailedSubmissionError as error:
             raise SlurmError(" ".join(str(error).split())) from error
         ids = [str(each.job_id) for each in submitted]
-        for job, ticket, ident in zip(self.jobs, tickets, ids, strict=True):
+        for run_dir, ticket, ident in zip(self.run_dirs, tickets, ids, strict=True):
             # The job may have started meanwhile, and says the same and more.
-            if (Ticket.read(job.run_dir) or ticket).job_id is None:
-                replace(ticket, job_id=ident).write(job.run_dir)
+            if (Ticket.read(run_dir) or ticket).job_id is None:
+                replace(ticket, job_id=ident).write(run_dir)
         return ids
 
     def _parameters(self) -> dict[str, Any]:
@@ -167,13 +172,23 @@ class Submission:
         }
 
 
+# The user's own defaults for sbatch, which count where the job says nothing.
+_DEFAULTS = {
+    f"SBATCH_{name.upper()}": name for name in ("account", "partition", "qos", "constraint", "reservation")
+}
+
+
 @contextmanager
-def _environment_for_submitting() -> Iterator[None]:
-    """Takes away what an allocation around this process would say to the new job."""
+def _environment_for_submitting(shape: Shape) -> Iterator[None]:
+    """Takes away what would speak for the job: an allocation around us, variables that win over scripts."""
     from submitit.helpers import clean_env
 
-    # It takes too much: where the scheduler is, and the user's own defaults for sbatch.
-    kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k.startswith("SBATCH_")}
+    said = dict(shape.options)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "SLURM_CONF" or _DEFAULTS.get(name, "") not in ("", *said)
+    }
     with clean_env():
         os.environ.update(kept)
         yield

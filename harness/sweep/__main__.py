@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.app import guarded
 from harness.cluster.queue import cancel as cancel_jobs
+from harness.cluster.queue import queue
 from harness.cluster.ticket import Ticket
 from harness.errors import EXIT_OK
 from harness.run_folder import RunFolder
@@ -87,12 +88,16 @@ def _skipped_in_words(registry: Registry) -> str:
 def cancel(registry: Registry, _: argparse.Namespace) -> int:
     """Ends the SLURM jobs of a sweep that wait or run; what they have saved stays."""
     busy = [each for each in look_at_all(registry.points()) if each.state in BUSY]
-    ids = []
+    ids, jobs = [], None
     for each in busy:
         ticket = Ticket.read(each.point.run_dir)
-        if ticket is not None and ticket.job_id is not None:
-            replace(ticket, cancelled=True).write(each.point.run_dir)
-            ids.append(ticket.job_id)
+        if ticket is None:
+            continue
+        jobs = queue() if jobs is None else jobs
+        found = ticket.find(jobs)
+        if found is not None:
+            replace(ticket, job_id=found.id, cancelled=True).write(each.point.run_dir)
+            ids.append(found.id)
     cancel_jobs(ids)
     sys.stdout.write(f"cancelled {len(ids)} of {len(registry.points())} points\n")
     here = len(busy) - len(ids)

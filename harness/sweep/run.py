@@ -8,8 +8,17 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from harness.cluster.follow import LAST_WORDS_SECONDS, confirm, cost_in_words, settle_lost, submit
+from harness.cluster.follow import (
+    LAST_WORDS_SECONDS,
+    confirm,
+    cost_in_words,
+    is_live,
+    settle_lost,
+    submit,
+)
+from harness.cluster.queue import SlurmError
 from harness.cluster.slurm import Shape, Submission, shape_of
 from harness.cluster.ticket import Ticket
 from harness.compose import Composed
@@ -49,9 +58,9 @@ def sweep(composed: Sequence[Composed]) -> int:
             RunFolder(job.run_dir).plan(job, points[job.id].overrides)
         registry.add(list(points.values()), skipped)
         # As composed now: labels such as the partition or the time limit may be others than last time.
-        return _start(
-            registry, look_at_all(list(points.values())), {job.id: job for job in jobs}, skipped, anew=True
-        )
+        by_id = {job.id: job for job in jobs}
+        started = _start(registry, look_at_all(list(points.values())), by_id, skipped, anew=True)
+    return _finish(registry, list(points.values()), by_id, started)
 
 
 def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
@@ -64,7 +73,8 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
     with registry.controlled():
         seen = look_at_all(registry.points())
         jobs = {each.point.id: each.point.job for each in seen}
-        return _start(registry, seen, jobs, [], out_of_memory=out_of_memory)
+        started = _start(registry, seen, jobs, [], out_of_memory=out_of_memory)
+    return _finish(registry, [each.point for each in seen], jobs, started)
 
 
 def _start(
@@ -75,8 +85,8 @@ def _start(
     *,
     out_of_memory: bool = False,
     anew: bool = False,
-) -> int:
-    """Shows what there is to do, asks where it is dear, and does it.
+) -> _Started:
+    """Shows what there is to do, asks where it is dear, and does it: here to the end, on SLURM by submitting.
 
     Args:
         registry: the sweep.
@@ -101,13 +111,26 @@ def _start(
         confirm([jobs[each.point.id] for each in remote])
         _submit(registry, [each.point for each in remote], jobs)
     stopped = _run_here(local, jobs)
-    waits = any(jobs[each.point.id].cluster.wait for each in seen)
+    return _Started(stopped, submitted_only=not local and not starved)
+
+
+@dataclass(frozen=True)
+class _Started:
+    """What was done: whether somebody asked to stop, and whether nothing has an end yet to be told of."""
+
+    stopped: bool
+    submitted_only: bool
+
+
+def _finish(registry: Registry, points: Sequence[Point], jobs: dict[str, Job], started: _Started) -> int:
+    """Follows what was submitted, if that is wanted, and tells the end; returns the exit code."""
+    stopped, waits = started.stopped, any(job.cluster.wait for job in jobs.values())
     if not stopped and waits:
-        stopped = _follow([each.point for each in seen])
-    if not local and not waits and not starved:
+        stopped = _follow(points)
+    if started.submitted_only and not waits:
         sys.stderr.write(f"python -m harness.sweep status {registry.path}\n")
         return EXIT_OK
-    return _conclude(registry, [each.point for each in seen], jobs, stopped)
+    return _conclude(registry, points, jobs, stopped)
 
 
 def settle_lost_points(seen: Sequence[Seen]) -> list[Seen]:
@@ -133,6 +156,9 @@ def _settle_point(point: Point) -> None:
     except UserError:
         return
     try:
+        # Whoever had the folder until now may have had something to say.
+        if look_at_all([point])[0].state != "lost" or (ticket is not None and is_live(ticket)):
+            return
         if ticket is not None:
             settle_lost(job, folder, ticket)
         else:
@@ -188,7 +214,9 @@ def _show_dry(
     sys.stderr.write(_plan_in_words(registry, seen, wanted, [], jobs, skipped))
     remote = [jobs[each.point.id] for each in wanted if jobs[each.point.id].cluster.kind == "slurm"]
     for group in _by_shape(remote):
-        sys.stdout.write(f"{Submission(group, registry.path, registry.name).script()}\n")
+        sys.stdout.write(
+            f"{Submission(group, [job.run_dir for job in group], registry.path, registry.name).script()}\n"
+        )
     return EXIT_OK
 
 
@@ -209,8 +237,9 @@ def _submit(registry: Registry, points: Sequence[Point], jobs: dict[str, Job]) -
     for group in _by_shape([jobs[point.id] for point in points]):
         own = [by_id[job.id] for job in group]
         # A name that no other job has, by which they are found again if this process dies while it submits.
-        submission = Submission(group, registry.path, f"{registry.name}.{uuid.uuid4().hex[:8]}")
-        folders = [RunFolder(point.run_dir) for point in own]
+        run_dirs = [point.run_dir for point in own]
+        submission = Submission(group, run_dirs, registry.path, f"{registry.name}.{uuid.uuid4().hex[:8]}")
+        folders = [RunFolder(path) for path in run_dirs]
         ids = submit(submission, folders, [point.overrides for point in own])
         first = ids[0].partition("_")[0]
         tasks = f" to {first}_{len(ids) - 1}" if len(ids) > 1 else ""
@@ -235,7 +264,7 @@ def _run_point(job: Job, point: Point) -> int:
     """Runs one point in processes of its own; returns its exit code."""
     from harness.cluster.local import launch
 
-    folder = RunFolder(job.run_dir)
+    folder = RunFolder(point.run_dir)
     try:
         # Points of a sweep over layouts are compared: none of them goes on from another.
         folder.begin(job, point.overrides)
@@ -262,7 +291,12 @@ def _follow(points: Sequence[Point]) -> bool:
     try:
         while True:
             before = dict(told)
-            seen = settle_lost_points(look_at_all(points))
+            try:
+                seen = settle_lost_points(look_at_all(points))
+            except SlurmError as error:
+                sys.stderr.write(f"WARNING {error}\n")
+                time.sleep(LONGEST_FOLLOW_SECONDS)
+                continue
             for name, each in zip(names, seen, strict=True):
                 if told.get(each.point.id, "pending") != each.state:
                     about = f" ({each.kind}: {each.reason})" if each.kind else ""

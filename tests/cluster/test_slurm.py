@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from datetime import timedelta
@@ -15,7 +16,7 @@ from harness.cluster.batch import rank_environment, srun_command
 from harness.cluster.config import minutes_of
 from harness.cluster.follow import JobLost, confirm, cost_in_words
 from harness.cluster.queue import Queued
-from harness.cluster.slurm import Submission, shape_of
+from harness.cluster.slurm import Submission, _environment_for_submitting, shape_of
 from harness.cluster.snapshot import snapshot_path, take_snapshot
 from harness.cluster.ticket import Ticket
 from harness.compose import compose_job
@@ -38,7 +39,7 @@ GOLDEN = """\
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8
 #SBATCH --open-mode=append
-#SBATCH --output=HOME/slurm/%j/%j_0_log.out
+#SBATCH --output=HOME/slurm/%j_0_log.out
 #SBATCH --partition=gpu
 #SBATCH --qos=high
 #SBATCH --requeue
@@ -54,7 +55,7 @@ export PYTHONPATH=HOME/code/DIGEST${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-PYTHON -u -m submitit.core._submit HOME/slurm/%j
+PYTHON -u -m submitit.core._submit HOME/slurm
 """
 
 
@@ -72,7 +73,7 @@ def test_the_script_is_this_one(tmp_path: Path) -> None:
         *("cluster.setup=['module load cuda']", "cluster.env.NCCL_DEBUG=INFO"),
         "cluster.env.GREETING='two words'",
     )
-    script = Submission([made], tmp_path, f"{made.name}.{made.id}").script()
+    script = Submission([made], [tmp_path], tmp_path, f"{made.name}.{made.id}").script()
     told = {
         str(tmp_path): "HOME",
         made.id: "ID",
@@ -81,14 +82,14 @@ def test_the_script_is_this_one(tmp_path: Path) -> None:
     }
     for word, name in told.items():
         script = script.replace(word, name)
-    assert script.replace("'HOME/slurm/%j'", "HOME/slurm/%j") == GOLDEN
+    assert script == GOLDEN
     assert not any(tmp_path.iterdir()), "a script is only text"
 
 
 def test_points_of_one_shape_are_one_array(tmp_path: Path) -> None:
     jobs = [job("cluster=slurm", "cluster.max_running=2", f"training.seed={seed}") for seed in (1, 2, 3)]
     assert len({shape_of(each) for each in jobs}) == 1
-    script = Submission(jobs, tmp_path, "many").script()
+    script = Submission(jobs, [tmp_path] * 3, tmp_path, "many").script()
     assert "#SBATCH --array=0-2%2" in script
     assert "%A_%a" in re.search("--output=(.*)", script)[1]  # type: ignore[index]
 
@@ -127,6 +128,8 @@ cluster=slurm cluster.time=1 cluster.signal_seconds=60
     cluster.signal_seconds=60: must be less than cluster.time=1
 cluster=slurm cluster.sbatch.partition=gpu
     cluster.sbatch.partition=gpu: has its own field; would work: cluster.partition
+cluster=slurm cluster.sbatch={mail-type:[END,FAIL]}
+    cluster.sbatch.mail-type=['END', 'FAIL']: must be one value, or true for an option without one
 cluster=slurm cluster.ranks_per_node=null
     cluster.ranks_per_node=null: SLURM has to be told; would work: 8, GPUs of a node
 cluster=slurm cluster.accelerator=H1000
@@ -164,6 +167,18 @@ def test_what_costs_much_is_asked_for_and_nobody_is_there() -> None:
     with pytest.raises(UserError, match=r"at most 640 GPU-hours.*would work: cluster.confirm_gpu_hours=640"):
         confirm([made])
     confirm([job("cluster=slurm_h100", "parallelism.dp_shard=8", "cluster.time=12:30:00")])
+    # Four ranks of a node that nobody else gets.
+    assert cost_in_words([job("cluster=slurm_h100", "parallelism.dp_shard=4")]).startswith("at most 8 GPU")
+    assert cost_in_words([job("cluster=slurm", "parallelism.dp_shard=4")]) == "at most 4 GPU-hours"
+
+
+def test_what_the_user_has_set_for_sbatch_does_not_win_over_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PARTITION", "cpu"), ("ACCOUNT", "me"), ("TIMELIMIT", "1"), ("ARRAY_INX", "0-9")):
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    with _environment_for_submitting(shape_of(job("cluster=slurm", "cluster.partition=gpu"))):
+        left = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}
+    assert left == {"SBATCH_ACCOUNT": "me"}
+    assert os.environ["SBATCH_TIMELIMIT"] == "1"
 
 
 def test_one_task_a_rank_and_all_end_together(tmp_path: Path) -> None:
@@ -171,7 +186,7 @@ def test_one_task_a_rank_and_all_end_together(tmp_path: Path) -> None:
     command = srun_command(made, tmp_path / "100%")
     for option in ("--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=12"):
         assert option in command
-    assert {"--kill-on-bad-exit=1", "--cpu-bind=none"} < set(command)
+    assert {"--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--cpu-bind=none"} < set(command)
     assert f"--output={tmp_path}/100%%/logs/rank%t.out" in command
     assert command[-4:-1] == ["-u", "-m", "harness.rank"] and command[-5] == sys.executable
     variables = rank_environment(made, 12345, 1.0)

@@ -90,7 +90,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 def logs_of(run: Path) -> str:
     """Everything that a run printed, for the message of a test that fails."""
-    files = [*run.glob("slurm/*/*.out"), *run.glob("logs/*"), *run.glob("attempts/*/logs/*")]
+    files = [*run.glob("slurm/*.out"), *run.glob("logs/*"), *run.glob("attempts/*/logs/*")]
     return "\n".join(f"== {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 
 
