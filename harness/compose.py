@@ -146,10 +146,14 @@ def _is_value(override: str) -> bool:
     return match["key"] not in _groups()
 
 
-@functools.cache
 def _groups() -> dict[str, Path]:
     """The groups of conf/ and their folders."""
-    return {path.name: path for path in Path(conf_dir()).iterdir() if path.is_dir()}
+    return _groups_in(conf_dir())
+
+
+@functools.cache
+def _groups_in(folder: str) -> dict[str, Path]:
+    return {path.name: path for path in Path(folder).iterdir() if path.is_dir()}
 
 
 def job_from_config(config: Any, schema: type = Job) -> Any:

@@ -115,7 +115,7 @@ def run(folder: RunFolder, allocation: Allocation) -> int:
     if allocation.state() == SUPERSEDED:
         return code  # the folder is another attempt's
     code = settle(job, folder, code)
-    if code not in STOPPED or allocation.state() not in ("RUNNING", "UNKNOWN"):
+    if code not in STOPPED or allocation.state() not in ("RUNNING", "TIMEOUT", "UNKNOWN"):
         return code  # where SLURM takes the nodes it also decides whether the job comes back
     if not _is_worth_another(folder):
         folder.record_error(None, NothingSaved())

@@ -44,8 +44,10 @@ def straight(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return of
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [*((layout, "sync") for layout in LAYOUTS), ("fsdp", "async"), ("fsdp_tp_pp", "async")],
+)
 def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
     pool: RankPool, tmp_path: Path, straight: Callable[[str], list[Outcome]], layout: str, mode: str
 ) -> None:

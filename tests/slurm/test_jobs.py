@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -92,16 +93,23 @@ def move_a_job(commands: Commands) -> Path:
     run = commands.only_run("moved")
     job = job_of(run)
 
-    def after_some_steps(*command: str) -> None:
+    def after_some_steps(act: Callable[[], object]) -> None:
         began, seen = step_of(run), restarts_of(run)
         until(lambda: step_of(run) > began + 2, "some steps")
-        slurm.run(*command)
+        act()
         until(lambda: restarts_of(run) > seen, "the job to be started again")
 
-    after_some_steps("scontrol", "requeue", job)
-    after_some_steps("scontrol", "requeue", job)
-    # SLURM looks at its limits every 30 s, and tells a job up to 30 s too early.
-    after_some_steps("scontrol", "update", f"jobid={job}", "timelimit=1")
+    def shorten_limit() -> None:
+        # SLURM looks at its limits every 30 s, tells a job up to 30 s too early, and must see it before the end.
+        said = re.search(r"RunTime=(\d+):(\d+):(\d+)", slurm.run("scontrol", "show", "job", job))
+        assert said is not None
+        hours, minutes, seconds = map(int, said.groups())
+        limit = -(-(3600 * hours + 60 * minutes + seconds + 35) // 60)
+        slurm.run("scontrol", "update", f"jobid={job}", f"timelimit={limit}")
+
+    after_some_steps(lambda: slurm.run("scontrol", "requeue", job))
+    after_some_steps(lambda: slurm.run("scontrol", "requeue", job))
+    after_some_steps(shorten_limit)
     slurm.run("scontrol", "update", f"jobid={job}", "timelimit=30")
     until_done(run)
     _, said = alone.communicate(timeout=COMMAND_SECONDS)
