@@ -100,7 +100,7 @@ def move_a_job(commands: Commands) -> Path:
         until(lambda: restarts_of(run) > seen, "the job to be started again")
 
     def shorten_limit() -> None:
-        # SLURM looks at its limits every 30 s, tells a job up to 30 s too early, and must see it before the end.
+        # SLURM looks at its limits every 30 s, tells up to 30 s too early, and must look before the end.
         said = re.search(r"RunTime=(\d+):(\d+):(\d+)", slurm.run("scontrol", "show", "job", job))
         assert said is not None
         hours, minutes, seconds = map(int, said.groups())
