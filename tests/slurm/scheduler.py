@@ -57,9 +57,14 @@ class Scheduler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Nodes first, so that they end what runs on them; each by its own process id.
         for name in sorted(self._daemons, key=lambda each: each in ("slurmctld", "munged")):
             self._end(name)
+        # What a failed test has left running outlives the daemons; its environment names our configuration.
+        mark = f"SLURM_CONF={self.configuration}".encode()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(entry.name), signal.SIGKILL)
 
     @property
     def configuration(self) -> Path:
