@@ -41,7 +41,7 @@ POLL_SECONDS = 0.2
 # A node that is gone keeps its locks for as long as its lease lasts: 90 s with NFS.
 HOLD_SECONDS = 180.0
 # How long SLURM's controller may be too busy to say what a job's state is.
-ANSWER_SECONDS = 60.0
+ANSWER_SECONDS, RETRY_SECONDS = 60.0, 5.0
 SRUN_LOG = "srun.err"
 
 SUPERSEDED = "SUPERSEDED"
@@ -92,13 +92,23 @@ class Allocation:
         return cls(ident, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
     def state(self) -> str:
-        """SLURM's word for the job's state; SUPERSEDED when it has started the job again elsewhere."""
+        """SLURM's word for the job's state; SUPERSEDED when it has started the job again elsewhere.
+
+        UNKNOWN when it does not say; in the middle of a mass preemption it may be too busy for a while.
+        """
         deadline = time.monotonic() + ANSWER_SECONDS
-        while not (said := queue.describe(self.job_id)) and time.monotonic() < deadline:
-            time.sleep(5)
-        if int(said.get("Restarts", "0")) > self.restarts:
-            return SUPERSEDED
-        return said.get("JobState", "UNKNOWN")
+        while True:
+            try:
+                said = queue.describe(self.job_id)
+            except queue.SlurmError as error:
+                if time.monotonic() < deadline:
+                    time.sleep(RETRY_SECONDS)
+                    continue
+                sys.stderr.write(f"WARNING the state of this job is not known: {error}\n")
+                return "UNKNOWN"
+            if int(said.get("Restarts", "0")) > self.restarts:
+                return SUPERSEDED
+            return said.get("JobState", "UNKNOWN")
 
 
 def run(folder: RunFolder, allocation: Allocation) -> int:

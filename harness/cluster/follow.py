@@ -164,6 +164,10 @@ def follow(job: Job, folder: RunFolder) -> int:
                 asked = now
                 try:
                     found = queued(folder.path)
+                    is_gone = gone_since is not None and now - gone_since > LAST_WORDS_SECONDS
+                    ticket = Ticket.read(folder.path)
+                    if found is None and is_gone and ticket is not None and not is_live(ticket):
+                        return settle_lost(job, folder, ticket)
                 except SlurmError as error:
                     sys.stderr.write(f"WARNING {error}\n")
                     time.sleep(QUEUE_SECONDS)
@@ -172,11 +176,6 @@ def follow(job: Job, folder: RunFolder) -> int:
                 if found is None and folder.state in ENDED:
                     tail.show()
                     return _tell_end(job, folder)
-                if gone_since is not None and now - gone_since > LAST_WORDS_SECONDS:
-                    ticket = Ticket.read(folder.path)
-                    assert ticket is not None, "it was submitted"
-                    if not is_live(ticket):
-                        return settle_lost(job, folder, ticket)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         sys.stderr.write(f"\nnot following any more; job {_job_id(folder.path)} goes on in {folder.path}\n")

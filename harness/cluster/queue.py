@@ -75,22 +75,33 @@ def queue() -> list[Queued]:
 
 
 def describe(job_id: str) -> dict[str, str]:
-    """What ``scontrol show job`` says of a job, by its own names; empty when SLURM has forgotten it."""
+    """What ``scontrol show job`` says of a job, by its own names; empty when SLURM has forgotten it.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
     try:
         text = _run("scontrol", "show", "job", "--oneliner", job_id)
-    except SlurmError:
-        return {}
+    except SlurmError as error:
+        # The latter of a task of an array.
+        if "Invalid job id" in str(error) or f"Job {job_id} not found" in str(error):
+            return {}
+        raise
     return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
 
 def last_state(job_id: str) -> str | None:
-    """The state a job is in or ended with: from the controller, or else from accounting if there is any."""
+    """The state a job is in or ended with: from the controller, or else from accounting if there is any.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
     state = describe(job_id).get("JobState")
     if state is None and shutil.which("sacct") is not None:
         try:
             words = _run("sacct", "--noheader", "--parsable2", "-X", "--format=State", "-j", job_id).split()
         except SlurmError:
-            return None
+            return None  # sacct is there, and accounting is not
         state = words[0] if words else None  # CANCELLED by 1000
     return state
 

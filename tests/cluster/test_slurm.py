@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ from torch.distributed import TCPStore
 from harness.cluster import batch, queue
 from harness.cluster.batch import rank_environment, srun_command
 from harness.cluster.config import minutes_of
-from harness.cluster.follow import JobLost, confirm, cost_in_words
+from harness.cluster.follow import JobLost, confirm, cost_in_words, is_live
 from harness.cluster.queue import Queued
 from harness.cluster.slurm import Submission, _environment_for_submitting, shape_of
 from harness.cluster.snapshot import snapshot_path, take_snapshot
@@ -22,6 +23,7 @@ from harness.cluster.ticket import Ticket
 from harness.compose import compose_job
 from harness.errors import ConfigError, UserError
 from harness.job import Job
+from harness.run_folder import RunFolder
 
 GOLDEN = """\
 #!/bin/bash
@@ -230,6 +232,43 @@ def test_the_queue_is_read_whatever_a_name_holds(monkeypatch: pytest.MonkeyPatch
         Queued("12", "a|b c", "PENDING", "Resources"),
         Queued("13_4", "x", "RUNNING", "None"),
     ]
+
+
+def test_a_scheduler_that_does_not_answer_is_not_one_that_has_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def say(words: str) -> None:
+        def run(*command: str) -> str:
+            raise queue.SlurmError(words)
+
+        monkeypatch.setattr(queue, "_run", run)
+
+    for words in ("slurm_load_jobs error: Invalid job id specified", "Job 1_0 not found"):
+        say(words)
+        assert queue.describe("1_0") == {}
+    say("slurm_load_jobs error: Socket timed out on send/recv operation")
+    with pytest.raises(queue.SlurmError):
+        is_live(Ticket("a", None, "7"))
+    monkeypatch.setattr(batch, "ANSWER_SECONDS", 0.0)
+    assert batch.Allocation("7", 0).state() == "UNKNOWN"
+
+
+def test_two_attempts_in_vain_are_not_followed_by_a_third(tmp_path: Path) -> None:
+    def attempt(path: Path, start: int | None, step: int | None) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "result.json").write_text(json.dumps({"start_step": start, "step": step}))
+
+    folder = RunFolder(tmp_path)
+    attempt(tmp_path, None, None)
+    assert batch._is_worth_another(folder), "the first may be told to stop before it has begun"
+    attempt(tmp_path / "attempts" / "9", 0, 5)
+    attempt(tmp_path / "attempts" / "10", 5, 5)
+    assert not batch._is_worth_another(folder)
+    attempt(tmp_path / "attempts" / "10", 5, 6)
+    assert batch._is_worth_another(folder)
+    attempt(tmp_path / "attempts" / "10", 5, 5)
+    attempt(tmp_path, 5, 6)
+    assert batch._is_worth_another(folder)
 
 
 @pytest.mark.parametrize(
