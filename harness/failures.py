@@ -6,7 +6,7 @@
 | ``out_of_memory`` | of the device or the host; ``allocation`` is what could not be had |
 | ``collective_timeout`` | a collective that took too long; ``operation`` is which |
 | ``non_finite`` | loss or gradients are not finite |
-| ``preempted`` | the scheduler took the nodes, or the time was up, before there was anything to go on from |
+| ``preempted`` | the scheduler took the nodes, or the time was up, again and again before a step was done |
 | ``cancelled`` | somebody ended the scheduler's job |
 | ``node`` | the node: its accelerator, its link, or the whole of it |
 | ``machine`` | something else of the machine: a launcher that is gone, a disk that is full |

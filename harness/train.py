@@ -25,7 +25,7 @@ def train(job: Job, overrides: list[str]) -> int:
     if is_finished(job, folder.path):
         return tell_finished(job, folder.path)
     if job.cluster.kind == "slurm":
-        from harness.cluster.follow import submit_one
+        from harness.cluster.submit import submit_one
 
         return submit_one(job, folder, overrides)
     from harness.cluster.local import launch

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from harness.cluster import queue
-from harness.cluster.outcome import RankDied, last_lines, settle
+from harness.cluster.outcome import RankDied, last_words, settle
 from harness.cluster.ticket import Ticket
 from harness.errors import (
     EXIT_BUG,
@@ -115,8 +115,7 @@ def run(folder: RunFolder, allocation: Allocation) -> int:
     """Runs the job that is described in a folder; returns its exit code."""
     started = time.time()
     _survive_signals()
-    _begin(folder, allocation)
-    job = Job.from_json((folder.path / "job.json").read_text())
+    job = _begin(folder, allocation)
     try:
         code = _run_ranks(job, folder, allocation, started)
     except Exception as error:
@@ -128,8 +127,8 @@ def run(folder: RunFolder, allocation: Allocation) -> int:
     if code not in STOPPED or allocation.state() not in ("RUNNING", "TIMEOUT", "UNKNOWN"):
         return code  # where SLURM takes the nodes it also decides whether the job comes back
     if not _is_worth_another(folder):
-        folder.record_error(None, NothingSaved())
-        return settle(job, folder, NothingSaved.exit_code)
+        folder.record_error(None, NoProgress())
+        return settle(job, folder, NoProgress.exit_code)
     return _go_on_later(job, folder, allocation)
 
 
@@ -150,20 +149,22 @@ def _survive_signals() -> None:
         signal.signal(number, lambda *_: None)
 
 
-def _begin(folder: RunFolder, allocation: Allocation) -> None:
-    """Takes the folder; whoever submitted the job may hold it for another moment."""
+def _begin(folder: RunFolder, allocation: Allocation) -> Job:
+    """Takes the folder, which whoever submitted the job may hold for another moment; returns its job."""
     ticket = Ticket.read(folder.path)
     assert ticket is not None, "written before the job was submitted"
+    job = Job.from_json((folder.path / "job.json").read_text())
     deadline = time.monotonic() + HOLD_SECONDS
     while True:
         try:
-            folder.begin_again(Job.from_json((folder.path / "job.json").read_text()))
+            folder.begin_again(job)
             break
         except UserError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(POLL_SECONDS)
     Ticket(ticket.name, ticket.index, allocation.job_id, allocation.restarts).write(folder.path)
+    return job
 
 
 def _run_ranks(job: Job, folder: RunFolder, allocation: Allocation, started: float) -> int:
@@ -189,7 +190,7 @@ def _run_ranks(job: Job, folder: RunFolder, allocation: Allocation, started: flo
     return died.exit_code
 
 
-class NothingSaved(MachineError):
+class NoProgress(MachineError):
     """The time was up, or somebody else needed the nodes, before a step was done; twice in a row."""
 
     kind = "preempted"
@@ -205,9 +206,8 @@ class StepFailed(MachineError):
     """srun failed, and no rank has said why."""
 
     def __init__(self, code: int, logs: Path) -> None:
-        tail = last_lines(logs / SRUN_LOG)
-        self.kind = kind_of_text("\n".join(tail)) or "unknown"
-        said = "".join(f"\n  {line}" for line in ["its last words:", *tail]) if tail else ""
+        said = last_words(logs / SRUN_LOG)
+        self.kind = kind_of_text(said) or "unknown"
         super().__init__(f"srun ended with exit code {code}{said}")
 
 

@@ -1,17 +1,15 @@
-"""What the one who submits a job sees of it: asked before, told after, and followed if wanted."""
+"""What becomes of a job that was submitted: shown while it runs, found out when it is gone without a word."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from pathlib import Path
 
-from harness.cluster.outcome import settle
+from harness.cluster.outcome import account_of, settle
 from harness.cluster.queue import LIVE, Queued, SlurmError, last_state, queue
-from harness.cluster.slurm import Submission, device_hours
 from harness.cluster.ticket import Ticket
-from harness.errors import EXIT_INTERRUPTED, EXIT_OK, MachineError, UserError
+from harness.errors import EXIT_INTERRUPTED, EXIT_OK, MachineError
 from harness.job import Job
 from harness.run_folder import RunFolder
 
@@ -23,99 +21,16 @@ LAST_WORDS_SECONDS = 15.0
 ENDED = ("completed", "interrupted", "failed")
 
 
-def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
-    """Submits one job, or shows what would be submitted; returns the exit code.
-
-    Raises:
-        UserError: there is no SLURM here, it refuses the job, or the job may cost more than was agreed to.
-    """
-    submission = Submission([job], [folder.path], folder.path, f"{job.name}.{job.id}")
-    if job.cluster.dry_run:
-        sys.stdout.write(f"{submission.script()}\n# {submission.shape.describe()}, {cost_in_words([job])}\n")
-        return EXIT_OK
-    found = _still_wanted(folder)
-    if found is None:
-        confirm([job])
-        folder.hold()
-        # Another controller may have been quicker.
-        found = _still_wanted(folder)
-        if found is None:
-            submit(submission, [folder], [overrides], adopt=True)
-        folder.release()
-    how = "submitted" if found is None else f"already submitted ({found.state})"
-    sys.stdout.write(
-        f"{job.name}: {how} as job {_job_id(folder.path)}, {submission.shape.describe()}, "
-        f"{cost_in_words([job])}\nrun folder {folder.path}\n"
-    )
-    sys.stdout.flush()
-    return follow(job, folder) if job.cluster.wait else EXIT_OK
-
-
-def _still_wanted(folder: RunFolder) -> Queued | None:
-    """The job in the queue, unless it has failed and is only being cleaned up."""
-    return None if folder.state == "failed" else queued(folder.path)
-
-
-def submit(
-    submission: Submission, folders: list[RunFolder], overrides: list[list[str]], *, adopt: bool = False
-) -> list[str]:
-    """Makes the run folders ready, submits, and lets the folders go; returns the job ids.
-
-    Raises:
-        UserError: a folder is in use or cannot be written, there is no SLURM here, or it refuses the job.
-        SlurmError: SLURM cannot be talked to.
-    """
-    try:
-        for job, folder, own in zip(submission.jobs, folders, overrides, strict=True):
-            folder.begin(job, own, adopt=adopt, state="submitted")
-        return submission.submit()
-    except Exception:
-        for folder in folders:
-            if folder.state == "submitted":
-                folder.set_status("planned")
-        raise
-    finally:
-        for folder in folders:
-            folder.release()
-
-
 def queued(run_dir: Path) -> Queued | None:
     """The SLURM job that a run is in the queue as; None if there is none."""
     ticket = Ticket.read(run_dir)
     return None if ticket is None else ticket.find(queue())
 
 
-def _job_id(run_dir: Path) -> str | None:
+def job_id_of(run_dir: Path) -> str | None:
+    """The id of a run's SLURM job; None if it has none."""
     ticket = Ticket.read(run_dir)
     return None if ticket is None else ticket.job_id
-
-
-def cost_in_words(jobs: list[Job]) -> str:
-    """The most that jobs may cost until their time limit, e.g. ``at most 16 GPU-hours (H100 SXM)``."""
-    unit = "rank-hours" if jobs[0].cluster.device == "cpu" else "GPU-hours"
-    kinds = sorted({job.cluster.accelerator for job in jobs if job.cluster.accelerator})
-    of = f" ({', '.join(kinds)})" if kinds else ""
-    return f"at most {sum(map(device_hours, jobs)):.4g} {unit}{of}"
-
-
-def confirm(jobs: list[Job]) -> None:
-    """Asks whether to spend what jobs may cost, if that is more than ``cluster.confirm_gpu_hours``.
-
-    Raises:
-        UserError: the answer is no, or there is nobody to ask.
-    """
-    limit, hours = min(job.cluster.confirm_gpu_hours for job in jobs), sum(map(device_hours, jobs))
-    if hours <= limit:
-        return
-    if not sys.stdin.isatty():
-        raise UserError(
-            f"cluster.confirm_gpu_hours={limit:g}: this may cost {cost_in_words(jobs)}, and there is nobody "
-            f"to ask; would work: cluster.confirm_gpu_hours={math.ceil(hours)}, a shorter cluster.time"
-        )
-    sys.stderr.write(f"this may cost {cost_in_words(jobs)}; submit? [y/N] ")
-    sys.stderr.flush()
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise UserError("nothing was submitted")
 
 
 class JobLost(MachineError):
@@ -178,13 +93,11 @@ def follow(job: Job, folder: RunFolder) -> int:
                     return _tell_end(job, folder)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        sys.stderr.write(f"\nnot following any more; job {_job_id(folder.path)} goes on in {folder.path}\n")
+        sys.stderr.write(f"\nnot following any more; job {job_id_of(folder.path)} goes on in {folder.path}\n")
         return EXIT_INTERRUPTED
 
 
 def _tell_end(job: Job, folder: RunFolder) -> int:
-    from harness.cluster.outcome import account_of
-
     error = folder.first_error() if folder.state == "failed" else None
     if error is not None:
         sys.stderr.write(account_of(error, job.world_size, folder))

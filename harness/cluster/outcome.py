@@ -33,9 +33,8 @@ class RankDied(MachineError):
     """
 
     def __init__(self, rank: int, how: str, logs: Path, *, hint: str = "", kind: str | None = None) -> None:
-        tail = last_lines(logs / f"rank{rank}.err")
-        self.kind = kind or kind_of_text("\n".join(tail)) or "unknown"
-        said = "".join(f"\n  {line}" for line in ["its last words:", *tail]) if tail else ""
+        said = last_words(logs / f"rank{rank}.err")
+        self.kind = kind or kind_of_text(said) or "unknown"
         super().__init__(f"rank {rank} ended with {how}{hint}{said}")
 
     @classmethod
@@ -61,12 +60,13 @@ class RankDied(MachineError):
         return cls(rank, how, logs, hint=hint, kind=kind)
 
 
-def last_lines(path: Path) -> list[str]:
-    """The end of a log; empty when there is none."""
+def last_words(log: Path) -> str:
+    """The end of a log, as it is added to a message; empty when there is none."""
     try:
-        return path.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+        tail = log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
     except OSError:
-        return []
+        return ""
+    return "".join(f"\n  {line}" for line in ["its last words:", *tail]) if tail else ""
 
 
 @contextmanager

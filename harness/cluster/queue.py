@@ -141,6 +141,7 @@ def _run(*command: str) -> str:
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]}: no answer within {COMMAND_SECONDS} s") from None
     if done.returncode != 0:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        # scontrol says on its stdout that it does not know a task of an array.
+        said = " ".join((done.stderr.strip() or done.stdout).split()) or f"exit code {done.returncode}"
         raise SlurmError(f"{' '.join(command)}: {said}")
     return done.stdout

@@ -35,6 +35,7 @@ class Shape:
         ranks_per_node: ranks on each of them.
         options: the options of sbatch, sorted.
         setup: lines of shell before the job.
+        max_running: how many jobs of an array may run at once.
     """
 
     nodes: int

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.cluster.follow import (
-    LAST_WORDS_SECONDS,
-    confirm,
-    cost_in_words,
-    is_live,
-    settle_lost,
-    submit,
-)
+from harness.app import guarded
+from harness.cluster.follow import LAST_WORDS_SECONDS, is_live, settle_lost
 from harness.cluster.queue import SlurmError
 from harness.cluster.slurm import Shape, Submission, shape_of
+from harness.cluster.submit import confirm, cost_in_words, submit
 from harness.cluster.ticket import Ticket
 from harness.compose import Composed
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, STOPPED, HarnessError, UserError
+from harness.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
 from harness.job import Job
 from harness.metrics.views import log_sweep
 from harness.run_folder import RunFolder
@@ -97,13 +91,7 @@ def _start(
         anew: start what is complete too, where the job says ``checkpoint.resume=false``.
     """
     seen = settle_lost_points(seen)
-    starved = [] if out_of_memory else [each for each in seen if each.kind == "out_of_memory"]
-    done = [
-        each
-        for each in seen
-        if each.state == "completed" and (jobs[each.point.id].checkpoint.resume or not anew)
-    ]
-    wanted = [each for each in seen if each.state not in BUSY and each not in (*done, *starved)]
+    wanted, starved = _sort(seen, jobs, out_of_memory=out_of_memory, anew=anew)
     sys.stderr.write(_plan_in_words(registry, seen, wanted, starved, jobs, skipped))
     remote = [each for each in wanted if jobs[each.point.id].cluster.kind == "slurm"]
     local = [each for each in wanted if jobs[each.point.id].cluster.kind == "local"]
@@ -112,6 +100,19 @@ def _start(
         _submit(registry, [each.point for each in remote], jobs)
     stopped = _run_here(local, jobs)
     return _Started(stopped, submitted_only=not local and not starved)
+
+
+def _sort(
+    seen: Sequence[Seen], jobs: dict[str, Job], *, out_of_memory: bool, anew: bool
+) -> tuple[list[Seen], list[Seen]]:
+    """The points to start, and those that are left out because memory did not suffice."""
+    starved = [] if out_of_memory else [each for each in seen if each.kind == "out_of_memory"]
+    done = [
+        each
+        for each in seen
+        if each.state == "completed" and (jobs[each.point.id].checkpoint.resume or not anew)
+    ]
+    return [each for each in seen if each.state not in BUSY and each not in (*done, *starved)], starved
 
 
 @dataclass(frozen=True)
@@ -210,8 +211,8 @@ def _show_dry(
 ) -> int:
     """Shows the scripts of a sweep without touching anything."""
     seen = look_at_all(points)
-    wanted = [each for each in seen if each.state not in ("completed", *BUSY)]
-    sys.stderr.write(_plan_in_words(registry, seen, wanted, [], jobs, skipped))
+    wanted, starved = _sort(seen, jobs, out_of_memory=False, anew=True)
+    sys.stderr.write(_plan_in_words(registry, seen, wanted, starved, jobs, skipped))
     remote = [jobs[each.point.id] for each in wanted if jobs[each.point.id].cluster.kind == "slurm"]
     for group in _by_shape(remote):
         sys.stdout.write(
@@ -264,19 +265,13 @@ def _run_point(job: Job, point: Point) -> int:
     """Runs one point in processes of its own; returns its exit code."""
     from harness.cluster.local import launch
 
-    folder = RunFolder(point.run_dir)
-    try:
+    def run() -> int:
+        folder = RunFolder(point.run_dir)
         # Points of a sweep over layouts are compared: none of them goes on from another.
         folder.begin(job, point.overrides)
         return launch(job, folder, apart=True)
-    except HarnessError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except Exception:
-        traceback.print_exc()
-        return EXIT_BUG
+
+    return guarded(run)
 
 
 def _follow(points: Sequence[Point]) -> bool:
@@ -299,7 +294,7 @@ def _follow(points: Sequence[Point]) -> bool:
                 continue
             for name, each in zip(names, seen, strict=True):
                 if told.get(each.point.id, "pending") != each.state:
-                    about = f" ({each.kind}: {each.reason})" if each.kind else ""
+                    about = f" ({each.about})" if each.kind else ""
                     sys.stderr.write(f"{name}: {each.state}{about}\n")
                 told[each.point.id] = each.state
             if not any(each.state in BUSY for each in seen):
@@ -321,8 +316,7 @@ def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[str, Job],
         names = labels([point.overrides for point in points])
         named = dict(zip([point.id for point in points], names, strict=True))
         lines = "".join(
-            f"  {named[each.point.id]}: {f'{each.kind}: {each.reason}' if each.kind else each.state}\n"
-            for each in left
+            f"  {named[each.point.id]}: {each.about if each.kind else each.state}\n" for each in left
         )
         sys.stderr.write(
             f"{len(left)} of {len(seen)} points did not complete:\n{lines}"

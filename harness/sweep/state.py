@@ -43,6 +43,11 @@ class Seen:
     reason: str = ""
     has_begun_elsewhere: bool = False
 
+    @property
+    def about(self) -> str:
+        """The class of a failure, and what there is to say."""
+        return f"{self.kind}: {self.reason}" if self.kind else self.reason
+
 
 def look_at_all(points: Sequence[Point]) -> list[Seen]:
     """How all points are, with one question to SLURM if any of them is its business.
@@ -74,14 +79,13 @@ def look_at(point: Point, ticket: Ticket | None, jobs: list[Queued] | None) -> S
         rank = row.get("error.rank")
         if rank is not None and not reason.startswith(f"rank {rank}"):
             reason = f"rank {rank}: {reason}"
-    facts = row if row and state != "running" else _running_facts(folder)
+    facts = _facts(row) if row and state != "running" else _running_facts(folder)
     return Seen(
         point,
         state,
         step=int(facts.get("step") or 0),
         steps=_steps(point),
-        facts={name: facts.get(name) for name in ("tokens_per_second", "mfu", "memory_gib", "loss")}
-        | ({"tokens_per_second": row.get("window.tokens_per_second")} if facts is row else {}),
+        facts={name: facts.get(name) for name in ("tokens_per_second", "mfu", "memory_gib", "loss")},
         kind=kind,
         reason=reason,
         has_begun_elsewhere=ticket is not None and status not in ("planned", "submitted"),
@@ -98,7 +102,7 @@ def _state(
     """The state, what there is to say of it, and the class of a failure that can be seen from here."""
     if status == "completed":
         return "completed", "", None
-    if found is not None and status not in ("failed",):
+    if found is not None and status != "failed":
         again = f", started {ticket.restarts + 1} times" if ticket is not None and ticket.restarts else ""
         if found.waits:
             return "pending", f"job {found.id} waits: {found.reason}{again}", None
@@ -120,6 +124,11 @@ def _state(
     if folder.may_be_running:
         return "running", "", None
     return "lost", "the process that ran it is gone", "unknown"
+
+
+def _facts(row: dict[str, Any]) -> dict[str, Any]:
+    """Of a run that is over: its throughput is that of the whole window."""
+    return {**row, "tokens_per_second": row.get("window.tokens_per_second")}
 
 
 def _running_facts(folder: RunFolder) -> dict[str, Any]:

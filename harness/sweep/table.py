@@ -28,7 +28,7 @@ def rows_of(seen: Sequence[Seen], *, whole: bool = False) -> list[dict[str, str]
     rows = []
     for name, each in zip(names, seen, strict=True):
         facts = each.facts or {}
-        reason = f"{each.kind}: {each.reason}" if each.kind else each.reason
+        reason = each.about
         if not whole and len(reason) > LONGEST_REASON:
             reason = reason[: LONGEST_REASON - 1] + "…"
         rows.append(

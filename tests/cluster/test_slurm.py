@@ -15,10 +15,11 @@ from torch.distributed import TCPStore
 from harness.cluster import batch, queue
 from harness.cluster.batch import rank_environment, srun_command
 from harness.cluster.config import minutes_of
-from harness.cluster.follow import JobLost, confirm, cost_in_words, is_live
+from harness.cluster.follow import JobLost, is_live
 from harness.cluster.queue import Queued
 from harness.cluster.slurm import Submission, _environment_for_submitting, shape_of
 from harness.cluster.snapshot import snapshot_path, take_snapshot
+from harness.cluster.submit import confirm, cost_in_words
 from harness.cluster.ticket import Ticket
 from harness.compose import compose_job
 from harness.errors import ConfigError, UserError
@@ -235,17 +236,19 @@ def test_the_queue_is_read_whatever_a_name_holds(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_scheduler_that_does_not_answer_is_not_one_that_has_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def say(words: str) -> None:
-        def run(*command: str) -> str:
-            raise queue.SlurmError(words)
+    scontrol = tmp_path / "scontrol"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-        monkeypatch.setattr(queue, "_run", run)
+    def say(words: str, where: str = ">&2") -> None:
+        scontrol.write_text(f"#!/bin/sh\necho '{words}' {where}\nexit 1\n")
+        scontrol.chmod(0o755)
 
-    for words in ("slurm_load_jobs error: Invalid job id specified", "Job 1_0 not found"):
-        say(words)
-        assert queue.describe("1_0") == {}
+    say("slurm_load_jobs error: Invalid job id specified")
+    assert queue.describe("1") == {}
+    say("Job 1_0 not found", where="")  # so does SLURM: a task of an array goes to stdout
+    assert queue.describe("1_0") == {}
     say("slurm_load_jobs error: Socket timed out on send/recv operation")
     with pytest.raises(queue.SlurmError):
         is_live(Ticket("a", None, "7"))

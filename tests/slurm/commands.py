@@ -23,8 +23,11 @@ ON_SLURM = (
     *("cluster=slurm_cpu", "cluster.time=30", "cluster.cpus_per_rank=1", "cluster.mem=4000M"),
     f"cluster.env={{{ENVIRONMENT}}}",
 )
+_PATCH = f"PYTHONPATH:'{Path(__file__).parent / 'patch'}',TEST_PATCH"
 # With steps that take a quarter of a second, so that there is time to do something to the job.
-SLOW = f"cluster.env={{{ENVIRONMENT},PYTHONPATH:'{Path(__file__).parent / 'slow'}'}}"
+SLOW = f"cluster.env={{{ENVIRONMENT},{_PATCH}:slow}}"
+# With points of a sweep that fail.
+FAULTS = f"cluster.env={{{ENVIRONMENT},{_PATCH}:faults,WANDB_MODE:disabled}}"
 COMMAND_SECONDS = 240
 
 

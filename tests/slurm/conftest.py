@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,5 +20,4 @@ def slurm() -> Iterator[Scheduler]:
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     with Scheduler(folder) as scheduler:
         yield scheduler
-    if "KEEP_SLURM" not in os.environ:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)

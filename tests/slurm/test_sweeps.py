@@ -8,12 +8,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import ENVIRONMENT, ON_SLURM, TINY, Commands, logs_of, read, until
+from commands import FAULTS, ON_SLURM, TINY, Commands, logs_of, read, until
 from scheduler import Scheduler
 
 pytestmark = pytest.mark.slurm
 
-FAULTS = Path(__file__).parent / "faults"
 # 12 points: jobs of one, two and four nodes, and dp_shard=3, which no batch of eight shares out over.
 AXES = (
     "parallelism={dp_shard:1},{dp_shard:2},{dp_shard:3},{tp:2},{dp_shard:4},{dp_shard:2,tp:2}",
@@ -35,10 +34,9 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
 @pytest.fixture(scope="module")
 def arguments(commands: Commands) -> tuple[str, ...]:
     # W&B is off in the ranks; the table is logged offline.
-    environment = f"{ENVIRONMENT},PYTHONPATH:'{FAULTS}',WANDB_MODE:disabled"
     return (
         *("-m", *TINY, f"runs_dir={commands.home}", "name=layouts", *AXES, *ON_SLURM[:-1]),
-        *(f"cluster.env={{{environment}}}", "cluster.ranks_per_node=1", "cluster.mem=2500M"),
+        *(FAULTS, "cluster.ranks_per_node=1", "cluster.mem=2500M"),
         *("cluster.wait=true", "metrics.wandb=true", "checkpoint.interval=2"),
     )
 
@@ -151,7 +149,7 @@ def test_resuming_completes_what_can_be(commands: Commands, arguments: tuple[str
     assert "1 of 10 points did not complete" in again
     last = commands.run("sweep", "resume", str(commands.home / "layouts"), "--out-of-memory")
     assert "10 points, 1 to run" in last
-    assert set(json.loads(json.dumps([row["state"] for row in states(commands)]))) == {"completed"}
+    assert {row["state"] for row in states(commands)} == {"completed"}
     # They went on from what they had saved.
     assert read(run_of(commands, NAMES["is killed"]) / "result.json")["start_step"] == 2
     nothing = commands.run("sweep", "resume", str(commands.home / "layouts"))

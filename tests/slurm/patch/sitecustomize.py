@@ -1,6 +1,8 @@
-"""Read by Python at its start: makes ranks of some points of a sweep fail, once, in the third step.
+"""Read by Python at its start: changes the training steps of a rank as ``TEST_PATCH`` says.
 
-Which point is which is told by its job: the seed says whether it fails, the layout says how.
+``slow``: every step takes a quarter of a second longer. ``faults``: ranks of some points of a sweep fail,
+once, in the third step; which point is which is told by its job: the seed says whether it fails, the layout
+says how.
 """
 
 import importlib.abc
@@ -9,8 +11,10 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
+SECONDS = 0.25
 STEP = 3
 
 
@@ -50,10 +54,20 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            sabotage(module.Engine)
+            PATCHES[os.environ["TEST_PATCH"]](module.Engine)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def slow_down(engine):
+    original = engine.gradients
+
+    def gradients(self, *args, **kwargs):
+        time.sleep(SECONDS)
+        return original(self, *args, **kwargs)
+
+    engine.gradients = gradients
 
 
 def sabotage(engine):
@@ -72,6 +86,8 @@ def sabotage(engine):
 
     engine.gradients = gradients
 
+
+PATCHES = {"slow": slow_down, "faults": sabotage}
 
 if "SLURM_PROCID" in os.environ and "harness.rank" in Path("/proc/self/cmdline").read_text():
     sys.meta_path.insert(0, Finder())
