@@ -19,6 +19,7 @@ from harness.loop.config import DebugConfig, TrainingConfig, ValidationConfig
 from harness.metrics import MetricsConfig
 from harness.model.config import ModelConfig
 from harness.optimizer.config import OptimizerConfig, ScheduleConfig
+from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
 from harness.parallelism.config import ParallelismConfig
 from harness.precision.config import PrecisionConfig
 
@@ -36,6 +37,8 @@ class Job:
     model: ModelConfig = part(ModelConfig)
     parallelism: ParallelismConfig = part(ParallelismConfig)
     precision: PrecisionConfig = part(PrecisionConfig)
+    activation_checkpoint: ActivationCheckpointConfig = part(ActivationCheckpointConfig)
+    compile: CompileConfig = part(CompileConfig)
     data: DataConfig = part(DataConfig)
     tokenizer: TokenizerConfig = part(TokenizerConfig)
     optimizer: OptimizerConfig = part(OptimizerConfig)
@@ -160,6 +163,9 @@ class Job:
         share = self.local_batch_size * self.accumulation_steps
         self.parallelism.validate(self.model, self.training.seq_len, self.local_batch_size, share)
         self.precision.validate()
+        self.compile.validate()
+        self.activation_checkpoint.validate(self.compile)
+        self._validate_chunked_loss()
         self.data.validate()
         self.tokenizer.validate()
         self.optimizer.validate()
@@ -172,6 +178,17 @@ class Job:
         if self.validation.interval:
             self.data.require_validation()
         self.debug.validate()
+
+    def _validate_chunked_loss(self) -> None:
+        """Checks that the pieces of a chunked loss can be computed where the vocabulary is split."""
+        chunks, layout = self.training.loss_chunks, self.parallelism
+        if chunks > 1 and layout.tp > 1 and not layout.loss_parallel:
+            raise ConfigError(
+                "training.loss_chunks",
+                chunks,
+                "splits the vocabulary over tensor-parallel ranks, and parallelism.loss_parallel=false",
+                "1, or parallelism.loss_parallel=true",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The job as plain containers."""

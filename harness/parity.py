@@ -252,13 +252,10 @@ def compose_layouts(config: ParityConfig, overrides: list[str]) -> dict[str, tup
 
 
 def single_process(job: Job) -> Job:
-    """The same experiment on one rank."""
-    from harness.parallelism.config import ParallelismConfig
-
-    training = dataclasses.replace(job.training, local_batch_size=None)
-    return dataclasses.replace(
-        Job.from_json(job.to_json()), training=training, parallelism=ParallelismConfig()
-    ).resolve(gpus=0)
+    """The same experiment on one rank, eager, with everything kept and nothing cut into pieces."""
+    training = dataclasses.replace(job.training, local_batch_size=None, loss_chunks=1)
+    plain = {name: type(getattr(job, name))() for name in ("parallelism", "activation_checkpoint", "compile")}
+    return dataclasses.replace(Job.from_json(job.to_json()), training=training, **plain).resolve(gpus=0)
 
 
 def _largest(expected: list[float], found: list[list[float]]) -> float:

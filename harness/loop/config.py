@@ -24,6 +24,8 @@ class TrainingConfig:
     """Sequences per data-parallel rank and forward pass; null means all of the rank's share at once."""
     max_norm: float = numerics(1.0)
     """Gradients are clipped to this global 2-norm; 0 leaves them alone."""
+    loss_chunks: int = execution(1)
+    """Pieces in which output projection and loss are computed together, so that logits never stand whole."""
     seed: int = numerics(42)
     """Seed of parameters and data order."""
     gc_interval: int = execution(50)
@@ -31,7 +33,7 @@ class TrainingConfig:
 
     def validate(self) -> None:
         """Raises ConfigError for lengths that are not positive."""
-        for name in ("steps", "seq_len"):
+        for name in ("steps", "seq_len", "loss_chunks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"training.{name}", getattr(self, name), "must be at least 1")
         for name in ("global_batch_size", "local_batch_size"):

@@ -12,6 +12,7 @@ from torch import Tensor
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
 from harness.optimizer.build import build_optimizer, build_schedule
+from harness.parallelism.chunked_loss import ChunkedLoss
 from harness.parallelism.clip import clip_gradients, local_square_sum, settle_gradients
 from harness.parallelism.execute import build_executor
 from harness.parallelism.loss import TokenLoss
@@ -54,7 +55,12 @@ class Engine:
         self.mesh = build_mesh(job.parallelism, device)
         self.parts = build_model_parts(job, self.mesh, device)
         split_logits = job.parallelism.tp > 1 and job.parallelism.loss_parallel
-        self.loss = TokenLoss(job.model.vocab_size, self.mesh.axis("tp") if split_logits else None)
+        compiled = job.compile.backend if job.compile.loss else None
+        vocabulary = self.mesh.axis("tp") if split_logits else None
+        self.loss = TokenLoss(job.model.vocab_size, vocabulary, compiled)
+        for part in self.parts:
+            if part.output is not None and job.training.loss_chunks > 1:
+                part.output.loss = ChunkedLoss(self.loss, job.training.loss_chunks, vocabulary, compiled)
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
         self.parameters = [parameter for _, parameter in self.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, self.named_parameters())

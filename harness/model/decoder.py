@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from harness.model.attention import Attention
 from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward
+from harness.model.head import Head
 from harness.model.rope import rope_table
 from harness.model.sharding import Split
 
@@ -70,7 +71,7 @@ class Decoder(nn.Module):
             {str(i): Block(config) for i in range(config.n_layers) if has(f"layers.{i}")}
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if has("norm") else None
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False) if has("output") else None
+        self.output = Head(config.dim, config.vocab_size, bias=False) if has("output") else None
         self.tie_embeddings()
         self.register_buffer("rope", self._rope_table(), persistent=False)
         self.rope: Tensor
@@ -93,18 +94,20 @@ class Decoder(nn.Module):
         """Computes the buffers, which ``to_empty`` leaves without values."""
         self.rope = rope_table(self.config.rope, self.config.head_width, self.seq_len, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         """Runs the modules this part holds.
 
         Args:
             x: token ids [B, T] for a part with the embedding, else the residual stream [B, T, C].
+            labels_BT: labels, for a part whose output projection computes the loss.
 
         Returns:
-            Logits [B, T, V] from a part with the output projection, else the residual stream [B, T, C].
+            Logits [B, T, V] from a part with the output projection, or the loss where there are labels; else
+            the residual stream [B, T, C].
         """
         x = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         rope_2TD = self.rope
         for block in self.layers.values():
             x = block(x, rope_2TD)
         x = self.norm(x) if self.norm is not None else x
-        return self.output(x) if self.output is not None else x
+        return self.output(x, labels_BT) if self.output is not None else x

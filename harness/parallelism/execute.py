@@ -46,21 +46,26 @@ class DirectExecutor:
 
     def __init__(self, job: Job, part: Decoder, loss: TokenLoss) -> None:
         self.layout, self.part, self.loss = job.parallelism, part, loss
+        self.in_head = job.training.loss_chunks > 1
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         sync_gradients(self.part, self.layout, last)
         with self.loss.context():
-            logits = self.part(batch.inputs_BT)
-            loss = self.loss(logits, batch.labels_BT)
-            # Freed before backward makes its own: logits of a large vocabulary are the largest tensor.
-            del logits
+            loss = self._loss(batch)
             loss.backward()
         return loss.detach()
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
         with self.loss.context():
-            return self.loss(self.part(batch.inputs_BT), batch.labels_BT)
+            return self._loss(batch)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        if self.in_head:
+            return self.part(batch.inputs_BT, batch.labels_BT)  # type: ignore[no-any-return]
+        # Nothing holds the logits, so that they are gone before backward makes its own: those of a large
+        # vocabulary are the largest tensor.
+        return self.loss(self.part(batch.inputs_BT), batch.labels_BT)
 
 
 class PipelineExecutor:
@@ -74,6 +79,7 @@ class PipelineExecutor:
         self.schedule = build_schedule(job, mesh, parts, loss, device)
         self.holds_first = any(part.tok_embeddings is not None for part in parts)
         self.holds_last = any(part.output is not None for part in parts)
+        self.in_head = job.training.loss_chunks > 1
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         return self._run(self.schedule.step, batch)
@@ -87,9 +93,11 @@ class PipelineExecutor:
         inputs = (batch.inputs_BT,) if self.holds_first else ()
         target = batch.labels_BT if self.holds_last else None
         losses: list[Tensor] | None = [] if self.holds_last else None
+        # Keywords reach every stage of this rank; only the head looks at them.
+        labels = {"labels_BT": batch.labels_BT} if self.in_head and self.holds_last else {}
         with self.loss.context():
             # Returned outputs would keep every microbatch's logits alive.
-            run(*inputs, target=target, losses=losses, return_outputs=False)
+            run(*inputs, target=target, losses=losses, return_outputs=False, **labels)
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum()

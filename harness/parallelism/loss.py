@@ -22,15 +22,19 @@ class TokenLoss:
     arise, whatever the layout, and no framework's own averaging is wanted anywhere.
     """
 
-    def __init__(self, vocab_size: int, mesh: DeviceMesh | None) -> None:
+    def __init__(self, vocab_size: int, mesh: DeviceMesh | None, compiled: str | None = None) -> None:
         """
         Args:
             vocab_size: rows of the whole vocabulary.
             mesh: the tp axis when logits come split by vocabulary, else None.
+            compiled: the compiler's backend, or None. torch's loss of split logits is never compiled.
         """
         self.vocab_size = vocab_size
         self.mesh = mesh
         self.denominator = 1.0
+        self.sum_of_losses = (
+            torch.compile(_sum_of_losses, backend=compiled) if compiled and mesh is None else _sum_of_losses
+        )
 
     def context(self) -> AbstractContextManager:
         """What forward and backward of the loss have to run in."""
@@ -38,14 +42,18 @@ class TokenLoss:
 
     def __call__(self, logits: Tensor, labels_BT: Tensor) -> Tensor:
         """Maps logits [B, T, V] (or this rank's vocabulary shard) and labels [B, T] to a float32 scalar."""
-        logits_NV = logits.flatten(0, 1).float()
+        logits_NV = logits.flatten(0, 1)
         if self.mesh is not None:
             # Shape and stride are given because the last shard may be smaller than the others.
             whole = torch.Size((logits_NV.shape[0], self.vocab_size))
             logits_NV = DTensor.from_local(
                 logits_NV, self.mesh, (Shard(1),), run_check=False, shape=whole, stride=(self.vocab_size, 1)
             )
-        loss = F.cross_entropy(logits_NV, labels_BT.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+        loss = self.sum_of_losses(logits_NV, labels_BT.flatten())
         if isinstance(loss, DTensor):
             loss = loss.to_local()
         return loss / self.denominator
+
+
+def _sum_of_losses(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)

@@ -6,6 +6,8 @@ import torch
 
 from harness.job import Job
 from harness.model.decoder import Decoder
+from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
+from harness.parallelism.compile import apply_compile, prepare_compiler
 from harness.parallelism.fsdp import apply_fsdp, needs_fsdp
 from harness.parallelism.materialize import materialize
 from harness.parallelism.mesh import Mesh
@@ -34,6 +36,7 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decode
 def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
     """The same on the meta device: shapes and placements, no values."""
     layout = job.parallelism
+    prepare_compiler(job.compile, job.activation_checkpoint, layout)
     modules = split_modules(layout, job.model.n_layers)
     parts = []
     for stage in stages_of_rank(layout, job.model.n_layers, mesh.rank("pp")):
@@ -42,7 +45,11 @@ def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
             part = Decoder(job.model, job.training.seq_len, modules[stage])
         # Tensor parallel before FSDP: FSDP shards the shards, and gathers back only to those.
         if layout.tp > 1:
-            apply_tensor_parallel(part, mesh.axis("tp"), layout)
+            apply_tensor_parallel(part, mesh.axis("tp"), layout, loss_in_head=job.training.loss_chunks > 1)
+        # Recomputation next: what it does again are the collectives of tensor parallel too.
+        apply_activation_checkpoint(part, job.activation_checkpoint)
+        # Compile sees all that happens inside a block: the partitioner then knows what is recomputed.
+        apply_compile(part, job.compile, layout)
         # FSDP last: it manages whatever parameters and wrappers the others have left.
         if needs_fsdp(layout, job.precision):
             apply_fsdp(part, mesh, layout, job.precision, device)

@@ -58,7 +58,7 @@ def build_schedule(
     # The loss is a sum over the global number of tokens: microbatches must add up, not average.
     common: dict[str, Any] = {
         "n_microbatches": job.local_batch_size // layout.pp_microbatch_size,
-        "loss_fn": loss,
+        "loss_fn": loss if job.training.loss_chunks == 1 else _loss_of_head,
         "scale_grads": False,
     }
     if layout.pp_schedule_csv is not None:
@@ -74,6 +74,11 @@ def build_schedule(
     return schedule_class(
         stages[0] if issubclass(schedule_class, PipelineScheduleSingle) else stages, **common
     )
+
+
+def _loss_of_head(loss: Tensor, _labels: Tensor) -> Tensor:
+    """The last stage's output is the loss already."""
+    return loss
 
 
 _FORWARD_TYPES = {
@@ -124,6 +129,8 @@ def _boundary(job: Job, mesh: Mesh, part: Decoder, index: int, entering: bool) -
     if entering and part.tok_embeddings is not None:
         return torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
     dtype = getattr(torch, job.precision.param_dtype)
+    if not entering and part.output is not None and job.training.loss_chunks > 1:
+        return torch.empty((), device="meta", requires_grad=True)
     if not entering and part.output is not None:
         vocab = job.model.vocab_size
         if layout.tp > 1 and layout.loss_parallel:

@@ -22,6 +22,8 @@ class ScheduleRule:
     """``loop``: rank r has stages r, r + P, ...; ``v``: rank r has stages r and 2P - 1 - r."""
     microbatches: str
     """``any``; ``stages``: at least one per stage; ``rounds``: a multiple of max(1, microbatches // P)."""
+    splits_backward: bool = False
+    """Whether gradients of inputs and of weights are taken in two passes (zero bubble, arXiv:2401.10241)."""
 
     @property
     def stages_in_words(self) -> str:
@@ -56,9 +58,9 @@ SCHEDULES = {
         ScheduleRule("1F1B", "one", "loop", "stages"),
         ScheduleRule("Interleaved1F1B", "many", "loop", "rounds"),
         ScheduleRule("LoopedBFS", "many", "loop", "any"),
-        ScheduleRule("InterleavedZeroBubble", "many", "loop", "rounds"),
-        ScheduleRule("ZBVZeroBubble", "two", "v", "any"),
-        ScheduleRule("DualPipeV", "two", "v", "stages"),
+        ScheduleRule("InterleavedZeroBubble", "many", "loop", "rounds", splits_backward=True),
+        ScheduleRule("ZBVZeroBubble", "two", "v", "any", splits_backward=True),
+        ScheduleRule("DualPipeV", "two", "v", "stages", splits_backward=True),
     )
 }
 

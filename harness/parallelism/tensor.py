@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -62,13 +70,40 @@ class RegionParallel(ParallelStyle):
         return module
 
 
-def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, layout: ParallelismConfig) -> None:
+class LossInHeadParallel(ParallelStyle):
+    """The output projection by vocabulary, where it computes the loss: on plain local tensors.
+
+    Every rank's columns contribute to the gradient of the whole stream: a partial sum, which goes back as the
+    stream is placed.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            weight = distribute_tensor(module.weight, mesh, [Shard(0)])  # type: ignore[arg-type]
+            module.register_parameter("weight", nn.Parameter(weight))
+
+        def gather(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+            local = DTensor.from_local(inputs[0], mesh, (self.stream,), run_check=False)
+            whole = local.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
+            return (whole, *inputs[1:])
+
+        return distribute_module(module, device_mesh, split, gather)  # type: ignore[arg-type]
+
+
+def apply_tensor_parallel(
+    part: nn.Module, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool
+) -> None:
     """Splits every module of a model part as it declares, in place.
 
     Args:
         part: a Decoder on the meta device.
         mesh: the tp axis.
         layout: says whether the residual stream is split and whether the loss takes split logits.
+        loss_in_head: whether the output projection computes the loss.
     """
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
@@ -83,7 +118,11 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, layout: Parallelism
         ),
         Split.REGION: lambda: RegionParallel(stream),
         # The head hands on its local logits: pipeline stages and losses deal in plain tensors.
-        Split.HEAD: lambda: ColwiseParallel(input_layouts=stream, output_layouts=logits),
+        Split.HEAD: lambda: (
+            LossInHeadParallel(stream)
+            if loss_in_head
+            else ColwiseParallel(input_layouts=stream, output_layouts=logits)
+        ),
     }
     for module, split in list(_declared(part)):
         parallelize_module(module, mesh, styles[split]())

@@ -1,0 +1,90 @@
+"""Activation checkpointing of blocks: whole, every n-th, or all but chosen operations.
+
+Only the inside of a block's forward is recomputed: what FSDP does around a block stays outside and is not
+done again. The model has no dropout, so no random state has to be put back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # registers its operator
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from harness.model.decoder import Decoder
+from harness.parallelism.block_config import ActivationCheckpointConfig
+
+
+def _operations(*names: str) -> frozenset[Any]:
+    """Overloads by name, those that this build of torch has."""
+    found = set()
+    for name in names:
+        namespace, operation, overload = name.split(".")
+        packet = getattr(getattr(torch.ops, namespace), operation, None)
+        if packet is not None:
+            found.add(getattr(packet, overload))
+    return frozenset(found)
+
+
+KEPT = _operations(
+    # Attention costs the most to recompute and its result is small.
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._flash_attention_forward.default",
+    "torch_attn._varlen_attn.default",
+    # Collectives whose results are no larger than what they take; an all-gather's is as many times larger as
+    # there are ranks, so it is gathered again (arXiv:2205.05198, section 4.2.2).
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_reduce.default",
+    "_c10d_functional.all_to_all_single.default",
+    # A choice made twice could be made differently.
+    "aten.topk.default",
+    # Float8's scales: a scalar that took a pass over the whole tensor (torchtitan keeps it too).
+    "aten.max.default",
+) | {torch.ops.higher_order.flex_attention}
+MATMULS = _operations("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default")
+
+
+def apply_activation_checkpoint(part: Decoder, config: ActivationCheckpointConfig) -> None:
+    """Makes the blocks of a model part recompute their activations in backward, in place."""
+    if config.mode in ("none", "memory_budget"):
+        return
+    for name, block in part.layers.items():
+        # By the layer's number in the whole model: the same blocks whatever the pipeline holds.
+        if config.mode == "selective_layer" and int(name) % config.every_nth_layer:
+            continue
+        options: dict[str, Any] = {}
+        if config.mode == "selective_op":
+            options["context_fn"] = partial(_selective_contexts, config.save_every_nth_matmul)
+        block.forward = _recomputed(block.forward, options)  # type: ignore[assignment]
+
+
+def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+    def recomputed(*args: Any, **kwargs: Any) -> Tensor:
+        return checkpoint(  # type: ignore[no-any-return]
+            forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs
+        )
+
+    return recomputed
+
+
+def _selective_contexts(every_nth_matmul: int) -> Any:
+    seen: Counter[bool] = Counter()
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in MATMULS:
+            seen[context.is_recompute] += 1
+            keep = every_nth_matmul > 0 and seen[context.is_recompute] % every_nth_matmul == 0
+        else:
+            keep = operation in KEPT
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,93 @@
+"""torch.compile, block by block; how long it took, and whether it had to be done again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch import Tensor
+from torch._dynamo.utils import calculate_time_spent, counters
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
+
+from harness.model.decoder import Decoder
+from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
+from harness.parallelism.config import ParallelismConfig
+from harness.parallelism.schedules import SCHEDULES
+
+
+def prepare_compiler(
+    config: CompileConfig, recompute: ActivationCheckpointConfig, layout: ParallelismConfig
+) -> None:
+    """Sets what is global to the process, and forgets what was compiled for another job."""
+    if not config.enable:
+        return
+    torch._dynamo.reset()
+    budgeted = recompute.mode == "memory_budget"
+    torch._functorch.config.activation_memory_budget = recompute.memory_budget if budgeted else 1.0
+    # With a zero bubble, gradients of inputs and of weights are taken in two passes over one graph.
+    torch._functorch.config.donated_buffer = not (layout.pp > 1 and _splits_backward(layout))
+
+
+def apply_compile(part: Decoder, config: CompileConfig, layout: ParallelismConfig) -> None:
+    """Compiles the blocks of a model part, in place.
+
+    Only ``forward`` is compiled, not the call around it, so names stay and FSDP's hooks run outside.
+    """
+    if not config.blocks:
+        return
+    if part.tok_embeddings is not None and layout.tp > 1:
+        # A collective that is still under way cannot enter a compiled block: its backward pass would meet a
+        # tensor of another kind than was traced (seen with torch 2.13).
+        part.tok_embeddings.register_forward_hook(_wait)
+    for block in part.layers.values():
+        block.forward = torch.compile(  # type: ignore[assignment]
+            block.forward, backend=config.backend, fullgraph=config.fullgraph
+        )
+
+
+def _splits_backward(layout: ParallelismConfig) -> bool:
+    return layout.pp_schedule_csv is not None or SCHEDULES[layout.pp_schedule].splits_backward
+
+
+def _wait(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+    return wait_tensor(output) if isinstance(output, AsyncCollectiveTensor) else output
+
+
+class CompileWatch:
+    """Counts what the compiler has done in this process."""
+
+    def __init__(self) -> None:
+        self._before = self._graphs_so_far(), self._seconds_so_far()
+        self.recompiles = 0
+        self._settled: int | None = None
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled since the watch began."""
+        return self._graphs_so_far() - self._before[0]
+
+    @property
+    def seconds(self) -> float:
+        """Time the compiler took since the watch began; it is part of the first step's."""
+        return self._seconds_so_far() - self._before[1]
+
+    def settle(self) -> None:
+        """Says that what is compiled by now was to be expected."""
+        self._settled = self.graphs
+
+    def new_graphs(self) -> int:
+        """Graphs compiled since then, which were not; they are counted as recompiles."""
+        assert self._settled is not None, "settle comes first"
+        new, self._settled = self.graphs - self._settled, self.graphs
+        self.recompiles += new
+        return new
+
+    @staticmethod
+    def _graphs_so_far() -> int:
+        return int(counters["stats"]["unique_graphs"])
+
+    @staticmethod
+    def _seconds_so_far() -> float:
+        return float(calculate_time_spent()["total_wall_time"])
