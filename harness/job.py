@@ -111,6 +111,7 @@ class Job:
                 self.cluster.validate_gpus(gpus, self.world_size)
         self._resolve_batch()
         self._validate()
+        self._validate_async_tp(on_cpu=self.cluster.device == "cpu" or (here and gpus == 0))
         return self
 
     def _resolve_batch(self) -> None:
@@ -164,7 +165,7 @@ class Job:
         self.parallelism.validate(self.model, self.training.seq_len, self.local_batch_size, share)
         self.precision.validate()
         self.compile.validate()
-        self.activation_checkpoint.validate(self.compile)
+        self.activation_checkpoint.validate(self.compile, splits_backward=self.parallelism.splits_backward)
         self._validate_chunked_loss()
         self.data.validate()
         self.tokenizer.validate()
@@ -189,6 +190,29 @@ class Job:
                 "splits the vocabulary over tensor-parallel ranks, and parallelism.loss_parallel=false",
                 "1, or parallelism.loss_parallel=true",
             )
+
+    def _validate_async_tp(self, *, on_cpu: bool) -> None:
+        """Checks that asynchronous tensor parallel would do what it says, instead of nothing."""
+        layout, works = self.parallelism, "parallelism.async_tp=false"
+        if not layout.async_tp:
+            return
+        ranks_per_node = self.cluster.nodes_for(self.world_size)[1]
+        for broken, rule, instead in (
+            (not layout.uses_sequence_parallel, "needs parallelism.tp and sequence_parallel", works),
+            (
+                not self.compile.blocks or self.compile.backend != "inductor",
+                "is a pass of the compiler, and blocks are not compiled by inductor",
+                f"compile=on, or {works}",
+            ),
+            (on_cpu, "needs GPUs with symmetric memory, and the ranks compute on CPUs", works),
+            (
+                ranks_per_node % layout.tp != 0,
+                f"needs tensor-parallel ranks on one node; there are {ranks_per_node} to a node",
+                f"{works}, or a parallelism.tp that divides {ranks_per_node}",
+            ),
+        ):
+            if broken:
+                raise ConfigError("parallelism.async_tp", True, rule, instead)
 
     def to_dict(self) -> dict[str, Any]:
         """The job as plain containers."""

@@ -92,7 +92,9 @@ def test_reference_learns_and_masks_unevenly(pool: RankPool) -> None:
     assert all(not torch.equal(first[name], last[name]) for name in first)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp", "tp4", "fsdp_tp", "fsdp_uneven", "fsdp_tp_pp"])
+@pytest.mark.parametrize(
+    "name", ["fsdp", "tp", "tp4", "fsdp_tp", "fsdp_uneven", "fsdp_tp_pp", "fsdp_tp_chunked_loss"]
+)
 def test_odd_vocabulary(pool: RankPool, name: str) -> None:
     """Shards of 259 rows have different sizes on every axis."""
     job = layout(name, "model.vocab_size=259")
@@ -122,6 +124,9 @@ BFLOAT16 = [
     "fsdp_pp",
     "fsdp_pp_zbv",
     "fsdp_tp_pp",
+    "fsdp_tp_chunked_loss",
+    "fsdp_recompute_full",
+    "compiled",
 ]
 
 

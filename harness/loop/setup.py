@@ -51,21 +51,23 @@ def set_up_process(job: Job) -> None:
 
 
 def silence_known_noise() -> None:
-    """Silences two warnings of torch that say nothing about a job, and no others.
+    """Silences three warnings of torch that say nothing about a job, and no others.
 
     * FSDP2 warns that a block returns a view, because an in-place operation on it would lose the hook that
       gathers its parameters. No block works in place on another's output.
     * DTensor warns that a gradient norm over two mesh axes takes two all-reduces. It is meant: the axes have
       process groups of their own, and one for both would be used for nothing else.
+    * The compiler warns that what is recomputed selectively must not work in place. It does not.
     """
     warnings.filterwarnings(
         "ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning
     )
-    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_worth_saying)
+    for name in ("torch.distributed.tensor._redistribute", "torch._higher_order_ops.wrap"):
+        logging.getLogger(name).addFilter(_is_worth_saying)
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("While redistributing from")
+    return not str(record.msg).strip().startswith(("While redistributing from", "Detected that context_fn"))
 
 
 CHECKPOINT_GROUP = "checkpoint"

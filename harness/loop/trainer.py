@@ -29,6 +29,7 @@ from harness.metrics.mfu import Peak, describe_inputs, peak_of, utilization
 from harness.metrics.recorder import Recorder
 from harness.metrics.window import StepTimer, Window
 from harness.model.accounting import account
+from harness.parallelism.compile import CompileWatch
 from harness.run_folder import RunFolder
 
 
@@ -78,6 +79,7 @@ class Trainer:
         self.progress = Progress()
         self.resumed_from: str | None = None
         self.window = Window(job.metrics.warmup_steps)
+        self.compiler = CompileWatch()
         device = engine.device
         self.timer = StepTimer(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
         self.accounting = account(job.model, job.training.seq_len)
@@ -175,6 +177,8 @@ class Trainer:
             "validation_loss": progress.validation_loss,
             "skipped_steps": progress.skipped_steps,
             "first_step_seconds": progress.first_step_seconds,
+            "compile_seconds": self.compiler.seconds,
+            "recompiles": self.compiler.recompiles,
             "parameters": self.accounting.parameters,
             "flops_per_token_full": self.accounting.flops_per_token_full,
             "flops_per_token_causal": self.accounting.flops_per_token_causal,
@@ -264,6 +268,13 @@ class Trainer:
         if self.progress.first_step_seconds is None:
             self.progress.first_step_seconds = time.time() - self.started
             shorten_timeouts(self.job)
+            if self.job.compile.enable:
+                graphs, seconds = self.compiler.graphs, self.compiler.seconds
+                self._say(f"compiled {graphs} graphs in {seconds:.1f} s, in the first step")
+        elif new := self.compiler.unexpected:
+            self.compiler.recompiles += new
+            self._say(f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why")
+        self.compiler.settle()
 
     def _log(self, step: int, outcome: StepOutcome, lr: float) -> None:
         """Writes one row; ranks meet for the two figures that are maxima over them."""
@@ -304,6 +315,7 @@ class Trainer:
                 loss, valid = self.engine.evaluate(self.validation_loader.next())
                 losses, tokens = losses + loss, tokens + valid
             self.progress.validation_loss = losses / max(1, tokens)
+            self.compiler.settle()  # without gradients is another graph
         if self.recorder is not None:
             self.recorder.log_validation({"step": step, "validation_loss": self.progress.validation_loss})
 

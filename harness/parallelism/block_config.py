@@ -60,8 +60,13 @@ class ActivationCheckpointConfig:
     memory_budget: float = execution(0.5)
     """memory_budget: share of the activations' memory that may be kept, 0 (as full) to 1 (as none)."""
 
-    def validate(self, compiler: CompileConfig) -> None:
-        """Raises ConfigError for a mode that is not known, or that needs compiled blocks and has none."""
+    def validate(self, compiler: CompileConfig, *, splits_backward: bool) -> None:
+        """Raises ConfigError for a mode that is not known, or that the rest of the job does not allow.
+
+        Args:
+            compiler: what is compiled.
+            splits_backward: whether the pipeline schedule takes gradients in two passes.
+        """
         if self.mode not in MODES:
             raise ConfigError("activation_checkpoint.mode", self.mode, "no such mode", MODES)
         if self.every_nth_layer < 1:
@@ -76,6 +81,13 @@ class ActivationCheckpointConfig:
             )
         if not 0 <= self.memory_budget <= 1:
             raise ConfigError("activation_checkpoint.memory_budget", self.memory_budget, "must be in [0, 1]")
+        if self.mode == "selective_op" and splits_backward and not compiler.blocks:
+            raise ConfigError(
+                "activation_checkpoint.mode",
+                self.mode,
+                "keeps results for one backward pass, and the pipeline schedule takes two (inputs, weights)",
+                "compile=on, activation_checkpoint=full, or another parallelism.pp_schedule",
+            )
         if self.mode == "memory_budget" and not (compiler.blocks and compiler.backend != "eager"):
             raise ConfigError(
                 "activation_checkpoint.mode",

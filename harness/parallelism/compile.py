@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._functorch.config
+import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.utils import calculate_time_spent, counters
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
@@ -14,7 +15,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor, wai
 from harness.model.decoder import Decoder
 from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
 from harness.parallelism.config import ParallelismConfig
-from harness.parallelism.schedules import SCHEDULES
 
 
 def prepare_compiler(
@@ -27,7 +27,8 @@ def prepare_compiler(
     budgeted = recompute.mode == "memory_budget"
     torch._functorch.config.activation_memory_budget = recompute.memory_budget if budgeted else 1.0
     # With a zero bubble, gradients of inputs and of weights are taken in two passes over one graph.
-    torch._functorch.config.donated_buffer = not (layout.pp > 1 and _splits_backward(layout))
+    torch._functorch.config.donated_buffer = not layout.splits_backward
+    torch._inductor.config._micro_pipeline_tp = layout.async_tp
 
 
 def apply_compile(part: Decoder, config: CompileConfig, layout: ParallelismConfig) -> None:
@@ -47,21 +48,21 @@ def apply_compile(part: Decoder, config: CompileConfig, layout: ParallelismConfi
         )
 
 
-def _splits_backward(layout: ParallelismConfig) -> bool:
-    return layout.pp_schedule_csv is not None or SCHEDULES[layout.pp_schedule].splits_backward
-
-
 def _wait(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
     return wait_tensor(output) if isinstance(output, AsyncCollectiveTensor) else output
 
 
 class CompileWatch:
-    """Counts what the compiler has done in this process."""
+    """Counts what the compiler has done in this process.
+
+    Attributes:
+        recompiles: graphs compiled again after the first step, as whoever watches has counted them.
+    """
 
     def __init__(self) -> None:
         self._before = self._graphs_so_far(), self._seconds_so_far()
         self.recompiles = 0
-        self._settled: int | None = None
+        self._settled = 0
 
     @property
     def graphs(self) -> int:
@@ -77,12 +78,10 @@ class CompileWatch:
         """Says that what is compiled by now was to be expected."""
         self._settled = self.graphs
 
-    def new_graphs(self) -> int:
-        """Graphs compiled since then, which were not; they are counted as recompiles."""
-        assert self._settled is not None, "settle comes first"
-        new, self._settled = self.graphs - self._settled, self.graphs
-        self.recompiles += new
-        return new
+    @property
+    def unexpected(self) -> int:
+        """Graphs compiled since then, which were not."""
+        return self.graphs - self._settled
 
     @staticmethod
     def _graphs_so_far() -> int:

@@ -39,6 +39,9 @@ class ParallelismConfig:
     """With tp: norms and residuals are split along the sequence (arXiv:2205.05198)."""
     loss_parallel: bool = execution(True)
     """With tp: the cross entropy is computed on vocabulary shards, logits are never gathered."""
+    async_tp: bool = execution(False)
+    """With tp, sequence_parallel and compiled blocks: matrix products and their collectives are cut into
+    pieces that overlap (torch's micro-pipeline pass over symmetric memory); GPUs of one node only."""
     reshard_after_forward: str = execution("default")
     """With dp_shard: free gathered parameters after forward: always, never, or default (without pipeline)."""
     cpu_offload: bool = execution(False)
@@ -69,6 +72,13 @@ class ParallelismConfig:
     def world_size(self) -> int:
         """Ranks the layout takes (after resolve)."""
         return prod(self.degrees.values())
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the pipeline takes gradients of inputs and of weights in two passes; a CSV schedule may."""
+        if self.pp == 1:
+            return False
+        return self.pp_schedule_csv is not None or SCHEDULES[self.pp_schedule].splits_backward
 
     @property
     def data_parallel(self) -> int:

@@ -12,7 +12,7 @@ from harness.parallelism.fsdp import apply_fsdp, needs_fsdp
 from harness.parallelism.materialize import materialize
 from harness.parallelism.mesh import Mesh
 from harness.parallelism.stages import split_modules, stages_of_rank
-from harness.parallelism.tensor import apply_tensor_parallel
+from harness.parallelism.tensor import apply_tensor_parallel, enable_async
 
 
 def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
@@ -37,6 +37,8 @@ def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
     """The same on the meta device: shapes and placements, no values."""
     layout = job.parallelism
     prepare_compiler(job.compile, job.activation_checkpoint, layout)
+    if layout.async_tp:
+        enable_async(mesh.axis("tp"), device)
     modules = split_modules(layout, job.model.n_layers)
     parts = []
     for stage in stages_of_rank(layout, job.model.n_layers, mesh.rank("pp")):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -28,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from harness.errors import ConfigError
 from harness.model.sharding import Split
 from harness.parallelism.config import ParallelismConfig
 
@@ -92,6 +94,28 @@ class LossInHeadParallel(ParallelStyle):
             return (whole, *inputs[1:])
 
         return distribute_module(module, device_mesh, split, gather)  # type: ignore[arg-type]
+
+
+def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
+    """Makes the tp axis one over symmetric memory, for which the compiler overlaps products and collectives.
+
+    Elsewhere the compiler's pass would find nothing to do, and say nothing.
+
+    Raises:
+        ConfigError: the GPUs of the axis cannot read each other's memory.
+    """
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    works = "parallelism.async_tp=false"
+    if device.type != "cuda":
+        raise ConfigError("parallelism.async_tp", True, "this rank computes on a CPU", works)
+    own = device.index
+    others = [i for i in range(torch.cuda.device_count()) if i != own]
+    if len(others) + 1 < mesh.size() or not all(torch.cuda.can_device_access_peer(own, i) for i in others):
+        raise ConfigError(
+            "parallelism.async_tp", True, "the GPUs here have no access to each other's memory", works
+        )
+    enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def apply_tensor_parallel(

@@ -1,0 +1,152 @@
+"""What is recomputed in backward, and what that saves; the parity matrix shows that it changes no number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from memory import Ledger
+
+from harness.compose import compose_job
+from harness.errors import ConfigError
+from harness.loop.setup import process_group
+from harness.model.decoder import Decoder
+from harness.parallelism.mesh import build_mesh
+from harness.parallelism.parallelize import build_model_parts
+
+CPU = torch.device("cpu")
+TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "model.n_layers=4")
+MATMULS, ATTENTION = "aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
+# wq, wk, wv, wo, w1, w2, w3
+MATMULS_OF_BLOCK = 7
+
+
+def ledger_of(*overrides: str) -> tuple[int, Ledger, Ledger]:
+    """Bytes alive after forward, and the ledgers of a plain forward and of the backward pass after it."""
+    job = compose_job([*TINY, *overrides, "cluster.device=cpu"])
+    with process_group(job, CPU):
+        [part] = build_model_parts(job, build_mesh(job.parallelism, CPU), CPU)
+        tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
+        with Ledger() as forward:
+            loss = part(tokens).square().mean()
+            kept = forward.live
+        with Ledger() as backward:
+            loss.backward()
+    return kept, forward, backward
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[int, Ledger, Ledger]:
+    return ledger_of("activation_checkpoint=none")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recomputed_matmuls", "recomputed_attentions"),
+    [
+        (["activation_checkpoint=full"], 4 * MATMULS_OF_BLOCK, 4),
+        (["activation_checkpoint=selective_layer"], 2 * MATMULS_OF_BLOCK, 2),
+        (
+            ["activation_checkpoint=selective_layer", "activation_checkpoint.every_nth_layer=3"],
+            2 * MATMULS_OF_BLOCK,
+            2,
+        ),
+        # Every second of seven is kept, and attention.
+        (["activation_checkpoint=selective_op"], 4 * (MATMULS_OF_BLOCK - 3), 0),
+        (
+            ["activation_checkpoint=selective_op", "activation_checkpoint.save_every_nth_matmul=1"],
+            0,
+            0,
+        ),
+        (
+            ["activation_checkpoint=selective_op", "activation_checkpoint.save_every_nth_matmul=0"],
+            4 * MATMULS_OF_BLOCK,
+            0,
+        ),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, list) else None,
+)
+def test_what_is_recomputed(
+    plain: tuple[int, Ledger, Ledger],
+    overrides: list[str],
+    recomputed_matmuls: int,
+    recomputed_attentions: int,
+) -> None:
+    kept, forward, backward = ledger_of(*overrides)
+    assert forward.calls[MATMULS] == plain[1].calls[MATMULS]
+    extra = backward.calls[MATMULS] - plain[2].calls[MATMULS]
+    # A block's last product need not be done again: nothing asks for its result (early stop).
+    stopped_early = extra < recomputed_matmuls and recomputed_matmuls - extra <= 4
+    assert extra == recomputed_matmuls or stopped_early
+    assert backward.calls[ATTENTION] - plain[2].calls[ATTENTION] == recomputed_attentions
+    assert kept < plain[0]
+
+
+def test_memory_falls_from_mode_to_mode(plain: tuple[int, Ledger, Ledger]) -> None:
+    kept = [plain[0]]
+    kept += [
+        ledger_of(f"activation_checkpoint={mode}")[0] for mode in ("selective_layer", "selective_op", "full")
+    ]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[1] < 0.8 * kept[0]
+    assert kept[3] < 0.35 * kept[0]
+
+
+def test_memory_budget_moves_the_partitioner() -> None:
+    def kept(budget: float) -> int:
+        """Bytes that autograd saves; the compiler does not work under a ledger."""
+        job = compose_job(
+            [
+                *(*TINY, "model.n_layers=2", "cluster.device=cpu", "compile=on", "compile.backend=aot_eager"),
+                *("activation_checkpoint=memory_budget", f"activation_checkpoint.memory_budget={budget}"),
+            ]
+        )
+        saved: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with process_group(job, CPU):
+            [part] = build_model_parts(job, build_mesh(job.parallelism, CPU), CPU)
+            tokens = torch.randint(0, 256, (16, 64), generator=torch.Generator().manual_seed(0))
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = part(tokens).square().mean()
+            for parameter in part.parameters():
+                saved.pop(parameter.untyped_storage().data_ptr(), None)
+            loss.backward()
+        return sum(saved.values())
+
+    most, half, least = kept(1.0), kept(0.5), kept(0.0)
+    assert least < half < most
+    assert least < 0.4 * most
+
+
+def test_selective_layers_are_those_of_the_whole_model() -> None:
+    """The second stage recomputes the layers that the whole model would."""
+    from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
+
+    job = compose_job([*TINY, "activation_checkpoint=selective_layer"])
+    part = Decoder(job.model, 64, ["layers.1", "layers.2", "layers.3"])
+    apply_activation_checkpoint(part, job.activation_checkpoint)
+    assert [name for name, block in part.layers.items() if "forward" in vars(block)] == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (["activation_checkpoint.mode=some"], r"no such mode; would work: none, full"),
+        (["activation_checkpoint=memory_budget"], r"blocks are not compiled; would work: compile=on"),
+        (
+            ["activation_checkpoint=memory_budget", "compile=on", "compile.components=[loss]"],
+            r"blocks are not compiled",
+        ),
+        (["activation_checkpoint.memory_budget=2"], r"must be in \[0, 1\]"),
+        (["activation_checkpoint.every_nth_layer=0"], r"must be at least 1"),
+        (
+            ["parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "activation_checkpoint=selective_op"],
+            r"keeps results for one backward pass, and the pipeline schedule takes two",
+        ),
+    ],
+)
+def test_what_cannot_be(overrides: list[str], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        compose_job([*TINY, *overrides])

@@ -1,0 +1,180 @@
+"""torch.compile: what is shared, counted and refused; the parity matrix shows that it changes no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from harness.cluster.pool import RankPool
+from harness.compose import compose_job
+from harness.data.loader import Batch
+from harness.errors import ConfigError
+from harness.job import Job
+from harness.loop.engine import Engine
+from harness.loop.setup import process_group
+from harness.parallelism.compile import CompileWatch
+
+CPU = torch.device("cpu")
+TINY = [
+    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.steps=10", "cluster.device=cpu"),
+    *("training.seq_len=32", "training.global_batch_size=4", "compile=on", "compile.backend=aot_eager"),
+]
+
+
+def batch_of(rows: int) -> Batch:
+    tokens = torch.randint(0, 256, (rows, 33), generator=torch.Generator().manual_seed(0))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def graphs_after_two_steps(*overrides: str) -> int:
+    job = compose_job([*TINY, *overrides])
+    with process_group(job, CPU):
+        watch, engine = CompileWatch(), Engine(job, CPU)
+        for _ in range(2):
+            engine.update(engine.gradients(batch_of(4)).grad_norm)
+        return watch.graphs
+
+
+def test_depth_costs_no_graphs() -> None:
+    """Blocks share their code: one graph for all, and one for the loss."""
+    assert graphs_after_two_steps("model.n_layers=1") == graphs_after_two_steps("model.n_layers=4") == 2
+    assert graphs_after_two_steps("compile.components=[blocks]") == 1
+    assert graphs_after_two_steps("compile.components=[loss]") == 1
+    assert graphs_after_two_steps("compile.components=[blocks,loss]", "training.loss_chunks=2") == 2
+
+
+def test_a_new_shape_is_counted_as_unexpected() -> None:
+    job = compose_job([*TINY, "training.local_batch_size=4"])
+    with process_group(job, CPU):
+        watch, engine = CompileWatch(), Engine(job, CPU)
+        engine.gradients(batch_of(4))
+        watch.settle()
+        engine.gradients(batch_of(4))
+        assert watch.unexpected == 0
+        engine.gradients(batch_of(2))
+        assert watch.unexpected > 0
+        assert watch.seconds > 0
+
+
+def test_a_graph_break_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.model.feed_forward import FeedForward
+
+    original = FeedForward.forward
+
+    def forward(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return original(self, x)
+
+    monkeypatch.setattr(FeedForward, "forward", forward)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        graphs_after_two_steps()
+    assert graphs_after_two_steps("compile.fullgraph=false") > 2
+
+
+def test_a_run_says_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Validation's own graph, without gradients, is no recompilation."""
+    import json
+
+    from harness.rank import run_rank
+    from harness.run_folder import RunFolder
+
+    job = compose_job(
+        [
+            *(*TINY, f"runs_dir={tmp_path}", "checkpoint=disabled", "metrics.console=plain"),
+            *("training.steps=4", "validation.interval=2", "validation.steps=1", "schedule.warmup_steps=1"),
+        ]
+    )
+    folder = RunFolder(job.run_dir)
+    folder.begin(job, [])
+    assert run_rank(job, folder, started=0.0) == 0
+    folder.release()
+    said = capsys.readouterr().out
+    assert "compiled 2 graphs in" in said
+    assert "again" not in said
+    row = json.loads((job.run_dir / "result.json").read_text())
+    assert row["recompiles"] == 0
+    assert row["compile_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (["compile.components=[head]"], r"compile.components=head: no such component"),
+        (["compile.components=[]"], r"nothing is left to compile"),
+        (["parallelism.async_tp=true"], r"needs parallelism.tp and sequence_parallel"),
+        (["parallelism.async_tp=true", "parallelism=tp"], r"blocks are not compiled by inductor"),
+        (
+            ["parallelism.async_tp=true", "parallelism=tp", "compile.backend=inductor"],
+            r"the ranks compute on CPUs",
+        ),
+        (
+            [
+                *("parallelism.async_tp=true", "parallelism=tp", "compile.backend=inductor"),
+                *("cluster=slurm_h100", "cluster.ranks_per_node=1", "cluster.device=cuda"),
+            ],
+            r"needs tensor-parallel ranks on one node; there are 1 to a node",
+        ),
+    ],
+)
+def test_what_cannot_be(overrides: list[str], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        compose_job([*TINY, *overrides])
+
+
+# -- asynchronous tensor parallel: the compiler's rewriting, on CPUs by torch's own fallbacks ----
+
+
+def fused_calls(job_json: str) -> tuple[int, int, float]:
+    """Calls of the two fused operations in one step's forward and backward, and the gradient norm."""
+    import torch.distributed as dist
+    from torch.distributed import _symmetric_memory as symmetric
+
+    from harness.parallelism import parallelize
+
+    calls = {"gather": 0, "scatter": 0}
+
+    def counted(name: str, fallback: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return fallback(*args, **kwargs)
+
+        return call
+
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl(
+        "fused_all_gather_matmul", counted("gather", symmetric._fused_all_gather_matmul_fallback), "CPU"
+    )
+    library.impl(
+        "fused_matmul_reduce_scatter",
+        counted("scatter", symmetric._fused_matmul_reduce_scatter_fallback),
+        "CPU",
+    )
+    available, enable = dist.is_nccl_available, parallelize.enable_async
+    dist.is_nccl_available = lambda: True
+    parallelize.enable_async = lambda mesh, device: symmetric.enable_symm_mem_for_group(
+        mesh.get_group().group_name
+    )
+    try:
+        norm = Engine(Job.from_json(job_json), CPU).gradients(batch_of(4)).grad_norm
+    finally:
+        dist.is_nccl_available, parallelize.enable_async = available, enable
+        torch._inductor.config._micro_pipeline_tp = False
+        library._destroy()
+    return calls["gather"], calls["scatter"], norm
+
+
+def test_async_tensor_parallel_is_in_the_graph(pool: RankPool) -> None:
+    job = compose_job([*TINY, "parallelism=tp", "compile.backend=inductor", "model.n_layers=2"])
+    for_fallback = Job.from_json(job.to_json())
+    for_fallback.parallelism.async_tp = True  # resolve would refuse it on a CPU
+    fused = pool.run(2, fused_calls, for_fallback.to_json())
+    plain = pool.run(2, fused_calls, job.to_json())
+    for gathers, scatters, norm in fused:
+        # At least, in every block: forward, products with wq wk wv and with w1 w3 gathered for, those with
+        # wo and w2 scattered.
+        assert gathers >= 4
+        assert scatters >= 4
+        assert norm == pytest.approx(plain[0][2], rel=1e-5)
+    assert [calls[:2] for calls in plain] == [(0, 0)] * 2
