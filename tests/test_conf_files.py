@@ -57,6 +57,8 @@ def beside(group: str, option: str) -> list[str]:
     if group == "parallelism":
         # Pipelines of two stages per rank and eight data-parallel ranks are served by this batch.
         needed.append("training.global_batch_size=64")
+    if option == "memory_budget":
+        needed.append("compile=on")
     return needed
 
 
