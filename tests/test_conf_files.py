@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from harness.bench import BenchJob
 from harness.compose import compose_job
 from harness.convert import ConvertJob
 from harness.errors import ConfigError
@@ -22,7 +23,7 @@ from harness.parity import ParityJob
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
-PRIMARY = {"convert": ConvertJob, "train": Job, "parity": ParityJob}
+PRIMARY = {"bench": BenchJob, "convert": ConvertJob, "train": Job, "parity": ParityJob}
 PACKAGE = "# @package _global_"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.bench import BenchJob
 from harness.compose import compose_job
 from harness.convert import ConvertJob
 from harness.errors import ConfigError
@@ -42,7 +43,7 @@ def test_harness_commands_compose(command: str, monkeypatch: pytest.MonkeyPatch)
         arguments = _parser().parse_args(words[module + 1 :])
         assert str(arguments.folder).startswith("runs/")
         return
-    schema, name = {"parity": ParityJob, "convert": ConvertJob}.get(verb, Job), verb
+    schema, name = {"bench": BenchJob, "parity": ParityJob, "convert": ConvertJob}.get(verb, Job), verb
     if words[0] == "torchrun":
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])

@@ -1,0 +1,299 @@
+"""``python -m harness.bench``: how fast a job is on this machine, alone or in turn with variants of it.
+
+Every round runs each job once, from a cold start, as ``harness.train`` would start it; the order changes from
+round to round, so that a machine whose speed drifts drifts under all of them. What tells two jobs apart is
+the ratio within a round. The first steps of a run do not count (``metrics.warmup_steps``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.app import run_verb
+from harness.compose import compose_job
+from harness.config import label, part
+from harness.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError
+from harness.job import Job, launched_ranks
+from harness.metrics.jsonl import MetricsFile
+from harness.metrics.result import flatten
+from harness.run_folder import RunFolder
+
+EXIT_FAILED = 1
+BASE = "base"
+Row = dict[str, Any]
+
+# What is measured: how it is called on the screen and in the file, the field of a run's row, how it is shown.
+RATE = "tokens_per_second"
+FIGURES = (
+    ("tokens/s", RATE, "window.tokens_per_second", ",.1f"),
+    ("tokens/s per rank", "tokens_per_second_per_rank", "tokens_per_second_per_rank", ",.1f"),
+    ("step seconds", "step_seconds", "window.step_seconds_median", ".4g"),
+    ("seconds to the first step", "first_step_seconds", "first_step_seconds", ".1f"),
+    ("peak memory, GiB", "memory_gib", "memory_gib", ".2f"),
+    ("MFU", "mfu", "mfu", ".1%"),
+    ("MFU, causal half", "mfu_causal", "mfu_causal", ".1%"),
+)
+# What a row of bench.jsonl takes over from the row of a run.
+FACTS = (
+    *("id", "numerics_id", "name", "exit_reason", "world_size", "device", "parameters"),
+    *("flops_per_token_full", "flops_per_token_causal", "peak_flops", "peak_origin"),
+)
+GROUPS_OF_FACTS = ("error.", "job.", "code.", "host.")
+
+
+@dataclass
+class BenchConfig:
+    """What is measured, and how often."""
+
+    rounds: int = label(3)
+    """How often every job is run."""
+    variants: dict[str, str] = label(factory=dict)
+    """Jobs to compare with the one composed: a name, and the overrides it takes, separated by spaces."""
+    out: str = label("runs/bench.jsonl")
+    """File that gets a row for each job."""
+
+    def validate(self) -> None:
+        """Raises ConfigError for what measures nothing, or could not be told apart."""
+        if self.rounds < 1:
+            raise ConfigError("bench.rounds", self.rounds, "must be at least 1")
+        if not self.out:
+            raise ConfigError("bench.out", "''", "must name a file", "runs/bench.jsonl")
+        if BASE in self.variants:
+            rule = "this is what the job itself is called"
+            raise ConfigError(f"bench.variants.{BASE}", self.variants[BASE], rule, "another name")
+
+
+@dataclass
+class BenchJob(Job):
+    """A job with how it is to be measured."""
+
+    bench: BenchConfig = part(BenchConfig)
+    """How it is measured."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A job to be measured, and the overrides it came from."""
+
+    job: Job
+    overrides: list[str]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Spread | None:
+        """Of the values that are known; None when there is none."""
+        known = [value for value in values if value is not None]
+        return cls(statistics.median(known), min(known), max(known)) if known else None
+
+    def shown(self, form: str) -> tuple[str, str]:
+        """The median, and the range in words."""
+        return format(self.median, form), f"{self.low:{form}} to {self.high:{form}}"
+
+
+def bench(job: BenchJob, overrides: list[str]) -> int:
+    """Measures a job and its variants, prints the figures and appends them; returns the exit code."""
+    if launched_ranks() is not None:
+        raise UserError("harness.bench starts the ranks itself; start it without torchrun")
+    config = job.bench
+    config.validate()
+    variants = compose_variants(config, overrides)
+    out = Path(config.out)
+    if out.is_dir():
+        raise ConfigError("bench.out", config.out, "is a folder", f"{config.out}/bench.jsonl")
+    sys.stderr.write(
+        f"{job.name}: {config.rounds} rounds of {', '.join(variants)}; "
+        f"the first {job.metrics.warmup_steps} of {job.training.steps} steps do not count\n"
+    )
+    began, rows = time.time(), measure(variants, config.rounds)
+    if rows is None:
+        return EXIT_INTERRUPTED
+    file = MetricsFile(out)
+    for name, variant in variants.items():
+        file.write({"time": began, **summary(name, rows, variant.overrides)})
+    file.close()
+    sys.stdout.write(report(rows))
+    sys.stdout.write(f"rows appended to {out}\n")
+    return EXIT_FAILED if any(failure_of(each) for each in rows.values()) else EXIT_OK
+
+
+def compose_variants(config: BenchConfig, overrides: list[str]) -> dict[str, Variant]:
+    """The job and its variants, the job first, with run folders of their own.
+
+    Raises:
+        UserError: one that cannot be measured, with its name.
+    """
+    variants, common = {}, [each for each in overrides if not each.lstrip("+").startswith("bench.")]
+    for name, said in {BASE: "", **config.variants}.items():
+        own = [*common, *said.split()]
+        try:
+            composed = compose_job(own, config_name="bench", schema=BenchJob)
+            job = Job(**{field.name: getattr(composed, field.name) for field in dataclasses.fields(Job)})
+            refuse_what_measures_nothing(job)
+        except UserError as error:
+            raise error if name == BASE else UserError(f"bench.variants.{name}: {error}") from error
+        job.runs_dir = str(Path(job.runs_dir) / "bench")
+        variants[name] = Variant(job, own)
+    return variants
+
+
+def refuse_what_measures_nothing(job: Job) -> None:
+    """Raises ConfigError for jobs that run elsewhere, go on from an earlier round, or end too soon."""
+    if job.cluster.kind != "local":
+        rule = "this machine is measured, on SLURM the one that the command runs on"
+        raise ConfigError("cluster.kind", job.cluster.kind, rule, "cluster=local, in an allocation")
+    if job.checkpoint.enable:
+        rule = "a round would go on from the checkpoint of the one before"
+        raise ConfigError("checkpoint.enable", True, rule, "false")
+    if job.training.steps <= job.metrics.warmup_steps:
+        raise ConfigError(
+            "training.steps",
+            job.training.steps,
+            f"the first metrics.warmup_steps={job.metrics.warmup_steps} do not count",
+            f"at least {job.metrics.warmup_steps + 1}",
+        )
+
+
+def order_of(names: Sequence[str], number: int) -> list[str]:
+    """The order of a round: as given, and in every other round backwards."""
+    return list(names) if number % 2 == 0 else list(reversed(names))
+
+
+def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, dict[int, Row]] | None:
+    """Runs all jobs round by round; one that fails is not run again, and the others go on.
+
+    Returns:
+        the rows that the runs left, by name and round; None if somebody asked to stop.
+    """
+    rows: dict[str, dict[int, Row]] = {name: {} for name in variants}
+    for number in range(rounds):
+        for name in order_of(list(variants), number):
+            if failure_of(rows[name]):
+                continue
+            code, row = run_once(variants[name])
+            if code in STOPPED:
+                return None
+            rows[name][number] = row
+            failure = failure_of(rows[name])
+            told = failure or f"{row[FIELDS[RATE]]:,.1f} tokens/s"
+            sys.stderr.write(f"round {number + 1} of {rounds}: {name}: {told}\n")
+    return rows
+
+
+def run_once(variant: Variant) -> tuple[int, Row]:
+    """Runs a job from a cold start, in processes of its own; returns its exit code and its row."""
+    from harness.cluster.local import launch
+
+    folder = RunFolder(variant.job.run_dir)
+    folder.begin(variant.job, variant.overrides)
+    code = launch(variant.job, folder, apart=True)
+    return code, folder.row
+
+
+FIELDS = {name: field for _, name, field, _ in FIGURES}
+
+
+def failure_of(rows: Mapping[int, Row]) -> str:
+    """Why the last of a job's runs failed, on one line; empty when it did not."""
+    row = rows[max(rows)] if rows else {}
+    if row.get("exit_reason", "completed") == "completed":
+        return ""
+    message = str(row.get("error.message", "")).strip()
+    return f"FAILED ({row.get('error.kind', 'unknown')}): {message.splitlines()[0] if message else ''}"
+
+
+def completed(rows: Mapping[int, Row]) -> dict[int, Row]:
+    """The rows of the rounds in which a job came to its end."""
+    return {number: row for number, row in rows.items() if row.get("exit_reason") == "completed"}
+
+
+def ratios(rows: Mapping[int, Row], base: Mapping[int, Row]) -> list[float]:
+    """Tokens per second over the base's, of every round that both have completed."""
+    ours, theirs = completed(rows), completed(base)
+    field = FIELDS[RATE]
+    return [ours[number][field] / theirs[number][field] for number in ours if number in theirs]
+
+
+def summary(name: str, rows: Mapping[str, Mapping[int, Row]], overrides: list[str]) -> Row:
+    """The flat row of one job: its figures over the rounds, and what was run on what."""
+    own = rows[name]
+    done, last = completed(own), own[max(own)]
+    figures: Row = {}
+    for _, figure, field, _ in FIGURES:
+        values = [row.get(field) for row in done.values()]
+        spread = Spread.of(values)
+        figures[figure] = {
+            "median": spread and spread.median,
+            "min": spread and spread.low,
+            "max": spread and spread.high,
+            "rounds": values,
+        }
+    if name != BASE:
+        found = ratios(own, rows[BASE])
+        spread = Spread.of(found)
+        figures["ratio"] = {
+            "to": BASE,
+            "median": spread and spread.median,
+            "min": spread and spread.low,
+            "max": spread and spread.high,
+            "rounds": found,
+        }
+    facts = {key: last.get(key) for key in FACTS}
+    facts |= {key: value for key, value in last.items() if key.startswith(GROUPS_OF_FACTS)}
+    return flatten({"variant": name, "overrides": overrides, "rounds": len(done), **figures, **facts})
+
+
+def report(rows: Mapping[str, Mapping[int, Row]]) -> str:
+    """What is printed: a block for every job, then the ratios."""
+    blocks = [_block(name, own) for name, own in rows.items()]
+    others = [name for name in rows if name != BASE]
+    if others:
+        lines = [f"tokens/s over {BASE}'s, round by round"]
+        for name in others:
+            spread = Spread.of(ratios(rows[name], rows[BASE]))
+            median, between = spread.shown(".3f") if spread else ("-", "no round that both completed")
+            lines.append(f"  {name:<26} {median:>12}   {between}")
+        blocks.append("\n".join(lines) + "\n")
+    return "".join(blocks)
+
+
+def _block(name: str, rows: Mapping[int, Row]) -> str:
+    """The figures of one job, median and range over the rounds, or why there are none."""
+    last = rows[max(rows)]
+    size = last.get("world_size")
+    ranks = f"{size} rank{'' if size == 1 else 's'}"
+    failure = failure_of(rows)
+    if failure:
+        return f"{name} ({ranks})\n  {failure}\n"
+    lines = [f"{name} ({ranks} on {last.get('device')})"]
+    for shown, _, field, form in FIGURES:
+        spread = Spread.of([row.get(field) for row in rows.values()])
+        if spread is not None:
+            median, between = spread.shown(form)
+            lines.append(f"  {shown:<26} {median:>12}   {between}")
+        elif field == "mfu":
+            lines.append(f"  {shown:<26} {'-':>12}   {last.get('peak_origin')}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Entry point of ``python -m harness.bench`` and of the console script."""
+    run_verb(bench, config_name="bench", schema=BenchJob)
+
+
+if __name__ == "__main__":
+    main()
