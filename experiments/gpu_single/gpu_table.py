@@ -1,0 +1,162 @@
+"""The table of what was measured on a GPU, and which targets it meets."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from gpu_cases import BASELINE, TARGET_SHAPE, Targets
+
+Row = dict[str, Any]
+HEADER = (
+    *("shape", "layers", "activation checkpoint", "mode", "tokens/s (range)", "MFU", "MFU, causal half"),
+    *(
+        "peak GiB",
+        "s to step 1",
+        f"over {BASELINE} (range)",
+        "torchtitan tokens/s",
+        "over torchtitan (range)",
+    ),
+    "target met",
+)
+
+
+def render(facts: Row, rows: Sequence[Row]) -> str:
+    """Markdown: what was measured on, the table, and the targets with the best that was reached."""
+    lines = [about(facts), "", f"| {' | '.join(HEADER)} |", f"|{'---|' * len(HEADER)}"]
+    best: dict[str, float] = {}
+    for group in groups_of(rows):
+        for mode in dict.fromkeys(row["mode"] for row in group):
+            cells, reached = line_of(group, mode)
+            lines.append(f"| {' | '.join(cells)} |")
+            for target, figure in reached.items():
+                best[target] = max(figure, best.get(target, figure))
+    origins = sorted({row["peak_origin"] for row in rows if "peak_origin" in row})
+    lines += ["", f"MFU is against bfloat16 in every mode: {'; '.join(origins) or 'nothing ran'}."]
+    lines += [*targets_in_words(facts, best), ""]
+    lines += [f"{row_name(row)}: {row['failed']}: {row.get('message', '')}" for row in failures(rows)]
+    return "\n".join(lines).rstrip()
+
+
+def about(facts: Row) -> str:
+    packages = ", ".join(f"{name} {value}" for name, value in facts["versions"].items() if value)
+    platform = (
+        f"CUDA {facts['cuda']}" if facts["cuda"] else f"HIP {facts['hip']}" if facts["hip"] else "no GPU"
+    )
+    commit = (
+        f"commit {facts['commit'][:10]}{' and changes' if facts['dirty'] else ''}" if facts["commit"] else ""
+    )
+    return (
+        f"{facts['device']}, {facts['memory'] / 2**30:.1f} GiB, {platform}; {packages}; {commit}; "
+        f"{facts['rounds']} rounds of {facts['steps']} steps, batch {facts['batch']}."
+    )
+
+
+def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of one shape and one way of activation checkpointing; of several sizes the last one tried."""
+    keys = dict.fromkeys((row["shape"], row["activation_checkpoint"]) for row in rows)
+    groups = []
+    for key in keys:
+        group = [row for row in rows if (row["shape"], row["activation_checkpoint"]) == key]
+        last = group[-1]["n_layers"]
+        groups.append([row for row in group if row["n_layers"] == last or row.get("failed") == "refused"])
+    return groups
+
+
+def figures(group: Sequence[Row], mode: str, side: str, name: str) -> dict[int, float]:
+    """One figure of one mode and side by round; rounds that failed, or do not know it, are left out."""
+    chosen = [row for row in group if (row["mode"], row["side"]) == (mode, side)]
+    return {row["round"]: row[name] for row in chosen if row.get(name) is not None}
+
+
+def ratios(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
+    """Ours over theirs, of every round that has both."""
+    return [ours[number] / theirs[number] for number in ours if number in theirs]
+
+
+def line_of(group: Sequence[Row], mode: str) -> tuple[list[str], dict[str, float]]:
+    """The cells of one mode, and what it has reached of each target that applies to it."""
+    own = {
+        name: figures(group, mode, "harness", name)
+        for name in ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_seconds")
+    }
+    rate = own["tokens_per_second"]
+    theirs = figures(group, mode, "torchtitan", "tokens_per_second")
+    over_titan = ratios(rate, theirs)
+    over_baseline = ratios(rate, figures(group, BASELINE, "harness", "tokens_per_second"))
+    reached: dict[str, float] = {}
+    if group[0]["shape"] == TARGET_SHAPE:
+        if mode == BASELINE and own["mfu"]:
+            reached["mfu"] = statistics.median(own["mfu"].values())
+        if mode.startswith("float8") and over_baseline:
+            reached["float8"] = statistics.median(over_baseline)
+        if over_titan:
+            reached["torchtitan"] = statistics.median(over_titan)
+    verdicts = [judged(target, figure) for target, figure in reached.items()]
+    layers = group[-1]["n_layers"]
+    failed = failure(group, mode, "harness")
+    cells = [
+        group[0]["shape"],
+        "all" if layers is None else str(layers),
+        group[0]["activation_checkpoint"],
+        mode,
+        failed or spread(list(rate.values()), ",.0f"),
+        median(own["mfu"], ".1%"),
+        median(own["mfu_causal"], ".1%"),
+        median(own["memory_gib"], ".1f"),
+        median(own["first_step_seconds"], ".0f"),
+        spread(over_baseline, ".3f") if mode != BASELINE else "-",
+        failure(group, mode, "torchtitan") or spread(list(theirs.values()), ",.0f"),
+        spread(over_titan, ".3f"),
+        "; ".join(verdicts) or "-",
+    ]
+    return cells, reached
+
+
+def judged(target: str, figure: float) -> str:
+    """What was reached of a target, and whether that is enough."""
+    wanted = getattr(Targets(), target)
+    shown = {"mfu": f"MFU {figure:.1%} of {wanted:.0%}"}.get(target, f"{target} {figure:.3f} of {wanted:.2f}")
+    return f"{shown}: {'yes' if figure >= wanted else 'no'}"
+
+
+def targets_in_words(facts: Row, best: dict[str, float]) -> list[str]:
+    targets = Targets()
+    here = "" if targets.device in facts["device"] else f" (this is a {facts['device']})"
+    lines = [f"Targets, stated for an {targets.device} at the {TARGET_SHAPE} shape{here}, by the best row:"]
+    wanted = {
+        "mfu": f"{BASELINE} at least {targets.mfu:.0%} MFU",
+        "float8": f"float8 at least {targets.float8} x {BASELINE}",
+        "torchtitan": f"at least {targets.torchtitan} x torchtitan's tokens/s",
+    }
+    for target, words in wanted.items():
+        lines.append(f"- {words}: {judged(target, best[target]) if target in best else 'not measured'}")
+    return lines
+
+
+def failures(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if "failed" in row]
+
+
+def failure(group: Sequence[Row], mode: str, side: str) -> str:
+    """How a mode failed, in two words; empty when it did not."""
+    told = [row["failed"] for row in failures(group) if (row["mode"], row["side"]) == (mode, side)]
+    return told[0].replace("_", " ") if told else ""
+
+
+def row_name(row: Row) -> str:
+    layers = f" {row['n_layers']} layers" if row["n_layers"] else ""
+    return f"- {row['shape']}{layers}, {row['activation_checkpoint']}, {row['mode']}, {row['side']}"
+
+
+def median(values: dict[int, float], form: str) -> str:
+    return format(statistics.median(values.values()), form) if values else "-"
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The median, with the range behind it where there are several."""
+    if not values:
+        return "-"
+    middle = format(statistics.median(values), form)
+    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
