@@ -26,9 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gpu_cases as cases
 from gpu_table import render
@@ -39,6 +37,8 @@ from harness.metrics.mfu import peak_of, utilization
 from harness.metrics.result import git_commit, versions
 from harness.model.accounting import account
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 Row = dict[str, Any]
 # Said by the interpreter that measures, and not by this one, which must not take memory on the device.
 FACTS = """
@@ -71,6 +71,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--steps", type=int, default=20, help=f"of a run; the first {cases.WARMUP_STEPS} do not count"
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences of a step")
+    parser.add_argument("--memory", type=float, help="GiB to plan for, instead of what the device has")
     parser.add_argument("--layers", type=int, help="of shapes that are not whole, instead of what fits")
     parser.add_argument("--titan-python", help="interpreter of an environment with torchtitan 0.2.2")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run")
@@ -123,6 +124,8 @@ def gather_facts(arguments: argparse.Namespace) -> dict[str, Any]:
         found |= {"device": "CPU", "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
     else:
         arguments.device = "cuda"
+    if arguments.memory:
+        found["memory"] = int(arguments.memory * GIB)
     settings = {name: getattr(arguments, name) for name in ("rounds", "steps", "batch")}
     return {**found, **settings, "versions": versions(), **git_commit(ROOT)}
 
@@ -217,7 +220,7 @@ def run_harness(arguments: argparse.Namespace, case: cases.Case) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*case.overrides(), f"runs_dir={folder}"]
         command = [sys.executable, "-m", "harness.train", *overrides]
-        failure = run_process(command, arguments.timeout, {"PYTHONPATH": str(ROOT)}, case.device)
+        failure = run_process(command, arguments.timeout, case.device)
         results = list(Path(folder).glob("*/*/result.json"))
         if not results:
             return {"failed": "unknown", "message": failure or "left no row", "overrides": overrides[:-1]}
@@ -243,7 +246,7 @@ def run_torchtitan(arguments: argparse.Namespace, case: cases.Case) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
         command = titan_command(arguments, case, output)
-        failure = run_process(command, arguments.timeout, {}, case.device)
+        failure = run_process(command, arguments.timeout, case.device)
         if not output.exists():
             return {"failed": "unknown", "message": failure or "left no row"}
         return json.loads(output.read_text())
@@ -265,14 +268,14 @@ def titan_command(arguments: argparse.Namespace, case: cases.Case, output: Path)
     ]
 
 
-def run_process(command: list[str], timeout: float, environment: dict[str, str], device: str) -> str:
+def run_process(command: list[str], timeout: float, device: str) -> str:
     """Runs a command; returns the end of what it said on stderr if it failed."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     try:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env={**os.environ, **hidden, **environment},
+            env={**os.environ, **hidden},
             capture_output=True,
             text=True,
             timeout=timeout,
