@@ -1,0 +1,278 @@
+"""What experiments/ measures: tables and ratios of made-up rows, what fits, and how memory is counted."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "cpu_baseline"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "gpu_single"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "memory"))
+
+import bare_loop
+import compare
+import gpu_cases
+import gpu_table
+import measure
+import titan_gpu
+
+from harness.compose import compose_job
+from harness.model.accounting import account
+from harness.model.decoder import Decoder
+
+EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
+MODEL = '{"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_hidden_dim": 128, "vocab_size": 256}'
+
+
+def gpu_row(mode: str, side: str, number: int, rate: float, **more: Any) -> dict[str, Any]:
+    figures = {
+        "tokens_per_second": rate,
+        "memory_gib": 70.0,
+        "first_step_seconds": 30.0,
+        "peak_origin": "the peak",
+    }
+    return {
+        "shape": "8B",
+        "activation_checkpoint": "full",
+        "n_layers": 10,
+        "mode": mode,
+        "side": side,
+        "round": number,
+        **figures,
+        **more,
+    }
+
+
+FACTS = {
+    "device": "NVIDIA H200",
+    "memory": 141 * 2**30,
+    "cuda": "12.8",
+    "hip": None,
+    "rounds": 2,
+    "steps": 20,
+    "batch": 1,
+    "versions": {"torch": "2.x", "torchao": None},
+    "commit": "0123456789abcdef",
+    "dirty": False,
+}
+
+
+def test_gpu_table_judges_the_targets_by_ratios_within_a_round() -> None:
+    """The machine is twice as fast in the second round; ratios do not notice."""
+    rows = []
+    for number, speed in ((0, 1.0), (1, 2.0)):
+        rows += [
+            gpu_row("bf16_compile", "harness", number, 1000 * speed, mfu=0.56, mfu_causal=0.5),
+            gpu_row("bf16_compile", "torchtitan", number, 1000 * speed),
+            gpu_row("float8_rowwise", "harness", number, 1300 * speed, mfu=0.7, mfu_causal=0.6),
+            gpu_row("float8_rowwise", "torchtitan", number, 1000 * speed),
+        ]
+    table = gpu_table.render(FACTS, rows)
+    [compiled] = [line for line in table.splitlines() if "| bf16_compile |" in line]
+    [float8] = [line for line in table.splitlines() if "| float8_rowwise |" in line]
+    assert "1,500 (1,000 to 2,000)" in compiled
+    assert "MFU 56.0% of 55%: yes; torchtitan 1.000 of 1.05: no" in compiled
+    assert "1.300 (1.300 to 1.300)" in float8
+    assert "float8 1.300 of 1.25: yes; torchtitan 1.300 of 1.05: yes" in float8
+    assert "- at least 1.05 x torchtitan's tokens/s: torchtitan 1.300 of 1.05: yes" in table
+    assert table.startswith(
+        "NVIDIA H200, 141.0 GiB, CUDA 12.8; torch 2.x; commit 0123456789; 2 rounds of 20 steps"
+    )
+
+
+def test_gpu_table_shows_what_failed_and_leaves_smaller_targets_alone() -> None:
+    out = {"failed": "out_of_memory", "message": "Tried to allocate 2 GiB"}
+    starved = {
+        **{k: v for k, v in gpu_row("bf16", "harness", 0, 1.0).items() if k != "tokens_per_second"},
+        **out,
+    }
+    rows = [
+        {**starved, "n_layers": 20},
+        {**starved, "mode": "bf16_compile", "n_layers": 10},
+        gpu_row("bf16", "harness", 0, 500.0, mfu=0.4, mfu_causal=0.3),
+    ]
+    table = gpu_table.render(FACTS, rows)
+    # The larger model's failure is told, but the line is that of the size that was measured in its place.
+    [line] = [line for line in table.splitlines() if "| bf16 |" in line]
+    assert "| 8B | 10 | full | bf16 | 500 |" in line
+    assert "| 8B | 10 | full | bf16_compile | out of memory |" in table
+    assert "- 8B 20 layers, full, bf16, harness: out_of_memory: Tried to allocate 2 GiB" in table
+    assert "- bf16_compile at least 55% MFU: not measured" in table
+    other = gpu_table.render(
+        {**FACTS, "device": "NVIDIA L4"}, [{**rows[2], "shape": "1B", "mode": "bf16_compile"}]
+    )
+    assert "(this is a NVIDIA L4)" in other
+    assert "yes" not in other and "no;" not in other
+
+
+def test_estimate_of_memory() -> None:
+    """Against the closed form by hand for Llama 3 8B with 2 layers, T 8192, everything kept."""
+    case = gpu_cases.Case("8B", "none", "bf16", n_layers=2, device="cpu")
+    tables, block = 2 * 128256 * 4096, 218112000
+    logits = 12 * 8192 * 128256
+    activations = 2 * 8192 * 3 * (6 * 4096 + 2 * 1024 + 4 * 14336)
+    expected = 16 * (2 * block + tables) + 4 * (tables + 2 * block) + activations + 1.5 * 2**30
+    estimate = gpu_cases.estimated_bytes(case.job(), whole_logits=False)
+    assert estimate == pytest.approx(expected + logits / gpu_cases.LOSS_CHUNKS, rel=1e-3)
+    assert gpu_cases.estimated_bytes(case.job(), whole_logits=True) == pytest.approx(
+        expected + logits, rel=1e-3
+    )
+
+
+def test_more_layers_fit_where_less_is_kept() -> None:
+    gib, fitting = 2**30, {}
+    for mode in gpu_cases.ACTIVATION_CHECKPOINTS:
+        case = gpu_cases.Case("8B", mode, "bf16", device="cpu")
+        fitting[mode] = gpu_cases.layers_that_fit(case, 79 * gib, whole_logits=False)
+        assert gpu_cases.layers_that_fit(case, 79 * gib, whole_logits=True) < fitting[mode]
+        assert gpu_cases.layers_that_fit(case, 8 * gib, whole_logits=False) == 0
+        assert gpu_cases.layers_that_fit(case, 400 * gib, whole_logits=False) == 32
+    assert 0 < fitting["none"] < fitting["selective_op"] < fitting["full"] < 32
+
+
+@pytest.mark.parametrize("mode", gpu_cases.MODES)
+@pytest.mark.parametrize("checkpointing", gpu_cases.ACTIVATION_CHECKPOINTS)
+def test_gpu_cases_compose(mode: str, checkpointing: str) -> None:
+    case = gpu_cases.Case("tiny", checkpointing, mode, n_layers=2, device="cpu")
+    job = case.job()
+    assert (job.model.n_layers, job.activation_checkpoint.mode) == (2, checkpointing)
+    assert job.compile.enable == case.compiled == (mode != "bf16")
+    assert job.precision.param_dtype == "bfloat16"
+    assert job.precision.linear == (mode if mode.startswith("float8") else "none")
+
+
+def test_torchtitan_is_told_the_same(tmp_path: Path) -> None:
+    words = ["--model", MODEL, "--seq-len", "64", "--output", str(tmp_path / "x"), "--compile"]
+    words += ["--precision", "float8_rowwise", "--activation-checkpoint", "selective_op", "--batch", "2"]
+    flags = titan_gpu.torchtitan_flags(titan_gpu.parse_arguments(words), "folder")
+    settings = dict(zip(flags[:-1:2], flags[1::2], strict=True))
+    assert settings["--training.local_batch_size"] == settings["--training.global_batch_size"] == "2"
+    assert settings["--activation_checkpoint.mode"] == "selective"
+    assert settings["--activation_checkpoint.selective_ac_option"] == "op"
+    assert settings["--quantize.linear.float8.recipe_name"] == "rowwise"
+    assert flags[-1] == "--compile.enable"
+
+
+def test_best_other_side() -> None:
+    """The bare loop has the higher median, so it is the one to be measured against, round by round."""
+    rates = {
+        "harness": [100.0, 90.0, 110.0],
+        "torchtitan": [80.0, 85.0, 300.0],
+        "bare": [100.0, 100.0, 100.0],
+    }
+    rows = [
+        {"round": n, "layout": "single", "side": side, "tokens_per_second": rate, "first_step_seconds": 2.0}
+        for side, values in rates.items()
+        for n, rate in enumerate(values)
+    ]
+    assert compare.against_the_best(rows, ["single", "fsdp2"]) == [
+        "single: 1.000 of the best other side (bare loop); at least 1.0: yes"
+    ]
+    rates["harness"][0] = 99.0
+    rows = [{**row, "tokens_per_second": rates[row["side"]][row["round"]]} for row in rows]
+    assert compare.against_the_best(rows, ["single"])[0].endswith("at least 1.0: no")
+    table = compare.table(rows, ["single"])
+    assert (
+        "| single | tokens/s | 99.0 | 85.0 | 1.059 (0.367 to 1.238) | 100.0 | 0.990 (0.900 to 1.100) |"
+        in table
+    )
+    assert compare.sides_of("fsdp2", with_torchtitan=True) == ["harness", "torchtitan"]
+    assert compare.sides_of("single", with_torchtitan=False) == ["harness", "bare"]
+
+
+def test_bare_loop_is_our_model_of_that_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many parameters at the measured size, and the same loss from the same weights at a small one."""
+    with torch.device("meta"):
+        whole = sum(parameter.numel() for parameter in bare_loop.Llama().parameters())
+    shape = compose_job(["experiment=cpu_baseline/shape"])
+    assert whole == account(shape.model, 512).parameters
+    assert (shape.global_batch_size, shape.training.seq_len) == (bare_loop.BATCH, bare_loop.SEQ_LEN)
+    for name, value in {"LAYERS": 2, "VOCABULARY": 64, "SEQ_LEN": 16}.items():
+        monkeypatch.setattr(bare_loop, name, value)
+    small = ["model.n_layers=2", "model.vocab_size=64", "model.rope.scaling=none"]
+    model = Decoder(compose_job(["experiment=cpu_baseline/shape", *small]).model, 16)
+    bare = bare_loop.Llama()
+    weights = {}
+    for name, weight in bare.named_parameters():
+        name = name.replace("embedding.", "tok_embeddings.").replace("blocks.", "layers.")
+        name = re.sub(r"\.(w\d)\.", r".feed_forward.\1.", name)
+        weights[re.sub(r"\.(w[qkvo])\.", r".attention.\1.", name)] = weight
+    model.load_state_dict(weights)
+    tokens = torch.randint(64, (2, 17))
+    with torch.no_grad():
+        logits = model(tokens[:, :-1])
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        assert float(bare(tokens[:, :-1], tokens[:, 1:])) == pytest.approx(float(expected), rel=1e-5)
+    seconds, losses, _, _ = bare_loop.train(3, compiled=False)
+    assert len(seconds) == 3
+    assert all(abs(loss - math.log(64)) < 1 for loss in losses)
+    assert len(set(losses)) == 3
+
+
+def test_allocations_are_counted_exactly() -> None:
+    mib = 2**20
+    kept: list[torch.Tensor] = []
+
+    def work() -> None:
+        a = torch.empty(mib)  # 4 MiB of float32
+        b = a + 1  # 8
+        del a
+        kept.append(b * 2)  # 8
+
+    peak, held = measure.measured(work)
+    # The numbers 1 and 2 are tensors of a few bytes.
+    assert 8 * mib <= peak < 8 * mib + 64
+    assert held == 4 * mib
+
+
+def test_saved_activations_are_counted() -> None:
+    """sin keeps its input for backward: three of them three tensors, made again by a checkpoint none."""
+    x = torch.randn(2**18, requires_grad=True)
+
+    def three(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().sin().sin()
+
+    held: list[torch.Tensor] = []
+    _, saved = measure.measured(lambda: held.append(three(x)))
+    _, recomputed = measure.measured(
+        lambda: held.append(torch.utils.checkpoint.checkpoint(three, x, use_reentrant=False))
+    )
+    assert saved == 3 * x.nbytes
+    assert recomputed < 1.1 * x.nbytes
+
+
+def test_relations_that_do_not_hold_are_named() -> None:
+    peaks = dict(zip(measure.CHECKPOINTING, (100.0, 60.0, 50.0, 20.0, 90.0, 95.0), strict=True))
+    rows = {name: {"peak": peak, "resident": 500.0} for name, peak in peaks.items()}
+    assert measure.not_falling(rows) == ["memory_budget, compiled takes 95.0 MiB and none, compiled 90.0"]
+    table = measure.table("blocks", rows)
+    assert "| full | 20.0 | 0.200 | 500 |" in table
+    assert "| memory_budget, compiled | 95.0 | 1.056 | 500 |" in table
+
+
+def test_gpu_command_without_a_gpu(tmp_path: Path) -> None:
+    """One mode, end to end on a CPU: rows, facts and table."""
+    command = [
+        sys.executable,
+        str(EXPERIMENTS / "gpu_single" / "run.py"),
+        "--device",
+        "cpu",
+        "--shapes",
+        "tiny",
+    ]
+    command += ["--modes", "bf16", "--activation-checkpoint", "full", "--rounds", "1", "--steps", "6"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [row] = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert (row["shape"], row["n_layers"], row["mfu"]) == ("tiny", 4, None)
+    assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"], rel=1e-6)
+    assert (tmp_path / "table.md").read_text() == done.stdout
+    assert "| tiny | 4 | full | bf16 |" in done.stdout
