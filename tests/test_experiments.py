@@ -138,7 +138,12 @@ def test_more_layers_fit_where_less_is_kept() -> None:
     assert 0 < fitting["none"] < fitting["selective_op"] < fitting["full"] < 32
 
 
-@pytest.mark.parametrize("mode", gpu_cases.MODES)
+def has_precision_of(mode: str) -> bool:
+    precision = gpu_cases.Case("tiny", "none", mode).precision
+    return precision == "bf16" or (EXPERIMENTS.parent / "conf" / "precision" / f"{precision}.yaml").is_file()
+
+
+@pytest.mark.parametrize("mode", [mode for mode in gpu_cases.MODES if has_precision_of(mode)])
 @pytest.mark.parametrize("checkpointing", gpu_cases.ACTIVATION_CHECKPOINTS)
 def test_gpu_cases_compose(mode: str, checkpointing: str) -> None:
     case = gpu_cases.Case("tiny", checkpointing, mode, n_layers=2, device="cpu")
@@ -146,7 +151,8 @@ def test_gpu_cases_compose(mode: str, checkpointing: str) -> None:
     assert (job.model.n_layers, job.activation_checkpoint.mode) == (2, checkpointing)
     assert job.compile.enable == case.compiled == (mode != "bf16")
     assert job.precision.param_dtype == "bfloat16"
-    assert job.precision.linear == (mode if mode.startswith("float8") else "none")
+    if mode.startswith("float8"):
+        assert (job.precision.linear, job.precision.emulate) == (mode, True)
 
 
 def test_torchtitan_is_told_the_same(tmp_path: Path) -> None:
