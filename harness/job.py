@@ -111,7 +111,9 @@ class Job:
                 self.cluster.validate_gpus(gpus, self.world_size)
         self._resolve_batch()
         self._validate()
-        self._validate_async_tp(on_cpu=self.cluster.device == "cpu" or (here and gpus == 0))
+        on_cpu = self.cluster.device == "cpu" or (here and gpus == 0)
+        self._validate_async_tp(on_cpu=on_cpu)
+        self.validate_device(on_cpu=on_cpu)
         return self
 
     def _resolve_batch(self) -> None:
@@ -163,6 +165,7 @@ class Job:
             )
         share = self.local_batch_size * self.accumulation_steps
         self.parallelism.validate(self.model, self.training.seq_len, self.local_batch_size, share)
+        self._validate_attention()
         self.precision.validate()
         self.compile.validate()
         self.activation_checkpoint.validate(self.compile, splits_backward=self.parallelism.splits_backward)
@@ -213,6 +216,39 @@ class Job:
         ):
             if broken:
                 raise ConfigError("parallelism.async_tp", True, rule, instead)
+
+    def validate_device(self, *, on_cpu: bool) -> None:
+        """Refuses a backend of attention that cannot train on a CPU; a rank asks again, knowing its own."""
+        backend = self.training.attention
+        if on_cpu and backend != "sdpa":
+            rule = "trains on GPUs only, and the ranks compute on CPUs"
+            raise ConfigError("training.attention", backend, rule, ["sdpa"])
+
+    def _validate_attention(self) -> None:
+        """Checks that the backend of attention can do what layout, precision and documents ask of it."""
+        backend, layout = self.training.attention, self.parallelism
+        if backend == "varlen" and self.precision.param_dtype == "float32":
+            raise ConfigError(
+                "training.attention",
+                backend,
+                "flash attention over documents takes 16-bit formats, and precision.param_dtype is float32",
+                "precision=bf16, or sdpa, flex",
+            )
+        if layout.cp > 1 and layout.cp_method == "ring":
+            if backend != "sdpa":
+                raise ConfigError(
+                    "training.attention",
+                    backend,
+                    f"parallelism.cp={layout.cp} goes round a ring, which has kernels of its own",
+                    "sdpa, or parallelism.cp_method=ulysses",
+                )
+            if not self.data.attend_across_documents:
+                raise ConfigError(
+                    "data.attend_across_documents",
+                    False,
+                    f"parallelism.cp={layout.cp} goes round a ring, whose kernels know the causal mask only",
+                    "true, or parallelism.cp_method=ulysses",
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """The job as plain containers."""

@@ -196,7 +196,7 @@ def harness_train(*arguments: str, **environment: str) -> subprocess.CompletedPr
 def test_help_lists_groups_and_fields() -> None:
     done = harness_train("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "parallelism: ddp, fsdp, fsdp_pp, fsdp_tp, fsdp_tp_pp" in done.stdout
+    assert "parallelism: cp, ddp, fsdp, fsdp_cp, fsdp_pp, fsdp_tp, fsdp_tp_pp" in done.stdout
     for group in ("experiment", "model"):
         assert f"{group}: " in done.stdout
     assert "  dp_shard: 1" in done.stdout

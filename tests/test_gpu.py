@@ -37,7 +37,11 @@ def three_steps(device: str, *overrides: str) -> tuple[list[float], list[dict[st
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("more", [[], ["parallelism.cpu_offload=true"]], ids=["plain", "offload"])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["parallelism.cpu_offload=true"], ["training.attention=flex"]],
+    ids=["plain", "offload", "flex"],
+)
 def test_gpu_computes_what_a_cpu_computes(
     precision: str, more: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

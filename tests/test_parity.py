@@ -93,7 +93,7 @@ def test_reference_learns_and_masks_unevenly(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp", "tp", "tp4", "fsdp_tp", "fsdp_uneven", "fsdp_tp_pp", "fsdp_tp_chunked_loss"]
+    "name", ["fsdp", "tp", "tp4", "fsdp_tp", "fsdp_uneven", "fsdp_tp_pp", "fsdp_tp_chunked_loss", "tp_cp"]
 )
 def test_odd_vocabulary(pool: RankPool, name: str) -> None:
     """Shards of 259 rows have different sizes on every axis."""
@@ -103,7 +103,9 @@ def test_odd_vocabulary(pool: RankPool, name: str) -> None:
     assert verdict.passed, parity.line(verdict)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp_offload", "tp", "tp_plain", "fsdp_tp", "hsdp_tp"])
+@pytest.mark.parametrize(
+    "name", ["ddp", "fsdp", "fsdp_offload", "tp", "tp_plain", "fsdp_tp", "hsdp_tp", "cp"]
+)
 def test_tied_embeddings(pool: RankPool, name: str) -> None:
     """The one table gets the gradients of both its uses."""
     job = layout(name, "model.tied_embeddings=true")
@@ -127,6 +129,8 @@ BFLOAT16 = [
     "fsdp_tp_chunked_loss",
     "fsdp_recompute_full",
     "compiled",
+    "cp_ulysses",
+    "fsdp_cp",
 ]
 
 
@@ -234,6 +238,64 @@ def initialised_by_shard(job_json: str, steps: int) -> Trace:
         materialize.local_shard = original
 
 
+def own_positions_from_zero(job_json: str, steps: int) -> Trace:
+    """Every context-parallel rank rotates by places in its own share."""
+    from harness.model.decoder import Decoder
+
+    original = Decoder.take_positions
+    Decoder.take_positions = lambda self, positions: original(self, torch.arange(len(positions)))  # type: ignore
+    try:
+        return trace(job_json, steps)
+    finally:
+        Decoder.take_positions = original  # type: ignore[method-assign]
+
+
+def tokens_of_every_context_rank(job_json: str, steps: int) -> Trace:
+    """Ranks that share a sequence all count its tokens (trap 9)."""
+    from harness.loop.engine import Engine
+
+    original = Engine.counts_tokens
+    Engine.counts_tokens = Engine.has_loss  # type: ignore[method-assign,assignment]
+    try:
+        return trace(job_json, steps)
+    finally:
+        Engine.counts_tokens = original  # type: ignore[method-assign]
+
+
+def loss_of_one_context_rank(job_json: str, steps: int) -> Trace:
+    """The loss shown is that of one share of the sequence (traps 9 and 10)."""
+    from harness.loop.engine import Engine
+
+    original = Engine.world_sum
+
+    def world_sum(self, values, *device):  # type: ignore[no-untyped-def]
+        if len(values) == 3 and self.mesh.rank("cp"):
+            values = [values[0], 0.0, values[2]]
+        return original(self, values, *device)
+
+    Engine.world_sum = world_sum  # type: ignore[method-assign]
+    try:
+        return trace(job_json, steps)
+    finally:
+        Engine.world_sum = original  # type: ignore[method-assign]
+
+
+def one_share_in_order(job_json: str, steps: int) -> Trace:
+    """Ranks take their shares in order, where the ring goes by head and tail."""
+    from harness.parallelism import context, execute
+
+    original = execute.local_positions
+
+    def in_order(layout, seq_len, rank):  # type: ignore[no-untyped-def]
+        return torch.arange(seq_len).chunk(layout.cp)[rank]
+
+    execute.local_positions = context.local_positions = in_order
+    try:
+        return trace(job_json, steps)
+    finally:
+        execute.local_positions = context.local_positions = original
+
+
 @pytest.mark.parametrize(
     ("sabotage", "name"),
     [
@@ -245,6 +307,12 @@ def initialised_by_shard(job_json: str, steps: int) -> Trace:
         (norm_of_own_stage, "pp_1f1b"),
         (norm_of_own_stage, "fsdp"),
         (initialised_by_shard, "fsdp"),
+        (own_positions_from_zero, "cp"),
+        (own_positions_from_zero, "cp_ulysses"),
+        (tokens_of_every_context_rank, "fsdp_cp"),
+        (loss_of_one_context_rank, "cp"),
+        (one_share_in_order, "cp"),
+        (gradients_average, "cp"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

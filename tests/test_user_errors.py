@@ -63,8 +63,8 @@ FIELDS_AND_GROUPS = [
     mistake("paralelism=fsdp", "paralelism=fsdp: no such field; did you mean parallelism?"),
     mistake("+paralelism=fsdp", "paralelism=fsdp: no such field; did you mean parallelism?"),
     mistake("parallelism=fsdpp", "parallelism=fsdpp: no such option; did you mean fsdp?", "parallelism=fsdp"),
-    mistake("parallelism=null", "parallelism=null: no such option; options: ddp, ", "parallelism=ddp"),
-    mistake("parallelism=", "parallelism=: no such option; options: ddp, "),
+    mistake("parallelism=null", "parallelism=null: no such option; options: cp, ddp, ", "parallelism=ddp"),
+    mistake("parallelism=", "parallelism=: no such option; options: cp, ddp, "),
     mistake("+parallelism=tp", "+parallelism=tp: a group is chosen without +", "parallelism=tp"),
     mistake("++parallelism=tp", "++parallelism=tp: a group is chosen without ++", "parallelism=tp"),
     mistake("~optimizer", "~optimizer: every job has one; would work: optimizer=adamw", "optimizer=adamw"),
@@ -223,7 +223,6 @@ LAYOUTS = [
     mistake("parallelism.tp=0", "parallelism.tp=0: must be at least 1"),
     mistake("parallelism.pp=-1", "parallelism.pp=-1: must be at least 1"),
     mistake("parallelism.dp_shard=-2", "parallelism.dp_shard=-2: must be at least 1, or -1 for the rest"),
-    mistake("parallelism.cp=2", "parallelism.cp=2: context parallel is not available", "parallelism.cp=1"),
     mistake("parallelism.ep=2", "parallelism.ep=2: expert parallel is not available", "parallelism.ep=1"),
     mistake(
         "parallelism.reshard_after_forward=often",
@@ -260,6 +259,91 @@ LAYOUTS = [
         "parallelism.tp=4 training.seq_len=3",
         "training.seq_len=3: sequence parallel needs a multiple of parallelism.tp=4",
         "training.seq_len=4",
+    ),
+    mistake(
+        "parallelism.cp=2 training.seq_len=62",
+        "training.seq_len=62: must be a multiple of 4: two pieces for each of parallelism.cp=2 ranks",
+        "training.seq_len=60",
+        "training.seq_len=62 parallelism.cp_load_balance=false",
+    ),
+    mistake(
+        "parallelism.cp=4 parallelism.cp_method=ulysses training.seq_len=254",
+        "training.seq_len=254: must be a multiple of 4: a piece for each of parallelism.cp=4 ranks",
+        "training.seq_len=252",
+    ),
+    mistake(
+        "parallelism.cp=2 parallelism.tp=4 training.seq_len=100",
+        "training.seq_len=100: must be a multiple of 8: two pieces for each of parallelism.cp=2 ranks, and "
+        "each rank's for parallelism.tp=4",
+        "training.seq_len=96",
+        "training.seq_len=100 parallelism.sequence_parallel=false",
+    ),
+    mistake(
+        "parallelism.cp=2 parallelism.cp_method=rings",
+        "parallelism.cp_method=rings: no such method",
+        "parallelism.cp_method=ring",
+        "parallelism.cp_method=ulysses",
+    ),
+    mistake(
+        "parallelism.cp_rotate_method=alltoal",
+        "parallelism.cp_rotate_method=alltoal: no such method",
+        "parallelism.cp_rotate_method=alltoall",
+    ),
+    mistake(
+        "parallelism.cp_method=ulysses parallelism.cp=2 parallelism.cp_rotate_method=alltoall",
+        "parallelism.cp_rotate_method=alltoall: is of the ring, and parallelism.cp_method is ulysses",
+        "parallelism.cp_rotate_method=allgather",
+        "parallelism.cp_rotate_method=alltoall parallelism.cp_method=ring",
+    ),
+    mistake(
+        "parallelism.cp_method=ulysses parallelism.cp=2 parallelism.cp_load_balance=false",
+        "parallelism.cp_load_balance=false: is of the ring",
+        "parallelism.cp_load_balance=true",
+    ),
+    mistake(
+        "model=llama3_8b parallelism.tp=2 parallelism.cp_method=ulysses parallelism.cp=8",
+        "parallelism.cp=8: ulysses exchanges heads: it must divide model.n_kv_heads=8 / parallelism.tp=2",
+        "parallelism.cp=4",
+        "parallelism.cp=8 parallelism.cp_method=ring",
+    ),
+    mistake(
+        "parallelism.cp=2 data.attend_across_documents=false",
+        "data.attend_across_documents=false: parallelism.cp=2 goes round a ring",
+        "data.attend_across_documents=true",
+        "data.attend_across_documents=false parallelism.cp_method=ulysses",
+    ),
+    mistake(
+        "data=synthetic tokenizer=bytes data.attend_across_documents=false",
+        "data.attend_across_documents=false: synthetic data has no documents",
+        "data.attend_across_documents=true",
+    ),
+    mistake(
+        "training.attention=flash",
+        "training.attention=flash: no such backend; would work: sdpa, flex, varlen",
+        "training.attention=sdpa",
+    ),
+    mistake(
+        "cluster.device=cpu training.attention=flex",
+        "training.attention=flex: trains on GPUs only, and the ranks compute on CPUs",
+        "training.attention=sdpa",
+    ),
+    mistake(
+        "training.attention=flex",
+        "training.attention=flex: trains on GPUs only, and the ranks compute on CPUs",
+    ),
+    mistake(
+        "cluster=slurm training.attention=varlen",
+        "training.attention=varlen: flash attention over documents takes 16-bit formats, and "
+        "precision.param_dtype is float32",
+        "training.attention=varlen precision=bf16",
+        "training.attention=flex",
+        "training.attention=sdpa",
+    ),
+    mistake(
+        "cluster=slurm parallelism.cp=2 training.attention=flex",
+        "training.attention=flex: parallelism.cp=2 goes round a ring, which has kernels of its own",
+        "training.attention=sdpa",
+        "training.attention=flex parallelism.cp_method=ulysses",
     ),
     mistake(
         "cluster.ranks_per_node=8 parallelism.tp=2 parallelism.dp_shard=3",
@@ -625,7 +709,7 @@ def test_csv_schedule_against_the_stages_there_are(tmp_path: Path) -> None:
             "experiment/mine",
             "# @package _global_\ndefaults:\n  - override /parallelism: fsdpp",
             "experiment=mine",
-            "parallelism=fsdpp: no such option; options: ddp, ",
+            "parallelism=fsdpp: no such option; options: cp, ddp, ",
         ),
         (
             "experiment/mine",

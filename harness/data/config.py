@@ -81,6 +81,9 @@ class DataConfig:
     mask_document_boundary: bool = numerics(True)
     """Mask the label with which the last token of a document would predict the next document's first."""
 
+    attend_across_documents: bool = numerics(True)
+    """Let tokens see the documents before their own in the same sample; false masks them out of attention."""
+
     shuffle: bool = numerics(True)
     """Read the packed samples in a random order, another one in every epoch. Validation is never shuffled."""
 
@@ -114,6 +117,9 @@ class DataConfig:
         elif self.validation_fraction > 0:
             rule = "synthetic data has no documents to hold out; its validation samples are drawn apart"
             raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
+        if self.kind == "synthetic" and not self.attend_across_documents:
+            rule = "synthetic data has no documents"
+            raise ConfigError("data.attend_across_documents", False, rule, "true")
 
     def require_validation(self) -> None:
         """Refuses a configuration that sets no documents apart for validation.

@@ -32,11 +32,18 @@ class Batch(NamedTuple):
     """The rows of one global step that a rank works on, in row order.
 
     Labels are already shifted: ``labels_BT[b, t]`` is the target for ``inputs_BT[b, t]``, or IGNORE_INDEX
-    where there is none. Both int64.
+    where there is none. All int64.
     """
 
     inputs_BT: Tensor
     labels_BT: Tensor
+    documents_BT: Tensor | None = None
+    """With data.attend_across_documents=false: the number of each input's document within its row."""
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with ``function`` applied to every tensor there is."""
+        documents = None if self.documents_BT is None else function(self.documents_BT)
+        return Batch(function(self.inputs_BT), function(self.labels_BT), documents)
 
 
 class Loader(ABC):
@@ -135,6 +142,7 @@ def build_loader(
         seed=seed,
         shuffle=data.shuffle and split == "train",
         mask_document_boundary=data.mask_document_boundary,
+        number_documents=not data.attend_across_documents,
     )
     return _NumberedLoader(packed, rows, global_batch_size)
 
@@ -239,12 +247,12 @@ def _build_slots(
             field=data.text_field,
             seq_len=seq_len,
             mask_document_boundary=data.mask_document_boundary,
+            number_documents=not data.attend_across_documents,
             name=f"{name}, row {row} of {global_batch_size}",
         )
         for row in rows
     }
 
 
-def _stack(samples: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
-    inputs_BT, labels_BT = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*samples, strict=True))
-    return Batch(inputs_BT, labels_BT)
+def _stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
+    return Batch(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*samples, strict=True)))

@@ -24,8 +24,11 @@ class Samples(Protocol):
     num_per_epoch: int | None
     """Samples after which all data has been seen once; None where there is no such number."""
 
-    def sample(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """``(inputs_T, labels_T)``, int64; ``labels_T[t]`` is what follows ``inputs_T[t]``, or ignored."""
+    def sample(self, number: int) -> tuple[np.ndarray, ...]:
+        """``(inputs_T, labels_T)``, int64; ``labels_T[t]`` is what follows ``inputs_T[t]``, or ignored.
+
+        Where documents are told apart, a third array has the number of each input's document in the sample.
+        """
         ...
 
 
@@ -39,10 +42,18 @@ class PackedSamples:
     """
 
     def __init__(
-        self, split: TokenizedSplit, *, seq_len: int, seed: int, shuffle: bool, mask_document_boundary: bool
+        self,
+        split: TokenizedSplit,
+        *,
+        seq_len: int,
+        seed: int,
+        shuffle: bool,
+        mask_document_boundary: bool,
+        number_documents: bool = False,
     ) -> None:
         self._split, self._seq_len, self._seed = split, seq_len, seed
         self._shuffle, self._mask_document_boundary = shuffle, mask_document_boundary
+        self._number_documents = number_documents
         self._order: tuple[int, np.ndarray] | None = None
         self._num_samples = max(0, (len(split.tokens) - 1) // seq_len)
         self.num_per_epoch: int | None = self._num_samples
@@ -52,16 +63,19 @@ class PackedSamples:
                 f"one sample of training.seq_len + 1 = {seq_len + 1}"
             )
 
-    def sample(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def sample(self, number: int) -> tuple[np.ndarray, ...]:
         epoch, index = divmod(number, self._num_samples)
         begin = self._place(epoch, index) * self._seq_len
         tokens = self._split.tokens[begin : begin + self._seq_len + 1].astype(np.int64)
         inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
+        starts = self._split.starts
+        first, last = np.searchsorted(starts, [begin + 1, begin + self._seq_len + 1])
+        first_labels = np.asarray(starts[first:last]) - begin - 1
         if self._mask_document_boundary:
-            starts = self._split.starts
-            first, last = np.searchsorted(starts, [begin + 1, begin + self._seq_len + 1])
-            labels_T[np.asarray(starts[first:last]) - begin - 1] = IGNORE_INDEX
-        return inputs_T, labels_T
+            labels_T[first_labels] = IGNORE_INDEX
+        if not self._number_documents:
+            return inputs_T, labels_T
+        return inputs_T, labels_T, number_documents(first_labels, self._seq_len)
 
     def _place(self, epoch: int, index: int) -> int:
         if not self._shuffle:
@@ -89,6 +103,18 @@ class SyntheticSamples:
         num_masked = min(round(share * self._seq_len), self._seq_len - 1)
         labels_T[random.permutation(self._seq_len)[:num_masked]] = IGNORE_INDEX
         return inputs_T, labels_T
+
+
+def number_documents(first_labels: np.ndarray, seq_len: int) -> np.ndarray:
+    """The number of each input's document in its sample, from 0, int64.
+
+    Args:
+        first_labels: places of the labels with which a document begins; it is an input one place later.
+        seq_len: inputs of the sample.
+    """
+    begins = np.zeros(seq_len + 1, dtype=np.int64)
+    begins[first_labels + 1] = 1
+    return begins[:-1].cumsum()
 
 
 def random_stream(purpose: str, seed: int, index: int) -> np.random.RandomState:

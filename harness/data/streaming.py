@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.data.samples import IGNORE_INDEX
+from harness.data.samples import IGNORE_INDEX, number_documents
 from harness.data.sources import text_of_example
 from harness.data.tokenizer import Tokenizer, with_ends
 from harness.errors import DataError
@@ -45,10 +45,12 @@ class Slot:
         seq_len: int,
         mask_document_boundary: bool,
         name: str,
+        number_documents: bool = False,
     ) -> None:
         self._dataset, self._tokenizer = dataset, tokenizer
         self._field, self._seq_len, self._name = field, seq_len, name
         self._mask_document_boundary = mask_document_boundary
+        self._number_documents = number_documents
         self._beginning: dict[str, Any] = dataset.state_dict()
         self._position = self._beginning
         self.reset()
@@ -67,8 +69,8 @@ class Slot:
         self._offset: int = state["offset"]
         self._seek(state["document"])
 
-    def next(self) -> tuple[np.ndarray, np.ndarray]:
-        """``(inputs_T, labels_T)``, int64.
+    def next(self) -> tuple[np.ndarray, ...]:
+        """``(inputs_T, labels_T)``, int64, and where documents are told apart the number of each input's.
 
         Raises:
             DataError: the share holds no text, or cannot be read.
@@ -78,7 +80,9 @@ class Slot:
         if self._mask_document_boundary:
             labels_T[starts[1:]] = IGNORE_INDEX
         self._advance(self._seq_len)  # not T + 1: the last label is the next sample's first input
-        return inputs_T, labels_T
+        if not self._number_documents:
+            return inputs_T, labels_T
+        return inputs_T, labels_T, number_documents(starts[1:].nonzero()[0], self._seq_len)
 
     def _peek(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The next ``count`` tokens, and whether each is the first of its document."""

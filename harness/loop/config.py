@@ -8,6 +8,7 @@ from harness.config import execution, label, numerics
 from harness.errors import ConfigError
 
 NON_FINITE = ("stop", "skip")
+ATTENTION = ("sdpa", "flex", "varlen")
 
 
 @dataclass
@@ -28,6 +29,9 @@ class TrainingConfig:
     """Pieces in which output projection and loss are computed together, so that logits never stand whole."""
     seed: int = numerics(42)
     """Seed of parameters and data order."""
+    attention: str = execution("sdpa")
+    """Backend of attention: ``sdpa``, ``flex`` (FlexAttention) or ``varlen`` (flash attention over documents
+    laid end to end). All compute the same; the last two need a GPU, and skip what documents do not see."""
     gc_interval: int = execution(50)
     """Steps between garbage collections, which all ranks do together; 0 leaves it to Python."""
 
@@ -40,6 +44,8 @@ class TrainingConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"training.{name}", value, "must be at least 1, or null")
+        if self.attention not in ATTENTION:
+            raise ConfigError("training.attention", self.attention, "no such backend", ATTENTION)
         for name in ("max_norm", "gc_interval"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(

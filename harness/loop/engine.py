@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,12 @@ class Engine:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether this rank speaks for its rows: of those that work on the same ones, the one with the loss.
+        """Whether this rank speaks for its rows: of those that work on the same ones, one with the loss."""
+        return self.has_loss and self.mesh.rank("cp") == 0
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank speaks for the loss of its positions.
 
         Under a pipeline that is the rank with the output projection, which a V-shaped schedule puts first.
         """
@@ -118,7 +124,7 @@ class Engine:
         settle_gradients(self.parameters)
         squares = local_square_sum(self.parameters, self.mesh, self.device)
         square_sum, loss_sum, stops = self.world_sum(
-            [squares, loss if self.counts_tokens else 0.0, float(stop_requested)]
+            [squares, loss if self.has_loss else 0.0, float(stop_requested)]
         )
         return StepOutcome(
             loss=loss_sum,
@@ -148,8 +154,8 @@ class Engine:
         loss = torch.zeros((), device=self.device)
         for piece in split_batch(self._to_device(batch), self.job.local_batch_size):
             loss = loss + self.executor.forward(piece)
-        owns = self.counts_tokens
-        total = self.world_sum([loss if owns else 0.0, count_valid(batch) if owns else 0])
+        tokens = count_valid(batch) if self.counts_tokens else 0
+        total = self.world_sum([loss if self.has_loss else 0.0, tokens])
         return float(total[0]), int(total[1])
 
     def world_sum(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> list[float]:
@@ -175,9 +181,15 @@ class Engine:
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
             return batch
-        return Batch(*(tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch))
+        return batch.each(lambda tensor: tensor.pin_memory().to(self.device, non_blocking=True))
 
     def _local(self, loss: Tensor, local_tokens: int) -> float | None:
+        if not self.has_loss:
+            return None
+        loss = loss.double()
+        if self.job.parallelism.cp > 1:
+            # The tokens are those of whole sequences, so the loss has to be that too.
+            dist.all_reduce(loss, group=self.mesh.group("cp"))
         if not self.counts_tokens or not local_tokens:
             return None
         return float(loss) * self.loss.denominator / local_tokens
@@ -190,6 +202,4 @@ def count_valid(batch: Batch) -> int:
 
 def split_batch(batch: Batch, rows: int) -> list[Batch]:
     """Cuts a batch into pieces of ``rows`` rows."""
-    return [
-        Batch(i, t) for i, t in zip(batch.inputs_BT.split(rows), batch.labels_BT.split(rows), strict=True)
-    ]
+    return [batch.each(itemgetter(slice(i, i + rows))) for i in range(0, len(batch.inputs_BT), rows)]

@@ -46,8 +46,10 @@ def save_evidence(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stem.with_suffix(".json").write_text(json.dumps(row, indent=2) + "\n")
+        tensors = {"inputs": batch.inputs_BT, "labels": batch.labels_BT, "documents": batch.documents_BT}
         torch.save(
-            {"inputs": batch.inputs_BT.cpu(), "labels": batch.labels_BT.cpu()}, stem.with_suffix(".pt")
+            {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None},
+            stem.with_suffix(".pt"),
         )
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
         return f"evidence could not be kept: {error}"

@@ -33,7 +33,8 @@ def account(model: ModelConfig, seq_len: int) -> Accounting:
     FLOPs per token are 6 per multiplied parameter (2 forward, 4 backward) plus attention's
     6 * L * H * (d_qk + d_v) * T, the convention of PaLM (arXiv:2204.02311, appendix B) that torchtitan
     follows; vendors halve the attention term because half of the causal square is masked. A tied
-    table is multiplied by once, in the head, so it counts once.
+    table is multiplied by once, in the head, so it counts once. Documents that do not see each other count
+    as if they did.
     """
     table = model.vocab_size * model.dim
     tables = table if model.tied_embeddings else 2 * table

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.model.config import ModelConfig
+from harness.model.kernels import Kernel, SdpaKernel
 from harness.model.rope import rotate
 from harness.model.sharding import Split
 
@@ -15,7 +15,10 @@ from harness.model.sharding import Split
 
 
 class Attention(nn.Module):
-    """Causal self-attention; under tensor parallel each rank holds some of the heads."""
+    """Causal self-attention; under tensor parallel each rank holds some of the heads.
+
+    What becomes of queries, keys and values is up to ``inner``, which can be exchanged.
+    """
 
     sharding: ClassVar[dict[str, Split]] = {
         "wq": Split.COLUMN,
@@ -31,13 +34,15 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
+        self.inner: Kernel = SdpaKernel()
 
-    def forward(self, x_BTC: Tensor, rope_2TD: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None) -> Tensor:
         """Attends from every position to itself and those before it.
 
         Args:
             x_BTC: normed residual stream.
             rope_2TD: cosines and sines of the positions.
+            mask: what ``inner`` made of the documents; None when they see each other.
 
         Returns:
             What is added to the residual stream, [B, T, C].
@@ -47,11 +52,5 @@ class Attention(nn.Module):
         q_BTHD = rotate(self.wq(x_BTC).view(B, T, -1, self.head_dim), rope_2TD)
         k_BTHD = rotate(self.wk(x_BTC).view(B, T, -1, self.head_dim), rope_2TD)
         v_BTHD = self.wv(x_BTC).view(B, T, -1, self.head_dim)
-        out_BHTD = F.scaled_dot_product_attention(
-            q_BTHD.transpose(1, 2),
-            k_BTHD.transpose(1, 2),
-            v_BTHD.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=q_BTHD.shape[2] != k_BTHD.shape[2],
-        )
-        return self.wo(out_BHTD.transpose(1, 2).reshape(B, T, -1))
+        out_BTHD = self.inner(q_BTHD, k_BTHD, v_BTHD, mask)
+        return self.wo(out_BTHD.reshape(B, T, -1))

@@ -63,7 +63,9 @@ def apply_activation_checkpoint(part: Decoder, config: ActivationCheckpointConfi
             continue
         options: dict[str, Any] = {}
         if config.mode == "selective_op":
-            options["context_fn"] = partial(_selective_contexts, config.save_every_nth_matmul)
+            # The ring's operator is there where a layout has one.
+            kept = KEPT | _operations("harness.ring_attention.default")
+            options["context_fn"] = partial(_selective_contexts, kept, config.save_every_nth_matmul)
         block.forward = _recomputed(block.forward, options)  # type: ignore[assignment]
 
 
@@ -76,7 +78,7 @@ def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Call
     return recomputed
 
 
-def _selective_contexts(every_nth_matmul: int) -> Any:
+def _selective_contexts(kept: frozenset[Any], every_nth_matmul: int) -> Any:
     seen: Counter[bool] = Counter()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -84,7 +86,7 @@ def _selective_contexts(every_nth_matmul: int) -> Any:
             seen[context.is_recompute] += 1
             keep = every_nth_matmul > 0 and seen[context.is_recompute] % every_nth_matmul == 0
         else:
-            keep = operation in KEPT
+            keep = operation in kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

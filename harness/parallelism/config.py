@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, count
-from math import prod
+from math import lcm, prod
 
 from harness.config import execution
 from harness.errors import ConfigError, divisors
@@ -17,6 +17,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: neighbours on the last axis share the fastest links."""
 
 RESHARD = ("default", "always", "never")
+CP_METHODS = ("ring", "ulysses")
+CP_ROTATE_METHODS = ("allgather", "alltoall")
 
 
 @dataclass
@@ -32,9 +34,16 @@ class ParallelismConfig:
     pp: int = execution(1)
     """Ranks that share the layers (pipeline parallel)."""
     cp: int = execution(1)
-    """Ranks that share the sequence (context parallel); only 1 is available."""
+    """Ranks that share the sequence (context parallel)."""
     ep: int = execution(1)
     """Ranks that share the experts (expert parallel); only 1 is available."""
+    cp_method: str = execution("ring")
+    """With cp: ``ring`` (keys and values go round, arXiv:2310.01889) or ``ulysses`` (positions are exchanged
+    for heads, arXiv:2309.14509)."""
+    cp_rotate_method: str = execution("allgather")
+    """With the ring: keys and values are gathered at once (``allgather``) or handed on (``alltoall``)."""
+    cp_load_balance: bool = execution(True)
+    """With the ring: each rank has a piece of the sequence's head and one of its tail, the same work."""
     sequence_parallel: bool = execution(True)
     """With tp: norms and residuals are split along the sequence (arXiv:2205.05198)."""
     loss_parallel: bool = execution(True)
@@ -84,6 +93,16 @@ class ParallelismConfig:
     def data_parallel(self) -> int:
         """Ranks that get different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def parameter_shards(self) -> int:
+        """Ranks that FSDP shards parameters over: also those that share a sequence."""
+        return self.dp_shard * self.cp
+
+    @property
+    def balances_context(self) -> bool:
+        """Whether context-parallel ranks have positions from both ends of the sequence."""
+        return self.cp_method == "ring" and self.cp_load_balance
 
     @property
     def uses_sequence_parallel(self) -> bool:
@@ -141,35 +160,76 @@ class ParallelismConfig:
         Raises:
             ConfigError: it cannot.
         """
-        for axis, what in (("cp", "context"), ("ep", "expert")):
-            if getattr(self, axis) != 1:
-                raise ConfigError(
-                    f"parallelism.{axis}", getattr(self, axis), f"{what} parallel is not available", [1]
-                )
+        if self.ep != 1:
+            raise ConfigError("parallelism.ep", self.ep, "expert parallel is not available", [1])
         if self.reshard_after_forward not in RESHARD:
             raise ConfigError(
                 "parallelism.reshard_after_forward", self.reshard_after_forward, "no such policy", RESHARD
             )
         self._validate_tensor(model, seq_len)
+        self._validate_context(model)
+        self._validate_sequence(seq_len)
         self._validate_pipeline(model, local_batch_size, share)
 
     def _validate_tensor(self, model: ModelConfig, seq_len: int) -> None:
         works = [
             degree
             for degree in divisors(model.n_heads, model.n_kv_heads, model.ffn_hidden_dim)
-            if seq_len % degree == 0 or not self.sequence_parallel
+            if seq_len % (degree * self.cp) == 0 or not self.sequence_parallel
         ]
         names = ("n_heads", "n_kv_heads", "ffn_hidden_dim")
         broken = [f"model.{name}={getattr(model, name)}" for name in names if getattr(model, name) % self.tp]
         if broken:
             raise ConfigError("parallelism.tp", self.tp, f"must divide {', '.join(broken)}", works)
-        if self.uses_sequence_parallel and seq_len % self.tp:
+
+    def _validate_context(self, model: ModelConfig) -> None:
+        for name, choices in (("cp_method", CP_METHODS), ("cp_rotate_method", CP_ROTATE_METHODS)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"parallelism.{name}", getattr(self, name), "no such method", choices)
+        if self.cp == 1 or self.cp_method == "ring":
+            return
+        for name, default in (("cp_rotate_method", "allgather"), ("cp_load_balance", True)):
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"parallelism.{name}",
+                    getattr(self, name),
+                    f"is of the ring, and parallelism.cp_method is {self.cp_method}",
+                    f"parallelism.cp_method=ring, or {str(default).lower()}",
+                )
+        heads = {f"model.{name}": getattr(model, name) // self.tp for name in ("n_heads", "n_kv_heads")}
+        broken = [name for name, share in heads.items() if share % self.cp]
+        if broken:
+            named = [f"{name}={getattr(model, name.removeprefix('model.'))}" for name in broken]
+            of_tp = f" / parallelism.tp={self.tp}" if self.tp > 1 else ""
+            works = ", ".join(map(str, divisors(*heads.values())))
             raise ConfigError(
-                "training.seq_len",
-                seq_len,
-                f"sequence parallel needs a multiple of parallelism.tp={self.tp}",
-                f"{seq_len // self.tp * self.tp or self.tp}, or parallelism.sequence_parallel=false",
+                "parallelism.cp",
+                self.cp,
+                f"ulysses exchanges heads: it must divide {', '.join(n + of_tp for n in named)}",
+                f"{works}, or parallelism.cp_method=ring",
             )
+
+    def _validate_sequence(self, seq_len: int) -> None:
+        """Checks that the sequence can be cut into the equal pieces of context and sequence parallel."""
+        unit = self._sequence_unit(self.balances_context, self.sequence_parallel)
+        if seq_len % unit == 0:
+            return
+        works = [f"{seq_len // unit * unit or unit}"]
+        if self.uses_sequence_parallel and seq_len % self._sequence_unit(self.balances_context, False) == 0:
+            works.append("parallelism.sequence_parallel=false")
+        if self.balances_context and seq_len % self._sequence_unit(False, self.sequence_parallel) == 0:
+            works.append("parallelism.cp_load_balance=false")
+        rule = f"sequence parallel needs a multiple of parallelism.tp={self.tp}"
+        if self.cp > 1:
+            pieces = "two pieces for each of" if self.balances_context else "a piece for each of"
+            of_tp = f", and each rank's for parallelism.tp={self.tp}" if self.uses_sequence_parallel else ""
+            rule = f"must be a multiple of {unit}: {pieces} parallelism.cp={self.cp} ranks{of_tp}"
+        raise ConfigError("training.seq_len", seq_len, rule, ", or ".join(works))
+
+    def _sequence_unit(self, balanced: bool, sequence_parallel: bool) -> int:
+        """What the sequence has to be a multiple of."""
+        split = self.tp if sequence_parallel else 1
+        return self.cp * (lcm(2, split) if balanced and self.cp > 1 else split)
 
     def _validate_pipeline(self, model: ModelConfig, local_batch_size: int, share: int) -> None:
         if self.pp_schedule not in SCHEDULES:

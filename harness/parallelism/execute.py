@@ -11,6 +11,7 @@ from torch import Tensor
 from harness.data.loader import Batch
 from harness.job import Job
 from harness.model.decoder import Decoder
+from harness.parallelism.context import local_positions, take_share
 from harness.parallelism.fsdp import sync_gradients
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.mesh import Mesh
@@ -18,7 +19,10 @@ from harness.parallelism.pipeline import build_schedule, forward_only
 
 
 class Executor(Protocol):
-    """Carries out passes over one local batch [local_batch_size, T]."""
+    """Carries out passes over one local batch [local_batch_size, T].
+
+    The batch comes with whole sequences; where ranks share them, an executor takes this rank's positions.
+    """
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         """Adds the batch's gradients; returns its loss, 0 on ranks that do not compute one.
@@ -36,20 +40,25 @@ def build_executor(
     job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: TokenLoss, device: torch.device
 ) -> Executor:
     """The executor that a layout needs."""
-    if job.parallelism.pp > 1:
-        return PipelineExecutor(job, mesh, parts, loss, device)
-    return DirectExecutor(job, parts[0], loss)
+    layout, positions = job.parallelism, None
+    if layout.cp > 1:
+        positions = local_positions(layout, job.training.seq_len, mesh.rank("cp")).to(device)
+    if layout.pp > 1:
+        return PipelineExecutor(job, mesh, parts, loss, device, positions)
+    return DirectExecutor(job, parts[0], loss, positions)
 
 
 class DirectExecutor:
     """The whole model lies on this rank (or on its tensor-parallel group)."""
 
-    def __init__(self, job: Job, part: Decoder, loss: TokenLoss) -> None:
+    def __init__(self, job: Job, part: Decoder, loss: TokenLoss, positions: Tensor | None) -> None:
         self.layout, self.part, self.loss = job.parallelism, part, loss
         self.in_head = job.training.loss_chunks > 1
+        self.positions = positions
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         sync_gradients(self.part, self.layout, last)
+        batch = take_share(batch, self.positions)
         with self.loss.context():
             loss = self._loss(batch)
             loss.backward()
@@ -57,24 +66,32 @@ class DirectExecutor:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
+        batch = take_share(batch, self.positions)
         with self.loss.context():
             return self._loss(batch)
 
     def _loss(self, batch: Batch) -> Tensor:
+        documents = batch.documents_BT
         if self.in_head:
-            return self.part(batch.inputs_BT, batch.labels_BT)  # type: ignore[no-any-return]
+            return self.part(batch.inputs_BT, batch.labels_BT, documents)  # type: ignore[no-any-return]
         # Nothing holds the logits, so that they are gone before backward makes its own: those of a large
         # vocabulary are the largest tensor.
-        return self.loss(self.part(batch.inputs_BT), batch.labels_BT)
+        return self.loss(self.part(batch.inputs_BT, documents_BT=documents), batch.labels_BT)
 
 
 class PipelineExecutor:
     """This rank holds some stages; torch's schedule runs microbatches through them."""
 
     def __init__(
-        self, job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: TokenLoss, device: torch.device
+        self,
+        job: Job,
+        mesh: Mesh,
+        parts: Sequence[Decoder],
+        loss: TokenLoss,
+        device: torch.device,
+        positions: Tensor | None,
     ) -> None:
-        self.loss, self.device = loss, device
+        self.loss, self.device, self.positions = loss, device, positions
         self.layout, self.parts = job.parallelism, parts
         self.schedule = build_schedule(job, mesh, parts, loss, device)
         self.holds_first = any(part.tok_embeddings is not None for part in parts)
@@ -90,14 +107,17 @@ class PipelineExecutor:
             return self._run(self.schedule.eval, batch)
 
     def _run(self, run, batch: Batch) -> Tensor:  # type: ignore[no-untyped-def]
+        batch = take_share(batch, self.positions)
         inputs = (batch.inputs_BT,) if self.holds_first else ()
         target = batch.labels_BT if self.holds_last else None
         losses: list[Tensor] | None = [] if self.holds_last else None
-        # Keywords reach every stage of this rank; only the head looks at them.
-        labels = {"labels_BT": batch.labels_BT} if self.in_head and self.holds_last else {}
+        # Keywords reach every stage of this rank, cut into microbatches; only the head looks at labels.
+        said = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
+        if self.in_head and self.holds_last:
+            said["labels_BT"] = batch.labels_BT
         with self.loss.context():
             # Returned outputs would keep every microbatch's logits alive.
-            run(*inputs, target=target, losses=losses, return_outputs=False, **labels)
+            run(*inputs, target=target, losses=losses, return_outputs=False, **said)
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum()

@@ -3,7 +3,8 @@
 A replicated axis is the outer dimension of FSDP's two-dimensional mesh, so DDP is the mesh (N, 1): each
 block's gradients are all-reduced while the next block's are computed, it composes with tensor and
 pipeline parallelism, and mixed precision is the same policy whatever is sharded. Gradients are *summed*:
-the loss is already divided by the global number of tokens.
+the loss is already divided by the global number of tokens. Parameters are sharded over context-parallel ranks
+too, since each has only the gradients of its positions.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from torch.distributed.fsdp import (
 
 from harness.model.decoder import Decoder
 from harness.parallelism.config import ParallelismConfig
-from harness.parallelism.mesh import Mesh
+from harness.parallelism.mesh import SHARD, Mesh
 from harness.precision.config import PrecisionConfig
 
 
 def needs_fsdp(layout: ParallelismConfig, precision: PrecisionConfig) -> bool:
     """Whether anything is sharded, replicated, cast or offloaded."""
-    return layout.data_parallel > 1 or precision.is_mixed or layout.cpu_offload
+    return layout.dp_replicate * layout.parameter_shards > 1 or precision.is_mixed or layout.cpu_offload
 
 
 def apply_fsdp(
     part: Decoder, mesh: Mesh, layout: ParallelismConfig, precision: PrecisionConfig, device: torch.device
 ) -> None:
     """Wraps every block of a model part, and the part itself, in place."""
-    axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
+    axes = ("dp_replicate", SHARD) if mesh.size("dp_replicate") > 1 else (SHARD,)
     reshard, always = reshards_after_forward(layout), layout.reshard_after_forward == "always"
     # Inputs are left as they are: activations already have the parameters' format, and casting would
     # round the rotation table, which stays in float32.
@@ -75,7 +76,7 @@ def reshards_after_forward(layout: ParallelismConfig) -> bool:
 
     Under a pipeline that would gather them again for every microbatch.
     """
-    if layout.dp_shard == 1:
+    if layout.parameter_shards == 1:
         return False
     if layout.reshard_after_forward == "default":
         return layout.pp == 1
@@ -90,7 +91,7 @@ def sync_gradients(part: nn.Module, layout: ParallelismConfig, last: bool) -> No
     """
     if not isinstance(part, FSDPModule):
         return
-    if layout.dp_shard == 1:
+    if layout.parameter_shards == 1:
         part.set_requires_gradient_sync(last)
     elif layout.dp_replicate > 1:
         part.set_requires_all_reduce(last)

@@ -6,8 +6,10 @@ import torch
 
 from harness.job import Job
 from harness.model.decoder import Decoder
+from harness.model.kernels import KERNELS
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
 from harness.parallelism.compile import apply_compile, prepare_compiler
+from harness.parallelism.context import apply_context_parallel
 from harness.parallelism.fsdp import apply_fsdp, needs_fsdp
 from harness.parallelism.materialize import materialize
 from harness.parallelism.mesh import Mesh
@@ -26,6 +28,7 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decode
     Returns:
         The parts in the order of their stages, materialized.
     """
+    job.validate_device(on_cpu=device.type == "cpu")
     parts = lay_out(job, mesh, device)
     parameter_device = torch.device("cpu") if job.parallelism.cpu_offload else device
     for part in parts:
@@ -48,7 +51,11 @@ def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
         # Tensor parallel before FSDP: FSDP shards the shards, and gathers back only to those.
         if layout.tp > 1:
             apply_tensor_parallel(part, mesh.axis("tp"), layout, loss_in_head=job.training.loss_chunks > 1)
-        # Recomputation next: what it does again are the collectives of tensor parallel too.
+        part.use_kernel(KERNELS[job.training.attention])
+        # Context parallel after the kernel is chosen: it takes its place, or surrounds it.
+        if layout.cp > 1:
+            apply_context_parallel(part, mesh, layout)
+        # Recomputation next: what it does again are the collectives of tensor and context parallel too.
         apply_activation_checkpoint(part, job.activation_checkpoint)
         # Compile sees all that happens inside a block: the partitioner then knows what is recomputed.
         apply_compile(part, job.compile, layout)

@@ -125,7 +125,7 @@ def _boundary(job: Job, mesh: Mesh, part: Decoder, index: int, entering: bool) -
     tells it which gradients travel back.
     """
     layout = job.parallelism
-    batch, seq_len = layout.pp_microbatch_size, job.training.seq_len
+    batch, seq_len = layout.pp_microbatch_size, job.training.seq_len // layout.cp
     if entering and part.tok_embeddings is not None:
         return torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
     dtype = getattr(torch, job.precision.param_dtype)

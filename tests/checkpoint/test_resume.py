@@ -29,6 +29,7 @@ LAYOUTS = {
     "fsdp": ["parallelism=fsdp", "parallelism.dp_shard=4"],
     "fsdp_tp_pp": ["parallelism=fsdp_tp_pp", "parallelism.pp_microbatch_size=2", "model.n_layers=2"],
     "hsdp_bf16": ["parallelism=hsdp", "precision=bf16"],
+    "cp": ["parallelism=cp"],
 }
 
 
@@ -83,7 +84,7 @@ def test_twice_resumed(pool: RankPool, tmp_path: Path, straight: Callable[[str],
 # Each goes on from the one before it: all the pairs in a row, from one run.
 CHAIN = [
     *("fsdp", "tp_pp", "single", "fsdp_tp_pp", "hsdp", "fsdp_tp", "ddp", "pp_zbv", "tp4", "fsdp8", "fsdp3"),
-    *("pp4", "fsdp_pp", "fsdp_offload", "hsdp_tp", "single", "fsdp"),
+    *("pp4", "fsdp_pp", "fsdp_offload", "hsdp_tp", "single", "cp_tp", "fsdp"),
 ]
 EACH = 2  # steps
 OVERRIDES = {
@@ -98,6 +99,7 @@ OVERRIDES = {
     "pp4": "parallelism=pp parallelism.pp=4 parallelism.pp_microbatch_size=6",
     "pp_zbv": "parallelism=pp parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_microbatch_size=6",
     "tp_pp": "parallelism=tp_pp parallelism.pp_microbatch_size=4",
+    "cp_tp": "parallelism=cp parallelism.tp=2",
     "fsdp_tp": "parallelism=fsdp_tp",
     "fsdp_pp": "parallelism=fsdp_pp parallelism.pp_microbatch_size=6",
     "hsdp_tp": "parallelism=hsdp_tp",

@@ -1,5 +1,6 @@
 """The law of the loader: samples depend on the step, never on how the batch is shared out."""
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +47,7 @@ def split_rows(ranks):
 
 
 def steps(a_loader, count):
-    return [torch.stack([*a_loader.next()]) for _ in range(count)]
+    return [torch.stack([t for t in a_loader.next() if t is not None]) for _ in range(count)]
 
 
 def global_steps(loaders, count):
@@ -120,6 +121,25 @@ def test_an_epoch_holds_every_sample_once_and_the_next_another_order(corpus):
     assert as_set(first) == as_set(second) == as_set(in_order)
 
 
+def test_documents_are_told_apart(corpus):
+    """Bytes of one document are of one number, and the number changes where the next one begins."""
+    told = dataclasses.replace(corpus, attend_across_documents=False)
+    plain, telling, found = loader(corpus), loader(told), 0
+    for _ in range(8):
+        batch, expected = telling.next(), plain.next()
+        assert torch.equal(batch.inputs_BT, expected.inputs_BT)
+        assert torch.equal(batch.labels_BT, expected.labels_BT)
+        begins = torch.zeros_like(batch.inputs_BT)
+        # A masked label is the first token of a document, which is the next input.
+        begins[:, 1:] = (batch.labels_BT[:, :-1] == IGNORE_INDEX).long()
+        found += int(begins.sum())
+        assert torch.equal(batch.documents_BT, begins.cumsum(1))
+    assert found > 10
+    assert plain.next().documents_BT is None
+    unmasked = loader(dataclasses.replace(told, mask_document_boundary=False)).next()
+    assert torch.equal(unmasked.documents_BT, loader(told).next().documents_BT)
+
+
 def test_every_token_is_predicted_once_per_epoch(corpus):
     a_loader = loader(in_file_order(corpus), range(1), global_batch_size=1)
     n = a_loader.samples_per_epoch
@@ -128,7 +148,8 @@ def test_every_token_is_predicted_once_per_epoch(corpus):
     inputs = torch.cat([sample.inputs_BT[0] for sample in samples[:n]])
     valid = labels[:-1] != IGNORE_INDEX
     assert torch.equal(labels[:-1][valid], inputs[1:][valid])
-    assert same([torch.stack([*s]) for s in samples[:n]], [torch.stack([*s]) for s in samples[n:]])
+    pairs = [torch.stack([sample.inputs_BT, sample.labels_BT]) for sample in samples]
+    assert same(pairs[:n], pairs[n:])
 
 
 def in_file_order(data):

@@ -1,5 +1,6 @@
 """Datasets of the `datasets` library, streamed or tokenized first, from local files alone."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def split_rows(ranks):
 
 
 def global_steps(loaders, count):
-    batches = [[torch.stack([*x.next()]) for _ in range(count)] for x in loaders]
+    batches = [[torch.stack([t for t in x.next() if t is not None]) for _ in range(count)] for x in loaders]
     return [torch.cat(parts, dim=1) for parts in zip(*batches, strict=True)]
 
 
@@ -71,6 +72,18 @@ def same(left, right):
 def tokens_of_row(batches, row):
     """The stream that a row read: the inputs of its samples, one after the other."""
     return torch.cat([batch[0, row] for batch in batches]).tolist()
+
+
+def test_documents_are_told_apart(data):
+    told = loader(dataclasses.replace(data, attend_across_documents=False))
+    plain = loader(data)
+    for _ in range(6):
+        batch, expected = told.next(), plain.next()
+        assert torch.equal(batch.inputs_BT, expected.inputs_BT)
+        begins = torch.zeros_like(batch.inputs_BT)
+        begins[:, 1:] = (batch.labels_BT[:, :-1] == IGNORE_INDEX).long()
+        assert begins.any()
+        assert torch.equal(batch.documents_BT, begins.cumsum(1))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -56,7 +56,10 @@ def outcome_of(job_json: str, labels_per_row: list[int]) -> tuple[StepOutcome, f
     return outcome, plain
 
 
-LAYOUTS = ["parallelism=fsdp", "parallelism=fsdp_tp", "parallelism=fsdp_pp", "parallelism=tp_pp"]
+LAYOUTS = [
+    *("parallelism=fsdp", "parallelism=fsdp_tp", "parallelism=fsdp_pp", "parallelism=tp_pp"),
+    "parallelism=fsdp_cp",
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,0 +1,108 @@
+"""Context parallelism: ranks share the sequence, and attention alone needs to know of it.
+
+Everything else in a decoder works on one position at a time. So each rank takes its positions out of inputs
+and labels (once, where a batch enters: ``take_share``) and out of the rotation table, and attention gets a
+kernel that reaches the other ranks' keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from harness.data.loader import Batch
+from harness.model.attention import Attention
+from harness.model.decoder import Decoder
+from harness.model.kernels import Kernel
+from harness.parallelism.config import ParallelismConfig
+from harness.parallelism.mesh import Mesh
+
+# B: batch, T: sequence, S: sequence of one rank, H: query heads, K: key and value heads, D: head width
+
+
+def apply_context_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) -> None:
+    """Makes a model part work on this rank's positions, in place."""
+    part.take_positions(local_positions(layout, part.seq_len, mesh.rank("cp")))
+    group = mesh.group("cp")
+    for module in part.modules():
+        if isinstance(module, Attention):
+            module.inner = (
+                UlyssesAttention(module.inner, group)
+                if layout.cp_method == "ulysses"
+                else RingAttention(group, layout.balances_context, layout.cp_rotate_method)
+            )
+
+
+def local_positions(layout: ParallelismConfig, seq_len: int, rank: int) -> Tensor:
+    """The positions of the sequence that a context-parallel rank works on, in its order.
+
+    Late positions attend to more keys than early ones. Balanced, a rank has the r-th chunk from the head and
+    the r-th from the tail, which together are the same work for all.
+    """
+    positions = torch.arange(seq_len)
+    if not layout.balances_context:
+        return positions.chunk(layout.cp)[rank]
+    chunks = positions.chunk(2 * layout.cp)
+    return torch.cat((chunks[rank], chunks[-1 - rank]))
+
+
+def take_share(batch: Batch, positions_S: Tensor | None) -> Batch:
+    """The positions of a batch that this rank works on; documents stay whole, for attention sees them all."""
+    if positions_S is None:
+        return batch
+    return batch._replace(
+        inputs_BT=batch.inputs_BT.index_select(1, positions_S),
+        labels_BT=batch.labels_BT.index_select(1, positions_S),
+    )
+
+
+class RingAttention(Kernel):
+    """Keys and values of the other ranks come by; each rank keeps its queries."""
+
+    def __init__(self, group: dist.ProcessGroup, balanced: bool, rotation: str) -> None:
+        super().__init__()
+        # Not at the top: it stands on private parts of torch, and other layouts shall not.
+        from harness.parallelism.ring import ring_attention
+
+        self.how = group.group_name, balanced, rotation
+        self.attend = ring_attention
+
+    def forward(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, mask: Any | None) -> Tensor:
+        assert mask is None, "the ring knows no documents"
+        q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
+        out_BHTD, _ = self.attend(q_BHTD, k_BKTD, v_BKTD, *self.how)
+        return out_BHTD.transpose(1, 2)
+
+
+class UlyssesAttention(Kernel):
+    """Each rank gives away positions and gets heads, attends over the whole sequence, and gives it back.
+
+    DeepSpeed Ulysses (arXiv:2309.14509), over any kernel: inside, the sequence is whole.
+    """
+
+    def __init__(self, inner: Kernel, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.inner, self.group, self.ranks = inner, group, group.size()
+
+    def mask(self, documents_BT: Tensor) -> Any:
+        return self.inner.mask(documents_BT)
+
+    def forward(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, mask: Any | None) -> Tensor:
+        # Together, so that one exchange does: of every rank's heads its queries, keys and values.
+        by_rank = [t.unflatten(2, (self.ranks, -1)) for t in (q_BTHD, k_BTKD, v_BTKD)]
+        heads = [t.shape[3] for t in by_rank]
+        given = torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4)
+        # The ranks' positions follow each other in the order of the ranks.
+        got = self._exchange(given).permute(1, 0, 2, 3, 4).flatten(1, 2)
+        out_BTHD = self.inner(*got.split(heads, dim=2), mask)
+        given = out_BTHD.unflatten(1, (self.ranks, -1)).permute(1, 0, 2, 3, 4)
+        return self._exchange(given).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def _exchange(self, by_rank: Tensor) -> Tensor:
+        """Sends the r-th piece along the first dimension to rank r; returns what all ranks sent here."""
+        pieces = by_rank.contiguous()
+        return all_to_all_single_autograd(pieces, None, None, self.group).view(pieces.shape)

@@ -1,0 +1,93 @@
+"""Context parallel: who has which positions; attention over shared sequences is that of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.cluster.pool import RankPool
+from harness.model.kernels import Kernel, SdpaKernel
+from harness.parallelism.config import ParallelismConfig
+from harness.parallelism.context import RingAttention, UlyssesAttention, local_positions
+from harness.parallelism.mesh import context_groups
+
+B, T, H, K, D = 2, 24, 8, 4, 8
+LAYOUTS = {
+    "allgather": ParallelismConfig(cp=2),
+    "alltoall": ParallelismConfig(cp=2, cp_rotate_method="alltoall"),
+    "unbalanced": ParallelismConfig(cp=2, cp_load_balance=False),
+    "ulysses": ParallelismConfig(cp=2, cp_method="ulysses"),
+}
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_position_has_one_rank(cp: int, layout: ParallelismConfig) -> None:
+    layout = ParallelismConfig(**{**vars(layout), "cp": cp})
+    shares = [local_positions(layout, 24, rank) for rank in range(cp)]
+    assert torch.cat(shares).sort().values.tolist() == list(range(24))
+    assert {len(share) for share in shares} == {24 // cp}
+
+
+def test_balanced_ranks_see_as_many_keys() -> None:
+    balanced = [int((local_positions(LAYOUTS["allgather"], 24, rank) + 1).sum()) for rank in range(2)]
+    in_order = [int((local_positions(LAYOUTS["ulysses"], 24, rank) + 1).sum()) for rank in range(2)]
+    assert balanced[0] == balanced[1]
+    assert in_order[0] < in_order[1]
+
+
+def test_groups_are_neighbours_on_the_axis_that_shards_share() -> None:
+    """Two stages, dp_shard=2 x cp=2 as one axis, tp=2: 16 ranks, tp innermost."""
+    groups = context_groups(torch.arange(16).view(2, 4, 2), 1, 2)
+    assert groups == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+
+
+def difference(layout: ParallelismConfig, seed: int, compiled: bool, dtype: torch.dtype) -> list[float]:
+    """How far this rank's output and gradients are from those of whole sequences, relative, the largest."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    kernel: Kernel = RingAttention(group, layout.balances_context, layout.cp_rotate_method)
+    if layout.cp_method == "ulysses":
+        kernel = UlyssesAttention(SdpaKernel(), group)
+    generator = torch.Generator().manual_seed(seed)
+    whole = [torch.randn(B, T, heads, D, generator=generator).to(dtype) for heads in (H, K, K)]
+    weights = torch.randn(B, T, H, D, generator=generator).to(dtype)
+    expected = run(SdpaKernel(), whole, weights)
+    positions = local_positions(layout, T, rank)
+    share = [x[:, positions] for x in whole]
+    if compiled:
+        torch._dynamo.reset()
+        kernel = torch.compile(kernel, backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
+    found = run(kernel, share, weights[:, positions])
+    return [
+        float((a - b[:, positions]).float().norm() / b[:, positions].float().norm())
+        for a, b in zip(found, expected, strict=True)
+    ]
+
+
+def run(kernel: Kernel, tensors: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """Output, and gradients of queries, keys and values."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = kernel(*leaves, None)
+    (out * weights).sum().backward()
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_attention_over_shared_sequences(pool: RankPool, name: str, cp: int) -> None:
+    """Grouped queries: each key head is shared by two query heads."""
+    layout = ParallelismConfig(**{**vars(LAYOUTS[name]), "cp": cp})
+    for found in pool.run(cp, difference, layout, 0, False, torch.float32):
+        assert len(found) == 4
+        assert max(found) < 1e-6
+    for found in pool.run(cp, difference, layout, 1, False, torch.bfloat16):
+        assert max(found) < 2e-2
+
+
+@pytest.mark.parametrize("name", ["allgather", "alltoall", "ulysses"])
+def test_compiled_in_one_graph(pool: RankPool, name: str) -> None:
+    for found in pool.run(2, difference, LAYOUTS[name], 2, True, torch.float32):
+        assert max(found) < 1e-6

@@ -1,0 +1,127 @@
+"""Packed documents that do not see each other: a sample of several is each of them alone, in every layout."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness import parity
+from harness.cluster.pool import RankPool
+from harness.compose import compose_job
+from harness.data.loader import IGNORE_INDEX
+from harness.job import Job
+from harness.model.decoder import Decoder
+from harness.parallelism.materialize import materialize
+from harness.parity import ParityConfig, Trace, compare, compose_layouts, single_process, trace
+
+CPU = torch.device("cpu")
+T = 32
+LENGTHS = [9, 1, 15, 7]
+STEPS = 2
+
+
+def gradients_of(inputs: Tensor, labels: Tensor, documents: Tensor | None) -> tuple[float, dict[str, Tensor]]:
+    """Summed loss of a small decoder, and its gradients."""
+    job = compose_job(["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", f"training.seq_len={T}"])
+    model = Decoder(job.model, T)
+    materialize(model, 0, CPU, CPU)
+    logits = model(inputs, documents_BT=documents).flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients
+
+
+def test_a_packed_sample_is_its_documents_one_by_one() -> None:
+    """Each document alone begins at position 0 and is padded; packed, it stands where it stands."""
+    tokens = [
+        torch.randint(0, 256, (length + 1,), generator=torch.Generator().manual_seed(length))
+        for length in LENGTHS
+    ]
+    packed = [torch.cat(parts).unsqueeze(0) for parts in ([t[:-1] for t in tokens], [t[1:] for t in tokens])]
+    numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).unsqueeze(0)
+    alone_inputs = torch.zeros(len(LENGTHS), T, dtype=torch.int64)
+    alone_labels = torch.full((len(LENGTHS), T), IGNORE_INDEX)
+    for row, (length, document) in enumerate(zip(LENGTHS, tokens, strict=True)):
+        alone_inputs[row, :length], alone_labels[row, :length] = document[:-1], document[1:]
+    expected_loss, expected = gradients_of(alone_inputs, alone_labels, None)
+    loss, gradients = gradients_of(*packed, numbers)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert float((gradient - expected[name]).norm() / expected[name].norm()) < 1e-5, name
+    together, _ = gradients_of(*packed, None)
+    assert abs(together - expected_loss) > 1e-4 * expected_loss
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides for documents from shorter than a sample to longer."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(30):
+        (folder / f"{number:02}.txt").write_text(f"document {number} " * (1 + number * number % 9))
+    return [
+        *("data=local_text", "tokenizer=bytes", "model.vocab_size=258", "data.validation_fraction=0"),
+        "data.mask_fraction=0",
+        *(f"data.paths=[{folder}/*.txt]", f"data.cache_dir={folder}/cache"),
+        "data.attend_across_documents=false",
+    ]
+
+
+LAYOUTS = {
+    "fsdp": "parallelism=fsdp parallelism.dp_shard=2",
+    "tp": "parallelism=tp",
+    "pp": "parallelism=pp",
+    "pp_interleaved": "parallelism=pp parallelism.pp_schedule=Interleaved1F1B",
+    "compiled": "compile=on compile.backend=aot_eager activation_checkpoint=selective_op",
+    "accumulate": "training.local_batch_size=2",
+    "cp_ulysses": "parallelism=cp parallelism.cp_method=ulysses",
+    "pp_cp_ulysses": "parallelism=pp parallelism.cp=2 parallelism.cp_method=ulysses",
+}
+
+
+@cache
+def layout(name: str, *overrides: str) -> Job:
+    return compose_layouts(ParityConfig(matrix=LAYOUTS, layouts=[name]), list(overrides))[name][1]
+
+
+_reference: list[Trace] = []
+
+
+def reference(pool: RankPool, job: Job) -> Trace:
+    if not _reference:
+        _reference.extend(pool.run(1, trace, single_process(job).to_json(), STEPS))
+    return _reference[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_agree(pool: RankPool, corpus: list[str], name: str) -> None:
+    job = layout(name, *corpus)
+    traces = pool.run(job.world_size, trace, job.to_json(), STEPS)
+    verdict = compare(name, job.world_size, reference(pool, job), traces, parity.TOLERANCES["float32"])
+    assert verdict.passed, parity.line(verdict)
+
+
+def documents_forgotten(job_json: str, steps: int) -> Trace:
+    """The executor loses the documents on its way to the model."""
+    from harness.parallelism import execute
+
+    original = execute.take_share
+    execute.take_share = lambda batch, positions: original(batch, positions)._replace(documents_BT=None)
+    try:
+        return trace(job_json, steps)
+    finally:
+        execute.take_share = original
+
+
+@pytest.mark.parametrize("name", ["fsdp", "pp"])
+def test_sabotage_is_noticed(pool: RankPool, corpus: list[str], name: str) -> None:
+    job = layout(name, *corpus)
+    traces = pool.run(job.world_size, documents_forgotten, job.to_json(), STEPS)
+    assert not compare(
+        name, job.world_size, reference(pool, job), traces, parity.TOLERANCES["float32"]
+    ).passed
