@@ -169,11 +169,11 @@ def test_norm_over_parameters_of_different_meshes(pool: RankPool) -> None:
 
 
 def test_square_sum_is_accurate_where_float32_norms_are_not() -> None:
-    from harness.parallelism.clip import square_sum
+    from harness.parallelism.clip import squares_of
 
     for size in (1, 4095, 4096, 4097, 4_000_000):
         values = torch.randn(size, generator=torch.Generator().manual_seed(size))
-        assert float(square_sum([values])) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
+        assert float(squares_of([values])) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
 
 
 def test_resharding_default_depends_on_the_pipeline() -> None:
