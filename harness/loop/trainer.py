@@ -29,6 +29,7 @@ from harness.loop.setup import shorten_timeouts
 from harness.loop.signals import StopRequest
 from harness.metrics.memory import peak_memory_gib
 from harness.metrics.mfu import Peak, describe_inputs, peak_of, utilization
+from harness.metrics.profiler import Profiler
 from harness.metrics.recorder import Recorder
 from harness.metrics.window import StepTimer, Window
 from harness.model.accounting import account
@@ -103,6 +104,8 @@ class Trainer:
         )
         self.together = Together(job.checkpoint.timeout_seconds)
         self.saver = Saver(job, folder.path, engine, self.loader, self.together, self._say)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.profiler = Profiler(job.profiling, folder.path, rank, device, self._say)
         self._skipped_in_a_row = 0
 
     def train(self) -> str:
@@ -118,7 +121,11 @@ class Trainer:
         """
         try:
             return self._train()
+        except torch.OutOfMemoryError:
+            self.profiler.out_of_memory(self.progress.step + 1)
+            raise
         finally:
+            self.profiler.close()
             self.loader.close()
             self.saver.folder.release()
 
@@ -221,8 +228,10 @@ class Trainer:
 
     def _loop(self, request: StopRequest, collecting: bool) -> str:
         training, waiting = self.job.training, deque[_Step]()
+        self.profiler.start(self.progress.step)
         self.timer.restart()
         for number in range(self.progress.step + 1, training.steps + 1):
+            self.profiler.begin_step(number)
             if collecting and number % training.gc_interval == 0:
                 gc.collect(1)
             with record_function("data"), self.timer.section("data"):
@@ -237,11 +246,12 @@ class Trainer:
             # device has come to the end of its work, and yet is never more than a step ahead of it.
             while len(waiting) > 1 or (waiting and (stopping or self._needs_figures(number))):
                 self._settle(waiting.popleft())
-            self._book_time()
+            self._book_time(number)
             if self._is_logged(number):
                 self._log(step)
             self._validate_if_due(number)
             self._save_if_due(number, stopping)
+            self._end_profiled(number)
             if stopping:
                 saved = ""
                 if self.is_saved:
@@ -269,6 +279,15 @@ class Trainer:
         """Whether what is done after a step asks for its loss, or has to know that it was sound."""
         saved = self.job.checkpoint.is_due(step, self.job.training.steps)
         return saved or self._is_logged(step) or self._is_validated(step)
+
+    def _end_profiled(self, step: int) -> None:
+        if not self.profiler.ends_trace(step):
+            self.profiler.end_step(step)
+            return
+        with self.timer.section("profiling"):
+            self.profiler.end_step(step)
+            # All wait for those that write, or else the next step would, and count that for its own time.
+            self.engine.world_max([0.0])
 
     def _wait_for_staging(self) -> None:
         if self.saver.is_staging:
@@ -298,9 +317,10 @@ class Trainer:
         self.progress.step, self.progress.loss = step.number, step.outcome.loss
         self.progress.tokens += self.job.global_batch_size * self.job.training.seq_len
 
-    def _book_time(self) -> None:
-        lap = self.timer.lap()
-        self.window.add(lap.seconds, self.job.global_batch_size * self.job.training.seq_len, lap.data_seconds)
+    def _book_time(self, step: int) -> None:
+        lap, tokens = self.timer.lap(), self.job.global_batch_size * self.job.training.seq_len
+        profiled = self.profiler.is_profiled(step)
+        self.window.add(lap.seconds, tokens, lap.data_seconds, profiled=profiled)
         if self.progress.first_step_seconds is None:
             self.progress.first_step_seconds = time.time() - self.started
             shorten_timeouts(self.job)
