@@ -16,7 +16,7 @@ from harness.config import LABEL, NUMERICS, label, leaves, part
 from harness.data import DataConfig, TokenizerConfig
 from harness.errors import ConfigError, divisors
 from harness.loop.config import DebugConfig, TrainingConfig, ValidationConfig
-from harness.metrics import MetricsConfig
+from harness.metrics import MetricsConfig, ProfilingConfig
 from harness.model.config import ModelConfig
 from harness.optimizer.config import OptimizerConfig, ScheduleConfig
 from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
@@ -45,6 +45,7 @@ class Job:
     schedule: ScheduleConfig = part(ScheduleConfig)
     checkpoint: CheckpointConfig = part(CheckpointConfig)
     metrics: MetricsConfig = part(MetricsConfig)
+    profiling: ProfilingConfig = part(ProfilingConfig)
     debug: DebugConfig = part(DebugConfig)
     cluster: ClusterConfig = part(ClusterConfig)
 
@@ -175,9 +176,11 @@ class Job:
         self.optimizer.validate()
         self.schedule.validate(self.training.steps)
         self.checkpoint.validate()
+        self.metrics.validate()
+        self.profiling.validate(self.training.steps, self.world_size)
         if self.cluster.device == "cpu":
             self.checkpoint.refuse_pinned_memory("cluster.device=cpu")
-        self.metrics.validate()
+            self.profiling.refuse_snapshots("cluster.device=cpu")
         self.validation.validate()
         if self.validation.interval:
             self.data.require_validation()

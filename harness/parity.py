@@ -124,7 +124,7 @@ def trace(job_json: str, steps: int) -> Trace:
         tokens.append(outcome.valid_tokens)
         if step in (0, steps - 1):
             gradients.append(whole_gradients(engine))
-        engine.update(outcome.grad_norm)
+        engine.update(outcome.norm)
     return Trace(losses, norms, tokens, gradients)
 
 

@@ -31,7 +31,7 @@ def three_steps(device: str, *overrides: str) -> tuple[list[float], list[dict[st
             outcome = engine.gradients(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
             losses.append(outcome.loss)
             gradients.append({name: g.cpu() for name, g in whole_gradients(engine).items()})
-            engine.update(outcome.grad_norm)
+            engine.update(outcome.norm)
     return losses, gradients
 
 

@@ -154,7 +154,8 @@ def test_bfloat16_really_rounds(pool: RankPool) -> None:
 
 def denominator_of_own_tokens(job_json: str, steps: int) -> Trace:
     """Every rank divides by its own number of tokens: a mean of means (traps 1 and 2)."""
-    from harness.loop.engine import Engine, count_valid
+    from harness.data.prefetch import count_valid
+    from harness.loop.engine import Engine
 
     original = Engine.gradients
 
@@ -209,17 +210,19 @@ def norm_of_own_stage(job_json: str, steps: int) -> Trace:
     """Every rank clips by the norm of what it holds (trap 5)."""
     from harness.loop import engine
 
-    original = engine.Engine.world_sum
+    original = engine.Engine.world_total
 
-    def world_sum(self, values, *device):  # type: ignore[no-untyped-def]
-        sums = original(self, values, *device)
-        return [float(values[0]), *sums[1:]] if len(values) == 3 else sums
+    def world_total(self, values, *device):  # type: ignore[no-untyped-def]
+        totals = original(self, values, *device)
+        if not device:  # and not the number of tokens
+            totals[0] = values[0]
+        return totals
 
-    engine.Engine.world_sum = world_sum  # type: ignore[method-assign]
+    engine.Engine.world_total = world_total  # type: ignore[method-assign]
     try:
         return trace(job_json, steps)
     finally:
-        engine.Engine.world_sum = original  # type: ignore[method-assign]
+        engine.Engine.world_total = original  # type: ignore[method-assign]
 
 
 def initialised_by_shard(job_json: str, steps: int) -> Trace:

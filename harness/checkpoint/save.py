@@ -142,6 +142,11 @@ class Saver:
         if self.config.last_save_in_hf:
             exchange.rehearse(self.job)
 
+    @property
+    def is_staging(self) -> bool:
+        """Whether the state may still be being copied."""
+        return self._stager is not None and self._stager.copied is not None
+
     def wait_for_staging(self) -> None:
         """Waits until the state has been copied; the update that follows would change it meanwhile."""
         if self._stager is None or self._stager.copied is None:

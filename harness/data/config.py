@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.config import label, numerics
+from harness.config import execution, label, numerics
 from harness.errors import ConfigError
 
 DATA_KINDS = ("local", "hub", "synthetic")
@@ -87,6 +87,9 @@ class DataConfig:
     shuffle: bool = numerics(True)
     """Read the packed samples in a random order, another one in every epoch. Validation is never shuffled."""
 
+    prefetch: int = execution(2)
+    """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is needed."""
+
     cache_dir: str = label("~/.cache/harness")
     """Folder of the token caches; all ranks must see it."""
 
@@ -108,6 +111,8 @@ class DataConfig:
             raise ConfigError("data.mask_fraction", self.mask_fraction, rule, "0.3")
         if not self.text_field:
             raise ConfigError("data.text_field", "''", "must name the field that holds the text", "text")
+        if self.prefetch < 0:
+            raise ConfigError("data.prefetch", self.prefetch, "must not be negative", "0, 2")
         if not self.cache_dir:
             raise ConfigError("data.cache_dir", "''", "must name a folder", "~/.cache/harness")
         if self.kind == "local":

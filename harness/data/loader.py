@@ -77,6 +77,10 @@ class Loader(ABC):
     def reset(self) -> None:
         """Back to global step 0."""
 
+    def close(self) -> None:
+        """Ends what works for it in the background."""
+        return
+
 
 def build_loader(
     data: DataConfig,

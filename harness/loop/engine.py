@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
-from harness.data.loader import IGNORE_INDEX, Batch
+from harness.data.loader import Batch
+from harness.data.prefetch import count_valid, place
 from harness.job import Job
 from harness.optimizer.build import build_optimizer, build_schedule
 from harness.parallelism.chunked_loss import ChunkedLoss
-from harness.parallelism.clip import clip_gradients, local_square_sum, settle_gradients
+from harness.parallelism.clip import clip_gradients, local_squares, settle_gradients
 from harness.parallelism.execute import build_executor
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.mesh import build_mesh
@@ -23,25 +25,64 @@ from harness.parallelism.parallelize import build_model_parts
 HOST = torch.device("cpu")
 
 
-@dataclass(frozen=True)
 class StepOutcome:
-    """What one step's passes gave; the same on every rank, except ``local_loss``."""
+    """What one step's passes gave; the same on every rank, except ``local_loss``.
 
-    loss: float
-    """Mean loss per valid token of the global batch, nats."""
-    grad_norm: float
-    """Global 2-norm of the gradients before clipping."""
-    valid_tokens: int
-    """Tokens of the global batch that the loss counts."""
-    local_loss: float | None
-    """Mean loss per valid token of this rank's share; None on ranks that compute no loss."""
-    stop_requested: bool
-    """Whether any rank was asked to stop."""
+    The device may not have come to the figures yet. The first look at one of them waits for that, and not
+    for what was queued behind it.
+
+    Args:
+        sums: over the world, on the device: square of the gradient norm, loss.
+        loss: this rank's share of the loss.
+        squares: this rank's share of the square of every gradient's norm.
+        valid_tokens: tokens of the global batch that the loss counts.
+        local_weight: what makes ``loss`` the mean of this rank's share; None on ranks that compute no loss.
+        stop_requested: whether any rank was asked to stop.
+    """
+
+    def __init__(
+        self,
+        sums: Tensor,
+        loss: Tensor,
+        squares: Tensor,
+        *,
+        valid_tokens: int,
+        local_weight: float | None,
+        stop_requested: bool,
+    ) -> None:
+        self.valid_tokens, self.stop_requested = valid_tokens, stop_requested
+        self.squares, self._local_weight = squares, local_weight
+        square_sum, loss_sum = sums.unbind()
+        # One number to decide from: a loss that is not finite makes it so too.
+        self.norm = (square_sum + 0 * loss_sum).sqrt()
+        figures = torch.stack([square_sum.sqrt(), loss_sum, loss.double()])
+        self._figures = figures.to(HOST, non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event() if figures.is_cuda else None
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per valid token of the global batch, nats."""
+        return self._figure(1)
+
+    @property
+    def grad_norm(self) -> float:
+        """Global 2-norm of the gradients before clipping."""
+        return self._figure(0)
+
+    @property
+    def local_loss(self) -> float | None:
+        """Mean loss per valid token of this rank's share; None on ranks that compute no loss."""
+        return None if self._local_weight is None else self._figure(2) * self._local_weight
 
     @property
     def is_finite(self) -> bool:
         """Whether both figures are numbers; one that is not shows up in them on every rank alike."""
         return abs(self.loss) < float("inf") and abs(self.grad_norm) < float("inf")
+
+    def _figure(self, index: int) -> float:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._figures[index])
 
 
 class Engine:
@@ -65,6 +106,7 @@ class Engine:
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
         self.parameters = [parameter for _, parameter in self.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, self.named_parameters())
+        self._fused = bool(self.optimizer.defaults.get("fused"))
         self.schedule = build_schedule(job.schedule, self.optimizer, job.training.steps)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -114,35 +156,55 @@ class Engine:
         """
         local_tokens = count_valid(batch)
         # In host memory: on the device this would wait for the step before.
-        valid_tokens = int(self.world_sum([local_tokens if self.counts_tokens else 0], HOST)[0])
+        tokens = local_tokens if self.counts_tokens else 0
+        valid_tokens, stops = self.world_sum([tokens, float(stop_requested)], HOST)
         # A batch without a single valid token has a loss of 0, not of 0/0.
-        self.loss.denominator = float(max(1, valid_tokens))
-        pieces = split_batch(self._to_device(batch), self.job.local_batch_size)
-        loss = torch.zeros((), device=self.device)
-        for i, piece in enumerate(pieces):
-            loss = loss + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
-        settle_gradients(self.parameters)
-        squares = local_square_sum(self.parameters, self.mesh, self.device)
-        square_sum, loss_sum, stops = self.world_sum(
-            [squares, loss if self.has_loss else 0.0, float(stop_requested)]
-        )
+        self.loss.denominator = max(1.0, valid_tokens)
+        with record_function("forward_backward"):
+            pieces = split_batch(place(batch, self.device), self.job.local_batch_size)
+            loss = torch.zeros((), device=self.device)
+            for i, piece in enumerate(pieces):
+                loss = loss + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
+        with record_function("gradient_norm"):
+            settle_gradients(self.parameters)
+            squares = local_squares(self.parameters, self.mesh, self.device)
+            sums = self.world_total([squares.sum(), loss if self.has_loss else 0.0])
+        speaks = self.counts_tokens and local_tokens > 0
         return StepOutcome(
-            loss=loss_sum,
-            grad_norm=square_sum**0.5,
-            valid_tokens=valid_tokens,
-            local_loss=self._local(loss, local_tokens),
+            sums,
+            self._loss_of_sequences(loss),
+            squares,
+            valid_tokens=int(valid_tokens),
+            local_weight=self.loss.denominator / local_tokens if speaks else None,
             stop_requested=stops > 0,
         )
 
-    def update(self, grad_norm: float) -> None:
-        """Clips, updates the parameters and moves the schedule on."""
-        clip_gradients(self.parameters, grad_norm, self.job.training.max_norm)
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether an update with numbers that are not finite is dropped on the device, unseen by the host."""
+        return self._fused and not self.job.parallelism.cpu_offload
 
-    def skip_update(self) -> None:
-        """Drops the gradients; the schedule moves on, so that step and learning rate stay together."""
+    def update(self, norm: Tensor | float) -> None:
+        """Clips, updates the parameters and moves the schedule on.
+
+        Without a finite norm only the schedule moves on, so that step and learning rate stay together.
+
+        Args:
+            norm: of the gradients; left on the device, nothing waits for it.
+        """
+        if self.skips_on_device:
+            norm = torch.full((), norm, device=self.device) if isinstance(norm, float) else norm
+            # What a fused optimizer calls so: where it is 1 the kernel leaves everything as it is.
+            self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        elif not math.isfinite(norm):
+            return self._skip_update()
+        with record_function("optimizer"):
+            clip_gradients(self.parameters, norm, self.job.training.max_norm)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+
+    def _skip_update(self) -> None:
         self.optimizer.zero_grad()
         # Stepping a scheduler before its optimizer makes torch warn of a mistake; here it is meant.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -152,7 +214,7 @@ class Engine:
         """Sum of token losses and number of valid tokens of one global batch, without gradients."""
         self.loss.denominator = 1.0
         loss = torch.zeros((), device=self.device)
-        for piece in split_batch(self._to_device(batch), self.job.local_batch_size):
+        for piece in split_batch(place(batch, self.device), self.job.local_batch_size):
             loss = loss + self.executor.forward(piece)
         tokens = count_valid(batch) if self.counts_tokens else 0
         total = self.world_sum([loss if self.has_loss else 0.0, tokens])
@@ -160,44 +222,38 @@ class Engine:
 
     def world_sum(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> list[float]:
         """Sums each value over all ranks, in float64; on the compute device unless another is given."""
-        return self._reduce(values, dist.ReduceOp.SUM, device)
+        return self.world_total(values, device).tolist()
+
+    def world_total(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> Tensor:
+        """The same, left where it was computed: nothing waits for it."""
+        return self._reduce(values, dist.ReduceOp.SUM, device or self.device)
 
     def world_max(self, values: Sequence[Tensor | float]) -> list[float]:
         """Maximum of each value over all ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX, HOST)
+        return self._reduce(values, dist.ReduceOp.MAX, HOST).tolist()
 
     def _reduce(
-        self,
-        values: Sequence[Tensor | float],
-        operation: dist.ReduceOp.RedOpType,
-        device: torch.device | None,
-    ) -> list[float]:
-        device = device or self.device
-        packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
+        self, values: Sequence[Tensor | float], operation: dist.ReduceOp.RedOpType, device: torch.device
+    ) -> Tensor:
+        packed = torch.stack([_scalar(value, device) for value in values])
         if self.job.world_size > 1:
             dist.all_reduce(packed, op=operation)
-        return packed.tolist()
+        return packed
 
-    def _to_device(self, batch: Batch) -> Batch:
-        if self.device.type == "cpu":
-            return batch
-        return batch.each(lambda tensor: tensor.pin_memory().to(self.device, non_blocking=True))
-
-    def _local(self, loss: Tensor, local_tokens: int) -> float | None:
-        if not self.has_loss:
-            return None
+    def _loss_of_sequences(self, loss: Tensor) -> Tensor:
+        """The loss of whole sequences, out of this rank's share of their tokens."""
+        if self.job.parallelism.cp == 1 or not self.has_loss:
+            return loss
         loss = loss.double()
-        if self.job.parallelism.cp > 1:
-            # The tokens are those of whole sequences, so the loss has to be that too.
-            dist.all_reduce(loss, group=self.mesh.group("cp"))
-        if not self.counts_tokens or not local_tokens:
-            return None
-        return float(loss) * self.loss.denominator / local_tokens
+        dist.all_reduce(loss, group=self.mesh.group("cp"))
+        return loss
 
 
-def count_valid(batch: Batch) -> int:
-    """Number of labels that the loss counts."""
-    return int((batch.labels_BT != IGNORE_INDEX).sum())
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    # Filled in on the device; a number that is copied there makes the host wait.
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def split_batch(batch: Batch, rows: int) -> list[Batch]:

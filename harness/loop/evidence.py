@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from harness.data.loader import Batch
 from harness.loop.engine import StepOutcome
 
 
 def save_evidence(
-    folder: Path,
-    rank: int,
-    step: int,
-    outcome: StepOutcome,
-    batch: Batch,
-    named: Iterable[tuple[str, Tensor]],
+    folder: Path, rank: int, step: int, outcome: StepOutcome, batch: Batch, names: Iterable[str]
 ) -> str:
     """Writes ``step<step>-rank<rank>.pt`` (this rank's rows) and ``.json`` (which gradients went wrong).
+
+    The gradients themselves may be gone by now; what is known of each is this rank's share of its norm.
 
     Returns:
         where it lies, or why it could not be kept: a full disk must not hide that the numbers went wrong.
     """
-    wrong = []
-    for name, parameter in named:
-        if parameter.grad is None:
-            continue
-        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        bad = int((~torch.isfinite(gradient)).sum())
-        if bad:
-            wrong.append({"parameter": name, "non_finite": bad, "of": gradient.numel()})
+    wrong = [
+        {"parameter": name, "norm": str(square**0.5)}
+        for name, square in zip(names, outcome.squares.tolist(), strict=True)
+        if not math.isfinite(square)
+    ]
     stem = folder / f"step{step}-rank{rank}"
     row = {
         "step": step,

@@ -7,16 +7,19 @@ import gc
 import os
 import platform
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from harness.checkpoint.load import Starter
 from harness.checkpoint.save import SaveFailed, Saver
 from harness.checkpoint.together import Together
 from harness.data.loader import Batch, Loader, build_loader
+from harness.data.prefetch import Prefetcher
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import NonFiniteError, UserError
 from harness.job import Job
@@ -26,6 +29,7 @@ from harness.loop.setup import shorten_timeouts
 from harness.loop.signals import StopRequest
 from harness.metrics.memory import peak_memory_gib
 from harness.metrics.mfu import Peak, describe_inputs, peak_of, utilization
+from harness.metrics.profiler import Profiler
 from harness.metrics.recorder import Recorder
 from harness.metrics.window import StepTimer, Window
 from harness.model.accounting import account
@@ -57,6 +61,16 @@ class Progress:
         self.start_step = self.step
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step that was carried out, as far as the host is concerned."""
+
+    number: int
+    batch: Batch
+    outcome: StepOutcome
+    lr: float
+
+
 _SAVED = ("step", "tokens", "loss", "validation_loss", "skipped_steps")
 
 
@@ -85,12 +99,16 @@ class Trainer:
         self.accounting = account(job.model, job.training.seq_len)
         self.peak = device_peak(job, device)
         tokenizer = build_tokenizer(job.tokenizer)
-        self.loader = self._build_loader(tokenizer, "train")
+        loader, ahead = self._build_loader(tokenizer, "train"), job.data.prefetch
+        self.loader = Prefetcher(loader, ahead, device) if ahead else loader
         self.validation_loader = (
             self._build_loader(tokenizer, "validation") if job.validation.interval else None
         )
         self.together = Together(job.checkpoint.timeout_seconds)
         self.saver = Saver(job, folder.path, engine, self.loader, self.together, self._say)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.profiler = Profiler(job.profiling, folder.path, rank, device, self._say)
+        self._skipped_in_a_row = 0
 
     def train(self) -> str:
         """Runs to the last step, or to a stop that all ranks agree on.
@@ -105,7 +123,12 @@ class Trainer:
         """
         try:
             return self._train()
+        except torch.OutOfMemoryError:
+            self.profiler.out_of_memory(self.progress.step + 1)
+            raise
         finally:
+            self.profiler.close()
+            self.loader.close()
             self.saver.folder.release()
 
     def _train(self) -> str:
@@ -208,29 +231,31 @@ class Trainer:
         return {**shown, "tokens_per_second": rate} if rate is not None else shown
 
     def _loop(self, request: StopRequest, collecting: bool) -> str:
-        training, log_interval, skipped_in_a_row = self.job.training, self.job.metrics.log_interval, 0
+        training, waiting = self.job.training, deque[_Step]()
+        self.profiler.start(self.progress.step)
         self.timer.restart()
-        for step in range(self.progress.step + 1, training.steps + 1):
-            if collecting and step % training.gc_interval == 0:
+        for number in range(self.progress.step + 1, training.steps + 1):
+            self.profiler.begin_step(number)
+            if collecting and number % training.gc_interval == 0:
                 gc.collect(1)
-            with self.timer.section("data"):
+            with record_function("data"), self.timer.section("data"):
                 batch = self.loader.next()
             outcome = self.engine.gradients(batch, stop_requested=self._wants_to_stop(request))
-            lr = self.engine.lr
-            with self.timer.section("checkpoint"):
-                self.saver.wait_for_staging()
-            if outcome.is_finite:
-                self.engine.update(outcome.grad_norm)
-                skipped_in_a_row = 0
-            else:
-                skipped_in_a_row += 1
-                self._handle_non_finite(step, outcome, batch, skipped_in_a_row)
-            self._advance(step, outcome)
-            if step in (self.progress.start_step + 1, training.steps) or step % log_interval == 0:
-                self._log(step, outcome, lr)
-            self._validate_if_due(step)
-            stopping = outcome.stop_requested and step < training.steps
-            self._save_if_due(step, stopping)
+            step = _Step(number, batch, outcome, self.engine.lr)
+            self._wait_for_staging()
+            self.engine.update(outcome.norm)
+            waiting.append(step)
+            stopping = outcome.stop_requested and number < training.steps
+            # Figures that nobody needs yet are looked at one step late. The host then does not wait until the
+            # device has come to the end of its work, and yet is never more than a step ahead of it.
+            while len(waiting) > 1 or (waiting and (stopping or self._needs_figures(number))):
+                self._settle(waiting.popleft())
+            self._book_time(number)
+            if self._is_logged(number):
+                self._log(step)
+            self._validate_if_due(number)
+            self._save_if_due(number, stopping)
+            self._end_profiled(number)
             if stopping:
                 saved = ""
                 if self.is_saved:
@@ -238,19 +263,47 @@ class Trainer:
                         "the same command" if self.is_resumable else "it without checkpoint.resume=false"
                     )
                     saved = f" and saved: {command} goes on from there"
-                self._say(f"stopped after step {step} of {training.steps}{saved}")
+                self._say(f"stopped after step {number} of {training.steps}{saved}")
                 return "interrupted"
         return "completed"
 
     def _wants_to_stop(self, request: StopRequest) -> bool:
         return request.signal is not None or self.saver.gives_up
 
+    def _is_logged(self, step: int) -> bool:
+        ends = (self.progress.start_step + 1, self.job.training.steps)
+        return step in ends or step % self.job.metrics.log_interval == 0
+
+    def _is_validated(self, step: int) -> bool:
+        """Every ``interval`` steps and after the last one."""
+        interval = self.job.validation.interval
+        return interval > 0 and (step % interval == 0 or step == self.job.training.steps)
+
+    def _needs_figures(self, step: int) -> bool:
+        """Whether what is done after a step asks for its loss, or has to know that it was sound."""
+        saved = self.job.checkpoint.is_due(step, self.job.training.steps)
+        return saved or self._is_logged(step) or self._is_validated(step)
+
+    def _end_profiled(self, step: int) -> None:
+        if not self.profiler.ends_trace(step):
+            self.profiler.end_step(step)
+            return
+        with self.timer.section("profiling"):
+            self.profiler.end_step(step)
+            # All wait for those that write, or else the next step would, and count that for its own time.
+            self.engine.world_max([0.0])
+
+    def _wait_for_staging(self) -> None:
+        if self.saver.is_staging:
+            with self.timer.section("checkpoint"):
+                self.saver.wait_for_staging()
+
     def _save_if_due(self, step: int, stopping: bool) -> None:
         """Saves at the job's interval, at the end, and before a stop."""
         config, last = self.job.checkpoint, self.job.training.steps
-        with self.timer.section("checkpoint"):
-            self.saver.poll()
-            if config.is_due(step, last) or (stopping and config.writes):
+        self.saver.poll()
+        if config.is_due(step, last) or (stopping and config.writes):
+            with self.timer.section("checkpoint"):
                 self._save(final=stopping or step == last)
 
     def _save(self, *, final: bool) -> None:
@@ -258,13 +311,20 @@ class Trainer:
         if final:
             self.saver.close()
 
-    def _advance(self, step: int, outcome: StepOutcome) -> None:
-        """Books a finished step."""
-        tokens = self.job.global_batch_size * self.job.training.seq_len
-        lap = self.timer.lap()
-        self.window.add(lap.seconds, tokens, lap.data_seconds)
-        self.progress.step, self.progress.loss = step, outcome.loss
-        self.progress.tokens += tokens
+    def _settle(self, step: _Step) -> None:
+        """Looks at the figures of a step, and books it."""
+        if step.outcome.is_finite:
+            self._skipped_in_a_row = 0
+        else:
+            self._skipped_in_a_row += 1
+            self._handle_non_finite(step)
+        self.progress.step, self.progress.loss = step.number, step.outcome.loss
+        self.progress.tokens += self.job.global_batch_size * self.job.training.seq_len
+
+    def _book_time(self, step: int) -> None:
+        lap, tokens = self.timer.lap(), self.job.global_batch_size * self.job.training.seq_len
+        profiled = self.profiler.is_profiled(step)
+        self.window.add(lap.seconds, tokens, lap.data_seconds, profiled=profiled)
         if self.progress.first_step_seconds is None:
             self.progress.first_step_seconds = time.time() - self.started
             shorten_timeouts(self.job)
@@ -276,8 +336,9 @@ class Trainer:
             self._say(f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why")
         self.compiler.settle()
 
-    def _log(self, step: int, outcome: StepOutcome, lr: float) -> None:
+    def _log(self, step: _Step) -> None:
         """Writes one row; ranks meet for the two figures that are maxima over them."""
+        outcome = step.outcome
         local = float("-inf") if outcome.local_loss is None else outcome.local_loss
         loss_max, memory = self.engine.world_max([local, peak_memory_gib(self.engine.device.type)])
         self.progress.memory_gib = memory
@@ -285,11 +346,11 @@ class Trainer:
         rate = interval["tokens_per_second"]
         per_rank = None if rate is None else rate / self.job.world_size
         row = {
-            "step": step,
+            "step": step.number,
             "loss": outcome.loss,
             "loss_max": loss_max,
             "grad_norm": outcome.grad_norm,
-            "lr": lr,
+            "lr": step.lr,
             "tokens": self.progress.tokens,
             "valid_tokens": outcome.valid_tokens,
             **interval,
@@ -303,10 +364,7 @@ class Trainer:
             self.recorder.log(row)
 
     def _validate_if_due(self, step: int) -> None:
-        """Validates every ``interval`` steps and after the last one."""
-        if self.validation_loader is None:
-            return
-        if step % self.job.validation.interval and step != self.job.training.steps:
+        if self.validation_loader is None or not self._is_validated(step):
             return
         with self.timer.section("validation"):
             self.validation_loader.reset()
@@ -319,18 +377,21 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.log_validation({"step": step, "validation_loss": self.progress.validation_loss})
 
-    def _handle_non_finite(self, step: int, outcome: StepOutcome, batch: Batch, in_a_row: int) -> None:
-        """Keeps the evidence, then stops or skips; every rank sees the same sums and does the same."""
-        evidence = self.folder.path / "evidence"
+    def _handle_non_finite(self, step: _Step) -> None:
+        """Keeps the evidence, then stops or skips; every rank sees the same sums and does the same.
+
+        Nothing was updated by then (see ``Engine.update``).
+        """
+        evidence, outcome = self.folder.path / "evidence", step.outcome
         rank = dist.get_rank() if dist.is_initialized() else 0
-        kept = save_evidence(evidence, rank, step, outcome, batch, self.engine.named_parameters())
-        what = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {kept}"
+        names = [name for name, _ in self.engine.named_parameters()]
+        kept = save_evidence(evidence, rank, step.number, outcome, step.batch, names)
+        what = f"step {step.number}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {kept}"
         if self.job.debug.non_finite == "stop":
             raise NonFiniteError(what)
-        if in_a_row > self.job.debug.max_skipped_steps:
-            raise NonFiniteError(f"{what}; {in_a_row} updates in a row skipped")
+        if self._skipped_in_a_row > self.job.debug.max_skipped_steps:
+            raise NonFiniteError(f"{what}; {self._skipped_in_a_row} updates in a row skipped")
         self.progress.skipped_steps += 1
-        self.engine.skip_update()
         self._say(f"skipped the update of {what}")
 
     def _build_loader(self, tokenizer: Any, split: str) -> Loader:

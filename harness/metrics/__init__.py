@@ -4,6 +4,6 @@
 while a job is composed, so it brings in neither torch nor any of the views.
 """
 
-from harness.metrics.config import MetricsConfig
+from harness.metrics.config import MetricsConfig, ProfilingConfig
 
-__all__ = ["MetricsConfig"]
+__all__ = ["MetricsConfig", "ProfilingConfig"]

@@ -1,7 +1,8 @@
 """How long steps take: a clock for one step, and the window of steps that a throughput is taken over.
 
 A throughput is the throughput of training. Steps of warm-up (compilation, allocation, the first use of every
-communicator) are outside the window, and the time of validation and of saving is outside every step.
+communicator) are outside the window, and so are those beside which a profiler ran. The time of validation, of
+saving and of writing traces is outside every step.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
-DATA, VALIDATION, CHECKPOINT = "data", "validation", "checkpoint"
-SECTIONS = (DATA, VALIDATION, CHECKPOINT)
-EXCLUDED = (VALIDATION, CHECKPOINT)
+DATA, VALIDATION, CHECKPOINT, PROFILING = "data", "validation", "checkpoint", "profiling"
+SECTIONS = (DATA, VALIDATION, CHECKPOINT, PROFILING)
+EXCLUDED = (VALIDATION, CHECKPOINT, PROFILING)
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,18 @@ class StepTime:
     """The time of one step, in seconds.
 
     Attributes:
-        seconds: wall time of the step without validation and checkpoint.
+        seconds: wall time of the step without what follows.
         data_seconds: the part of ``seconds`` spent waiting for data.
         validation_seconds: time spent in validation, outside ``seconds``.
         checkpoint_seconds: time spent saving, outside ``seconds``.
+        profiling_seconds: time spent writing traces, outside ``seconds``.
     """
 
     seconds: float
     data_seconds: float = 0.0
     validation_seconds: float = 0.0
     checkpoint_seconds: float = 0.0
+    profiling_seconds: float = 0.0
 
 
 class StepTimer:
@@ -67,7 +70,7 @@ class StepTimer:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Books the time of the ``with`` block under ``name``: data, validation or checkpoint.
+        """Books the time of the ``with`` block under ``name``, one of SECTIONS.
 
         Raises:
             ValueError: no such section.
@@ -96,7 +99,7 @@ class StepTimer:
         seconds = self._clock() - self._started - sum(self._spent[name] for name in EXCLUDED)
         spent = self._spent
         self.restart()
-        return StepTime(seconds, spent[DATA], spent[VALIDATION], spent[CHECKPOINT])
+        return StepTime(seconds, *(spent[name] for name in SECTIONS))
 
     def _edge(self, name: str) -> float:
         """The time at an edge of a section; the device is idle there if the step excludes the section."""
@@ -110,6 +113,7 @@ class _Step:
     seconds: float
     tokens: int
     data_seconds: float
+    profiled: bool
 
 
 class Window:
@@ -128,35 +132,42 @@ class Window:
         self._measured: list[_Step] = []
         self._unlogged: list[_Step] = []
         self._logged = 0
+        self._profiled = 0
 
-    def add(self, seconds: float, tokens: int, data_seconds: float = 0.0) -> None:
+    def add(self, seconds: float, tokens: int, data_seconds: float = 0.0, *, profiled: bool = False) -> None:
         """Books one step.
 
         Args:
             seconds: time of the step, net of validation and saving.
             tokens: tokens that count, over the whole world: neither padding nor what a rank merely repeats.
             data_seconds: the part of ``seconds`` spent waiting for data.
+            profiled: whether a profiler ran beside it, which makes it slower than it is.
         """
-        step = _Step(seconds, tokens, data_seconds)
+        step = _Step(seconds, tokens, data_seconds, profiled)
         self._seen += 1
         self._unlogged.append(step)
-        if self._seen > self._warmup_steps:
+        if profiled:
+            self._profiled += 1
+        elif self._seen > self._warmup_steps:
             self._measured.append(step)
 
-    def interval(self) -> dict[str, float | None]:
+    def interval(self) -> dict[str, float | int | None]:
         """Figures since the last call (or the start), and begins the next interval.
 
         Returns:
             ``step_seconds``, the mean of all steps, those of warm-up included: it says how long they took.
             ``tokens_per_second`` (whole world) and ``data_share`` (0 to 1), over the steps after warm-up.
             None where there is no step to tell from.
+            ``profiled_steps``, which are not counted in these two, where there are any.
         """
         steps, measured = self._unlogged, self._measured[self._logged :]
         self._unlogged, self._logged = [], len(self._measured)
+        profiled = sum(step.profiled for step in steps)
         return {
             "step_seconds": _seconds(steps) / len(steps) if steps else None,
             "tokens_per_second": _ratio(_tokens(measured), _seconds(measured)),
             "data_share": _ratio(_data_seconds(measured), _seconds(measured)),
+            **({"profiled_steps": profiled} if profiled else {}),
         }
 
     def summary(self) -> dict[str, float | int | None]:
@@ -169,7 +180,8 @@ class Window:
             ``tokens_per_second``: all tokens over all seconds; a few slow steps count.
             ``tokens_per_second_median``: mean tokens of a step over the median step; a few slow steps do not.
             ``data_share``: share of the seconds spent waiting for data, 0 to 1.
-            Without a single step after warm-up every figure is None.
+            ``profiled_steps``: those left out because a profiler ran beside them; None where there are none.
+            Without a single step after warm-up every other figure is None.
         """
         steps = self._measured
         ordered = sorted(step.seconds for step in steps)
@@ -187,6 +199,7 @@ class Window:
             "tokens_per_second": _ratio(_tokens(steps), _seconds(steps)),
             "tokens_per_second_median": _ratio(_tokens(steps) / len(steps), middle) if steps else None,
             "data_share": _ratio(_data_seconds(steps), _seconds(steps)),
+            "profiled_steps": self._profiled or None,
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from math import prod
 
@@ -31,14 +32,24 @@ def settle_gradients(parameters: Iterable[Tensor]) -> None:
 def local_square_sum(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device) -> Tensor:
     """This rank's share of the squared 2-norm of all gradients; the sum over the world is the whole.
 
-    Each rank adds the squares it holds, divided by the number of ranks that hold the same ones, so one
-    sum over the world is right for any mix of sharded, replicated and pipelined parameters.
-
     Returns:
         float64 scalar on ``device``.
     """
+    return local_squares(parameters, mesh, device).sum()
+
+
+def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device) -> Tensor:
+    """This rank's share of every gradient's squared 2-norm, in the order of the parameters.
+
+    Each rank takes the squares it holds, divided by the number of ranks that hold the same ones, so one
+    sum over the world is right for any mix of sharded, replicated and pipelined parameters.
+
+    Returns:
+        float64 vector on ``device``, 0 where there is no gradient.
+    """
     holders = prod(degree for axis, degree in mesh.degrees.items() if axis != "pp")
-    by_copies: dict[int, list[Tensor]] = {}
+    gradients: list[Tensor] = []
+    copies: list[int] = []
     for parameter in parameters:
         gradient, shards = parameter.grad, 1
         if isinstance(gradient, DTensor):
@@ -47,37 +58,51 @@ def local_square_sum(parameters: Iterable[Tensor], mesh: Mesh, device: torch.dev
             ]
             shards = prod(gradient.device_mesh.size(i) for i in split)
             gradient = gradient.to_local()
-        if gradient is not None and gradient.numel():
-            by_copies.setdefault(holders // shards, []).append(gradient)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, gradients in by_copies.items():
-        total += square_sum(gradients).to(device) / copies
-    return total
+        gradients.append(torch.empty(0) if gradient is None else gradient)
+        copies.append(holders // shards)
+    return squares_of(gradients).to(device) / _vector(tuple(copies), device)
 
 
-def square_sum(tensors: list[Tensor]) -> Tensor:
-    """Sum of squares of all elements, float64.
+def squares_of(tensors: list[Tensor]) -> Tensor:
+    """Sum of squares of the elements of each tensor, float64.
 
     On a CPU a float32 norm of 4 million normal elements is 1e-4 too small, and that of smaller shards less
     so, which makes layouts seem to differ; converting to float64 takes eight times as long. Norms of short
     pieces, added up in float64, are as quick as the one and accurate to 1e-8.
     """
-    if tensors[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(tensors, 2)).double().square().sum()
-    norms = []
-    for tensor in tensors:
+    held = [tensor for tensor in tensors if tensor.numel()]
+    if held and held[0].device.type != "cpu":
+        nothing, norms = torch.zeros((), device=held[0].device), iter(torch._foreach_norm(held, 2))
+        return torch.stack([next(norms).float() if t.numel() else nothing for t in tensors]).double().square()
+    pieces, owners = [torch.zeros(0)], []
+    for index, tensor in enumerate(tensors):
         flat = tensor.reshape(-1)
         whole = flat.numel() - flat.numel() % _PIECE
-        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE), dim=1))
-        norms.append(torch.linalg.vector_norm(flat[whole:]).unsqueeze(0))
-    return torch.cat(norms).double().square().sum()
+        pieces.append(torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE), dim=1))
+        pieces.append(torch.linalg.vector_norm(flat[whole:]).unsqueeze(0))
+        owners += [index] * (whole // _PIECE + 1)
+    squares = torch.zeros(len(tensors), dtype=torch.float64)
+    return squares.index_add_(0, torch.tensor(owners), torch.cat(pieces).double().square())
 
 
-def clip_gradients(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
-    """Scales gradients so that their global norm is at most ``max_norm``; 0 leaves them alone."""
-    if not max_norm or norm <= max_norm:
-        return
+@functools.cache
+def _vector(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Made once: each new one would make the host wait until it has been copied to the device."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def clip_gradients(parameters: Iterable[Tensor], norm: Tensor | float, max_norm: float) -> None:
+    """Scales gradients so that their global norm is at most ``max_norm``; 0 leaves them alone.
+
+    The norm may lie on the device: nothing waits for it.
+    """
     local = [
         p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
     ]
-    torch._foreach_mul_(local, max_norm / (norm + 1e-6))
+    if not max_norm or not local:
+        return
+    if not isinstance(norm, Tensor):
+        norm = torch.full((), norm, dtype=torch.float64, device=local[0].device)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # Not in the gradients' own kind: of bfloat16 eight bits would be left.
+    torch._foreach_mul_(local, factor.to(local[0].device, torch.float32))

@@ -116,6 +116,43 @@ def test_a_number_gone_wrong_on_one_rank_is_seen_by_all(pool: RankPool, layout: 
     assert pool.run(ranks, finite_after_spoiling, job, ranks - 1) == [False] * ranks
 
 
+def changed_by_an_update(job_json: str, spoilt: bool) -> tuple[set[str], int]:
+    """What of weights and optimizer state a second update changes, and the steps of the schedule."""
+    from harness.checkpoint.state import model_state, optimizer_state
+
+    def state() -> dict[str, torch.Tensor]:
+        tensors = {**model_state(engine), **optimizer_state(engine)}
+        return {name: getattr(t, "_local_tensor", t).clone() for name, t in tensors.items()}
+
+    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+    engine.update(engine.gradients(batch_of(engine, [32] * 4)).norm)
+    before = state()
+    if spoilt:
+        original = engine.executor.forward_backward
+        engine.executor.forward_backward = lambda *args, **options: original(*args, **options) * float("inf")  # type: ignore[method-assign]
+    outcome = engine.gradients(batch_of(engine, [32] * 4))
+    assert outcome.is_finite is not spoilt
+    engine.update(outcome.norm)
+    assert all(parameter.grad is None for parameter in engine.parameters)
+    return {
+        name for name, t in state().items() if not torch.equal(t, before[name])
+    }, engine.schedule.last_epoch
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+@pytest.mark.parametrize("layout", ["single", "fsdp_tp"])
+def test_an_update_without_numbers_changes_nothing_but_the_rate(
+    pool: RankPool, layout: str, implementation: str
+) -> None:
+    """Here the loss alone is infinite, and the gradients are in order."""
+    job = job_of(f"parallelism={layout}", f"optimizer.implementation={implementation}")
+    ranks = Job.from_json(job).world_size
+    for changed, steps in pool.run(ranks, changed_by_an_update, job, True):
+        assert (changed, steps) == (set(), 2)
+    for changed, _ in pool.run(ranks, changed_by_an_update, job, False):
+        assert {"output.weight", "optimizer.state.output.weight.step"} <= changed
+
+
 def clipped_norm(job_json: str, max_norm: float) -> tuple[float, float]:
     from harness.parallelism.clip import clip_gradients
 
@@ -172,11 +209,11 @@ def test_norm_over_parameters_of_different_meshes(pool: RankPool) -> None:
 
 
 def test_square_sum_is_accurate_where_float32_norms_are_not() -> None:
-    from harness.parallelism.clip import square_sum
+    from harness.parallelism.clip import squares_of
 
     for size in (1, 4095, 4096, 4097, 4_000_000):
         values = torch.randn(size, generator=torch.Generator().manual_seed(size))
-        assert float(square_sum([values])) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
+        assert float(squares_of([values])) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
 
 
 def test_resharding_default_depends_on_the_pipeline() -> None:

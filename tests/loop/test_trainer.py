@@ -162,6 +162,42 @@ def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at) -> None:  # type: i
     assert result_of(folder)["step"] == 3
 
 
+def test_figures_nobody_asked_for_are_looked_at_a_step_late(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
+    """By then another step is on its way; the run ends as it does when every step is logged."""
+    infinite_at(3)
+    code, folder, _ = run(tmp_path, "metrics.log_interval=10")
+    assert code == EXIT_NON_FINITE
+    assert [path.name for path in sorted((folder.path / "evidence").iterdir())] == [
+        "step3-rank0.json",
+        "step3-rank0.pt",
+    ]
+    result = result_of(folder)
+    assert (result["step"], result["error.kind"]) == (2, "non_finite")
+    assert "step 3: loss inf" in result["error.message"]
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_skipping_is_the_same_whoever_decides_it(
+    tmp_path: Path,
+    infinite_at,  # type: ignore[no-untyped-def]
+    implementation: str,
+) -> None:
+    """The device, a step before the host hears of it; or, without a fused optimizer, the host."""
+    infinite_at(1, 3, 7, 9)  # the counting goes on in the second run
+    ends = []
+    for interval in (1, 10):
+        _, folder, _ = run(
+            tmp_path / str(interval),
+            *("debug.non_finite=skip", f"metrics.log_interval={interval}"),
+            f"optimizer.implementation={implementation}",
+        )
+        result = result_of(folder)
+        assert (result["step"], result["skipped_steps"]) == (6, 2)
+        assert len(list((folder.path / "evidence").glob("*.json"))) == 2
+        ends.append(result["loss"])
+    assert ends[0] == ends[1]
+
+
 def test_collections_happen_at_fixed_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap 21."""
     generations: list[int] = []

@@ -1,0 +1,139 @@
+"""Batches made ready in a thread: the same ones, at the same places, and nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from typing import Any
+
+import pytest
+import torch
+
+from harness.data import DataConfig
+from harness.data.loader import IGNORE_INDEX, Batch, Loader
+from harness.data.prefetch import PlacedBatch, Prefetcher, count_valid
+from harness.errors import ConfigError, DataError
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Loader):
+    """Batch n holds n everywhere, with n masked labels of eight."""
+
+    samples_per_epoch = None
+
+    def __init__(self, seconds: float = 0.0, breaks_at: int | None = None) -> None:
+        self.step, self.seconds, self.breaks_at = 0, seconds, breaks_at
+
+    def next(self) -> Batch:
+        time.sleep(self.seconds)
+        if self.step == self.breaks_at:
+            raise DataError(f"there is no batch {self.step}")
+        labels = torch.full((2, 4), self.step)
+        labels.view(-1)[: self.step] = IGNORE_INDEX
+        self.step += 1
+        return Batch(torch.full((2, 4), self.step - 1), labels)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+    def reset(self) -> None:
+        self.step = 0
+
+
+def numbers_of(loader: Loader, count: int) -> list[int]:
+    return [int(loader.next().inputs_BT[0, 0]) for _ in range(count)]
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Any:
+    yield
+    assert not threads()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_batches_come_in_order_with_the_state_of_the_one_handed_out(depth: int) -> None:
+    inner = Numbers()
+    loader = Prefetcher(inner, depth, CPU)
+    assert loader.state_dict() == {"step": 0}
+    for number in range(6):
+        assert numbers_of(loader, 1) == [number]
+        assert loader.state_dict() == {"step": number + 1}
+    time.sleep(0.1)
+    assert inner.step > 6, "it has not gone ahead"
+    assert inner.step <= 6 + depth + 1, "it has gone further ahead than it was told to"
+    assert loader.state_dict() == {"step": 6}
+    loader.close()
+    assert numbers_of(loader, 2) == [6, 7], "what was read ahead is lost"
+    loader.close()
+
+
+def test_it_goes_on_from_a_state_and_from_the_beginning() -> None:
+    loader = Prefetcher(Numbers(), 2, CPU)
+    numbers_of(loader, 3)
+    loader.load_state_dict({"step": 40})
+    assert loader.state_dict() == {"step": 40}
+    assert numbers_of(loader, 2) == [40, 41]
+    loader.reset()
+    assert numbers_of(loader, 2) == [0, 1]
+    assert len(threads()) == 1
+    loader.close()
+
+
+def test_labels_are_counted_in_the_thread() -> None:
+    loader = Prefetcher(Numbers(), 2, CPU)
+    batches = [loader.next() for _ in range(4)]
+    loader.close()
+    assert all(isinstance(batch, PlacedBatch) for batch in batches)
+    assert [count_valid(batch) for batch in batches] == [8, 7, 6, 5]
+    assert [count_valid(Batch(*batch)) for batch in batches] == [8, 7, 6, 5]
+
+
+def test_what_the_thread_meets_comes_out_in_the_loop_after_the_batches_before_it() -> None:
+    loader = Prefetcher(Numbers(breaks_at=3), 2, CPU)
+    assert numbers_of(loader, 3) == [0, 1, 2]
+    for _ in range(2):
+        with pytest.raises(DataError, match="there is no batch 3") as raised:
+            loader.next()
+    frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert "_run" in frames and frames[-1] == "next", "where it happened is not told"
+    loader.close()
+
+
+def test_a_thread_that_waits_for_room_ends_at_once() -> None:
+    loader = Prefetcher(Numbers(), 1, CPU)
+    loader.next()
+    time.sleep(0.1)
+    started = time.monotonic()
+    loader.close()
+    assert time.monotonic() - started < 1
+
+
+def test_the_loop_does_not_wait_for_a_source_that_is_quicker_than_a_step() -> None:
+    waited = {}
+    for depth in (0, 2):
+        loader: Loader = Numbers(seconds=0.02)
+        loader = Prefetcher(loader, depth, CPU) if depth else loader
+        loader.next()
+        waited[depth] = 0.0
+        for _ in range(10):
+            time.sleep(0.04)  # the step
+            started = time.monotonic()
+            loader.next()
+            waited[depth] += time.monotonic() - started
+        loader.close()
+    assert waited[0] > 0.2
+    assert waited[2] < 0.1
+
+
+def test_a_negative_lead_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.prefetch=-1: must not be negative; would work: 0, 2"):
+        DataConfig(kind="synthetic", prefetch=-1).validate()

@@ -1,0 +1,139 @@
+"""Traces: of just the steps they should be of, readable by what reads Chrome's traces, and out of the way."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.cluster.pool import RankPool
+from harness.compose import compose_job
+from harness.errors import ConfigError
+from harness.job import Job
+from harness.loop.engine import Engine
+from harness.loop.trainer import Trainer
+from harness.metrics import ProfilingConfig
+from harness.metrics.jsonl import read_metrics
+from harness.metrics.profiler import Profiler
+from harness.rank import run_rank
+from harness.run_folder import RunFolder
+
+SMALL = [
+    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "metrics.console=none", "training.steps=12"),
+    *("training.seq_len=16", "training.global_batch_size=4", "cluster.device=cpu", "checkpoint=disabled"),
+]
+ON = ["profiling=on", "profiling.interval=5", "profiling.warmup=1", "profiling.active=2"]
+
+
+def run(tmp_path: Path, *overrides: str) -> Path:
+    job = compose_job([*SMALL, *overrides, f"runs_dir={tmp_path}"])
+    folder = RunFolder(job.run_dir)
+    folder.begin(job, list(overrides))
+    assert run_rank(job, folder, started=time.time()) == 0
+    return folder.path
+
+
+def events_of(trace: Path) -> list[dict[str, Any]]:
+    """Complete events ("X") of a Chrome trace, each with a name, a start and a duration."""
+    read = json.loads(gzip.decompress(trace.read_bytes()))
+    return [event for event in read["traceEvents"] if event["ph"] == "X"]
+
+
+def traces_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.glob("profile/**/*") if path.is_file())
+
+
+def test_a_trace_holds_its_steps_and_no_others(tmp_path: Path) -> None:
+    folder = run(tmp_path, *ON)
+    assert traces_in(folder) == ["profile/step-10/rank0.json.gz", "profile/step-5/rank0.json.gz"]
+    for last in (5, 10):
+        events = events_of(folder / f"profile/step-{last}/rank0.json.gz")
+        steps = sorted(
+            (e for e in events if e["name"].startswith("ProfilerStep#")), key=lambda event: event["ts"]
+        )
+        assert [step["name"] for step in steps] == [f"ProfilerStep#{last - 1}", f"ProfilerStep#{last}"]
+        for step in steps:
+            inside = [
+                e["name"] for e in events if step["ts"] <= e["ts"] and e["ts"] < step["ts"] + step["dur"]
+            ]
+            for part in ("data", "forward_backward", "gradient_norm", "optimizer"):
+                assert inside.count(part) == 1, part
+        products = [event for event in events if event["name"] == "aten::mm"]
+        assert products and all(event["args"]["Input Dims"] for event in products)
+
+
+def test_profiled_steps_do_not_count_and_the_rows_say_so(tmp_path: Path) -> None:
+    folder = run(tmp_path, *ON, "metrics.log_interval=3", "metrics.warmup_steps=1")
+    rows = {row["step"]: row.get("profiled_steps") for row in read_metrics(folder / "metrics.jsonl")}
+    # The profiler ran beside steps 3, 4, 5 and 8, 9, 10.
+    assert rows == {1: None, 3: 1, 6: 2, 9: 2, 12: 1}
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["window.profiled_steps"], result["window.window_steps"]) == (6, 5)
+
+
+def test_off_writes_nothing(tmp_path: Path) -> None:
+    folder = run(tmp_path)
+    assert not (folder / "profile").exists()
+    assert all("profiled_steps" not in row for row in read_metrics(folder / "metrics.jsonl"))
+
+
+def test_a_trace_that_is_not_whole_is_not_written(tmp_path: Path) -> None:
+    assert traces_in(run(tmp_path, *ON, "training.steps=9")) == ["profile/step-5/rank0.json.gz"]
+
+
+def train(job_json: str, run_dir: str) -> list[float]:
+    job = Job.from_json(job_json)
+    trainer = Trainer(job, RunFolder(Path(run_dir)), Engine(job, torch.device("cpu")), None, time.time())
+    trainer.train()
+    return [step.seconds for step in trainer.window._measured]
+
+
+def test_only_the_ranks_that_are_named_write(pool: RankPool, tmp_path: Path) -> None:
+    job = compose_job([*SMALL, *ON, "parallelism=fsdp", "parallelism.dp_shard=2", "profiling.ranks=[1]"])
+    counted = pool.run(2, train, job.to_json(), str(tmp_path))
+    assert traces_in(tmp_path) == ["profile/step-10/rank1.json.gz", "profile/step-5/rank1.json.gz"]
+    # Steps 4 on count, but for 4, 5, 8, 9 and 10, on both ranks.
+    assert [len(steps) for steps in counted] == [4, 4]
+    events = events_of(tmp_path / "profile/step-5/rank1.json.gz")
+    assert any(event["name"].startswith("gloo:") for event in events)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["profiling.interval=3"], r"profiling\.interval=3: must hold .* = 4 steps; would work: 4 or more"),
+        (["profiling.interval=20"], r"profiling\.interval=20: .*training\.steps=12 .*would work: at most 12"),
+        (["profiling.ranks=[0,1]"], r"profiling\.ranks=\[0, 1\]: must be ranks of this job, which has 1"),
+        (["profiling.active=0"], r"profiling\.active=0: must be at least 1"),
+        (["profiling.memory_snapshot=true"], r"profiling\.memory_snapshot=true: .*cluster\.device=cpu"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_would_write_nothing_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose_job([*SMALL, "profiling=on", "profiling.interval=12", *overrides])
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_memory_was_full_of_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """With the two functions of torch that need a GPU replaced; tests/test_gpu.py has the real ones."""
+    recording: list[Any] = []
+    monkeypatch.setattr(
+        "torch.cuda.memory._record_memory_history", lambda **options: recording.append(options)
+    )
+    monkeypatch.setattr("torch.cuda.memory._dump_snapshot", lambda path: Path(path).write_text("snapshot"))
+    config = ProfilingConfig(enable=True, memory_snapshot=asked)
+    profiler = Profiler(config, tmp_path, 0, torch.device("cuda"), print)
+    profiler.start(0)
+    profiler.out_of_memory(7)
+    profiler.close()
+    wanted = ["profile/step-7/memory/rank0-out-of-memory.pickle"] if asked else []
+    assert traces_in(tmp_path) == wanted
+    assert [options.get("enabled", True) for options in recording] == ([True, None] if asked else [])
