@@ -269,18 +269,18 @@ def loss_of_one_context_rank(job_json: str, steps: int) -> Trace:
     """The loss shown is that of one share of the sequence (traps 9 and 10)."""
     from harness.loop.engine import Engine
 
-    original = Engine.world_sum
+    original = Engine.world_total
 
-    def world_sum(self, values, *device):  # type: ignore[no-untyped-def]
-        if len(values) == 3 and self.mesh.rank("cp"):
-            values = [values[0], 0.0, values[2]]
+    def world_total(self, values, *device):  # type: ignore[no-untyped-def]
+        if not device and self.mesh.rank("cp"):
+            values = [values[0], 0.0]
         return original(self, values, *device)
 
-    Engine.world_sum = world_sum  # type: ignore[method-assign]
+    Engine.world_total = world_total  # type: ignore[method-assign]
     try:
         return trace(job_json, steps)
     finally:
-        Engine.world_sum = original  # type: ignore[method-assign]
+        Engine.world_total = original  # type: ignore[method-assign]
 
 
 def one_share_in_order(job_json: str, steps: int) -> Trace:
