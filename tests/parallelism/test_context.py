@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -91,3 +93,28 @@ def test_attention_over_shared_sequences(pool: RankPool, name: str, cp: int) -> 
 def test_compiled_in_one_graph(pool: RankPool, name: str) -> None:
     for found in pool.run(2, difference, LAYOUTS[name], 2, True, torch.float32):
         assert max(found) < 1e-6
+
+
+def rounds(layout: ParallelismConfig) -> int:
+    """How often this rank goes round in a block's forward and backward that keeps chosen operations only."""
+    from harness.parallelism import activation_checkpoint, ring
+    from harness.parallelism.block_config import ActivationCheckpointConfig
+
+    group, original, calls = dist.group.WORLD, ring._templated_ring_attention, []
+    assert group is not None
+    block = RingAttention(group, layout.balances_context, layout.cp_rotate_method)
+    part = SimpleNamespace(layers={"0": block})
+    config = ActivationCheckpointConfig(mode="selective_op")
+    activation_checkpoint.apply_activation_checkpoint(part, config)  # type: ignore[arg-type]
+    ring._templated_ring_attention = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)  # type: ignore
+    try:
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(B, T, heads, D, generator=generator) for heads in (H, K, K)]
+        run(block, tensors, torch.ones(B, T, H, D))
+    finally:
+        ring._templated_ring_attention = original
+    return len(calls)
+
+
+def test_recomputation_keeps_what_went_round(pool: RankPool) -> None:
+    assert pool.run(2, rounds, LAYOUTS["allgather"]) == [1, 1]
