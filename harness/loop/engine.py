@@ -13,11 +13,13 @@ from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
 from harness.optimizer.build import build_optimizer, build_schedule
 from harness.parallelism.chunked_loss import ChunkedLoss
+from harness.optimizer.in_backward import UpdateInBackward
 from harness.parallelism.clip import clip_gradients, local_square_sum, settle_gradients
 from harness.parallelism.execute import build_executor
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_model_parts
+from harness.precision.swap import precompute_scales
 
 HOST = torch.device("cpu")
 
@@ -64,7 +66,10 @@ class Engine:
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
         self.parameters = [parameter for _, parameter in self.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, self.named_parameters())
+        in_backward = job.optimizer.in_backward
+        self.updater = UpdateInBackward(self.optimizer, self.mesh, device) if in_backward else None
         self.schedule = build_schedule(job.schedule, self.optimizer, job.training.steps)
+        self.weights_changed = True
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters this rank holds (or shards of them), under their names in the whole model."""
@@ -100,12 +105,13 @@ class Engine:
         self.schedule._last_lr = rates
 
     def gradients(self, batch: Batch, *, stop_requested: bool = False) -> StepOutcome:
-        """Computes the gradients of one global batch.
+        """Computes the gradients of one global batch; with optimizer.in_backward, uses them too.
 
         Args:
             batch: this rank's rows of it, in host memory.
             stop_requested: whether this rank was asked to stop; travels with the sums that are taken anyway.
         """
+        self._scale_weights()
         local_tokens = count_valid(batch)
         # In host memory: on the device this would wait for the step before.
         valid_tokens = int(self.world_sum([local_tokens if self.counts_tokens else 0], HOST)[0])
@@ -115,8 +121,11 @@ class Engine:
         loss = torch.zeros((), device=self.device)
         for i, piece in enumerate(pieces):
             loss = loss + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
-        settle_gradients(self.parameters)
-        squares = local_square_sum(self.parameters, self.mesh, self.device)
+        if self.updater is None:
+            settle_gradients(self.parameters)
+            squares = local_square_sum(self.parameters, self.mesh, self.device)
+        else:
+            squares = self.updater.take_square_sum()
         square_sum, loss_sum, stops = self.world_sum(
             [squares, loss if self.counts_tokens else 0.0, float(stop_requested)]
         )
@@ -129,9 +138,11 @@ class Engine:
         )
 
     def update(self, grad_norm: float) -> None:
-        """Clips, updates the parameters and moves the schedule on."""
-        clip_gradients(self.parameters, grad_norm, self.job.training.max_norm)
-        self.optimizer.step()
+        """Clips, updates the parameters (unless backward has) and moves the schedule on."""
+        if self.updater is None:
+            clip_gradients(self.parameters, grad_norm, self.job.training.max_norm)
+            self.optimizer.step()
+        self.weights_changed = True
         self.schedule.step()
         self.optimizer.zero_grad()
 
@@ -144,6 +155,7 @@ class Engine:
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Sum of token losses and number of valid tokens of one global batch, without gradients."""
+        self._scale_weights()
         self.loss.denominator = 1.0
         loss = torch.zeros((), device=self.device)
         for piece in split_batch(self._to_device(batch), self.job.local_batch_size):
@@ -171,6 +183,18 @@ class Engine:
         if self.job.world_size > 1:
             dist.all_reduce(packed, op=operation)
         return packed.tolist()
+
+    def _scale_weights(self) -> None:
+        """Computes the scales of weights that are gathered in float8, once after they have changed.
+
+        Where nothing is computed here, FSDP takes the largest magnitude over its shards at every gather. Under
+        tensor parallel these are a part of the weight only, and every part would be rounded in its own way.
+        """
+        precision = self.job.precision
+        wanted = precision.precompute_float8_dynamic_scale_for_fsdp or self.job.parallelism.tp > 1
+        if precision.enable_fsdp_float8_all_gather and wanted and self.weights_changed:
+            precompute_scales(self.parts)
+        self.weights_changed = False
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":

@@ -26,7 +26,7 @@ from harness.precision.config import PrecisionConfig
 
 def needs_fsdp(layout: ParallelismConfig, precision: PrecisionConfig) -> bool:
     """Whether anything is sharded, replicated, cast or offloaded."""
-    return layout.data_parallel > 1 or precision.is_mixed or layout.cpu_offload
+    return layout.data_parallel > 1 or precision.needs_fsdp or layout.cpu_offload
 
 
 def apply_fsdp(
