@@ -187,8 +187,8 @@ class Engine:
     def _scale_weights(self) -> None:
         """Computes the scales of weights that are gathered in float8, once after they have changed.
 
-        Where nothing is computed here, FSDP takes the largest magnitude over its shards at every gather. Under
-        tensor parallel these are a part of the weight only, and every part would be rounded in its own way.
+        Where nothing is computed here, FSDP takes the largest magnitude over its shards at every gather.
+        Under tensor parallel these are a part of the weight, and every part would be rounded in its own way.
         """
         precision = self.job.precision
         wanted = precision.precompute_float8_dynamic_scale_for_fsdp or self.job.parallelism.tp > 1

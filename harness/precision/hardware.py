@@ -35,7 +35,7 @@ def require_hardware(precision: PrecisionConfig, cluster: ClusterConfig, gpus: i
         raise _refusal(precision, "a CPU")
     known = _accelerators_of(cluster)
     if known and not any(_arithmetic(precision) in each.peak_flops for each in known):
-        raise _refusal(precision, known[0].name)
+        raise _refusal(precision, cluster.accelerator or f"cluster.gpu_type={cluster.gpu_type}")
 
 
 def require_device(precision: PrecisionConfig, device: torch.device) -> None:
