@@ -41,8 +41,8 @@ class ParityConfig:
     loss_tolerance: float | None = label(None)
     """Largest relative difference of a step's loss; null: 1e-5 in float32, 1e-3 in bfloat16 and float8."""
     gradient_tolerance: float | None = label(None)
-    """Largest relative difference of a gradient (2-norm, per parameter) or of the norm; null: 1e-4 in float32,
-    5e-2 in bfloat16, 0.2 in float8."""
+    """Largest relative difference of a gradient (2-norm, per parameter) or of the norm; null: 1e-4 in
+    float32, 5e-2 in bfloat16, 0.2 in float8."""
 
     def validate(self, training_steps: int) -> None:
         """Raises ConfigError for counts and tolerances that compare nothing."""

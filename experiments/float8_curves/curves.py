@@ -3,7 +3,7 @@
     python experiments/float8_curves/curves.py --steps 200
 
 A small Llama on the Python standard library's sources, byte by byte. How far two curves lie apart means
-little without how far apart they lie when nothing but chance differs, so bfloat16 also runs from another seed.
+little without how far apart they lie when nothing but chance differs: bfloat16 also runs from another seed.
 Prints a Markdown table and writes ``runs/float8_curves/curves.png`` beside the runs.
 """
 
@@ -32,8 +32,14 @@ SIDES = {
     },
 }
 SHAPE = [
-    *("model=llama3_tiny", "model.dim=128", "model.ffn_hidden_dim=384", "tokenizer=bytes"),
-    *("data=python_stdlib", "training.seq_len=128", "training.global_batch_size=8", "cluster.device=cpu"),
+    *("model=llama3_tiny", "model.dim=128", "model.ffn_hidden_dim=384", "model.vocab_size=272"),
+    *(
+        "tokenizer=bytes",
+        "data=python_stdlib",
+        "training.seq_len=128",
+        "training.global_batch_size=8",
+        "cluster.device=cpu",
+    ),
     *("optimizer.lr=2e-3", "schedule.warmup_steps=20", "validation.steps=10", "metrics.log_interval=1"),
     *("checkpoint=disabled", "metrics.console=none"),
 ]

@@ -58,7 +58,7 @@ def sort_linears(model: ModelConfig, precision: PrecisionConfig) -> Linears:
             converted.append(name)
     unmatched = [part for part in precision.filter_fqns if not any(part in name for name in shapes)]
     if unmatched:
-        works = sorted({_pattern(name).split(".")[-1] for name in shapes})
+        works = sorted({f"[{name.split('.')[-1]}]" for name in shapes})
         raise ConfigError("precision.filter_fqns", unmatched[0], "is in no linear's name", works)
     if not converted:
         reasons = "; ".join(sorted(set(kept.values())))

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from float8_runs import Outcome, trace_with_float8_gathers, train
+from precision_runs import Outcome, trace_with_float8_gathers, train
 from torch import Tensor, nn
 
 from harness.cluster.pool import RankPool

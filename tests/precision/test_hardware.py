@@ -99,3 +99,15 @@ def test_a_rank_finds_out(
 def test_a_rank_on_a_cpu_refuses_in_the_same_words() -> None:
     with pytest.raises(ConfigError, match="a CPU does not multiply in float8"):
         require_device(PrecisionConfig(linear="float8_rowwise"), torch.device("cpu"))
+
+
+def test_mfu_of_float8_is_against_the_bfloat16_peak_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.loop.trainer import device_peak
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    device = torch.device("cuda", 0)
+    plain = device_peak(compose("precision=bf16"), device)
+    float8 = device_peak(compose("precision=float8_rowwise", "precision.emulate=true"), device)
+    assert float8.flops == plain.flops == 989.4e12
+    assert "measured against the bfloat16 peak" in float8.origin
+    assert "measured against" not in plain.origin

@@ -113,3 +113,21 @@ def gloo_that_sends_float8() -> Iterator[set[torch.dtype]]:
     finally:
         parallelize.gathers_float8 = chosen
         Float8TrainingTensor.__torch_dispatch__ = dispatch
+
+
+def largest_crowd_of_gradients(job_json: str) -> int:
+    """The most parameters that have a gradient while one is updated in backward."""
+    job = Job.from_json(job_json)
+    set_up_process(job)
+    engine = Engine(job, torch.device("cpu"))
+    crowds: list[int] = []
+    update = engine.optimizer.step
+
+    def step() -> None:
+        crowds.append(sum(parameter.grad is not None for parameter in engine.parameters))
+        update()
+
+    engine.optimizer.step = step  # type: ignore[method-assign]
+    engine.gradients(loader_of(job, engine).next())
+    assert len(crowds) == len(engine.parameters)
+    return max(crowds)
