@@ -22,6 +22,8 @@ from harness.optimizer.config import OptimizerConfig, ScheduleConfig
 from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
 from harness.parallelism.config import ParallelismConfig
 from harness.precision.config import PrecisionConfig
+from harness.precision.hardware import require_hardware
+from harness.precision.linears import check_layout, sort_linears
 
 
 @dataclass
@@ -111,10 +113,12 @@ class Job:
             if here:
                 self.cluster.validate_gpus(gpus, self.world_size)
         self._resolve_batch()
+        self.optimizer.resolve(self.precision.master_dtype)
         self._validate()
         on_cpu = self.cluster.device == "cpu" or (here and gpus == 0)
         self._validate_async_tp(on_cpu=on_cpu)
         self.validate_device(on_cpu=on_cpu)
+        require_hardware(self.precision, self.cluster, gpus if here else None)
         return self
 
     def _resolve_batch(self) -> None:
@@ -167,13 +171,14 @@ class Job:
         share = self.local_batch_size * self.accumulation_steps
         self.parallelism.validate(self.model, self.training.seq_len, self.local_batch_size, share)
         self._validate_attention()
-        self.precision.validate()
+        self._validate_precision()
         self.compile.validate()
         self.activation_checkpoint.validate(self.compile, splits_backward=self.parallelism.splits_backward)
         self._validate_chunked_loss()
         self.data.validate()
         self.tokenizer.validate()
-        self.optimizer.validate()
+        self.optimizer.validate(self.precision.master_dtype)
+        self._validate_update_in_backward()
         self.schedule.validate(self.training.steps)
         self.checkpoint.validate()
         self.metrics.validate()
@@ -252,6 +257,49 @@ class Job:
                     f"parallelism.cp={layout.cp} goes round a ring, whose kernels know the causal mask only",
                     "true, or parallelism.cp_method=ulysses",
                 )
+
+    def _validate_precision(self) -> None:
+        """Checks the formats, and whether the model's linears and the layout have lengths that fit them."""
+        self.precision.validate()
+        if self.precision.linear == "none":
+            return
+        layout, linears = self.parallelism, sort_linears(self.model, self.precision)
+        if self.training.loss_chunks > 1 and "output" in linears.converted:
+            raise ConfigError(
+                "training.loss_chunks",
+                self.training.loss_chunks,
+                f"chunks multiply the output projection in param_dtype, not in {self.precision.linear}",
+                f"1, or precision.filter_fqns=[{','.join([*self.precision.filter_fqns, 'output'])}]",
+            )
+        check_layout(
+            linears,
+            self.model,
+            self.precision,
+            layout.tp,
+            layout.pp_microbatch_size if layout.pp > 1 else self.local_batch_size,
+            self.training.seq_len // layout.cp,
+        )
+
+    def _validate_update_in_backward(self) -> None:
+        """Checks what an update in the middle of backward cannot wait for."""
+        if not self.optimizer.in_backward:
+            return
+        for field, value, works, why in (
+            ("training.max_norm", self.training.max_norm, 0, "the norm of all gradients is known too late"),
+            ("parallelism.pp", self.parallelism.pp, 1, "a pipeline adds the gradients of microbatches"),
+            ("debug.non_finite", self.debug.non_finite, "stop", "an update cannot be taken back"),
+        ):
+            if value != works:
+                rule = f"optimizer.in_backward=true updates during backward, and {why}"
+                raise ConfigError(field, value, rule, f"{works}, or optimizer.in_backward=false")
+        if self.accumulation_steps > 1:
+            raise ConfigError(
+                "training.local_batch_size",
+                self.local_batch_size,
+                f"optimizer.in_backward=true updates in every backward, and there are "
+                f"{self.accumulation_steps} in a step",
+                f"{self.local_batch_size * self.accumulation_steps}, or optimizer.in_backward=false",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The job as plain containers."""

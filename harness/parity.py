@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EXIT_DIFFERS = 1
-TOLERANCES = {"float32": (1e-5, 1e-4), "bfloat16": (1e-3, 5e-2)}
+TOLERANCES = {"float32": (1e-5, 1e-4), "bfloat16": (1e-3, 5e-2), "float8": (1e-3, 2e-1)}
 
 
 @dataclass
@@ -39,9 +39,10 @@ class ParityConfig:
     steps: int = label(10)
     """Optimizer steps of every run."""
     loss_tolerance: float | None = label(None)
-    """Largest relative difference of a step's loss; null means 1e-5 in float32, 1e-3 in bfloat16."""
+    """Largest relative difference of a step's loss; null: 1e-5 in float32, 1e-3 in bfloat16 and float8."""
     gradient_tolerance: float | None = label(None)
-    """Largest relative difference of a gradient (2-norm, per parameter) or of the norm; null: 1e-4, 5e-2."""
+    """Largest relative difference of a gradient (2-norm, per parameter) or of the norm; null: 1e-4 in
+    float32, 5e-2 in bfloat16, 0.2 in float8."""
 
     def validate(self, training_steps: int) -> None:
         """Raises ConfigError for counts and tolerances that compare nothing."""
@@ -179,23 +180,27 @@ def parity(job: ParityJob, overrides: list[str]) -> int:
 
     config = job.parity
     config.validate(job.training.steps)
-    defaults = TOLERANCES[job.precision.param_dtype]
+    is_float8 = job.precision.linear != "none"
+    defaults = TOLERANCES["float8" if is_float8 else job.precision.param_dtype]
     tolerances = (
         defaults[0] if config.loss_tolerance is None else config.loss_tolerance,
         defaults[1] if config.gradient_tolerance is None else config.gradient_tolerance,
     )
     layouts = compose_layouts(config, overrides)
-    reference_job = next(iter(layouts.values()))[1]
     fitting = {name: (ranks, each) for name, (ranks, each) in layouts.items() if ranks <= config.world_size}
     out = sys.stdout
     failed: list[str] = []
     with RankPool(max([1, *(ranks for ranks, _ in fitting.values())])) as pool:
-        [reference] = pool.run(1, trace, single_process(reference_job).to_json(), config.steps)
+        references: dict[str, Trace] = {}
         out.write(HEADER)
         for name, (ranks, each) in layouts.items():
             if name not in fitting:
                 out.write(f"{name:<28} {ranks:>5}  skipped: parity.world_size={config.world_size}\n")
                 continue
+            alone = single_process(each)
+            if alone.id not in references:
+                [references[alone.id]] = pool.run(1, trace, alone.to_json(), config.steps)
+            reference = references[alone.id]
             try:
                 verdict = compare(
                     name, ranks, reference, pool.run(ranks, trace, each.to_json(), config.steps), tolerances
@@ -210,7 +215,7 @@ def parity(job: ParityJob, overrides: list[str]) -> int:
             out.flush()
     out.write(
         f"{len(fitting) - len(failed)} of {len(fitting)} layouts agree with one process "
-        f"over {config.steps} steps ({job.precision.param_dtype}; "
+        f"over {config.steps} steps ({job.precision.linear if is_float8 else job.precision.param_dtype}; "
         f"tolerance {tolerances[0]:g} loss, {tolerances[1]:g} gradients)\n"
     )
     return EXIT_DIFFERS if failed or not fitting else EXIT_OK
@@ -252,8 +257,15 @@ def compose_layouts(config: ParityConfig, overrides: list[str]) -> dict[str, tup
 
 
 def single_process(job: Job) -> Job:
-    """The same experiment on one rank, eager, with everything kept and nothing cut into pieces."""
-    training = dataclasses.replace(job.training, local_batch_size=None, loss_chunks=1)
+    """The same experiment on one rank, eager, with everything kept and nothing cut into pieces.
+
+    Except for float8, whose scales are taken from what goes through a linear together: there the one rank
+    takes as many rows at once as the layout's ranks do.
+    """
+    layout, rows = job.parallelism, None
+    if job.precision.linear != "none":
+        rows = layout.pp_microbatch_size if layout.pp > 1 else job.local_batch_size
+    training = dataclasses.replace(job.training, local_batch_size=rows, loss_chunks=1)
     plain = {name: type(getattr(job, name))() for name in ("parallelism", "activation_checkpoint", "compile")}
     return dataclasses.replace(Job.from_json(job.to_json()), training=training, **plain).resolve(gpus=0)
 

@@ -60,6 +60,8 @@ def beside(group: str, option: str) -> list[str]:
         needed.append("training.global_batch_size=64")
     if option == "memory_budget":
         needed.append("compile=on")
+    if group == "precision" and "fp8" in option.replace("float8", "fp8"):
+        needed.append("precision.emulate=true")
     return needed
 
 

@@ -144,6 +144,42 @@ VALUES = [
         "precision.param_dtype=bfloat16",
     ),
     mistake("precision.reduce_dtype=float16", "precision.reduce_dtype=float16: no such format"),
+    mistake("precision.linear=int8", "precision.linear=int8: no such format", "precision.linear=none"),
+    mistake(
+        "precision.master_dtype=bfloat16",
+        "precision.master_dtype=bfloat16: computing in param_dtype=float32",
+        "precision.master_dtype=float32",
+        "precision=bf16_full",
+    ),
+    mistake(
+        "precision=float8_rowwise precision.emulate=true precision.enable_fsdp_float8_all_gather=true",
+        "precision.enable_fsdp_float8_all_gather=true: shards of a weight have one scale",
+        "precision.enable_fsdp_float8_all_gather=false",
+        "precision.linear=float8_tensorwise",
+    ),
+    mistake(
+        "precision=float8_tensorwise precision.emulate=true "
+        "precision.precompute_float8_dynamic_scale_for_fsdp=true",
+        "precision.precompute_float8_dynamic_scale_for_fsdp=true: the scales are those of weights gathered",
+        "precision.precompute_float8_dynamic_scale_for_fsdp=false",
+        "precision.enable_fsdp_float8_all_gather=true",
+    ),
+    mistake(
+        "precision=mxfp8 precision.emulate=true precision.auto_filter_small_kn=true",
+        "precision.auto_filter_small_kn=true: torchao has measured float8_tensorwise and float8_rowwise",
+        "precision.auto_filter_small_kn=false",
+    ),
+    mistake("precision.emulate=true", "precision.emulate=true: linears multiply in param_dtype"),
+    mistake("precision.filter_fqns=[wq]", "precision.filter_fqns=['wq']: linears multiply in param_dtype"),
+    mistake(
+        "precision=float8_rowwise precision.emulate=true precision.filter_fqns=[wx]",
+        "precision.filter_fqns=wx: is in no linear's name",
+        "precision.filter_fqns=[wq]",
+    ),
+    mistake(
+        "precision=float8_rowwise precision.emulate=true precision.auto_filter_small_kn=true",
+        "precision.linear=float8_rowwise: no linear is left to convert",
+    ),
     mistake("optimizer.lr=-1", "optimizer.lr=-1.0: must be a number, and not negative"),
     mistake("optimizer.lr=nan", "optimizer.lr=nan: must be a number, and not negative"),
     mistake("optimizer.lr=inf", "optimizer.lr=inf: must be a number, and not negative"),

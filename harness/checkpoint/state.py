@@ -21,13 +21,14 @@ from torch import Tensor
 
 from harness.loop.engine import Engine
 from harness.parallelism.mesh import Mesh
+from harness.precision.swap import plain
 
 OPTIMIZER, RNG = "optimizer.", "rng."
 
 
 def model_state(engine: Engine, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The weights this rank holds, or copies of them in another format."""
-    held = {name: parameter.detach() for name, parameter in engine.named_parameters()}
+    held = {name: plain(parameter.detach()) for name, parameter in engine.named_parameters()}
     return held if dtype is None else {name: weight.to(dtype) for name, weight in held.items()}
 
 

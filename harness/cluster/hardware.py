@@ -18,8 +18,9 @@ class Accelerator:
     Attributes:
         name: what people call it.
         peak_flops: dense FLOP/s by the arithmetic of the matrix product: ``bfloat16``, ``float16``,
-            ``float8``, ``tf32``, and ``float32`` (without tensor cores on NVIDIA). A missing key is an
-            arithmetic that the device does not have in hardware.
+            ``float8``, ``mxfp8`` (float8 in blocks of 32 with a scale each), ``tf32``, and ``float32``
+            (without tensor cores on NVIDIA). A missing key is an arithmetic that the device does not have
+            in hardware.
         memory_gib: device memory as the datasheet names it. Datasheets write GB and count memory in binary
             units. What the driver leaves is less: by about 1 % with HBM, by about 6 % with GDDR6, where
             error correction lives in the same memory.
@@ -34,11 +35,12 @@ class Accelerator:
     source: str
 
 
-def _peaks(*, half: float, tf32: float, float32: float, float8: float | None = None) -> dict[str, float]:
+def _peaks(
+    *, half: float, tf32: float, float32: float, float8: float | None = None, mxfp8: float | None = None
+) -> dict[str, float]:
     """FLOP/s from the TFLOP/s of the sheets; bfloat16 is as fast as float16 on every device of the table."""
     peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": float32}
-    if float8 is not None:
-        peaks["float8"] = float8
+    peaks |= {name: peak for name, peak in (("float8", float8), ("mxfp8", mxfp8)) if peak is not None}
     return {dtype: round(tflops * 1000) * 1e9 for dtype, tflops in peaks.items()}
 
 
@@ -67,13 +69,17 @@ H200_SXM = Accelerator("H200 SXM", _HOPPER_SXM_PEAKS, 141, 4.8e12, _H200_SHEET)
 H200_NVL = Accelerator("H200 NVL", _HOPPER_NVL_PEAKS, 141, 4.8e12, _H200_SHEET)
 B200 = Accelerator(
     "B200",
-    _peaks(half=2250, tf32=1100, float32=75, float8=4500),
+    _peaks(half=2250, tf32=1100, float32=75, float8=4500, mxfp8=4500),
     180,
     7.7e12,
     _BLACKWELL_SHEET + ", HGX B200",
 )
 GB200 = Accelerator(
-    "GB200", _peaks(half=2500, tf32=1250, float32=80, float8=5000), 186, 8.0e12, _BLACKWELL_SHEET + ", GB200"
+    "GB200",
+    _peaks(half=2500, tf32=1250, float32=80, float8=5000, mxfp8=5000),
+    186,
+    8.0e12,
+    _BLACKWELL_SHEET + ", GB200",
 )
 MI300X = Accelerator(
     "MI300X", _peaks(half=1307.4, tf32=653.7, float32=163.4, float8=2614.9), 192, 5.3e12, _MI300X_SHEET

@@ -15,12 +15,14 @@ from harness.data.loader import Batch
 from harness.data.prefetch import count_valid, place
 from harness.job import Job
 from harness.optimizer.build import build_optimizer, build_schedule
+from harness.optimizer.in_backward import UpdateInBackward
 from harness.parallelism.chunked_loss import ChunkedLoss
 from harness.parallelism.clip import clip_gradients, local_squares, settle_gradients
 from harness.parallelism.execute import build_executor
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_model_parts
+from harness.precision.swap import precompute_scales
 
 HOST = torch.device("cpu")
 
@@ -107,7 +109,12 @@ class Engine:
         self.parameters = [parameter for _, parameter in self.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, self.named_parameters())
         self._fused = bool(self.optimizer.defaults.get("fused"))
+        in_backward = job.optimizer.in_backward
+        self.updater = (
+            UpdateInBackward(self.optimizer, self.parameters, self.mesh, device) if in_backward else None
+        )
         self.schedule = build_schedule(job.schedule, self.optimizer, job.training.steps)
+        self.weights_changed = True
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters this rank holds (or shards of them), under their names in the whole model."""
@@ -148,12 +155,13 @@ class Engine:
         self.schedule._last_lr = rates
 
     def gradients(self, batch: Batch, *, stop_requested: bool = False) -> StepOutcome:
-        """Computes the gradients of one global batch.
+        """Computes the gradients of one global batch; with optimizer.in_backward, uses them too.
 
         Args:
             batch: this rank's rows of it, in host memory.
             stop_requested: whether this rank was asked to stop; travels with the sums that are taken anyway.
         """
+        self._scale_weights()
         local_tokens = count_valid(batch)
         # In host memory: on the device this would wait for the step before.
         tokens = local_tokens if self.counts_tokens else 0
@@ -166,8 +174,7 @@ class Engine:
             for i, piece in enumerate(pieces):
                 loss = loss + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
         with record_function("gradient_norm"):
-            settle_gradients(self.parameters)
-            squares = local_squares(self.parameters, self.mesh, self.device)
+            squares = self._squares()
             sums = self.world_total([squares.sum(), loss if self.has_loss else 0.0])
         speaks = self.counts_tokens and local_tokens > 0
         return StepOutcome(
@@ -185,13 +192,16 @@ class Engine:
         return self._fused and not self.job.parallelism.cpu_offload
 
     def update(self, norm: Tensor | float) -> None:
-        """Clips, updates the parameters and moves the schedule on.
+        """Clips, updates the parameters (unless backward has) and moves the schedule on.
 
         Without a finite norm only the schedule moves on, so that step and learning rate stay together.
 
         Args:
             norm: of the gradients; left on the device, nothing waits for it.
         """
+        self.weights_changed = True
+        if self.updater is not None:
+            return self._end_step()
         if self.skips_on_device:
             norm = torch.full((), norm, device=self.device) if isinstance(norm, float) else norm
             # What a fused optimizer calls so: where it is 1 the kernel leaves everything as it is.
@@ -201,17 +211,20 @@ class Engine:
         with record_function("optimizer"):
             clip_gradients(self.parameters, norm, self.job.training.max_norm)
             self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
+            self._end_step()
 
     def _skip_update(self) -> None:
-        self.optimizer.zero_grad()
         # Stepping a scheduler before its optimizer makes torch warn of a mistake; here it is meant.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._end_step()
+
+    def _end_step(self) -> None:
         self.schedule.step()
+        self.optimizer.zero_grad()
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Sum of token losses and number of valid tokens of one global batch, without gradients."""
+        self._scale_weights()
         self.loss.denominator = 1.0
         loss = torch.zeros((), device=self.device)
         for piece in split_batch(place(batch, self.device), self.job.local_batch_size):
@@ -240,6 +253,13 @@ class Engine:
             dist.all_reduce(packed, op=operation)
         return packed
 
+    def _squares(self) -> Tensor:
+        """This rank's share of every gradient's squared norm."""
+        if self.updater is not None:
+            return self.updater.take_squares()
+        settle_gradients(self.parameters)
+        return local_squares(self.parameters, self.mesh, self.device)
+
     def _loss_of_sequences(self, loss: Tensor) -> Tensor:
         """The loss of whole sequences, out of this rank's share of their tokens."""
         if self.job.parallelism.cp == 1 or not self.has_loss:
@@ -247,6 +267,18 @@ class Engine:
         loss = loss.double()
         dist.all_reduce(loss, group=self.mesh.group("cp"))
         return loss
+
+    def _scale_weights(self) -> None:
+        """Computes the scales of weights that are gathered in float8, once after they have changed.
+
+        Where nothing is computed here, FSDP takes the largest magnitude over its shards at every gather.
+        Under tensor parallel these are a part of the weight, and every part would be rounded in its own way.
+        """
+        precision = self.job.precision
+        wanted = precision.precompute_float8_dynamic_scale_for_fsdp or self.job.parallelism.tp > 1
+        if precision.enable_fsdp_float8_all_gather and wanted and self.weights_changed:
+            precompute_scales(self.parts)
+        self.weights_changed = False
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:

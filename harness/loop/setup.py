@@ -51,23 +51,30 @@ def set_up_process(job: Job) -> None:
 
 
 def silence_known_noise() -> None:
-    """Silences three warnings of torch that say nothing about a job, and no others.
+    """Silences warnings of torch and torchao that say nothing about a job, and no others.
 
     * FSDP2 warns that a block returns a view, because an in-place operation on it would lose the hook that
       gathers its parameters. No block works in place on another's output.
     * DTensor warns that a gradient norm over two mesh axes takes two all-reduces. It is meant: the axes have
       process groups of their own, and one for both would be used for nothing else.
     * The compiler warns that what is recomputed selectively must not work in place. It does not.
+    * torchao says of each of its compiled kernels that does not fit this build of torch or this device that
+      it cannot be loaded; what needs one raises. And it registers enums in a way that torch has deprecated.
     """
     warnings.filterwarnings(
         "ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning
     )
-    for name in ("torch.distributed.tensor._redistribute", "torch._higher_order_ops.wrap"):
+    for name in (
+        *("torch.distributed.tensor._redistribute", "torch._higher_order_ops.wrap"),
+        *("torchao", "torch.utils._pytree"),
+    ):
         logging.getLogger(name).addFilter(_is_worth_saying)
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
-    return not str(record.msg).strip().startswith(("While redistributing from", "Detected that context_fn"))
+    said = str(record.msg).strip()
+    begins = ("While redistributing from", "Detected that context_fn", "Failed to load /")
+    return not (said.startswith(begins) or "is now natively supported by torch.compile as an opaque" in said)
 
 
 CHECKPOINT_GROUP = "checkpoint"

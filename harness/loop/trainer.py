@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from harness.metrics.recorder import Recorder
 from harness.metrics.window import StepTimer, Window
 from harness.model.accounting import account
 from harness.parallelism.compile import CompileWatch
+from harness.precision.linears import sort_linears
 from harness.run_folder import RunFolder
 
 
@@ -133,6 +134,9 @@ class Trainer:
 
     def _train(self) -> str:
         self._say(describe_inputs(self.accounting, self.peak))
+        precision = self.job.precision
+        if precision.linear != "none":
+            self._say(sort_linears(self.job.model, precision).describe(precision.linear))
         self._start()
         if self.job.checkpoint.create_seed_checkpoint:
             if self.resumed_from is not None and self.progress.step > 0:
@@ -240,6 +244,8 @@ class Trainer:
                 gc.collect(1)
             with record_function("data"), self.timer.section("data"):
                 batch = self.loader.next()
+            if self.job.optimizer.in_backward:
+                self._wait_for_staging()
             outcome = self.engine.gradients(batch, stop_requested=self._wants_to_stop(request))
             step = _Step(number, batch, outcome, self.engine.lr)
             self._wait_for_staging()
@@ -294,6 +300,7 @@ class Trainer:
             self.engine.world_max([0.0])
 
     def _wait_for_staging(self) -> None:
+        """Waits until the checkpoint in flight has copied what the coming update changes."""
         if self.saver.is_staging:
             with self.timer.section("checkpoint"):
                 self.saver.wait_for_staging()
@@ -431,7 +438,16 @@ def device_name(device: torch.device) -> str:
 
 
 def device_peak(job: Job, device: torch.device) -> Peak:
-    """The peak an MFU is measured against: of this device, in the format matrix products run in."""
+    """The peak an MFU is measured against: of this device, in the format matrix products run in.
+
+    Of float8 jobs too it is bfloat16's, as in torchtitan: their attention and head multiply in bfloat16, and
+    a figure against the same peak says what float8 gains. It can come out above the MFU that bfloat16 could
+    have.
+    """
+    if job.precision.linear != "none":
+        peak = peak_of(device_name(device), "bfloat16")
+        convention = f"; {job.precision.linear} is measured against the bfloat16 peak, as in torchtitan"
+        return peak if peak.flops is None else replace(peak, origin=peak.origin + convention)
     if device.type != "cuda":
         return peak_of(device_name(device), job.precision.param_dtype)
     dtype = job.precision.param_dtype

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from harness.optimizer.adamw import RoundedAdamW
 from harness.optimizer.config import OptimizerConfig, ScheduleConfig
 
 
 def build_optimizer(
     config: OptimizerConfig, named_parameters: Iterable[tuple[str, Tensor]]
-) -> torch.optim.AdamW:
+) -> torch.optim.Optimizer:
     """AdamW with one group that decays and one that does not.
 
     Args:
@@ -31,11 +32,15 @@ def build_optimizer(
         for parameters, decay in ((decaying, config.weight_decay), (constant, 0.0))
         if parameters
     ]
+    betas = (config.beta1, config.beta2)
+    state_dtype = getattr(torch, config.state_dtype or "float32")
+    if any(p.dtype != torch.float32 for p in (*decaying, *constant)) or state_dtype != torch.float32:
+        return RoundedAdamW(groups, config.lr, betas, config.eps, state_dtype)
     implementation = "fused" if config.implementation == "auto" else config.implementation
     return torch.optim.AdamW(
         groups,
         lr=config.lr,
-        betas=(config.beta1, config.beta2),
+        betas=betas,
         eps=config.eps,
         fused=implementation == "fused",
         foreach=implementation == "foreach",

@@ -9,6 +9,10 @@ from harness.config import execution, numerics
 from harness.errors import ConfigError
 
 IMPLEMENTATIONS = ("auto", "fused", "foreach", "for-loop")
+STATE_DTYPES = ("float32", "bfloat16")
+# A mean m shrinks by (1 - beta) m a step, which is lost if it is less than half a step of bfloat16; that is
+# at most 2**-8 m.
+LARGEST_BFLOAT16_BETA = 0.99
 DECAYS = ("linear", "sqrt", "cosine")
 
 
@@ -30,11 +34,22 @@ class OptimizerConfig:
     """Whether one-dimensional parameters (norm weights, biases) decay too."""
     decay_embeddings: bool = numerics(True)
     """Whether the embedding table decays."""
+    state_dtype: str | None = numerics(None)
+    """Format of the running means: float32 or bfloat16, computed in float32 all the same; null means that of
+    the parameters, precision.master_dtype."""
     implementation: str = execution("auto")
-    """auto (fused), fused, foreach or for-loop: how torch carries the update out."""
+    """auto (fused), fused, foreach or for-loop: how torch carries the update out. What torch does not have,
+    bfloat16 state or parameters with an update in float32, is carried out by our own loop: auto."""
+    in_backward: bool = execution(False)
+    """Update every parameter as soon as backward has its gradient and free that, so that gradients never
+    stand whole. Needs training.max_norm=0, one pass a step, no pipeline and debug.non_finite=stop."""
 
-    def validate(self) -> None:
-        """Raises ConfigError for values outside AdamW's domain."""
+    def resolve(self, master_dtype: str) -> None:
+        """Fills in what follows from the rest."""
+        self.state_dtype = self.state_dtype or master_dtype
+
+    def validate(self, master_dtype: str = "float32") -> None:
+        """Raises ConfigError for values outside AdamW's domain, or that parameters of a format rule out."""
         if not 0 <= self.lr < math.inf:
             raise ConfigError("optimizer.lr", self.lr, "must be a number, and not negative")
         for name in ("beta1", "beta2"):
@@ -50,6 +65,29 @@ class OptimizerConfig:
             raise ConfigError(
                 "optimizer.implementation", self.implementation, "no such implementation", IMPLEMENTATIONS
             )
+        if self.state_dtype not in (None, *STATE_DTYPES):
+            raise ConfigError(
+                "optimizer.state_dtype", self.state_dtype, "no such format", [*STATE_DTYPES, "null"]
+            )
+        if self.implementation != "auto" and "bfloat16" in (master_dtype, self.state_dtype):
+            raise ConfigError(
+                "optimizer.implementation",
+                self.implementation,
+                "torch's AdamW does not update bfloat16 parameters or state in float32",
+                "auto, or optimizer.state_dtype=float32 and precision.master_dtype=float32",
+            )
+        if self.state_dtype == "bfloat16":
+            self._validate_bfloat16_state()
+
+    def _validate_bfloat16_state(self) -> None:
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) > LARGEST_BFLOAT16_BETA:
+                raise ConfigError(
+                    f"optimizer.{name}",
+                    getattr(self, name),
+                    "a running mean in bfloat16 (eight bits) would round its own changes away",
+                    f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32",
+                )
 
 
 @dataclass

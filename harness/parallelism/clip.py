@@ -29,15 +29,6 @@ def settle_gradients(parameters: Iterable[Tensor]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def local_square_sum(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device) -> Tensor:
-    """This rank's share of the squared 2-norm of all gradients; the sum over the world is the whole.
-
-    Returns:
-        float64 scalar on ``device``.
-    """
-    return local_squares(parameters, mesh, device).sum()
-
-
 def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device) -> Tensor:
     """This rank's share of every gradient's squared 2-norm, in the order of the parameters.
 

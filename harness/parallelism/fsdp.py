@@ -27,7 +27,8 @@ from harness.precision.config import PrecisionConfig
 
 def needs_fsdp(layout: ParallelismConfig, precision: PrecisionConfig) -> bool:
     """Whether anything is sharded, replicated, cast or offloaded."""
-    return layout.dp_replicate * layout.parameter_shards > 1 or precision.is_mixed or layout.cpu_offload
+    replicas = layout.dp_replicate * layout.parameter_shards
+    return replicas > 1 or precision.needs_fsdp or layout.cpu_offload
 
 
 def apply_fsdp(

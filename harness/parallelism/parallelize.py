@@ -15,6 +15,9 @@ from harness.parallelism.materialize import materialize
 from harness.parallelism.mesh import Mesh
 from harness.parallelism.stages import split_modules, stages_of_rank
 from harness.parallelism.tensor import apply_tensor_parallel, enable_async
+from harness.precision.linears import sort_linears
+from harness.precision.swap import swap_linears
+from harness.precision.tensor import gathers_float8
 
 
 def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
@@ -43,14 +46,25 @@ def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
     if layout.async_tp:
         enable_async(mesh.axis("tp"), device)
     modules = split_modules(layout, job.model.n_layers)
+    converted = () if job.precision.linear == "none" else sort_linears(job.model, job.precision).converted
     parts = []
     for stage in stages_of_rank(layout, job.model.n_layers, mesh.rank("pp")):
         # Pipeline first: what a rank does not hold is never built.
         with torch.device("meta"):
             part = Decoder(job.model, job.training.seq_len, modules[stage])
+        part.to(getattr(torch, job.precision.master_dtype))
+        # Precision before tensor parallel: what is split are the swapped modules.
+        if converted:
+            swap_linears(part, converted, job.precision, device)
         # Tensor parallel before FSDP: FSDP shards the shards, and gathers back only to those.
         if layout.tp > 1:
-            apply_tensor_parallel(part, mesh.axis("tp"), layout, loss_in_head=job.training.loss_chunks > 1)
+            apply_tensor_parallel(
+                part,
+                mesh.axis("tp"),
+                layout,
+                loss_in_head=job.training.loss_chunks > 1,
+                gather_float8=gathers_float8(job.precision, layout, device),
+            )
         part.use_kernel(KERNELS[job.training.attention])
         # Context parallel after the kernel is chosen: it takes its place, or surrounds it.
         if layout.cp > 1:

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 from harness.errors import ConfigError
 from harness.model.sharding import Split
 from harness.parallelism.config import ParallelismConfig
+from harness.precision.tensor import float8_style, region_cast
 
 SEQUENCE_DIM = 1
 
@@ -57,15 +58,20 @@ class RegionParallel(ParallelStyle):
 
     Backward sums what the ranks' columns contributed: a reduce-scatter where forward gathered, else an
     all-reduce.
+
+    Args:
+        stream: how the residual stream is split.
+        cast: what is done to the input before it is gathered.
     """
 
-    def __init__(self, stream: Placement) -> None:
+    def __init__(self, stream: Placement, cast: Callable[[DTensor], DTensor] | None = None) -> None:
         super().__init__()
-        self.stream = stream
+        self.stream, self.cast = stream, cast
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             local = DTensor.from_local(inputs[0], device_mesh, (self.stream,), run_check=False)
+            local = local if self.cast is None else self.cast(local)
             return (local.redistribute(placements=(Replicate(),)), *inputs[1:])
 
         module.register_forward_pre_hook(gather)
@@ -119,7 +125,7 @@ def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
 
 
 def apply_tensor_parallel(
-    part: nn.Module, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool
+    part: nn.Module, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool, gather_float8: bool
 ) -> None:
     """Splits every module of a model part as it declares, in place.
 
@@ -128,6 +134,7 @@ def apply_tensor_parallel(
         mesh: the tp axis.
         layout: says whether the residual stream is split and whether the loss takes split logits.
         loss_in_head: whether the output projection computes the loss.
+        gather_float8: gather what float8 linears multiply in float8.
     """
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
@@ -149,7 +156,12 @@ def apply_tensor_parallel(
         ),
     }
     for module, split in list(_declared(part)):
-        parallelize_module(module, mesh, styles[split]())
+        style = styles[split]()
+        if gather_float8:
+            if split is Split.REGION:
+                style = RegionParallel(stream, region_cast(module))
+            style = float8_style(module, split, stream) or style
+        parallelize_module(module, mesh, style)
     part.tie_embeddings()  # type: ignore[operator]
 
 

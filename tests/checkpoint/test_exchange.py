@@ -22,6 +22,8 @@ LAYOUTS = {
     "fsdp3": "parallelism=fsdp parallelism.dp_shard=3 training.global_batch_size=6",
     "fsdp_tp_pp": "parallelism=fsdp_tp_pp",
     "hsdp_bf16": "parallelism=hsdp precision=bf16",
+    "fsdp_float8": "parallelism=fsdp precision=float8_tensorwise precision.emulate=true "
+    "precision.enable_fsdp_float8_all_gather=true",
 }
 VOCAB = 261  # no degree divides it
 

@@ -30,6 +30,16 @@ LAYOUTS = {
     "fsdp_tp_pp": ["parallelism=fsdp_tp_pp", "parallelism.pp_microbatch_size=2", "model.n_layers=2"],
     "hsdp_bf16": ["parallelism=hsdp", "precision=bf16"],
     "cp": ["parallelism=cp"],
+    # Weights that FSDP gathers in float8 are of torchao's class, and running means are in bfloat16.
+    "fsdp_float8": [
+        *("parallelism=fsdp", "precision=float8_tensorwise", "precision.emulate=true"),
+        *("precision.enable_fsdp_float8_all_gather=true", "optimizer.state_dtype=bfloat16"),
+        "precision.precompute_float8_dynamic_scale_for_fsdp=true",
+    ],
+    "full_bf16_in_backward": [
+        *("parallelism=fsdp_tp", "precision=bf16_full"),
+        *("optimizer.in_backward=true", "training.max_norm=0"),
+    ],
 }
 
 
@@ -47,7 +57,10 @@ def straight(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.mark.parametrize(
     ("layout", "mode"),
-    [*((layout, "sync") for layout in LAYOUTS), ("fsdp", "async"), ("fsdp_tp_pp", "async")],
+    [
+        *((layout, "sync") for layout in LAYOUTS if layout != "full_bf16_in_backward"),
+        *((layout, "async") for layout in ("fsdp", "fsdp_tp_pp", "full_bf16_in_backward")),
+    ],
 )
 def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
     pool: RankPool, tmp_path: Path, straight: Callable[[str], list[Outcome]], layout: str, mode: str

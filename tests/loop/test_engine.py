@@ -159,9 +159,9 @@ def clipped_norm(job_json: str, max_norm: float) -> tuple[float, float]:
     engine = Engine(Job.from_json(job_json), torch.device("cpu"))
     before = engine.gradients(batch_of(engine, [32, 5, 9, 30])).grad_norm
     clip_gradients(engine.parameters, before, max_norm)
-    from harness.parallelism.clip import local_square_sum
+    from harness.parallelism.clip import local_squares
 
-    squares = local_square_sum(engine.parameters, engine.mesh, engine.device)
+    squares = local_squares(engine.parameters, engine.mesh, engine.device).sum()
     return before, engine.world_sum([squares])[0] ** 0.5
 
 
@@ -182,7 +182,7 @@ def norms_over_two_meshes() -> tuple[float, float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from harness.parallelism.clip import local_square_sum
+    from harness.parallelism.clip import local_squares
     from harness.parallelism.mesh import Mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
@@ -198,7 +198,7 @@ def norms_over_two_meshes() -> tuple[float, float]:
         parameter.grad = distribute_tensor(full, on, placements)
         parameters.append(parameter)
     degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
-    total = local_square_sum(parameters, Mesh(mesh, degrees), torch.device("cpu"))
+    total = local_squares(parameters, Mesh(mesh, degrees), torch.device("cpu")).sum()
     dist.all_reduce(total)
     return float(total), float(dense.double().square().sum() + 2 * expert.double().square().sum())
 

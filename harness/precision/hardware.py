@@ -1,0 +1,78 @@
+"""Which hardware can multiply in which format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from harness.cluster.config import ClusterConfig
+from harness.cluster.hardware import ACCELERATORS, Accelerator
+from harness.errors import ConfigError
+from harness.precision.config import PrecisionConfig
+
+if TYPE_CHECKING:
+    import torch
+
+# NVIDIA's compute capability from which on tensor cores have the format (CUDA C++ programming guide).
+CAPABILITY = {"float8": (8, 9), "mxfp8": (10, 0)}
+# The same of AMD's CDNA 3 (gfx94x), as torch numbers it; torchao's mxfp8 kernels are for NVIDIA.
+ROCM_CAPABILITY = {"float8": (9, 4)}
+
+
+def require_hardware(precision: PrecisionConfig, cluster: ClusterConfig, gpus: int | None) -> None:
+    """Checks, as far as it is known, what a job will run on; a rank checks the rest.
+
+    Args:
+        precision: formats.
+        cluster: says what the nodes have.
+        gpus: GPUs of this machine if the job runs here, else None.
+
+    Raises:
+        ConfigError: it cannot multiply in the format.
+    """
+    if precision.linear == "none" or precision.emulate:
+        return
+    if cluster.device == "cpu" or (cluster.device == "auto" and gpus == 0):
+        raise _refusal(precision, "a CPU")
+    known = _accelerators_of(cluster)
+    if known and not any(_arithmetic(precision) in each.peak_flops for each in known):
+        raise _refusal(precision, cluster.accelerator or f"cluster.gpu_type={cluster.gpu_type}")
+
+
+def require_device(precision: PrecisionConfig, device: torch.device) -> None:
+    """The same for the device that a rank has found.
+
+    Raises:
+        ConfigError: it cannot multiply in the format.
+    """
+    import torch
+
+    if precision.linear == "none" or precision.emulate:
+        return
+    if device.type == "cpu":
+        raise _refusal(precision, "a CPU")
+    needed = (ROCM_CAPABILITY if torch.version.hip else CAPABILITY).get(_arithmetic(precision))
+    if needed is None or torch.cuda.get_device_capability(device) < needed:
+        raise _refusal(precision, torch.cuda.get_device_name(device))
+
+
+def _arithmetic(precision: PrecisionConfig) -> str:
+    return "mxfp8" if precision.linear == "mxfp8" else "float8"
+
+
+def _accelerators_of(cluster: ClusterConfig) -> list[Accelerator]:
+    """What the nodes may have; empty when it is unknown."""
+    if cluster.accelerator is not None:
+        return [ACCELERATORS[cluster.accelerator]]
+    kind = (cluster.gpu_type or "").lower()
+    return [each for name, each in ACCELERATORS.items() if name.lower().split()[0] == kind]
+
+
+def _refusal(precision: PrecisionConfig, what: str) -> ConfigError:
+    arithmetic = _arithmetic(precision)
+    able = list(dict.fromkeys(n.split()[0] for n, a in ACCELERATORS.items() if arithmetic in a.peak_flops))
+    return ConfigError(
+        "precision.linear",
+        precision.linear,
+        f"{what} does not multiply in {arithmetic}",
+        f"{', '.join(able)}, or precision.emulate=true to try it out, or precision=bf16",
+    )

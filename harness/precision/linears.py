@@ -1,0 +1,135 @@
+"""Which linears of a model multiply in float8 and which do not, and why; known without torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from harness.errors import ConfigError, divisors
+from harness.model.config import ModelConfig
+from harness.model.huggingface import parameter_shapes
+from harness.precision.config import PrecisionConfig
+
+# Linears that tensor parallelism splits by input features; the others are split by output features.
+SPLIT_BY_INPUT = ("attention.wo", "feed_forward.w2")
+
+
+@dataclass(frozen=True)
+class Linears:
+    """The linears of a whole model, sorted.
+
+    Attributes:
+        converted: names of those that multiply in float8.
+        kept: names of the others, with the reason.
+    """
+
+    converted: tuple[str, ...]
+    kept: dict[str, str]
+
+    def describe(self, linear: str) -> str:
+        """One line: how many are converted, and which are not, and why."""
+        total = len(self.converted) + len(self.kept)
+        reasons: dict[str, dict[str, None]] = {}
+        for name, reason in self.kept.items():
+            reasons.setdefault(reason, {})[_pattern(name)] = None
+        kept = [f"not {', '.join(names)} ({reason})" for reason, names in reasons.items()]
+        return "; ".join([f"{linear}: {len(self.converted)} of {total} linears", *kept])
+
+
+def sort_linears(model: ModelConfig, precision: PrecisionConfig) -> Linears:
+    """Sorts a model's linears as the precision asks. The layout has no say in it.
+
+    Raises:
+        ConfigError: a filter that matches none, or nothing is left to convert.
+    """
+    shapes = linear_shapes(model)
+    converted, kept = [], {}
+    for name, (rows, columns) in shapes.items():
+        matching = [part for part in precision.filter_fqns if part in name]
+        if matching:
+            kept[name] = "filter_fqns"
+        elif name == "output" and model.tied_embeddings:
+            kept[name] = "tied to the embedding table"
+        elif rows % precision.block or columns % precision.block:
+            kept[name] = f"{rows} x {columns}, not multiples of {precision.block}"
+        elif precision.auto_filter_small_kn and is_small(precision.linear, rows, columns):
+            kept[name] = f"{rows} x {columns}, too small to gain"
+        else:
+            converted.append(name)
+    unmatched = [part for part in precision.filter_fqns if not any(part in name for name in shapes)]
+    if unmatched:
+        works = sorted({f"[{name.split('.')[-1]}]" for name in shapes})
+        raise ConfigError("precision.filter_fqns", unmatched[0], "is in no linear's name", works)
+    if not converted:
+        reasons = "; ".join(sorted(set(kept.values())))
+        raise ConfigError(
+            "precision.linear", precision.linear, f"no linear is left to convert ({reasons})", ["none"]
+        )
+    return Linears(tuple(converted), kept)
+
+
+def check_layout(
+    linears: Linears, model: ModelConfig, precision: PrecisionConfig, tp: int, rows: int, tokens: int
+) -> None:
+    """Checks whether what one rank multiplies at once has lengths that float8 can have.
+
+    A linear is not left out because of the layout: two layouts would then compute different numbers.
+
+    Args:
+        linears: what is converted.
+        model: the model, resolved.
+        precision: formats.
+        tp: degree of tensor parallelism.
+        rows: sequences that go through a linear at once.
+        tokens: tokens of each that one rank has.
+
+    Raises:
+        ConfigError: a length is not a multiple of the format's block.
+    """
+    block, shapes = precision.block, linear_shapes(model)
+    split = {name: shapes[name][1 if name.endswith(SPLIT_BY_INPUT) else 0] for name in linears.converted}
+    broken = {name: length for name, length in split.items() if length % (tp * block)}
+    if broken:
+        names = list(dict.fromkeys(_pattern(name).split(".")[-1] for name in broken))
+        name, length = next(iter(broken.items()))
+        works = [degree for degree in divisors(tp) if not any(n % (degree * block) for n in split.values())]
+        filters = ",".join([*precision.filter_fqns, *names])
+        raise ConfigError(
+            "parallelism.tp",
+            tp,
+            f"a rank would have {length / tp:g} of the {length} rows or columns of {_pattern(name)}, and "
+            f"{precision.linear} needs multiples of {block}",
+            f"{', '.join(map(str, works))}, or precision.filter_fqns=[{filters}]",
+        )
+    # Weight gradients are sums over tokens; rowwise_hp computes them in param_dtype.
+    if precision.linear != "float8_rowwise_hp" and rows * tokens % block:
+        raise ConfigError(
+            "training.seq_len",
+            tokens,
+            f"{rows} x {tokens} tokens go through a linear at once, and {precision.linear} needs a multiple "
+            f"of {block}",
+            f"a multiple of {block}",
+        )
+
+
+def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Every linear's name and [output width, input width], in the decoder's order."""
+    shapes = {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in parameter_shapes(model).items()
+        if len(shape) == 2 and not name.startswith("tok_embeddings")
+    }
+    shapes.setdefault("output", (model.vocab_size, model.dim))
+    return shapes
+
+
+def is_small(linear: str, rows: int, columns: int) -> bool:
+    """Whether float8 is no quicker than bfloat16: torchao's ``_auto_filter_for_recipe``, by its tables."""
+    if linear == "float8_tensorwise":
+        return columns <= 4096 and rows <= 1024
+    return rows <= 2048 or columns <= 1024 or (rows <= 4096 and columns <= 2048)
+
+
+def _pattern(name: str) -> str:
+    """A name that stands for the same linear of every block."""
+    return re.sub(r"\.\d+\.", ".*.", name)

@@ -1,0 +1,71 @@
+"""Tensor parallelism of float8 linears, with what is gathered gathered in float8: half the bytes.
+
+Scales of one tensor are the largest magnitude over all shards, so casting before the gather gives what
+casting after it would. gloo cannot send float8, and scales of rows would have to travel too: CPUs and the
+other recipes gather in param_dtype and use the plain styles, which compute the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from harness.model.sharding import Split
+from harness.parallelism.config import ParallelismConfig
+from harness.precision.config import PrecisionConfig
+
+if TYPE_CHECKING:
+    from torchao.float8.float8_linear import Float8Linear
+
+
+def gathers_float8(precision: PrecisionConfig, layout: ParallelismConfig, device: torch.device) -> bool:
+    """Whether tensor parallelism has something to gather in float8, and can."""
+    return precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel and device.type == "cuda"
+
+
+def float8_style(module: nn.Module, split: Split, stream: Placement) -> ParallelStyle | None:
+    """The style of a float8 linear between gathers, or None for a module that multiplies otherwise."""
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+    if not isinstance(module, Float8Linear):
+        return None
+    if split is Split.COLUMN:
+        return Float8ColwiseParallel()
+    # Its gradient arrives split along the sequence and is gathered.
+    return Float8RowwiseParallel(output_layouts=stream) if split is Split.ROW else None
+
+
+class Float8Cast:
+    """Casts the input of a region to float8 before it is gathered, once for all linears that take it.
+
+    Args:
+        linear: one of those.
+    """
+
+    def __init__(self, linear: Float8Linear) -> None:
+        self.config, self.linear_mm_config = linear.config, linear.linear_mm_config
+
+    def __call__(self, tensor: DTensor) -> DTensor:
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        return hp_tensor_to_float8_dynamic(
+            tensor,
+            self.config.cast_config_input.target_dtype,
+            self.linear_mm_config,
+            gemm_input_role=GemmInputRole.INPUT,
+        )
+
+
+def region_cast(region: nn.Module) -> Float8Cast | None:
+    """The cast of a region whose input only float8 linears take; None where another takes it too."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    declared = getattr(region, "sharding", {})
+    takers = [getattr(region, name) for name, split in declared.items() if split is Split.COLUMN]
+    return Float8Cast(takers[0]) if all(isinstance(taker, Float8Linear) for taker in takers) else None

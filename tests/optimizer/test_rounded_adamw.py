@@ -1,0 +1,140 @@
+"""Running means and parameters in bfloat16: computed in float32, rounded once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from test_adamw import NORMS, by_formula, model, train
+from torch import Tensor
+
+from harness.compose import compose_job
+from harness.errors import ConfigError
+from harness.optimizer.adamw import RoundedAdamW
+from harness.optimizer.build import build_optimizer
+from harness.optimizer.config import LARGEST_BFLOAT16_BETA, OptimizerConfig
+
+CONFIG = OptimizerConfig(lr=0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, state_dtype="bfloat16")
+
+
+def test_follows_the_formula_but_for_the_rounding() -> None:
+    """Within bfloat16's rounding of the means, and not exactly: then nothing would have been rounded."""
+    expected, found = by_formula(CONFIG), train(CONFIG)
+    exact = train(dataclasses.replace(CONFIG, state_dtype="float32"))
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), expected[name], rtol=0, atol=0.03 * 5 * 2**-7)
+        assert not torch.equal(value, exact[name])
+
+
+def test_without_anything_to_round_it_is_torchs() -> None:
+    ours, torchs = model(), model()
+    parameters = [dict(decoder.named_parameters()) for decoder in (ours, torchs)]
+    constants = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-3}
+    first = RoundedAdamW(
+        [{"params": list(parameters[0].values()), "weight_decay": 0.2}],
+        **constants,
+        state_dtype=torch.float32,
+    )
+    second = torch.optim.AdamW(parameters[1].values(), **constants, weight_decay=0.2, foreach=False)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        for name, parameter in parameters[0].items():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            parameters[1][name].grad = parameter.grad.clone()
+        first.step()
+        second.step()
+    for name, parameter in parameters[0].items():
+        torch.testing.assert_close(parameter, parameters[1][name], rtol=1e-6, atol=1e-7)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16().float()
+
+
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+def test_one_step_by_hand(master: torch.dtype) -> None:
+    """Each of the three is what float32 gives from what was kept, rounded to its own format."""
+    torch.manual_seed(0)
+    start = torch.randn(64, dtype=master)
+    parameter = torch.nn.Parameter(start.clone())
+    built = build_optimizer(CONFIG, [("norm.weight", parameter)])
+    mean = square = torch.zeros(64)
+    value = start.float()
+    for step in (1, 2, 3):
+        gradient = torch.randn(64).to(master)
+        parameter.grad = gradient.clone()
+        built.step()
+        g = gradient.float()
+        mean = 0.8 * mean + 0.2 * g
+        square = 0.9 * square + 0.1 * g * g
+        value = value - 0.03 * (mean / (1 - 0.8**step)) / ((square / (1 - 0.9**step)).sqrt() + 1e-3)
+        mean, square = bits(mean), bits(square)
+        state = built.state[parameter]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+        assert parameter.dtype == master
+        # In float32 a sum in another order may round to the neighbour.
+        torch.testing.assert_close(state["exp_avg"].float(), mean, rtol=2**-7, atol=0)
+        torch.testing.assert_close(state["exp_avg_sq"].float(), square, rtol=2**-7, atol=0)
+        mean, square = state["exp_avg"].float(), state["exp_avg_sq"].float()
+        torch.testing.assert_close(
+            parameter.detach().float(), value, rtol=1e-6 if master == torch.float32 else 2**-7, atol=1e-6
+        )
+        value = parameter.detach().float().clone()
+
+
+def test_a_mean_still_moves_at_the_largest_beta() -> None:
+    """And would not at one of 0.999: which is why that is refused."""
+    for beta, moves in ((LARGEST_BFLOAT16_BETA, True), (0.999, False)):
+        config = dataclasses.replace(CONFIG, beta2=beta)
+        parameter = torch.nn.Parameter(torch.ones(1))
+        built = build_optimizer(config, [("norm.weight", parameter)])
+        parameter.grad = torch.ones(1)
+        built.step()
+        built.state[parameter]["exp_avg_sq"].fill_(1.0)
+        for _ in range(500):
+            parameter.grad = torch.zeros(1)
+            built.step()
+        assert (float(built.state[parameter]["exp_avg_sq"]) < 0.05) == moves
+
+
+def test_norms_and_embeddings_decay_as_they_are_told() -> None:
+    """The groups are the same, whoever carries out the update."""
+    decoder = model()
+    before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
+    for parameter in decoder.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    build_optimizer(CONFIG, decoder.named_parameters()).step()
+    same = {name for name, parameter in decoder.named_parameters() if torch.equal(parameter, before[name])}
+    assert same == NORMS
+
+
+def test_state_follows_the_parameters_where_nothing_is_said() -> None:
+    assert compose_job([]).optimizer.state_dtype == "float32"
+    assert compose_job(["precision=bf16_full"]).optimizer.state_dtype == "bfloat16"
+    kept = compose_job(["precision=bf16_full", "optimizer.state_dtype=float32"])
+    assert kept.optimizer.state_dtype == "float32"
+    assert kept.numerics_id != compose_job(["precision=bf16_full"]).numerics_id
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["optimizer.state_dtype=float16"], "optimizer.state_dtype=float16: no such format"),
+        (
+            ["optimizer.state_dtype=bfloat16", "optimizer.beta2=0.999"],
+            "optimizer.beta2=0.999: .*at most 0.99",
+        ),
+        (
+            ["precision=bf16_full", "optimizer.implementation=fused"],
+            "implementation=fused: .*would work: auto",
+        ),
+        (
+            ["precision=bf16_full", "optimizer.state_dtype=float32", "optimizer.implementation=foreach"],
+            "implementation=foreach",
+        ),
+    ],
+)
+def test_refused(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        compose_job(overrides)

@@ -1,0 +1,133 @@
+"""What ranks of the pool do for the tests beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.checkpoint.state import model_state
+from harness.data.loader import Loader, build_loader
+from harness.data.tokenizer import build_tokenizer
+from harness.job import Job
+from harness.loop.engine import Engine
+from harness.loop.setup import set_up_process
+from harness.parity import Trace, trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What training came to on one rank."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    optimizer_dtypes: set[torch.dtype]
+    gradients_left: int
+
+
+def loader_of(job: Job, engine: Engine) -> Loader:
+    return build_loader(
+        job.data,
+        build_tokenizer(job.tokenizer),
+        seq_len=job.training.seq_len,
+        global_batch_size=job.global_batch_size,
+        seed=job.training.seed,
+        rows=engine.rows,
+        model_vocab_size=job.model.vocab_size,
+        barrier=dist.barrier,
+        is_builder=dist.get_rank() == 0,
+    )
+
+
+def train(job_json: str, steps: int) -> Outcome:
+    """Trains, and gathers the weights this rank holds a part of."""
+    job = Job.from_json(job_json)
+    set_up_process(job)
+    engine = Engine(job, torch.device("cpu"))
+    loader = loader_of(job, engine)
+    losses, norms, left = [], [], 0
+    for _ in range(steps):
+        outcome = engine.gradients(loader.next())
+        left = sum(parameter.grad is not None for parameter in engine.parameters)
+        engine.update(outcome.grad_norm)
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    weights = {
+        name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).clone()
+        for name, weight in model_state(engine).items()
+    }
+    dtypes = {
+        value.dtype
+        for state in engine.optimizer.state.values()
+        for key, value in state.items()
+        if key != "step"
+    }
+    return Outcome(losses, norms, weights, dtypes, left)
+
+
+def trace_with_float8_gathers(job_json: str, steps: int) -> Trace:
+    """Trains with the tensor parallelism of GPUs, which gathers in float8; over gloo it goes as bytes."""
+    with gloo_that_sends_float8() as sent:
+        traced = trace(job_json, steps)
+    assert sent and all(dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for dtype in sent), sent
+    return traced
+
+
+@contextmanager
+def gloo_that_sends_float8() -> Iterator[set[torch.dtype]]:
+    """Takes CPUs for GPUs where the way of gathering is chosen, and lets torchao's gather send bytes.
+
+    Yields:
+        the formats that were gathered.
+    """
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+    from harness.parallelism import parallelize
+
+    op = torch.ops._c10d_functional.all_gather_into_tensor.default
+    sent: set[torch.dtype] = set()
+    chosen, dispatch = parallelize.gathers_float8, Float8TrainingTensor.__torch_dispatch__
+
+    def as_on_cuda(precision, layout, device):  # type: ignore[no-untyped-def]
+        return chosen(precision, layout, torch.device("cuda", 0))
+
+    def gather_bytes(cls, func, types, args, kwargs=None):  # type: ignore[no-untyped-def]
+        if func is not op:
+            return dispatch(func, types, args, kwargs)
+        cast, *rest = args
+        sent.add(cast._data.dtype)
+        data = op(cast._data.contiguous().view(torch.uint8), *rest).view(cast._data.dtype)
+        return Float8TrainingTensor(
+            data, cast._scale, cast._orig_dtype, cast._linear_mm_config, cast._gemm_input_role
+        )
+
+    parallelize.gathers_float8 = as_on_cuda
+    Float8TrainingTensor.__torch_dispatch__ = classmethod(gather_bytes)
+    try:
+        yield sent
+    finally:
+        parallelize.gathers_float8 = chosen
+        Float8TrainingTensor.__torch_dispatch__ = dispatch
+
+
+def largest_crowd_of_gradients(job_json: str) -> int:
+    """The most parameters that have a gradient while one is updated in backward."""
+    job = Job.from_json(job_json)
+    set_up_process(job)
+    engine = Engine(job, torch.device("cpu"))
+    crowds: list[int] = []
+    update = engine.optimizer.step
+
+    def step() -> None:
+        crowds.append(sum(parameter.grad is not None for parameter in engine.parameters))
+        update()
+
+    engine.optimizer.step = step  # type: ignore[method-assign]
+    engine.gradients(loader_of(job, engine).next())
+    assert len(crowds) == len(engine.parameters)
+    return max(crowds)

@@ -1,0 +1,109 @@
+"""Everything in bfloat16: what is in which format, and that layouts agree; update in backward beside it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from precision_runs import Outcome, largest_crowd_of_gradients, train
+
+from harness.cluster.pool import RankPool
+from harness.compose import compose_job
+from harness.errors import ConfigError
+from harness.job import Job
+
+SMALL = [
+    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.steps=10", "cluster.device=cpu"),
+    *("training.seq_len=64", "training.global_batch_size=4", "data.mask_fraction=0.3"),
+]
+STEPS = 4
+
+
+@cache
+def job_of(*overrides: str) -> Job:
+    return compose_job([*SMALL, *overrides])
+
+
+def outcomes(pool: RankPool, *overrides: str) -> list[Outcome]:
+    job = job_of(*overrides)
+    return pool.run(job.world_size, train, job.to_json(), STEPS)
+
+
+LAYOUTS = ["fsdp parallelism.dp_shard=4", "tp", "pp", "fsdp_tp"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_agree(pool: RankPool, layout: str) -> None:
+    [alone] = outcomes(pool, "precision=bf16_full")
+    assert {weight.dtype for weight in alone.weights.values()} == {torch.bfloat16}
+    assert alone.optimizer_dtypes == {torch.bfloat16}
+    for each in outcomes(pool, "precision=bf16_full", *f"parallelism={layout}".split()):
+        # The tolerances that bfloat16 has in harness.parity.
+        assert each.losses == pytest.approx(alone.losses, rel=1e-3)
+        assert each.norms == pytest.approx(alone.norms, rel=5e-2)
+        assert each.optimizer_dtypes == {torch.bfloat16}
+        for name, weight in each.weights.items():
+            difference = (weight - alone.weights[name]).float().norm() / alone.weights[name].float().norm()
+            assert difference < 1e-2, name
+
+
+def test_it_is_not_mixed_precision(pool: RankPool) -> None:
+    [full], [mixed] = outcomes(pool, "precision=bf16_full"), outcomes(pool, "precision=bf16")
+    assert {weight.dtype for weight in mixed.weights.values()} == {torch.float32}
+    # The same up to rounding at first; then updates smaller than half a step of bfloat16 are lost.
+    assert full.losses[0] == pytest.approx(mixed.losses[0], rel=1e-3)
+    assert full.losses[1:] != mixed.losses[1:]
+
+
+KINDS = {
+    "fp32": [],
+    "bf16": ["precision=bf16", "optimizer.state_dtype=bfloat16"],
+    "bf16_full": ["precision=bf16_full"],
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("single", "fp32"),
+        ("tp", "fp32"),
+        ("hsdp", "bf16"),
+        ("fsdp_tp", "bf16_full"),
+        ("fsdp parallelism.cpu_offload=true", "fp32"),
+    ],
+)
+def test_update_in_backward_is_the_update_after_it(pool: RankPool, layout: str, kind: str) -> None:
+    """Bit by bit, the norm that is reported included (but for the order in which squares are added)."""
+    overrides = (*KINDS[kind], *f"parallelism={layout}".split(), "training.max_norm=0")
+    expected = outcomes(pool, *overrides)
+    found = outcomes(pool, *overrides, "optimizer.in_backward=true")
+    for a, b in zip(found, expected, strict=True):
+        assert a.losses == b.losses
+        assert a.norms == pytest.approx(b.norms, rel=1e-12)
+        assert all(torch.equal(a.weights[name], weight) for name, weight in b.weights.items())
+        assert (a.gradients_left, b.gradients_left > 0) == (0, True)
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp"])
+def test_gradients_never_stand_whole(pool: RankPool, layout: str) -> None:
+    """At every update, no other parameter has a gradient."""
+    job = job_of(f"parallelism={layout}", "training.max_norm=0", "optimizer.in_backward=true")
+    assert set(pool.run(job.world_size, largest_crowd_of_gradients, job.to_json())) == {1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([], "training.max_norm=1.0: .*would work: 0, or optimizer.in_backward=false"),
+        (["training.max_norm=0", "parallelism=pp"], "parallelism.pp=2: .*would work: 1, or"),
+        (["training.max_norm=0", "debug.non_finite=skip"], "debug.non_finite=skip: .*would work: stop, or"),
+        (
+            ["training.max_norm=0", "training.local_batch_size=1"],
+            "local_batch_size=1: .*4 in a step; .*: 4, or",
+        ),
+    ],
+)
+def test_an_update_in_backward_that_cannot_be_is_refused(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        job_of("optimizer.in_backward=true", *overrides)

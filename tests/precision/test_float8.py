@@ -1,0 +1,215 @@
+"""Float8 by emulation: the recipes by hand, against bfloat16, and every layout against one process."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from precision_runs import Outcome, trace_with_float8_gathers, train
+from torch import Tensor, nn
+
+from harness.cluster.pool import RankPool
+from harness.compose import compose_job
+from harness.job import Job
+from harness.parity import Trace, compare, line, trace
+from harness.precision.config import FLOAT8, PrecisionConfig
+from harness.precision.swap import swap_linears
+
+RECIPES = [*FLOAT8, "mxfp8"]
+SMALL = [
+    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.steps=10", "cluster.device=cpu"),
+    *("training.seq_len=64", "training.global_batch_size=4", "data.mask_fraction=0.3", "model.n_kv_heads=8"),
+]
+CPU = torch.device("cpu")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@cache
+def job_of(*overrides: str) -> Job:
+    return compose_job([*SMALL, *overrides])
+
+
+_traces: dict[tuple[str, int], Trace] = {}
+
+
+def alone(pool: RankPool, *overrides: str, steps: int = 1) -> Trace:
+    """The trace of one process."""
+    job = job_of(*overrides)
+    if (job.id, steps) not in _traces:
+        [_traces[job.id, steps]] = pool.run(1, trace, job.to_json(), steps)
+    return _traces[job.id, steps]
+
+
+def precision_of(linear: str, dtype: str = "float32") -> tuple[str, ...]:
+    return (f"precision.linear={linear}", f"precision.param_dtype={dtype}", "precision.emulate=true")
+
+
+def rounded(values: Tensor, dtype: torch.dtype, over: tuple[int, ...], power_of_two: bool) -> Tensor:
+    """Values as float8 has them, with the scale that maps the largest magnitude onto the format's."""
+    scale = torch.finfo(dtype).max / values.abs().amax(over, keepdim=True).double()
+    if power_of_two:
+        scale = torch.exp2(torch.floor(torch.log2(scale)))
+    return (values.double() * scale).float().to(dtype).double() / scale
+
+
+def rounded_in_blocks(values: Tensor) -> Tensor:
+    """The same in blocks of 32 along the last axis, scales rounded up to powers of two (OCP MX, RCEIL)."""
+    blocks = values.view(*values.shape[:-1], -1, 32)
+    peak = blocks.abs().amax(-1, keepdim=True).double()
+    scale = torch.exp2(torch.ceil(torch.log2(peak / torch.finfo(E4M3).max)))
+    return ((blocks.double() / scale).float().to(E4M3).double() * scale).view(values.shape)
+
+
+@pytest.mark.parametrize("linear", RECIPES)
+def test_a_linear_by_hand(linear: str) -> None:
+    """Output and gradients of a swapped linear from casts to float8 and products in float64."""
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 96, bias=False)
+    model = nn.ModuleDict({"wq": plain, "kept": nn.Linear(64, 32, bias=False)})
+    x, g = torch.randn(128, 64) * torch.logspace(-2, 2, 128)[:, None], torch.randn(128, 96)
+    w = plain.weight.detach()
+    if linear == "float8_tensorwise":
+        y = rounded(x, E4M3, (0, 1), False) @ rounded(w, E4M3, (0, 1), False).T
+        gx = rounded(g, E5M2, (0, 1), False) @ rounded(w, E4M3, (0, 1), False)
+        gw = rounded(g, E5M2, (0, 1), False).T @ rounded(x, E4M3, (0, 1), False)
+    elif linear == "mxfp8":
+        y = rounded_in_blocks(x) @ rounded_in_blocks(w).T
+        gx = rounded_in_blocks(g) @ rounded_in_blocks(w.T.contiguous()).T
+        gw = rounded_in_blocks(g.T.contiguous()) @ rounded_in_blocks(x.T.contiguous()).T
+    else:
+        y = rounded(x, E4M3, (1,), True) @ rounded(w, E4M3, (1,), True).T
+        over = (0, 1) if linear == "float8_rowwise_hp" else (0,)
+        gx = rounded(g, E4M3, (1,), True) @ rounded(w, E4M3, over, True)
+        gw = g.double().T @ x.double()
+        if linear == "float8_rowwise":
+            gw = rounded(g, E4M3, (0,), True).T @ rounded(x, E4M3, (0,), True)
+    swap_linears(model, ["wq"], PrecisionConfig(linear=linear, emulate=True), CPU)
+    assert type(model["kept"]) is nn.Linear and type(model["wq"]) is not nn.Linear
+    assert [name for name, _ in model.named_parameters()] == ["wq.weight", "kept.weight"]
+    assert model["wq"].weight is plain.weight
+    inputs = x.clone().requires_grad_()
+    output = model["wq"](inputs)
+    output.backward(g)
+    for found, expected in ((output, y), (inputs.grad, gx), (plain.weight.grad, gw)):
+        assert difference(found, expected) < 1e-6
+    assert 0.01 < difference(output, x.double() @ w.double().T) < 0.05
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Relative, in the 2-norm."""
+    return float((found.detach().double() - expected).norm() / expected.norm())
+
+
+# Error of the gradients against bfloat16: of all together, and of the weights of swapped linears. Tensorwise
+# has two bits of mantissa where it rounds gradients, the others three; rowwise_hp rounds them once less.
+ERRORS = {
+    "float8_tensorwise": (1e-2, 0.09),
+    "float8_rowwise": (1e-2, 0.065),
+    "float8_rowwise_hp": (1e-2, 0.05),
+    "mxfp8": (1e-2, 0.065),
+}
+
+
+@pytest.mark.parametrize("linear", RECIPES)
+def test_against_bfloat16(pool: RankPool, linear: str) -> None:
+    expected = alone(pool, "precision.param_dtype=bfloat16")
+    found = alone(pool, *precision_of(linear, "bfloat16"))
+    assert found.losses == pytest.approx(expected.losses, rel=1e-3)
+    assert found.norms == pytest.approx(expected.norms, rel=2e-2)
+    swapped = [name for name in expected.gradients[0] if ".attention.w" in name or ".feed_forward.w" in name]
+    assert len(swapped) == 28
+    of_all, of_swapped = ERRORS[linear]
+    assert error(found, expected, list(expected.gradients[0])) < of_all
+    assert of_swapped / 2 < error(found, expected, swapped) < of_swapped
+
+
+def error(found: Trace, expected: Trace, names: list[str]) -> float:
+    """Relative error of the named gradients, as one vector."""
+    whole = [
+        torch.cat([t.gradients[0][name].double().flatten() for name in names]) for t in (found, expected)
+    ]
+    return difference(whole[0], whole[1])
+
+
+# A layout, and the rows that its ranks have at once. The process that is compared with takes as many at once,
+# because scales are taken from what goes through a linear together.
+LAYOUTS = {
+    "fsdp": ("parallelism=fsdp parallelism.dp_shard=2", 2),
+    "pp": ("parallelism=pp", 1),
+    "tp": ("parallelism=tp", 4),
+    "fsdp_tp": ("parallelism=fsdp_tp", 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("linear", "layout"),
+    [
+        *((linear, layout) for linear in ("float8_tensorwise", "mxfp8") for layout in LAYOUTS),
+        *((linear, "fsdp_tp") for linear in ("float8_rowwise", "float8_rowwise_hp")),
+    ],
+)
+def test_layout_agrees_with_one_process(pool: RankPool, linear: str, layout: str) -> None:
+    """In float32, as closely as layouts do without float8, but for values that lie between two of float8's.
+
+    Tensor parallelism adds in another order, so that a value may fall to the other side; one in the
+    two-bit gradients of tensorwise moves a weight's gradient by half a percent.
+    """
+    overrides, rows = LAYOUTS[layout]
+    expected = alone(pool, *precision_of(linear), f"training.local_batch_size={rows}")
+    job = job_of(*precision_of(linear), *overrides.split())
+    found = pool.run(job.world_size, trace, job.to_json(), 1)
+    tolerance = 1e-2 if layout in ("tp", "fsdp_tp") else 1e-6
+    verdict = compare(layout, job.world_size, expected, found, (1e-6, tolerance))
+    assert verdict.passed, line(verdict)
+    assert verdict.norm < 1e-6
+
+
+def test_scales_are_taken_from_what_goes_through_together(pool: RankPool) -> None:
+    """So another number of rows at once gives other numbers: the test above compares something."""
+    two = alone(pool, *precision_of("float8_tensorwise"), "training.local_batch_size=2")
+    four = alone(pool, *precision_of("float8_tensorwise"), "training.local_batch_size=4")
+    assert not compare("rows", 1, two, [four], (1e-3, 1e-2)).passed
+    # A block of 32 tokens is the same whatever lies beside it.
+    two, four = (alone(pool, *precision_of("mxfp8"), f"training.local_batch_size={n}") for n in (2, 4))
+    assert compare("rows", 1, two, [four], (1e-6, 1e-6)).passed
+
+
+def test_tensor_parallelism_that_gathers_float8(pool: RankPool) -> None:
+    """What GPUs do: cast, then gather. It computes what gathering, then casting does."""
+    job = job_of(*precision_of("float8_tensorwise", "bfloat16"), "parallelism=fsdp_tp")
+    [expected, *_] = pool.run(4, trace, job.to_json(), 1)
+    found = pool.run(4, trace_with_float8_gathers, job.to_json(), 1)
+    verdict = compare("float8 gathers", 4, expected, found, (1e-6, 1e-6))
+    assert verdict.passed, line(verdict)
+
+
+def outcomes(pool: RankPool, *overrides: str) -> list[Outcome]:
+    job = job_of(*overrides)
+    return pool.run(job.world_size, train, job.to_json(), 3)
+
+
+def assert_same(left: list[Outcome], right: list[Outcome]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert (a.losses, a.norms) == (b.losses, b.norms)
+        assert all(torch.equal(a.weights[name], weight) for name, weight in b.weights.items())
+
+
+@pytest.mark.parametrize("layout", ["fsdp_tp", "hsdp"])
+def test_gathering_weights_in_float8(pool: RankPool, layout: str) -> None:
+    """Bitwise what casting after the gather gives, in float32; and scales computed ahead change nothing."""
+    tensorwise = (*precision_of("float8_tensorwise"), *f"parallelism={layout}".split())
+    gathered = outcomes(pool, *tensorwise, "precision.enable_fsdp_float8_all_gather=true")
+    ahead = "precision.precompute_float8_dynamic_scale_for_fsdp=true"
+    assert_same(gathered, outcomes(pool, *tensorwise))
+    assert_same(gathered, outcomes(pool, *tensorwise, "precision.enable_fsdp_float8_all_gather=true", ahead))
+
+
+def test_gathering_in_float8_skips_a_rounding_to_bfloat16(pool: RankPool) -> None:
+    """Which is why the field belongs to the numerics."""
+    tensorwise = (*precision_of("float8_tensorwise", "bfloat16"), "parallelism=fsdp")
+    option = "precision.enable_fsdp_float8_all_gather=true"
+    assert job_of(*tensorwise).numerics_id != job_of(*tensorwise, option).numerics_id
+    [dynamic, *_], [gathered, *_] = outcomes(pool, *tensorwise), outcomes(pool, *tensorwise, option)
+    assert dynamic.losses != gathered.losses
+    assert dynamic.losses == pytest.approx(gathered.losses, rel=1e-3)

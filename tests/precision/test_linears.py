@@ -1,0 +1,116 @@
+"""Which linears are converted: judged by the decoder itself and by torchao's own rules."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torchao.float8 import _auto_filter_for_recipe
+
+from harness.compose import compose_job
+from harness.errors import ConfigError
+from harness.job import Job
+from harness.model.config import ModelConfig
+from harness.model.decoder import Decoder
+from harness.model.sharding import Split
+from harness.precision.config import FLOAT8, PrecisionConfig
+from harness.precision.linears import (
+    SPLIT_BY_INPUT,
+    check_layout,
+    is_small,
+    linear_shapes,
+    sort_linears,
+)
+
+TINY = ["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64"]
+
+
+def job_of(*overrides: str) -> Job:
+    return compose_job([*TINY, "cluster.device=cpu", *overrides])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shapes_are_the_decoders(tied: bool) -> None:
+    model = dataclasses.replace(job_of().model, tied_embeddings=tied)
+    with torch.device("meta"):
+        decoder = Decoder(model, 8)
+    modules = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
+    assert {name: tuple(m.weight.shape) for name, m in modules.items()} == linear_shapes(model)
+    declared = {}
+    for parent_name, parent in decoder.named_modules():
+        for name, split in getattr(parent, "sharding", {}).items():
+            declared[f"{parent_name}.{name}".removeprefix(".")] = split
+    by_input = {name for name in modules if declared[name] is Split.ROW}
+    assert by_input == {name for name in modules if name.endswith(SPLIT_BY_INPUT)}
+
+
+@pytest.mark.parametrize("linear", ["float8_tensorwise", "float8_rowwise"])
+def test_small_ones_are_torchaos(linear: str) -> None:
+    takes = _auto_filter_for_recipe(linear.removeprefix("float8_"), filter_fqns=[])
+    edges = [1024, 1040, 2048, 2064, 4096, 4112, 8192]
+    seen = set()
+    for rows in edges:
+        for columns in edges:
+            with torch.device("meta"):
+                module = nn.Linear(columns, rows, bias=False)
+            assert is_small(linear, rows, columns) != takes(module, "wq"), (rows, columns)
+            seen.add(takes(module, "wq"))
+    assert seen == {False, True}
+
+
+def sort(model: ModelConfig, **fields: object) -> tuple[int, str]:
+    precision = PrecisionConfig(linear="float8_rowwise", emulate=True, **fields)  # type: ignore[arg-type]
+    linears = sort_linears(model, precision)
+    return len(linears.converted), linears.describe(precision.linear)
+
+
+def test_what_is_said() -> None:
+    model = job_of().model
+    assert sort(model) == (28, "float8_rowwise: 28 of 29 linears; not output (filter_fqns)")
+    assert sort(model, filter_fqns=[]) == (29, "float8_rowwise: 29 of 29 linears")
+    odd = dataclasses.replace(model, ffn_hidden_dim=100)
+    assert sort(odd, filter_fqns=["output", "layers.0."]) == (
+        12,
+        "float8_rowwise: 12 of 29 linears; not layers.*.attention.wq, layers.*.attention.wk, "
+        "layers.*.attention.wv, layers.*.attention.wo, layers.*.feed_forward.w1, layers.*.feed_forward.w2, "
+        "layers.*.feed_forward.w3, output (filter_fqns); not layers.*.feed_forward.w1, "
+        "layers.*.feed_forward.w3 (100 x 64, not multiples of 16); not layers.*.feed_forward.w2 "
+        "(64 x 100, not multiples of 16)",
+    )
+    tied = dataclasses.replace(model, tied_embeddings=True)
+    assert sort(tied, filter_fqns=[])[1].endswith("not output (tied to the embedding table)")
+
+
+def test_a_large_model_leaves_out_what_is_too_small() -> None:
+    model = compose_job(["model=llama3_8b"]).model
+    assert sort(model, auto_filter_small_kn=True) == (
+        160,
+        "float8_rowwise: 160 of 225 linears; not layers.*.attention.wk, layers.*.attention.wv "
+        "(1024 x 4096, too small to gain); not output (filter_fqns)",
+    )
+
+
+@pytest.mark.parametrize("linear", [*FLOAT8, "mxfp8"])
+def test_the_layout_has_no_say(linear: str) -> None:
+    """Every legal layout converts the same linears; one that could not is refused, and the filter helps."""
+    shape = ("model.dim=256", "model.n_kv_heads=2", "model.ffn_hidden_dim=256")
+    job = job_of(f"precision.linear={linear}", "precision.emulate=true", *shape)
+    linears = sort_linears(job.model, job.precision)
+    check_layout(linears, job.model, job.precision, tp=1, rows=1, tokens=64)
+    with pytest.raises(ConfigError, match=r"^parallelism.tp=8: .*would work: 1, 2.*wk,wv") as refused:
+        check_layout(linears, job.model, job.precision, tp=8, rows=1, tokens=64)
+    filtered = refused.value.works.split("=")[1].strip("[]").split(",")
+    precision = dataclasses.replace(job.precision, filter_fqns=filtered)
+    check_layout(sort_linears(job.model, precision), job.model, precision, tp=8, rows=1, tokens=64)
+
+
+def test_weight_gradients_are_sums_over_whole_blocks_of_tokens() -> None:
+    layout = ["parallelism=pp", "training.seq_len=40", "precision.emulate=true"]
+    with pytest.raises(ConfigError, match=r"^training.seq_len=40: 1 x 40 tokens .* multiple of 16"):
+        job_of(*layout, "precision=float8_rowwise")
+    job_of(*layout, "precision=float8_rowwise_hp")
+    job_of(*layout, "precision=float8_rowwise", "parallelism.pp_microbatch_size=2")
+    with pytest.raises(ConfigError, match="multiple of 32"):
+        job_of(*layout, "precision=mxfp8", "parallelism.pp_microbatch_size=2")
