@@ -259,8 +259,8 @@ def compose_layouts(config: ParityConfig, overrides: list[str]) -> dict[str, tup
 def single_process(job: Job) -> Job:
     """The same experiment on one rank, eager, with everything kept and nothing cut into pieces.
 
-    Except for float8, whose scales are taken from what goes through a linear together: there the one rank
-    takes as many rows at once as the layout's ranks do.
+    Scales of float8 are taken from what goes through a linear together: there the one rank takes as many rows
+    at once as the layout's ranks do.
     """
     layout, rows = job.parallelism, None
     if job.precision.linear != "none":

@@ -33,13 +33,8 @@ SIDES = {
 }
 SHAPE = [
     *("model=llama3_tiny", "model.dim=128", "model.ffn_hidden_dim=384", "model.vocab_size=272"),
-    *(
-        "tokenizer=bytes",
-        "data=python_stdlib",
-        "training.seq_len=128",
-        "training.global_batch_size=8",
-        "cluster.device=cpu",
-    ),
+    *("tokenizer=bytes", "data=python_stdlib", "training.seq_len=128", "training.global_batch_size=8"),
+    "cluster.device=cpu",
     *("optimizer.lr=2e-3", "schedule.warmup_steps=20", "validation.steps=10", "metrics.log_interval=1"),
     *("checkpoint=disabled", "metrics.console=none"),
 ]
@@ -54,18 +49,18 @@ def main() -> None:
     arguments = parser.parse_args()
     curves, validation = {}, {}
     for name, overrides in SIDES.items():
-        curves[name], validation[name] = run([*SHAPE, *overrides], arguments.steps, arguments.out)
+        curves[name], validation[name] = run(name, [*SHAPE, *overrides], arguments.steps, arguments.out)
         print(f"{name}: {curves[name][-1]:.4f}", file=sys.stderr, flush=True)
     print(table(curves, validation))
     draw(curves, arguments.out / "curves.png")
     print(f"\n{arguments.out / 'curves.png'}")
 
 
-def run(overrides: list[str], steps: int, out: Path) -> tuple[list[float], float]:
+def run(name: str, overrides: list[str], steps: int, out: Path) -> tuple[list[float], float]:
     """Losses by step, and the validation loss at the end, of one run."""
     overrides = [
         *(*overrides, f"training.steps={steps}", f"validation.interval={steps}"),
-        *(f"runs_dir={out}", "name=runs"),
+        *(f"runs_dir={out}", f"name={name.replace(', ', '-').replace(' ', '')}"),
     ]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "harness.train", *overrides]
@@ -101,19 +96,14 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for name, curve in curves.items():
-        style = {"color": "#b0b0b0", "linestyle": "--"} if "seed" in name else {}
-        losses.plot(range(1, len(curve) + 1), curve, label=name, linewidth=1, **style)
-        if name != REFERENCE:
+        seed = "seed" in name
+        style = {"color": "#b0b0b0", "linestyle": "--"} if seed else {}
+        [line] = losses.plot(range(1, len(curve) + 1), curve, label=name, linewidth=1, **style)
+        # Another seed has other batches: step for step it is far from everything, and would set the scale.
+        if name != REFERENCE and not seed:
             gap = [a - b for a, b in zip(curve, curves[REFERENCE], strict=True)]
             smooth = [statistics.mean(gap[max(0, i - 9) : i + 1]) for i in range(len(gap))]
-            [line] = [each for each in losses.lines if each.get_label() == name]
-            differences.plot(
-                range(1, len(gap) + 1),
-                smooth,
-                linewidth=1,
-                color=line.get_color(),
-                linestyle=line.get_linestyle(),
-            )
+            differences.plot(range(1, len(gap) + 1), smooth, linewidth=1, color=line.get_color())
     losses.set_ylabel("loss, nats per byte")
     losses.legend(frameon=False)
     differences.axhline(0, color="black", linewidth=0.5)

@@ -127,7 +127,10 @@ class Decoder(nn.Module):
         for block in self.layers.values():
             x = block(x, rope_2TD, mask)
         x = self.norm(x) if self.norm is not None else x
-        return self.output(x, labels_BT) if self.output is not None else x
+        if self.output is None:
+            return x
+        # One that was swapped for another format takes no labels.
+        return self.output(x) if labels_BT is None else self.output(x, labels_BT)
 
     def _mask(self, documents_BT: Tensor | None) -> Any | None:
         """What all blocks' attention needs to know of the documents, made once."""
