@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
+from harness.errors import ConfigError
 from harness.job import Job
 from harness.parity import Trace, compare, line, trace
 from harness.precision.config import FLOAT8, PrecisionConfig
@@ -203,6 +204,24 @@ def test_gathering_weights_in_float8(pool: RankPool, layout: str) -> None:
     ahead = "precision.precompute_float8_dynamic_scale_for_fsdp=true"
     assert_same(gathered, outcomes(pool, *tensorwise))
     assert_same(gathered, outcomes(pool, *tensorwise, "precision.enable_fsdp_float8_all_gather=true", ahead))
+
+
+@pytest.mark.parametrize("linear", ["float8_tensorwise", "mxfp8"])
+def test_recomputed_and_compiled_it_stays_the_same(pool: RankPool, linear: str) -> None:
+    float8 = (*precision_of(linear, "bfloat16"), "parallelism=fsdp_tp")
+    plain = outcomes(pool, *float8)
+    assert_same(outcomes(pool, *float8, "activation_checkpoint=selective_op"), plain)
+    assert_same(outcomes(pool, *float8, "compile=on", "compile.backend=aot_eager"), plain)
+
+
+def test_a_head_in_float8(pool: RankPool) -> None:
+    """Where the filter leaves it out it multiplies in float8 too, whole: pieces of it would not."""
+    float8 = (*precision_of("float8_rowwise"), "precision.filter_fqns=[wk]")
+    head = alone(pool, *float8).gradients[0]["output.weight"]
+    plain = alone(pool, *precision_of("float8_rowwise")).gradients[0]["output.weight"]
+    assert 0.01 < difference(head, plain.double()) < 0.1
+    with pytest.raises(ConfigError, match=r"^training.loss_chunks=4: .*would work: 1, or .*\[wk,output\]"):
+        job_of(*float8, "training.loss_chunks=4")
 
 
 def test_gathering_in_float8_skips_a_rounding_to_bfloat16(pool: RankPool) -> None:
