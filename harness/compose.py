@@ -24,6 +24,8 @@ from harness.paths import conf_dir
 
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?$", re.DOTALL)
 
+_NUMBER = re.compile(r"^\s*(nan|inf)\s*$", re.IGNORECASE)
+
 _UNSAID = (
     "full_key:",
     "object_type=",
@@ -203,8 +205,22 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
 
 
 def with_own_keys(overrides: Iterable[str], schema: type = Job) -> list[str]:
-    """The overrides as Hydra takes them: before keys of mappings, the user's own, it wants ``++``."""
-    return [f"++{override}" if _is_own_key(override, schema) else override for override in overrides]
+    """The overrides as Hydra takes them.
+
+    Before keys of mappings, the user's own, it wants ``++``; around an option that it would read as a number
+    (debug=nan) it wants quotes.
+    """
+    return [
+        f"++{override}" if _is_own_key(override, schema) else _with_quotes(override) for override in overrides
+    ]
+
+
+def _with_quotes(override: str) -> str:
+    match = _OVERRIDE.match(override)
+    if match is None or match["value"] is None or match["key"] not in _groups():
+        return override
+    options = [f"'{option}'" if _NUMBER.match(option) else option for option in match["value"].split(",")]
+    return f"{match['sign'] or ''}{match['key']}={','.join(options)}"
 
 
 def _is_own_key(override: str, schema: type) -> bool:

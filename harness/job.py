@@ -189,7 +189,7 @@ class Job:
         self.validation.validate()
         if self.validation.interval:
             self.data.require_validation()
-        self.debug.validate()
+        self.debug.validate(self.parallelism.tp, self.compile.blocks)
 
     def _validate_chunked_loss(self) -> None:
         """Checks that the pieces of a chunked loss can be computed where the vocabulary is split."""

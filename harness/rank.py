@@ -25,7 +25,9 @@ from harness.errors import (
     HarnessError,
     MachineError,
 )
+from harness.failures import describe_failure
 from harness.job import Job
+from harness.loop import process
 from harness.loop.signals import ignore_stop_signals, stop_signals_interrupt
 from harness.model.accounting import account
 from harness.run_folder import RunFolder
@@ -127,6 +129,8 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
             ignore_stop_signals()
         # First of all the cause: what follows can fail or take long.
         folder.record_error(rank, error, step=run.step)
+        if run.trainer is not None and describe_failure(error)["kind"] == "collective_timeout":
+            run.trainer.watch.timed_out()
         code = _exit_code_of(error)
         if rank == 0:
             _end_failed_run(job, folder, run, code)
@@ -135,10 +139,14 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
 
 def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, store: dist.Store | None) -> int:
     """Sets the process up, trains, and tears it down; returns the exit code."""
+    process.set_environment(job, folder.path)
     from harness.loop.setup import pick_device, process_group, set_up_process
 
     device = pick_device(job)
     set_up_process(job)
+    if device.type == "cuda" and job.world_size > 1:
+        # NCCL writes its recorder's file there from C++, which makes no folders.
+        (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
     with process_group(job, device, store):
         from harness.loop.engine import Engine
         from harness.loop.trainer import Trainer
@@ -147,6 +155,7 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
             folder.set_status("running")
             run.recorder = _open_recorder(job, folder)
             run.recorder.message(describe(job, folder, device))
+            run.recorder.message(process.describe(job, device.type))
         run.trainer = Trainer(job, folder, Engine(job, device), run.recorder, started)
         reason = run.trainer.train()
         if "RANK" in os.environ:

@@ -1,7 +1,7 @@
 """The run folder: enough to resume, resubmit or audit a run. Imports no torch.
 
     job.json overrides.txt code.json status.json metrics.jsonl result.json
-    checkpoints/ errors/ logs/ evidence/ slurm/ attempts/
+    checkpoints/ errors/ logs/ evidence/ flight_recorder/ profile/ slurm/ attempts/
 
 Only one process writes the shared files: the controller before the ranks start and after they end, rank 0
 in between. On SLURM the controller of an attempt is the batch process (``harness.cluster.batch``).
@@ -32,7 +32,7 @@ from harness.metrics.jsonl import read_metrics
 from harness.metrics.result import git_commit, versions, write_json_atomically, write_result
 
 DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
-PER_ATTEMPT = ("result.json", "status.json", "errors", "logs", "evidence")
+PER_ATTEMPT = ("result.json", "status.json", "errors", "logs", "evidence", "flight_recorder", "profile")
 # What an attempt that resumes adds to.
 METRICS = "metrics.jsonl"
 PER_CURVE = (METRICS, "tensorboard")

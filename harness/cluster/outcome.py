@@ -14,6 +14,7 @@ from harness.checkpoint.resume import can_resume
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RESUMABLE, STOPPED, MachineError
 from harness.failures import VICTIMS, kind_of_text
 from harness.job import Job
+from harness.loop.process import FLIGHT_RECORDER
 from harness.run_folder import RunFolder
 
 LOG_LINES_SHOWN = 8
@@ -126,4 +127,7 @@ def account_of(error: dict[str, Any], world_size: int, folder: RunFolder) -> str
         text = error["traceback"] + text
     elif error.get("where"):
         text += f"  in {error['where']}\n"
+    stacks = folder.path / FLIGHT_RECORDER
+    if error["kind"] == "collective_timeout" and stacks.is_dir():
+        text += f"  which collective it was, and where every rank stood: {stacks}\n"
     return f"{text}  errors and logs of all ranks lie in {folder.path}\n"

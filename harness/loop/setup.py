@@ -39,7 +39,7 @@ def pick_device(job: Job) -> torch.device:
 
 
 def set_up_process(job: Job) -> None:
-    """Sets what is global to a process: threads, determinism and noise."""
+    """Sets what is global to a process in torch: threads, determinism, precision and noise."""
     if job.cluster.threads_per_rank is not None:
         # torchrun sets OMP_NUM_THREADS=1 of its own accord; the job's own word wins.
         torch.set_num_threads(job.cluster.threads_per_rank)
@@ -47,6 +47,8 @@ def set_up_process(job: Job) -> None:
         # cuBLAS reads this when its handle is made (docs.pytorch.org, "Reproducibility").
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(job.debug.deterministic)
+    torch.autograd.set_detect_anomaly(job.debug.anomaly)
+    torch.set_float32_matmul_precision(job.training.matmul_precision)
     silence_known_noise()
 
 

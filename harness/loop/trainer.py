@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import os
-import platform
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +23,13 @@ from harness.errors import NonFiniteError, UserError
 from harness.job import Job
 from harness.loop.engine import Engine, StepOutcome
 from harness.loop.evidence import save_evidence
+from harness.loop.finite import FiniteWatch, named_as_such
+from harness.loop.flight_recorder import StepWatch
+from harness.loop.progress import Progress, device_name, device_peak, local_rank
 from harness.loop.setup import shorten_timeouts
 from harness.loop.signals import StopRequest
 from harness.metrics.memory import peak_memory_gib
-from harness.metrics.mfu import Peak, describe_inputs, peak_of, utilization
+from harness.metrics.mfu import describe_inputs, utilization
 from harness.metrics.profiler import Profiler
 from harness.metrics.recorder import Recorder
 from harness.metrics.window import StepTimer, Window
@@ -36,30 +37,6 @@ from harness.model.accounting import account
 from harness.parallelism.compile import CompileWatch
 from harness.precision.linears import sort_linears
 from harness.run_folder import RunFolder
-
-
-@dataclass
-class Progress:
-    """Where a run stands; what its result row says of it."""
-
-    step: int = 0
-    start_step: int = 0
-    tokens: int = 0
-    loss: float | None = None
-    validation_loss: float | None = None
-    skipped_steps: int = 0
-    first_step_seconds: float | None = None
-    memory_gib: float | None = None
-
-    def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: counters of the run, not figures of this process."""
-        return {name: getattr(self, name) for name in _SAVED}
-
-    def resume(self, saved: dict[str, Any]) -> None:
-        """Goes on from what ``saved`` gave; from the start where it is empty."""
-        for name in _SAVED:
-            setattr(self, name, saved.get(name, getattr(self, name)))
-        self.start_step = self.step
 
 
 @dataclass(frozen=True)
@@ -70,9 +47,6 @@ class _Step:
     batch: Batch
     outcome: StepOutcome
     lr: float
-
-
-_SAVED = ("step", "tokens", "loss", "validation_loss", "skipped_steps")
 
 
 class Trainer:
@@ -108,6 +82,9 @@ class Trainer:
         self.together = Together(job.checkpoint.timeout_seconds)
         self.saver = Saver(job, folder.path, engine, self.loader, self.together, self._say)
         rank = dist.get_rank() if dist.is_initialized() else 0
+        watching = job.world_size > 1 and job.debug.flight_recorder > 0
+        self.watch = StepWatch(folder.path, rank, enabled=watching)
+        self.finite = FiniteWatch(engine.parts) if job.debug.nan else None
         self.profiler = Profiler(job.profiling, folder.path, rank, device, self._say)
         self._skipped_in_a_row = 0
 
@@ -128,6 +105,7 @@ class Trainer:
             self.profiler.out_of_memory(self.progress.step + 1)
             raise
         finally:
+            self.watch.close()
             self.profiler.close()
             self.loader.close()
             self.saver.folder.release()
@@ -246,7 +224,9 @@ class Trainer:
                 batch = self.loader.next()
             if self.job.optimizer.in_backward:
                 self._wait_for_staging()
-            outcome = self.engine.gradients(batch, stop_requested=self._wants_to_stop(request))
+            self._watch(number)
+            with named_as_such(number):
+                outcome = self.engine.gradients(batch, stop_requested=self._wants_to_stop(request))
             step = _Step(number, batch, outcome, self.engine.lr)
             self._wait_for_staging()
             self.engine.update(outcome.norm)
@@ -256,6 +236,7 @@ class Trainer:
             # device has come to the end of its work, and yet is never more than a step ahead of it.
             while len(waiting) > 1 or (waiting and (stopping or self._needs_figures(number))):
                 self._settle(waiting.popleft())
+            self.watch.end()
             self._book_time(number)
             if self._is_logged(number):
                 self._log(step)
@@ -272,6 +253,13 @@ class Trainer:
                 self._say(f"stopped after step {number} of {training.steps}{saved}")
                 return "interrupted"
         return "completed"
+
+    def _watch(self, step: int) -> None:
+        """Says to those who watch a step which one it is."""
+        if self.finite is not None:
+            self.finite.step = step
+        cluster, first = self.job.cluster, self.progress.first_step_seconds is None
+        self.watch.begin(step, cluster.start_timeout_seconds if first else cluster.step_timeout_seconds)
 
     def _wants_to_stop(self, request: StopRequest) -> bool:
         return request.signal is not None or self.saver.gives_up
@@ -423,34 +411,3 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.recorder is not None:
             self.recorder.message(text)
-
-
-def local_rank() -> int:
-    """This process's place on its node; 0 when it was started alone."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def device_name(device: torch.device) -> str:
-    """What the device calls itself; a CPU by its machine's architecture and cores."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
-
-
-def device_peak(job: Job, device: torch.device) -> Peak:
-    """The peak an MFU is measured against: of this device, in the format matrix products run in.
-
-    Of float8 jobs too it is bfloat16's, as in torchtitan: their attention and head multiply in bfloat16, and
-    a figure against the same peak says what float8 gains. It can come out above the MFU that bfloat16 could
-    have.
-    """
-    if job.precision.linear != "none":
-        peak = peak_of(device_name(device), "bfloat16")
-        convention = f"; {job.precision.linear} is measured against the bfloat16 peak, as in torchtitan"
-        return peak if peak.flops is None else replace(peak, origin=peak.origin + convention)
-    if device.type != "cuda":
-        return peak_of(device_name(device), job.precision.param_dtype)
-    dtype = job.precision.param_dtype
-    if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
-        dtype = "tf32"
-    return peak_of(torch.cuda.get_device_name(device), dtype)

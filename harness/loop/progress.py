@@ -1,0 +1,70 @@
+"""Where a run stands, and on what it runs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from harness.job import Job
+from harness.metrics.mfu import Peak, peak_of
+
+_SAVED = ("step", "tokens", "loss", "validation_loss", "skipped_steps")
+
+
+@dataclass
+class Progress:
+    """Where a run stands; what its result row says of it."""
+
+    step: int = 0
+    start_step: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    validation_loss: float | None = None
+    skipped_steps: int = 0
+    first_step_seconds: float | None = None
+    memory_gib: float | None = None
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: counters of the run, not figures of this process."""
+        return {name: getattr(self, name) for name in _SAVED}
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Goes on from what ``saved`` gave; from the start where it is empty."""
+        for name in _SAVED:
+            setattr(self, name, saved.get(name, getattr(self, name)))
+        self.start_step = self.step
+
+
+def local_rank() -> int:
+    """This process's place on its node; 0 when it was started alone."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself; a CPU by its machine's architecture and cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+
+
+def device_peak(job: Job, device: torch.device) -> Peak:
+    """The peak an MFU is measured against: of this device, in the format matrix products run in.
+
+    Of float8 jobs too it is bfloat16's, as in torchtitan: their attention and head multiply in bfloat16, and
+    a figure against the same peak says what float8 gains. It can come out above the MFU that bfloat16 could
+    have.
+    """
+    if job.precision.linear != "none":
+        peak = peak_of(device_name(device), "bfloat16")
+        convention = f"; {job.precision.linear} is measured against the bfloat16 peak, as in torchtitan"
+        return peak if peak.flops is None else replace(peak, origin=peak.origin + convention)
+    if device.type != "cuda":
+        return peak_of(device_name(device), job.precision.param_dtype)
+    dtype = job.precision.param_dtype
+    if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
+        dtype = "tf32"
+    return peak_of(torch.cuda.get_device_name(device), dtype)

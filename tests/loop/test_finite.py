@@ -1,0 +1,157 @@
+"""debug=nan and debug=anomaly: a number gone wrong is told with the name of what made it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.cluster.pool import RankFailed, RankPool
+from harness.compose import compose_job, compose_points
+from harness.errors import EXIT_NON_FINITE, ConfigError, NonFiniteError
+from harness.job import Job
+from harness.loop.engine import Engine
+from harness.loop.trainer import Trainer
+from harness.model.decoder import Decoder
+from harness.rank import run_rank
+from harness.run_folder import RunFolder
+
+SMALL = [
+    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "metrics.console=none", "training.steps=4"),
+    *("training.seq_len=16", "training.global_batch_size=4", "cluster.device=cpu", "checkpoint=disabled"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_anomaly_mode_is_left():  # type: ignore[no-untyped-def]
+    yield
+    torch.autograd.set_detect_anomaly(False)
+
+
+def poisoned(job_json: str, run_dir: str, name: str) -> None:
+    """Trains with one number of one weight spoilt on the ranks that hold its first row."""
+    job = Job.from_json(job_json)
+    engine = Engine(job, torch.device("cpu"))
+    with torch.no_grad():
+        for own, parameter in engine.named_parameters():
+            if own == name:
+                getattr(parameter, "_local_tensor", parameter).view(-1)[0] = float("nan")
+    Trainer(job, RunFolder(Path(run_dir)), engine, None, time.time()).train()
+
+
+def what_is_told(job_json: str, run_dir: str, name: str) -> str:
+    try:
+        poisoned(job_json, run_dir, name)
+    except NonFiniteError as error:
+        return str(error)
+    return "nothing"
+
+
+WEIGHT = "layers.1.feed_forward.w2.weight"
+TOLD = "step 1: the output of layers.1.feed_forward.w2 is not finite"
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp", "tp"])
+def test_a_poisoned_weight_is_named(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    job = compose_job([*SMALL, f"parallelism={layout}", "debug=nan"])
+    told = pool.run(job.world_size, what_is_told, job.to_json(), str(tmp_path), WEIGHT)
+    assert all(each.startswith(TOLD) for each in told), told
+    if layout == "single":
+        assert told[0].endswith(f"; so is {WEIGHT}")
+
+
+def test_a_poisoned_weight_is_named_inside_of_a_pipeline(pool: RankPool, tmp_path: Path) -> None:
+    """By the rank that holds it; the launcher ends the other one, which waits for it."""
+    job = compose_job([*SMALL, "parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "debug=nan"])
+    with pytest.raises(RankFailed) as failed:
+        pool.run(2, poisoned, job.to_json(), str(tmp_path), WEIGHT)
+    assert str(failed.value).strip().splitlines()[-1].startswith(f"harness.errors.NonFiniteError: {TOLD}")
+
+
+def run(tmp_path: Path, *overrides: str) -> tuple[int, RunFolder]:
+    job = compose_job([*SMALL, *overrides, f"runs_dir={tmp_path}"])
+    folder = RunFolder(job.run_dir)
+    folder.begin(job, list(overrides))
+    return run_rank(job, folder, started=time.time()), folder
+
+
+class SpoilsGradient(torch.autograd.Function):
+    """Passes its input on, and sends NaN back."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient * float("nan")
+
+
+@pytest.fixture
+def gradient_spoilt_in_step_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the head and the last block."""
+    original, calls = Decoder.__init__, [0]
+
+    def spoil(module, inputs):  # type: ignore[no-untyped-def]
+        calls[0] += 1
+        return (SpoilsGradient.apply(inputs[0]),) if calls[0] == 3 else None
+
+    def init(self, *args, **options):  # type: ignore[no-untyped-def]
+        original(self, *args, **options)
+        self.norm.register_forward_pre_hook(spoil)
+
+    monkeypatch.setattr(Decoder, "__init__", init)
+
+
+@pytest.mark.usefixtures("gradient_spoilt_in_step_three")
+def test_a_gradient_gone_wrong_is_told_with_where_it_was_in_order(tmp_path: Path) -> None:
+    code, folder = run(tmp_path, "debug=nan", "model.n_layers=2")
+    assert code == EXIT_NON_FINITE
+    error = folder.first_error()
+    assert error is not None and error["step"] == 2
+    assert error["message"].startswith("step 3: the gradient of the output of layers.1 is not finite (")
+    assert error["message"].endswith("; that of the output of norm, from which it comes, was")
+
+
+@pytest.mark.usefixtures("gradient_spoilt_in_step_three")
+@pytest.mark.filterwarnings("ignore:Error detected in")
+def test_anomaly_mode_tells_the_function(tmp_path: Path) -> None:
+    code, folder = run(tmp_path, "debug=anomaly")
+    assert code == EXIT_NON_FINITE
+    error = folder.first_error()
+    assert error is not None
+    assert error["message"].startswith("step 3: Function 'SpoilsGradientBackward' returned nan values in its")
+
+
+def test_a_sound_run_is_the_same_with_and_without(tmp_path: Path) -> None:
+    losses = []
+    for mode in ("default", "nan", "anomaly"):
+        code, folder = run(tmp_path / mode, f"debug={mode}")
+        assert code == 0
+        losses.append(folder.row["loss"])
+    assert losses[0] == losses[1] == losses[2]
+    assert torch.is_anomaly_enabled()
+    run(tmp_path / "after", "debug=default")
+    assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["debug=anomaly", "parallelism=fsdp_tp"], r"debug\.anomaly=true: .*tp=2 .*would work: debug=nan"),
+        (["debug=anomaly", "compile=on"], r"debug\.anomaly=true: .*compiled blocks.*would work: compile=off"),
+        (["debug=nan", "compile=on"], r"debug\.nan=true: .*compiled blocks.*would work: compile=off"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_modes_are_refused_where_they_cannot_look(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose_job([*SMALL, *overrides])
+
+
+def test_nan_is_a_name_also_as_one_of_several() -> None:
+    """Hydra by itself would read a number."""
+    points = compose_points([*SMALL, "debug=nan,default"])
+    assert [point.job.debug.nan for point in points] == [True, False]

@@ -1,0 +1,95 @@
+"""Settings of a rank's process: told once, and the user's own word wins."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.compose import compose_job
+from harness.errors import ConfigError
+from harness.job import Job
+from harness.loop import process
+from harness.loop.setup import set_up_process
+
+OURS = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_DUMP_TEMP_FILE": "/runs/x/flight_recorder/rank_",
+}
+OLDER = {
+    "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An environment in which nothing of this is set."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "PYTORCH_"))}
+    monkeypatch.setattr(os, "environ", kept)
+    return kept
+
+
+def job(*overrides: str) -> Job:
+    return compose_job(["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", *overrides])
+
+
+def test_what_is_set(environment: dict[str, str]) -> None:
+    before = dict(environment)
+    process.set_environment(job(), Path("/runs/x"))
+    assert {name: value for name, value in environment.items() if name not in before} == OURS
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_users_word_wins(environment: dict[str, str], name: str) -> None:
+    environment[name] = "theirs"
+    process.set_environment(job(), Path("/runs/x"))
+    assert {each: environment[each] for each in OURS} == {**OURS, name: "theirs"}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_the_users_word_wins_under_an_older_name(environment: dict[str, str], name: str) -> None:
+    environment[OLDER[name]] = "theirs"
+    process.set_environment(job(), Path("/runs/x"))
+    assert name not in environment
+    if name in process.SHOWN:
+        assert f"{OLDER[name]}=theirs" in process.describe(job(), "cuda")
+
+
+def test_the_recorder_can_be_switched_off(environment: dict[str, str]) -> None:
+    process.set_environment(job("debug.flight_recorder=0"), Path("/runs/x"))
+    assert (environment["TORCH_FR_BUFFER_SIZE"], environment["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("0", "0")
+
+
+def test_one_line_tells_what_is_in_force(environment: dict[str, str]) -> None:
+    process.set_environment(job(), Path("/runs/x"))
+    assert process.describe(job(), "cpu") == "process: float32 products in highest precision"
+    assert process.describe(job("training.matmul_precision=high"), "cuda") == (
+        "process: float32 products in high precision, PYTORCH_ALLOC_CONF=expandable_segments:True, "
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING=3"
+    )
+
+
+def test_it_can_be_set_before_torch_is_imported() -> None:
+    code = "import sys, harness.rank, harness.loop.process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_matmul_precision_is_the_jobs(environment: dict[str, str]) -> None:
+    try:
+        set_up_process(job("training.matmul_precision=high"))
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32
+    finally:
+        set_up_process(job())
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
+    with pytest.raises(ConfigError, match=r"training\.matmul_precision=low: .*would work: highest, high"):
+        job("training.matmul_precision=low")
+    assert job().numerics_id != job("training.matmul_precision=high").numerics_id
