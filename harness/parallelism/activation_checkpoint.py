@@ -11,35 +11,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-import torch.nn.attention.varlen  # registers its operator
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from harness.model.decoder import Decoder
 from harness.parallelism.block_config import ActivationCheckpointConfig
 
-
-def _operations(*names: str) -> frozenset[Any]:
-    """Overloads by name, those that this build of torch has."""
-    found = set()
-    for name in names:
-        namespace, operation, overload = name.split(".")
-        packet = getattr(getattr(torch.ops, namespace), operation, None)
-        if packet is not None:
-            found.add(getattr(packet, overload))
-    return frozenset(found)
-
-
-KEPT = _operations(
+# Operations by name: some exist only once the module that registers them has been imported.
+KEPT = {
     # Attention costs the most to recompute and its result is small.
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_fused_attention_overrideable.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._flash_attention_forward.default",
     "torch_attn._varlen_attn.default",
+    "flex_attention",
+    "harness.ring_attention.default",
     # Collectives whose results are no larger than what they take; an all-gather's is as many times larger as
     # there are ranks, so it is gathered again (arXiv:2205.05198, section 4.2.2).
     "_c10d_functional.reduce_scatter_tensor.default",
@@ -49,8 +37,8 @@ KEPT = _operations(
     "aten.topk.default",
     # Float8's scales: a scalar that took a pass over the whole tensor (torchtitan keeps it too).
     "aten.max.default",
-) | {torch.ops.higher_order.flex_attention}
-MATMULS = _operations("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default")
+}
+MATMULS = {"aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"}
 
 
 def apply_activation_checkpoint(part: Decoder, config: ActivationCheckpointConfig) -> None:
@@ -63,9 +51,7 @@ def apply_activation_checkpoint(part: Decoder, config: ActivationCheckpointConfi
             continue
         options: dict[str, Any] = {}
         if config.mode == "selective_op":
-            # The ring's operator is there where a layout has one.
-            kept = KEPT | _operations("harness.ring_attention.default")
-            options["context_fn"] = partial(_selective_contexts, kept, config.save_every_nth_matmul)
+            options["context_fn"] = partial(_selective_contexts, config.save_every_nth_matmul)
         block.forward = _recomputed(block.forward, options)  # type: ignore[assignment]
 
 
@@ -78,15 +64,16 @@ def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Call
     return recomputed
 
 
-def _selective_contexts(kept: frozenset[Any], every_nth_matmul: int) -> Any:
+def _selective_contexts(every_nth_matmul: int) -> Any:
     seen: Counter[bool] = Counter()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation in MATMULS:
+        name = str(operation)
+        if name in MATMULS:
             seen[context.is_recompute] += 1
             keep = every_nth_matmul > 0 and seen[context.is_recompute] % every_nth_matmul == 0
         else:
-            keep = operation in kept
+            keep = name in KEPT
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
