@@ -49,6 +49,10 @@ class _Step:
     lr: float
 
 
+# How many steps late figures may be looked at. A CPU is its own host: there is nothing to wait for.
+LATE_STEPS = {"cpu": 0, "cuda": 1}
+
+
 class Trainer:
     """Trains one job; every rank has one.
 
@@ -68,6 +72,7 @@ class Trainer:
         self.progress = Progress()
         self.resumed_from: str | None = None
         self.window = Window(job.metrics.warmup_steps)
+        self.late_steps = LATE_STEPS[engine.device.type]
         self.compiler = CompileWatch()
         device = engine.device
         self.timer = StepTimer(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
@@ -234,7 +239,7 @@ class Trainer:
             stopping = outcome.stop_requested and number < training.steps
             # Figures that nobody needs yet are looked at one step late. The host then does not wait until the
             # device has come to the end of its work, and yet is never more than a step ahead of it.
-            while len(waiting) > 1 or (waiting and (stopping or self._needs_figures(number))):
+            while len(waiting) > self.late_steps or (waiting and (stopping or self._needs_figures(number))):
                 self._settle(waiting.popleft())
             self.watch.end()
             self._book_time(number)

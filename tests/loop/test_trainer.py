@@ -14,6 +14,7 @@ from harness.compose import compose_job
 from harness.errors import EXIT_NON_FINITE
 from harness.job import Job
 from harness.loop.engine import Engine
+from harness.loop.trainer import LATE_STEPS
 from harness.metrics.jsonl import read_metrics
 from harness.rank import run_rank
 from harness.run_folder import RunFolder
@@ -162,6 +163,13 @@ def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at) -> None:  # type: i
     assert result_of(folder)["step"] == 3
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are looked at a step late."""
+    monkeypatch.setitem(LATE_STEPS, "cpu", LATE_STEPS["cuda"])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_figures_nobody_asked_for_are_looked_at_a_step_late(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
     """By then another step is on its way; the run ends as it does when every step is logged."""
     infinite_at(3)
@@ -176,6 +184,7 @@ def test_figures_nobody_asked_for_are_looked_at_a_step_late(tmp_path: Path, infi
     assert "step 3: loss inf" in result["error.message"]
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_skipping_is_the_same_whoever_decides_it(
     tmp_path: Path,
