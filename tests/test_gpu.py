@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from harness.compose import compose_job
-from harness.data.loader import Batch
+from harness.data.loader import Batch, Loader
+from harness.data.prefetch import Prefetcher
 from harness.loop.engine import Engine
 from harness.loop.setup import process_group, set_up_process
+from harness.metrics import ProfilingConfig
+from harness.metrics.profiler import Profiler
 from harness.model import init
 from harness.parity import whole_gradients
 
@@ -62,3 +69,60 @@ def test_gpu_computes_what_a_cpu_computes(
 @pytest.mark.gpu
 def test_gpu_is_deterministic_when_asked() -> None:
     assert three_steps("cuda", "debug=deterministic")[0] == three_steps("cuda", "debug=deterministic")[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_makes_the_host_wait_for_nothing(precision: str) -> None:
+    """But for the first ones, which allocate and compile."""
+    job = compose_job([*SMALL, f"precision={precision}", "cluster.device=cuda", "cluster.ranks_per_node=1"])
+    device = torch.device("cuda")
+    set_up_process(job)
+    with process_group(job, device):
+        engine = Engine(job, device)
+        loader = Prefetcher(Tokens(), 2, device)
+        outcomes = []
+        for step in range(6):
+            batch = loader.next()
+            torch.cuda.set_sync_debug_mode("error" if step >= 3 else "default")
+            outcomes.append(engine.gradients(batch))
+            engine.update(outcomes[-1].norm)
+            torch.cuda.set_sync_debug_mode("default")
+        loader.close()
+        assert all(outcome.is_finite for outcome in outcomes)
+
+
+class Tokens(Loader):
+    """Random ones."""
+
+    samples_per_epoch = None
+
+    def next(self) -> Batch:
+        tokens = torch.randint(0, 256, (4, 65))
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+@pytest.mark.gpu
+def test_memory_snapshots_are_written(tmp_path: Path) -> None:
+    """With a trace, and when memory is out."""
+    config = ProfilingConfig(enable=True, interval=1, warmup=0, active=1, memory_snapshot=True)
+    profiler = Profiler(config, tmp_path, 0, torch.device("cuda"), print)
+    profiler.start(0)
+    profiler.begin_step(1)
+    torch.ones(1024, device="cuda").sum().item()
+    profiler.end_step(1)
+    profiler.out_of_memory(2)
+    profiler.close()
+    for name in ("step-1/memory/rank0.pickle", "step-2/memory/rank0-out-of-memory.pickle"):
+        snapshot = pickle.loads((tmp_path / "profile" / name).read_bytes())
+        assert any(trace for trace in snapshot["device_traces"])
+    assert (tmp_path / "profile" / "step-1" / "rank0.json.gz").exists()

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,9 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from loop_overhead import measure
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -53,7 +55,7 @@ def main() -> None:
             for side in sides if number % 2 == 0 else reversed(sides):
                 rows.append({"round": number, "layout": layout, "side": side, **run(side, layout, arguments)})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    overhead = measure_overhead(arguments.steps)
+    overhead = measure(["experiment=cpu_baseline/shape", "metrics.log_interval=1"], arguments.steps)
     out = ROOT / "runs" / "cpu_baseline"
     out.mkdir(parents=True, exist_ok=True)
     name = "compare_compiled.json" if arguments.compile else "compare.json"
@@ -61,7 +63,7 @@ def main() -> None:
     print(table(rows, arguments.layouts))
     print("\n".join(["", *against_the_best(rows, arguments.layouts)]))
     print(
-        f"\nloop overhead (step minus forward, backward, optimizer), single: median {overhead['median']:.2%} "
+        f"\nloop overhead (all but passes, norm, clip, optimizer), single: median {overhead['median']:.2%} "
         f"of a {overhead['step_seconds']:.2f} s step, largest {overhead['max']:.2%}"
     )
     print(f"\n{platform.machine()}, {os.cpu_count()} cores, torch {overhead['torch']}")
@@ -129,72 +131,6 @@ def run_torchtitan(layout: str, steps: int, python: str, *, compiled: bool) -> d
         "tokens_per_second": row["tokens_per_second"],
         "first_step_seconds": row["process_start_to_first_step_seconds"],
     }
-
-
-def measure_overhead(steps: int) -> dict[str, Any]:
-    """Runs the loop in this process with a clock around forward, backward and optimizer."""
-    sys.path.insert(0, str(ROOT))
-    import torch
-
-    from harness.compose import compose_job
-    from harness.loop.engine import Engine
-    from harness.loop.setup import process_group
-    from harness.loop.trainer import Trainer
-    from harness.metrics.recorder import Recorder
-    from harness.run_folder import RunFolder
-
-    folder = Path(tempfile.mkdtemp())
-    overrides = ["experiment=cpu_baseline/shape", f"training.steps={steps}", f"runs_dir={folder}"]
-    job = compose_job([*overrides, "metrics.console=none", "metrics.log_interval=1", "cluster.device=cpu"])
-    run_folder = RunFolder(job.run_dir)
-    run_folder.begin(job, overrides)
-    device = torch.device("cpu")
-    inside: list[float] = [0.0]
-    shares: list[float] = []
-    with process_group(job, device):
-        engine = Engine(job, device)
-        engine.executor.forward_backward = clocked(engine.executor.forward_backward, inside)  # type: ignore[method-assign]
-        engine.optimizer.step = clocked(engine.optimizer.step, inside)  # type: ignore[method-assign]
-        recorder = Recorder(
-            job.metrics,
-            run_folder.path,
-            run_id=job.id,
-            name=job.name,
-            job={},
-            total_steps=steps,
-        )
-        trainer = Trainer(job, run_folder, engine, recorder, time.time())
-        seconds: list[float] = []
-        add = trainer.window.add
-
-        def book(step_seconds: float, tokens: int, data_seconds: float = 0.0) -> None:
-            seconds.append(step_seconds)
-            shares.append(1 - inside[0] / step_seconds)
-            inside[0] = 0.0
-            add(step_seconds, tokens, data_seconds)
-
-        trainer.window.add = book  # type: ignore[method-assign, assignment]
-        trainer.train()
-        recorder.close({})
-    shutil.rmtree(folder)
-    return {
-        "median": statistics.median(shares[2:]),
-        "max": max(shares[2:]),
-        "step_seconds": statistics.median(seconds[2:]),
-        "torch": torch.__version__,
-    }
-
-
-def clocked(function: Any, total: list[float]) -> Any:
-    """The function, with its seconds added to ``total[0]``."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        value = function(*args, **kwargs)
-        total[0] += time.perf_counter() - started
-        return value
-
-    return call
 
 
 FIGURES = (("tokens_per_second", "tokens/s"), ("first_step_seconds", "s to the first step"))

@@ -9,11 +9,11 @@ from operator import itemgetter
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from harness.data.loader import Batch
 from harness.data.prefetch import count_valid, place
 from harness.job import Job
+from harness.metrics.annotation import annotated
 from harness.optimizer.build import build_optimizer, build_schedule
 from harness.optimizer.in_backward import UpdateInBackward
 from harness.parallelism.chunked_loss import ChunkedLoss
@@ -168,12 +168,12 @@ class Engine:
         valid_tokens, stops = self.world_sum([tokens, float(stop_requested)], HOST)
         # A batch without a single valid token has a loss of 0, not of 0/0.
         self.loss.denominator = max(1.0, valid_tokens)
-        with record_function("forward_backward"):
+        with annotated("forward_backward"):
             pieces = split_batch(place(batch, self.device), self.job.local_batch_size)
             loss = torch.zeros((), device=self.device)
             for i, piece in enumerate(pieces):
                 loss = loss + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
-        with record_function("gradient_norm"):
+        with annotated("gradient_norm"):
             squares = self._squares()
             sums = self.world_total([squares.sum(), loss if self.has_loss else 0.0])
         speaks = self.counts_tokens and local_tokens > 0
@@ -208,7 +208,7 @@ class Engine:
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         elif not math.isfinite(norm):
             return self._skip_update()
-        with record_function("optimizer"):
+        with annotated("optimizer"):
             clip_gradients(self.parameters, norm, self.job.training.max_norm)
             self.optimizer.step()
             self._end_step()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from harness.checkpoint.load import Starter
 from harness.checkpoint.save import SaveFailed, Saver
@@ -28,6 +27,7 @@ from harness.loop.flight_recorder import StepWatch
 from harness.loop.progress import Progress, device_name, device_peak, local_rank
 from harness.loop.setup import shorten_timeouts
 from harness.loop.signals import StopRequest
+from harness.metrics.annotation import annotated
 from harness.metrics.memory import peak_memory_gib
 from harness.metrics.mfu import describe_inputs, utilization
 from harness.metrics.profiler import Profiler
@@ -225,7 +225,7 @@ class Trainer:
             self.profiler.begin_step(number)
             if collecting and number % training.gc_interval == 0:
                 gc.collect(1)
-            with record_function("data"), self.timer.section("data"):
+            with annotated("data"), self.timer.section("data"):
                 batch = self.loader.next()
             if self.job.optimizer.in_backward:
                 self._wait_for_staging()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 GIB = 2**30
 _STATUS = Path("/proc/self/status")
+_PEAK = re.compile(rb"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 def peak_memory_gib(device_type: str) -> float:
@@ -32,7 +33,7 @@ def _peak_resident_bytes() -> int:
     report the parent's memory. VmHWM belongs to the address space of this process alone.
     """
     if _STATUS.exists():
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+        found = _PEAK.search(_STATUS.read_bytes())
         if found:
             return int(found.group(1)) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -207,6 +207,23 @@ def test_skipping_is_the_same_whoever_decides_it(
     assert ends[0] == ends[1]
 
 
+def test_a_slow_source_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.data.samples import SyntheticSamples
+
+    sample, gradients = SyntheticSamples.sample, Engine.gradients
+    monkeypatch.setattr(SyntheticSamples, "sample", lambda *args: (time.sleep(0.005), sample(*args))[1])
+    monkeypatch.setattr(
+        Engine, "gradients", lambda *args, **options: (time.sleep(0.05), gradients(*args, **options))[1]
+    )
+    shares = {}
+    for ahead in (0, 2):
+        _, folder, _ = run(tmp_path / str(ahead), f"data.prefetch={ahead}", "training.steps=10")
+        shares[ahead] = result_of(folder)["window.data_share"]
+    # Four samples a batch, 20 ms, beside steps of at least 50.
+    assert shares[0] > 0.1
+    assert shares[2] < shares[0] / 3
+
+
 def test_collections_happen_at_fixed_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap 21."""
     generations: list[int] = []
