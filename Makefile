@@ -25,8 +25,12 @@ $(READY): pyproject.toml
 train: $(READY)  ## train a small Llama on the Python standard library's sources, on this machine
 	$(BIN)/python -m harness.train experiment=quickstart
 
+# A scheduler's tests wait most of their time: they run beside the others, and what they print comes last.
 test: lint  ## lint, then run all tests
-	$(BIN)/python -m pytest
+	@log=$$(mktemp); \
+	$(BIN)/python -m pytest -m slurm > $$log 2>&1 & slurm=$$!; \
+	$(BIN)/python -m pytest -m "not slurm"; code=$$?; \
+	wait $$slurm || code=1; cat $$log; rm -f $$log; exit $$code
 
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check .

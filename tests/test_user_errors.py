@@ -74,7 +74,7 @@ FIELDS_AND_GROUPS = [
     mistake("precision=fp16", "precision=fp16: no such option; ", "precision=bf16", "precision=fp32"),
     mistake("optimizer=sgd", "optimizer=sgd: no such option; options: adamw", "optimizer=adamw"),
     mistake("schedule=cosin", "schedule=cosin: no such option; did you mean cosine?", "schedule=cosine"),
-    mistake("debug=yes", "debug=yes: no such option; options: default, ", "debug=deterministic"),
+    mistake("debug=yes", "debug=yes: no such option; options: anomaly, default, ", "debug=deterministic"),
     mistake("experiment=nothing", "experiment=nothing: no such option; options"),
     mistake("hydra/launcher=none", "hydra/launcher=none"),
     mistake("training.steps", "training.steps: not an override; would work: field=value"),
