@@ -25,12 +25,14 @@ $(READY): pyproject.toml
 train: $(READY)  ## train a small Llama on the Python standard library's sources, on this machine
 	$(BIN)/python -m harness.train experiment=quickstart
 
-# A scheduler's tests wait most of their time: they run beside the others, and what they print comes last.
+# Tests of schedulers and launchers wait most of their time: they run beside the others, and what they print
+# comes last.
+WAITING := tests/slurm tests/cluster
 test: lint  ## lint, then run all tests
 	@log=$$(mktemp); \
-	$(BIN)/python -m pytest -m slurm > $$log 2>&1 & slurm=$$!; \
-	$(BIN)/python -m pytest -m "not slurm"; code=$$?; \
-	wait $$slurm || code=1; cat $$log; rm -f $$log; exit $$code
+	$(BIN)/python -m pytest $(WAITING) > $$log 2>&1 & waiting=$$!; \
+	$(BIN)/python -m pytest $(WAITING:%=--ignore=%); code=$$?; \
+	wait $$waiting || code=1; cat $$log; rm -f $$log; exit $$code
 
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check .
