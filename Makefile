@@ -25,14 +25,14 @@ $(READY): pyproject.toml
 train: $(READY)  ## train a small Llama on the Python standard library's sources, on this machine
 	$(BIN)/python -m harness.train experiment=quickstart
 
-# Tests of schedulers and launchers wait most of their time: they run beside the others, and what they print
-# comes last.
-WAITING := tests/slurm tests/cluster
+# In two halves side by side, because schedulers and launchers wait most of their time; what the first of them
+# prints comes last.
+BESIDE := tests/slurm tests/cluster tests/checkpoint
 test: lint  ## lint, then run all tests
 	@log=$$(mktemp); \
-	$(BIN)/python -m pytest $(WAITING) > $$log 2>&1 & waiting=$$!; \
-	$(BIN)/python -m pytest $(WAITING:%=--ignore=%); code=$$?; \
-	wait $$waiting || code=1; cat $$log; rm -f $$log; exit $$code
+	$(BIN)/python -m pytest $(BESIDE) > $$log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); code=$$?; \
+	wait $$beside || code=1; cat $$log; rm -f $$log; exit $$code
 
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check .
