@@ -25,9 +25,9 @@ $(READY): pyproject.toml
 train: $(READY)  ## train a small Llama on the Python standard library's sources, on this machine
 	$(BIN)/python -m harness.train experiment=quickstart
 
-# In two halves side by side, because schedulers and launchers wait most of their time; what the first of them
-# prints comes last.
-BESIDE := tests/slurm tests/cluster tests/checkpoint
+# In two parts side by side, because schedulers and launchers wait most of their time; what they print comes last.
+# Only the other part has tests of eight ranks, of which two at once would starve each other.
+BESIDE := tests/slurm tests/cluster tests/sweep tests/test_bench.py tests/test_convert.py tests/test_experiments.py
 test: lint  ## lint, then run all tests
 	@log=$$(mktemp); \
 	$(BIN)/python -m pytest $(BESIDE) > $$log 2>&1 & beside=$$!; \

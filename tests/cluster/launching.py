@@ -26,7 +26,7 @@ TINY = [
 ]
 LONG = ["training.steps=1000000", "metrics.log_interval=5"]
 TWO_RANKS = ["parallelism=fsdp", "parallelism.dp_shard=2"]
-PATIENCE = 60.0
+PATIENCE = 180.0
 
 
 class Launch:
