@@ -96,27 +96,16 @@ class Verdict:
 def trace(job_json: str, steps: int) -> Trace:
     """Trains on this rank of a process group; the gradients are whole, and on rank 0 of all parameters."""
     import torch
-    import torch.distributed as dist
 
-    from harness.data.loader import build_loader
     from harness.data.tokenizer import build_tokenizer
+    from harness.loop.batches import loader_of
     from harness.loop.engine import Engine
     from harness.loop.setup import set_up_process
 
     job = Job.from_json(job_json)
     set_up_process(job)
     engine = Engine(job, torch.device("cpu"))
-    loader = build_loader(
-        job.data,
-        build_tokenizer(job.tokenizer),
-        seq_len=job.training.seq_len,
-        global_batch_size=job.global_batch_size,
-        seed=job.training.seed,
-        rows=engine.rows,
-        model_vocab_size=job.model.vocab_size,
-        barrier=dist.barrier,
-        is_builder=dist.get_rank() == 0,
-    )
+    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
     losses, norms, tokens, gradients = [], [], [], []
     for step in range(steps):
         outcome = engine.gradients(loader.next())

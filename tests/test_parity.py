@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -173,11 +174,8 @@ def denominator_of_own_tokens(job_json: str, steps: int) -> Trace:
         self.executor.forward_backward = divided
         return original(self, batch, **options)
 
-    Engine.gradients = gradients  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Engine, "gradients", gradients):
         return trace(job_json, steps)
-    finally:
-        Engine.gradients = original  # type: ignore[method-assign]
 
 
 def microbatches_average(job_json: str, steps: int) -> Trace:
@@ -190,11 +188,8 @@ def microbatches_average(job_json: str, steps: int) -> Trace:
         original(self, *args, **options)
         self.scale_grads = True
 
-    schedules._PipelineSchedule.__init__ = init  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(schedules._PipelineSchedule, "__init__", init):
         return trace(job_json, steps)
-    finally:
-        schedules._PipelineSchedule.__init__ = original  # type: ignore[method-assign]
 
 
 def gradients_average(job_json: str, steps: int) -> Trace:
@@ -202,11 +197,10 @@ def gradients_average(job_json: str, steps: int) -> Trace:
     from harness.parallelism import fsdp
 
     original = fsdp.FSDPModule.set_gradient_divide_factor
-    fsdp.FSDPModule.set_gradient_divide_factor = lambda self, factor: original(self, 2.0)  # type: ignore
-    try:
+    with mock.patch.object(
+        fsdp.FSDPModule, "set_gradient_divide_factor", lambda self, factor: original(self, 2.0)
+    ):
         return trace(job_json, steps)
-    finally:
-        fsdp.FSDPModule.set_gradient_divide_factor = original  # type: ignore[method-assign]
 
 
 def norm_of_own_stage(job_json: str, steps: int) -> Trace:
@@ -221,11 +215,8 @@ def norm_of_own_stage(job_json: str, steps: int) -> Trace:
             totals[0] = values[0]
         return totals
 
-    engine.Engine.world_total = world_total  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(engine.Engine, "world_total", world_total):
         return trace(job_json, steps)
-    finally:
-        engine.Engine.world_total = original  # type: ignore[method-assign]
 
 
 def initialised_by_shard(job_json: str, steps: int) -> Trace:
@@ -233,15 +224,13 @@ def initialised_by_shard(job_json: str, steps: int) -> Trace:
     from harness.parallelism import materialize
 
     original = materialize.local_shard
-    materialize.local_shard = lambda full, parameter: (
-        full
-        if full.shape == (local := original(full, parameter)).shape
-        else full[: len(local)].reshape_as(local)
-    )
-    try:
+
+    def own_values(full, parameter):  # type: ignore[no-untyped-def]
+        local = original(full, parameter)
+        return full if full.shape == local.shape else full[: len(local)].reshape_as(local)
+
+    with mock.patch.object(materialize, "local_shard", own_values):
         return trace(job_json, steps)
-    finally:
-        materialize.local_shard = original
 
 
 def own_positions_from_zero(job_json: str, steps: int) -> Trace:
@@ -249,23 +238,20 @@ def own_positions_from_zero(job_json: str, steps: int) -> Trace:
     from harness.model.decoder import Decoder
 
     original = Decoder.take_positions
-    Decoder.take_positions = lambda self, positions: original(self, torch.arange(len(positions)))  # type: ignore
-    try:
+
+    def from_zero(self, positions):  # type: ignore[no-untyped-def]
+        original(self, torch.arange(len(positions)))
+
+    with mock.patch.object(Decoder, "take_positions", from_zero):
         return trace(job_json, steps)
-    finally:
-        Decoder.take_positions = original  # type: ignore[method-assign]
 
 
 def tokens_of_every_context_rank(job_json: str, steps: int) -> Trace:
     """Ranks that share a sequence all count its tokens (trap 9)."""
     from harness.loop.engine import Engine
 
-    original = Engine.counts_tokens
-    Engine.counts_tokens = Engine.has_loss  # type: ignore[method-assign,assignment]
-    try:
+    with mock.patch.object(Engine, "counts_tokens", Engine.has_loss):
         return trace(job_json, steps)
-    finally:
-        Engine.counts_tokens = original  # type: ignore[method-assign]
 
 
 def loss_of_one_context_rank(job_json: str, steps: int) -> Trace:
@@ -279,27 +265,22 @@ def loss_of_one_context_rank(job_json: str, steps: int) -> Trace:
             values = [values[0], 0.0]
         return original(self, values, *device)
 
-    Engine.world_total = world_total  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Engine, "world_total", world_total):
         return trace(job_json, steps)
-    finally:
-        Engine.world_total = original  # type: ignore[method-assign]
 
 
 def one_share_in_order(job_json: str, steps: int) -> Trace:
     """Ranks take their shares in order, where the ring goes by head and tail."""
     from harness.parallelism import context, execute
 
-    original = execute.local_positions
-
     def in_order(layout, seq_len, rank):  # type: ignore[no-untyped-def]
         return torch.arange(seq_len).chunk(layout.cp)[rank]
 
-    execute.local_positions = context.local_positions = in_order
-    try:
+    with (
+        mock.patch.object(execute, "local_positions", in_order),
+        mock.patch.object(context, "local_positions", in_order),
+    ):
         return trace(job_json, steps)
-    finally:
-        execute.local_positions = context.local_positions = original
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
         rng_state,
     )
     from harness.checkpoint.together import Together
-    from harness.data.loader import build_loader
     from harness.data.tokenizer import build_tokenizer
+    from harness.loop.batches import loader_of
     from harness.loop.engine import Engine
     from harness.loop.setup import set_up_process
 
@@ -57,15 +57,7 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     engine = Engine(job, torch.device("cpu"))
     allocate_optimizer_state(engine)
-    loader = build_loader(
-        job.data,
-        build_tokenizer(job.tokenizer),
-        seq_len=job.training.seq_len,
-        global_batch_size=job.global_batch_size,
-        seed=0,
-        rows=engine.rows,
-        model_vocab_size=job.model.vocab_size,
-    )
+    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
     together = Together(job.checkpoint.timeout_seconds)
     root = Path(folder)
 

@@ -84,8 +84,8 @@ def measure_pass(job: Job) -> dict[str, float]:
     """What the forward and backward pass of the third step of a job takes, MiB."""
     import torch
 
-    from harness.data.loader import build_loader
     from harness.data.tokenizer import build_tokenizer
+    from harness.loop.batches import loader_of
     from harness.loop.engine import Engine
     from harness.loop.setup import process_group, set_up_process
     from harness.metrics.memory import GIB, peak_memory_gib
@@ -94,17 +94,7 @@ def measure_pass(job: Job) -> dict[str, float]:
     set_up_process(job)
     with process_group(job, device):
         engine = Engine(job, device)
-        loader = build_loader(
-            job.data,
-            build_tokenizer(job.tokenizer),
-            seq_len=job.training.seq_len,
-            global_batch_size=job.global_batch_size,
-            seed=job.training.seed,
-            rows=engine.rows,
-            model_vocab_size=job.model.vocab_size,
-            barrier=lambda: None,
-            is_builder=True,
-        )
+        loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
         for _ in range(2):
             engine.update(engine.gradients(loader.next()).grad_norm)
         batch = loader.next()

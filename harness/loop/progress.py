@@ -39,11 +39,6 @@ class Progress:
         self.start_step = self.step
 
 
-def local_rank() -> int:
-    """This process's place on its node; 0 when it was started alone."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def device_name(device: torch.device) -> str:
     """What the device calls itself; a CPU by its machine's architecture and cores."""
     if device.type == "cuda":

@@ -17,6 +17,11 @@ from harness.errors import ConfigError
 from harness.job import Job
 
 
+def local_rank() -> int:
+    """This process's place on its node; 0 when it was started alone."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def pick_device(job: Job) -> torch.device:
     """The device of this rank.
 
@@ -28,12 +33,12 @@ def pick_device(job: Job) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("cluster.device", wanted, "torch sees no CUDA device here", ["cpu", "auto"])
-    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= count:
+    place, count = local_rank(), torch.cuda.device_count()
+    if place >= count:
         raise ConfigError(
-            "cluster.device", wanted, f"local rank {local_rank} has no GPU: this node has {count}", ["cpu"]
+            "cluster.device", wanted, f"local rank {place} has no GPU: this node has {count}", ["cpu"]
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", place)
     torch.cuda.set_device(device)
     return device
 

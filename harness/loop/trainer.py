@@ -15,16 +15,17 @@ import torch.distributed as dist
 from harness.checkpoint.load import Starter
 from harness.checkpoint.save import SaveFailed, Saver
 from harness.checkpoint.together import Together
-from harness.data.loader import Batch, Loader, build_loader
+from harness.data.loader import Batch
 from harness.data.prefetch import Prefetcher
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import NonFiniteError, UserError
 from harness.job import Job
+from harness.loop.batches import loader_of
 from harness.loop.engine import Engine, StepOutcome
 from harness.loop.evidence import save_evidence
 from harness.loop.finite import FiniteWatch, named_as_such
 from harness.loop.flight_recorder import StepWatch
-from harness.loop.progress import Progress, device_name, device_peak, local_rank
+from harness.loop.progress import Progress, device_name, device_peak
 from harness.loop.setup import shorten_timeouts
 from harness.loop.signals import StopRequest
 from harness.metrics.annotation import annotated
@@ -79,10 +80,10 @@ class Trainer:
         self.accounting = account(job.model, job.training.seq_len)
         self.peak = device_peak(job, device)
         tokenizer = build_tokenizer(job.tokenizer)
-        loader, ahead = self._build_loader(tokenizer, "train"), job.data.prefetch
+        loader, ahead = loader_of(job, tokenizer, engine.rows), job.data.prefetch
         self.loader = Prefetcher(loader, ahead, device) if ahead else loader
         self.validation_loader = (
-            self._build_loader(tokenizer, "validation") if job.validation.interval else None
+            loader_of(job, tokenizer, engine.rows, "validation") if job.validation.interval else None
         )
         self.together = Together(job.checkpoint.timeout_seconds)
         self.saver = Saver(job, folder.path, engine, self.loader, self.together, self._say)
@@ -393,25 +394,6 @@ class Trainer:
             raise NonFiniteError(f"{what}; {self._skipped_in_a_row} updates in a row skipped")
         self.progress.skipped_steps += 1
         self._say(f"skipped the update of {what}")
-
-    def _build_loader(self, tokenizer: Any, split: str) -> Loader:
-        def barrier() -> None:
-            if dist.is_initialized():
-                dist.barrier()
-
-        job = self.job
-        return build_loader(
-            job.data,
-            tokenizer,
-            seq_len=job.training.seq_len,
-            global_batch_size=job.global_batch_size,
-            seed=job.training.seed,
-            rows=self.engine.rows,
-            split=split,
-            model_vocab_size=job.model.vocab_size,
-            barrier=barrier,
-            is_builder=local_rank() == 0,
-        )
 
     def _say(self, text: str) -> None:
         if self.recorder is not None:

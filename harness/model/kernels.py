@@ -9,6 +9,7 @@ modules of its own in the place of these.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from typing import Any
 
@@ -20,20 +21,20 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 # B: batch, T: sequence, H: query heads, K: key and value heads, D: head width
 
 
-class Kernel(nn.Module):
+class Kernel(nn.Module, ABC):
     """One backend. ``mask`` is asked once per pass, ``forward`` once per block."""
 
+    @abstractmethod
     def mask(self, documents_BT: Tensor) -> Any:
         """What ``forward`` needs to know of the documents.
 
         Args:
             documents_BT: for every position the number of its document; equal numbers are neighbours.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, mask: Any | None) -> Tensor:
         """Attends; without a mask the whole sequence is one document."""
-        raise NotImplementedError
 
 
 class SdpaKernel(Kernel):

@@ -71,8 +71,10 @@ class RingAttention(Kernel):
         self.how = group.group_name, balanced, rotation
         self.attend = ring_attention
 
-    def forward(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, mask: Any | None) -> Tensor:
-        assert mask is None, "the ring knows no documents"
+    def mask(self, documents_BT: Tensor) -> Any:
+        raise AssertionError("the ring knows no documents: such jobs are refused")
+
+    def forward(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, mask: None) -> Tensor:
         q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
         out_BHTD, _ = self.attend(q_BHTD, k_BKTD, v_BKTD, *self.how)
         return out_BHTD.transpose(1, 2)

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from harness.checkpoint.catalog import open_checkpoint
 from harness.cluster.pool import RankFailed, RankPool
 from harness.compose import compose_job
-from harness.data.loader import build_loader
 from harness.data.tokenizer import build_tokenizer
 from harness.job import Job
+from harness.loop.batches import loader_of
 
 LAYOUTS = {
     "single": "parallelism=single",
@@ -54,15 +54,7 @@ def reference_of(job: Job, dtype: torch.dtype = torch.float32) -> LlamaForCausal
 
 def loss_of(model: torch.nn.Module, job: Job) -> float:
     """transformers' loss of the run's first batch."""
-    loader = build_loader(
-        job.data,
-        build_tokenizer(job.tokenizer),
-        seq_len=job.training.seq_len,
-        global_batch_size=job.global_batch_size,
-        seed=job.training.seed,
-        rows=range(job.global_batch_size),
-        model_vocab_size=job.model.vocab_size,
-    )
+    loader = loader_of(job, build_tokenizer(job.tokenizer), range(job.global_batch_size))
     batch = loader.next()
     with torch.no_grad():
         logits = model(batch.inputs_BT).logits.float()

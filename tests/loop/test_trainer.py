@@ -79,21 +79,12 @@ def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path: Path) -> Non
 
 def plain_validation_loss(job: Job) -> float:
     """Sum of all token losses over all valid tokens, in one plain forward pass."""
-    from harness.data.loader import build_loader
     from harness.data.tokenizer import build_tokenizer
+    from harness.loop.batches import loader_of
     from harness.model.decoder import Decoder
     from harness.parallelism.materialize import materialize
 
-    loader = build_loader(
-        job.data,
-        build_tokenizer(job.tokenizer),
-        seq_len=32,
-        global_batch_size=4,
-        seed=job.training.seed,
-        rows=range(4),
-        split="validation",
-        model_vocab_size=job.model.vocab_size,
-    )
+    loader = loader_of(job, build_tokenizer(job.tokenizer), range(4), "validation")
     batches = [loader.next() for _ in range(3)]
     model = Decoder(job.model, 32)
     materialize(model, job.training.seed, torch.device("cpu"), torch.device("cpu"))

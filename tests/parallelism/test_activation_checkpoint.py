@@ -16,8 +16,8 @@ from harness.parallelism.parallelize import build_model_parts
 CPU = torch.device("cpu")
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "model.n_layers=4")
 MATMULS, ATTENTION = "aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
-# wq, wk, wv, wo, w1, w2, w3
-MATMULS_OF_BLOCK = 7
+# wq, wk, wv, wo, w1, w3: nothing in backward asks for what the seventh, w2, gives.
+AGAIN = 6
 
 
 def ledger_of(*overrides: str) -> tuple[int, Ledger, Ledger]:
@@ -42,15 +42,15 @@ def plain() -> tuple[int, Ledger, Ledger]:
 @pytest.mark.parametrize(
     ("overrides", "recomputed_matmuls", "recomputed_attentions"),
     [
-        (["activation_checkpoint=full"], 4 * MATMULS_OF_BLOCK, 4),
-        (["activation_checkpoint=selective_layer"], 2 * MATMULS_OF_BLOCK, 2),
+        (["activation_checkpoint=full"], 4 * AGAIN, 4),
+        (["activation_checkpoint=selective_layer"], 2 * AGAIN, 2),
         (
             ["activation_checkpoint=selective_layer", "activation_checkpoint.every_nth_layer=3"],
-            2 * MATMULS_OF_BLOCK,
+            2 * AGAIN,
             2,
         ),
         # Every second of seven is kept, and attention.
-        (["activation_checkpoint=selective_op"], 4 * (MATMULS_OF_BLOCK - 3), 0),
+        (["activation_checkpoint=selective_op"], 4 * (AGAIN - 3), 0),
         (
             ["activation_checkpoint=selective_op", "activation_checkpoint.save_every_nth_matmul=1"],
             0,
@@ -58,7 +58,7 @@ def plain() -> tuple[int, Ledger, Ledger]:
         ),
         (
             ["activation_checkpoint=selective_op", "activation_checkpoint.save_every_nth_matmul=0"],
-            4 * MATMULS_OF_BLOCK,
+            4 * AGAIN,
             0,
         ),
     ],
@@ -72,10 +72,7 @@ def test_what_is_recomputed(
 ) -> None:
     kept, forward, backward = ledger_of(*overrides)
     assert forward.calls[MATMULS] == plain[1].calls[MATMULS]
-    extra = backward.calls[MATMULS] - plain[2].calls[MATMULS]
-    # A block's last product need not be done again: nothing asks for its result (early stop).
-    stopped_early = extra < recomputed_matmuls and recomputed_matmuls - extra <= 4
-    assert extra == recomputed_matmuls or stopped_early
+    assert backward.calls[MATMULS] - plain[2].calls[MATMULS] == recomputed_matmuls
     assert backward.calls[ATTENTION] - plain[2].calls[ATTENTION] == recomputed_attentions
     assert kept < plain[0]
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from harness.checkpoint.state import model_state
-from harness.data.loader import Loader, build_loader
 from harness.data.tokenizer import build_tokenizer
 from harness.job import Job
+from harness.loop.batches import loader_of
 from harness.loop.engine import Engine
 from harness.loop.setup import set_up_process
 from harness.parity import Trace, trace
@@ -30,26 +29,12 @@ class Outcome:
     gradients_left: int
 
 
-def loader_of(job: Job, engine: Engine) -> Loader:
-    return build_loader(
-        job.data,
-        build_tokenizer(job.tokenizer),
-        seq_len=job.training.seq_len,
-        global_batch_size=job.global_batch_size,
-        seed=job.training.seed,
-        rows=engine.rows,
-        model_vocab_size=job.model.vocab_size,
-        barrier=dist.barrier,
-        is_builder=dist.get_rank() == 0,
-    )
-
-
 def train(job_json: str, steps: int) -> Outcome:
     """Trains, and gathers the weights this rank holds a part of."""
     job = Job.from_json(job_json)
     set_up_process(job)
     engine = Engine(job, torch.device("cpu"))
-    loader = loader_of(job, engine)
+    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
     losses, norms, left = [], [], 0
     for _ in range(steps):
         outcome = engine.gradients(loader.next())
@@ -128,6 +113,6 @@ def largest_crowd_of_gradients(job_json: str) -> int:
         update()
 
     engine.optimizer.step = step  # type: ignore[method-assign]
-    engine.gradients(loader_of(job, engine).next())
+    engine.gradients(loader_of(job, build_tokenizer(job.tokenizer), engine.rows).next())
     assert len(crowds) == len(engine.parameters)
     return max(crowds)
