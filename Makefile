@@ -30,8 +30,8 @@ train: $(READY)  ## train a small Llama on the Python standard library's sources
 BESIDE := tests/slurm tests/cluster tests/sweep tests/test_bench.py tests/test_convert.py tests/test_experiments.py
 test: lint  ## lint, then run all tests
 	@log=$$(mktemp); \
-	$(BIN)/python -m pytest $(BESIDE) > $$log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); code=$$?; \
+	$(BIN)/python -m pytest --durations=20 $(BESIDE) > $$log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest --durations=40 $(BESIDE:%=--ignore=%); code=$$?; \
 	wait $$beside || code=1; cat $$log; rm -f $$log; exit $$code
 
 lint: $(READY)  ## check style and types

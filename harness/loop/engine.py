@@ -235,6 +235,8 @@ class Engine:
 
     def world_sum(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> list[float]:
         """Sums each value over all ranks, in float64; on the compute device unless another is given."""
+        if self.job.world_size == 1 and device is HOST:
+            return list(map(float, values))
         return self.world_total(values, device).tolist()
 
     def world_total(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> Tensor:
@@ -243,6 +245,8 @@ class Engine:
 
     def world_max(self, values: Sequence[Tensor | float]) -> list[float]:
         """Maximum of each value over all ranks."""
+        if self.job.world_size == 1:
+            return list(map(float, values))
         return self._reduce(values, dist.ReduceOp.MAX, HOST).tolist()
 
     def _reduce(
