@@ -158,6 +158,15 @@ def _groups_in(folder: str) -> dict[str, Path]:
     return {path.name: path for path in Path(folder).iterdir() if path.is_dir()}
 
 
+def option_values(group: str) -> dict[str, dict[str, Any]]:
+    """What the files of a group say, by option; for those that have no defaults of their own."""
+    from omegaconf import OmegaConf
+
+    folder = _groups()[group]
+    loaded = {option: OmegaConf.load(folder / f"{option}.yaml") for option in _options(folder)}
+    return {option: cast("dict[str, Any]", OmegaConf.to_container(of)) for option, of in loaded.items()}
+
+
 def job_from_config(config: Any, schema: type = Job) -> Any:
     """Turns what Hydra composed into a resolved and validated job.
 
@@ -184,7 +193,8 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
     Raises:
         UserError: with a did-you-mean.
     """
-    groups = _groups()
+    # A verb without a training job has fields only.
+    groups = _groups() if issubclass(schema, Job) else {}
     for override in overrides:
         match = _OVERRIDE.match(override)
         if match is None or (match["value"] is None and match["sign"] != "~"):

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config import execution, label, numerics
+from harness.data.tiktoken_sets import SETS
 from harness.errors import ConfigError
 
 DATA_KINDS = ("local", "hub", "synthetic")
 FORMATS = ("auto", "text", "jsonl", "parquet")
-TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken")
-SPECIAL_SETS = ("llama3",)
+TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface")
+SPECIAL_SETS = tuple(SETS)
 ASSET_PREFIX = "asset:"
 ASSETS = Path(__file__).parent / "assets"
 
@@ -187,14 +188,23 @@ class TokenizerConfig:
     """How text becomes token ids."""
 
     kind: str = numerics("bytes")
-    """`bytes` (UTF-8 bytes, needs no file), `sentencepiece` or `tiktoken`."""
+    """`bytes` (UTF-8 bytes, needs no file), `sentencepiece`, `tiktoken` or `huggingface` (tokenizer.json)."""
 
     path: str | None = numerics(None)
-    """sentencepiece, tiktoken: the tokenizer's file, relative to the working directory; `asset:NAME` is a
-    file that ships with the harness."""
+    """sentencepiece, tiktoken, huggingface: the tokenizer's file, relative to the working directory;
+    `asset:NAME` is a file that ships with the harness."""
 
     special: str = numerics("")
-    """tiktoken: name of the set of special tokens and of the pattern that splits words (`llama3`)."""
+    """tiktoken: name of the set of special tokens and of the pattern that splits words (`llama3`, `llama4`,
+    `o200k_harmony`)."""
+
+    bos: str | None = numerics(None)
+    """huggingface: the token put before every document. Null takes bos_token of tokenizer_config.json, or of
+    special_tokens_map.json, beside the file; '' puts none."""
+
+    eos: str | None = numerics(None)
+    """huggingface: the token put after every document, likewise. Chat models name the one that ends a turn,
+    which is seldom the one that ended their documents in pretraining."""
 
     def validate(self) -> None:
         """Refuses unknown kinds and settings that contradict each other; opens no file.
@@ -216,6 +226,12 @@ class TokenizerConfig:
             raise ConfigError(
                 "tokenizer.special", self.special, "is read only by tokenizer.kind=tiktoken", "''"
             )
+        for name in ("bos", "eos"):
+            token = getattr(self, name)
+            if token is not None and self.kind != "huggingface":
+                raise ConfigError(
+                    f"tokenizer.{name}", token or "''", "is read only by tokenizer.kind=huggingface", "null"
+                )
         if self.path and self.path.startswith(ASSET_PREFIX) and not self.file.is_file():
             shipped = sorted(f"{ASSET_PREFIX}{asset.name}" for asset in ASSETS.glob("*.model"))
             raise ConfigError("tokenizer.path", self.path, "no such file ships with the harness", shipped)

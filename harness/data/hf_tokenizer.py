@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.data.config import TokenizerConfig
+from harness.data.tiktoken_sets import SETS
 from harness.data.tokenizer import (
-    _LLAMA3_PATTERN,
-    _LLAMA3_SPECIALS,
     SentencePieceTokenizer,
     _parse_ranks,
     _read,
     build_tokenizer,
 )
+from harness.data.tokenizer_json import copy_tokenizer
 from harness.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ class _Export:
 def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     """Writes what ``transformers.AutoTokenizer.from_pretrained(folder)`` reads.
 
-    The files are tokenizer.json, tokenizer_config.json, special_tokens_map.json and, where the tokenizer has
-    a file, its copy as tokenizer.model. Encoding puts the bos token first, as is usual for Llama;
+    A tokenizer.json is copied with what lies beside it. Of others, the files are tokenizer.json,
+    tokenizer_config.json, special_tokens_map.json and, where the tokenizer has a file, its copy as
+    tokenizer.model. Encoding puts the bos token first, as is usual for Llama;
     with ``add_special_tokens=False`` it gives the ids of our ``encode``.
 
     Args:
@@ -69,6 +70,9 @@ def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
         raise UserError(
             "writing a tokenizer for transformers needs its tokenizers library: pip install transformers"
         )
+    if config.kind == "huggingface":
+        copy_tokenizer(config, folder)
+        return
     build_tokenizer(config)  # says what is wrong with the file
     build = {"bytes": _of_bytes, "sentencepiece": _of_sentencepiece, "tiktoken": _of_tiktoken}[config.kind]
     export = build(config)
@@ -126,9 +130,10 @@ def _of_tiktoken(config: TokenizerConfig) -> _Export:
     spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
     merges = [(spelled[left], spelled[right]) for left, right in _merges_of_ranks(ranks)]
-    tokenizer = _byte_level(vocabulary, merges, _LLAMA3_PATTERN)
-    _add_tokens(tokenizer, dict.fromkeys(_LLAMA3_SPECIALS, True))
-    return _Export(tokenizer, bos="<|begin_of_text|>", eos="<|end_of_text|>")
+    special = SETS[config.special]
+    tokenizer = _byte_level(vocabulary, merges, special.pattern)
+    _add_tokens(tokenizer, dict.fromkeys(special.tokens, True))
+    return _Export(tokenizer, special.bos, special.eos)
 
 
 def _byte_level(

@@ -6,12 +6,13 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
 from harness.data.config import TokenizerConfig
+from harness.data.tiktoken_sets import SETS
 from harness.errors import DataError
 
 _NUM_THREADS = 4  # enough to be quick, few enough to leave a node's other ranks alone
@@ -58,6 +59,10 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         return SentencePieceTokenizer(content, config.file)
     if config.kind == "tiktoken":
         return TiktokenTokenizer(content, config.file, config.special)
+    if config.kind == "huggingface":
+        from harness.data.tokenizer_json import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(content, config)
     raise ValueError(f"unknown tokenizer kind {config.kind}")
 
 
@@ -83,7 +88,7 @@ class BytesTokenizer(Tokenizer):
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return _decode_known(ids, self.vocab_size, _decode_bytes)
+        return _decode_known(ids, range(self.vocab_size), _decode_bytes)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -123,7 +128,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.encode(list(texts), num_threads=_NUM_THREADS)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return _decode_known(ids, self.vocab_size, self._model.decode)
+        return _decode_known(ids, range(self.vocab_size), self._model.decode)
 
     def _spell_space_mark(self) -> list[int] | None:
         """The byte pieces of U+2581; None where the model has no bytes or prefixes the text with a space."""
@@ -134,22 +139,8 @@ class SentencePieceTokenizer(Tokenizer):
         return ids if all(self._model.is_byte(i) for i in ids) else None
 
 
-# Meta's tokenizer for Llama 3 (llama3/llama/tokenizer.py, 2024): pattern, special tokens and the lengths at
-# which text is cut, because the pattern's matcher recurses and overflows its stack on very long runs.
-_LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3_SPECIALS = [
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    *(f"<|reserved_special_token_{i}|>" for i in range(4)),
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|reserved_special_token_4|>",
-    "<|eot_id|>",
-    *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
-]
+# Lengths at which Meta's code for Llama 3 and 4 cuts a text (llama3/llama/tokenizer.py, 2024), because the
+# pattern's matcher recurses and overflows its stack on very long runs.
 _MAX_CHARS = 400_000
 _MAX_RUN = 25_000
 _HAS_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN + 1}}}|(?<!\s)\s{{{_MAX_RUN + 1}}}")
@@ -166,16 +157,15 @@ class TiktokenTokenizer(Tokenizer):
     def __init__(self, content: bytes, file: Path, special: str) -> None:
         import tiktoken
 
-        if special != "llama3":
-            raise ValueError(f"unknown set of special tokens {special!r}")
+        of_set = SETS[special]
         ranks = _parse_ranks(content, file)
-        specials = {token: len(ranks) + i for i, token in enumerate(_LLAMA3_SPECIALS)}
+        specials = {token: len(ranks) + i for i, token in enumerate(of_set.tokens)}
         self._encoding = tiktoken.Encoding(
-            special, pat_str=_LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+            special, pat_str=of_set.pattern, mergeable_ranks=ranks, special_tokens=specials
         )
         self.vocab_size = len(ranks) + len(specials)
-        self.bos_id = specials["<|begin_of_text|>"]
-        self.eos_id = specials["<|end_of_text|>"]
+        self.bos_id = specials[of_set.bos]
+        self.eos_id = specials[of_set.eos]
         self.fingerprint = _fingerprint(f"tiktoken/{special}", content)
 
     def encode(self, text: str) -> list[int]:
@@ -188,7 +178,7 @@ class TiktokenTokenizer(Tokenizer):
         return [[i for _ in of_text for i in next(encoded)] for of_text in parts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return _decode_known(ids, self.vocab_size, self._encoding.decode)
+        return _decode_known(ids, range(self.vocab_size), self._encoding.decode)
 
 
 def _parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
@@ -228,10 +218,10 @@ def _cut_long_runs(text: str) -> Iterator[str]:
         yield piece[begin:]
 
 
-def _decode_known(ids: Sequence[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
+def _decode_known(ids: Sequence[int], vocabulary: Container[int], decode: Callable[[list[int]], str]) -> str:
     """Decodes the ids of the vocabulary; a model padded beyond it may well have sampled others."""
     parts = []
-    for known, group in groupby((int(i) for i in ids), key=lambda i: 0 <= i < vocab_size):
+    for known, group in groupby((int(i) for i in ids), key=lambda i: i in vocabulary):
         of_group = list(group)
         parts.append(decode(of_group) if known else _UNKNOWN * len(of_group))
     return "".join(parts)

@@ -54,7 +54,9 @@ def test_shipped_files_are_found():
     assert {"python_stdlib", "local_text", "local_jsonl", "local_parquet", "c4", "synthetic"} <= {
         file.stem for file in DATA_FILES
     }
-    assert {"python_2k", "bytes", "llama2", "llama3"} <= {file.stem for file in TOKENIZER_FILES}
+    assert {"python_2k", "bytes", "llama2", "llama3", "qwen3", "deepseek_v3", "gpt_oss", "llama4"} <= {
+        file.stem for file in TOKENIZER_FILES
+    }
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,8 @@ def test_validation_is_asked_for_before_anything_runs():
         ({"kind": "tiktoken", "special": "llama3"}, "tokenizer.path"),
         ({"kind": "tiktoken", "path": "x"}, "tokenizer.special"),
         ({"kind": "tiktoken", "path": "x", "special": "gpt"}, "tokenizer.special"),
+        ({"kind": "huggingface"}, "tokenizer.path"),
+        ({"kind": "tiktoken", "path": "x", "special": "llama4", "eos": "<|eot|>"}, "tokenizer.eos"),
     ],
 )
 def test_refused_tokenizer(settings, field):

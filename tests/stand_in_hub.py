@@ -1,0 +1,186 @@
+"""A hub on this machine: the few answers that huggingface_hub asks for, and mishaps to order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+LARGE = 1 << 20  # bytes from which on a file is kept by its SHA-256, as LFS does
+
+
+@dataclass
+class Hub:
+    """What the hub holds and what it was asked.
+
+    Attributes:
+        repos: content of files by repository, revision and name.
+        gated: repositories that only ``members`` may read.
+        private: repositories that others are told not to exist.
+        members: tokens with access.
+        tokens: tokens that are known.
+        requests: method, path and headers of everything that was asked.
+        mishap: may act instead of sending the content of a file: it is given the handler and the content
+            from where it was asked for, and returns whether it did.
+    """
+
+    repos: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
+    private: set[str] = field(default_factory=set)
+    members: set[str] = field(default_factory=set)
+    tokens: set[str] = field(default_factory=set)
+    requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    mishap: Callable[[Any, bytes], bool] = lambda handler, content: False
+    url: str = ""
+
+    def downloads(self) -> list[tuple[str, str]]:
+        """Names of files that were asked for, each with the range."""
+        return [
+            (path.split("/resolve/")[1].split("/", 1)[1], headers.get("range", ""))
+            for method, path, headers in self.requests
+            if "/resolve/" in path and method == "GET"
+        ]
+
+
+def commit_of(files: dict[str, bytes]) -> str:
+    """A commit's name, which follows from what it holds."""
+    digest = hashlib.sha1()
+    for name in sorted(files):
+        digest.update(name.encode() + b"\0" + files[name])
+    return digest.hexdigest()
+
+
+def sibling(name: str, content: bytes) -> dict[str, Any]:
+    """A file as the listing of a repository has it."""
+    blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    facts: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": blob}
+    if len(content) >= LARGE:
+        sha256 = hashlib.sha256(content).hexdigest()
+        facts["blobId"] = hashlib.sha1(sha256.encode()).hexdigest()  # of the pointer
+        facts["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 134}
+    return facts
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.hub.requests.append((self.command, self.path, headers))
+        token = headers.get("authorization", "").removeprefix("Bearer ")
+        path = self.path.split("?")[0]
+        if token and token not in self.hub.tokens | self.hub.members:
+            self.refuse(401, None, "Invalid credentials in Authorization header")
+        elif path.startswith("/api/models/"):
+            repo, _, revision = path.removeprefix("/api/models/").partition("/revision/")
+            self.list_files(repo, revision or "main", token)
+        elif path.startswith("/cdn/"):
+            repo, _, rest = path.removeprefix("/cdn/").partition("/blobs/")
+            commit, _, name = rest.partition("/")
+            files = self.find(repo, commit, max(self.hub.members, default=""))
+            if files is not None:
+                self.send_content(files, name)
+        else:
+            repo, _, rest = path.removeprefix("/").partition("/resolve/")
+            revision, _, name = rest.partition("/")
+            self.send_file(repo, revision, name, token)
+
+    do_HEAD = do_GET
+
+    def find(self, repo: str, revision: str, token: str) -> dict[str, bytes] | None:
+        known = self.hub.repos.get(repo)
+        if known is None or (repo in self.hub.private and token not in self.hub.members):
+            # The hub does not tell strangers what there is not.
+            self.refuse(404 if token else 401, "RepoNotFound", "Repository not found")
+            return None
+        by_commit = {commit_of(files): files for files in known.values()}
+        files = known.get(revision) or by_commit.get(revision)
+        if files is None:
+            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return files
+
+    def list_files(self, repo: str, revision: str, token: str) -> None:
+        files = self.find(repo, revision, token)
+        if files is None:
+            return
+        siblings = [sibling(name, content) for name, content in files.items()]
+        found = {"_id": "1", "id": repo, "modelId": repo, "sha": commit_of(files), "siblings": siblings}
+        found |= {"private": False, "gated": "manual" if repo in self.hub.gated else False}
+        found |= {"downloads": 0, "likes": 0, "tags": []}
+        self.answer(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+
+    def send_file(self, repo: str, revision: str, name: str, token: str) -> None:
+        files = self.find(repo, revision, token)
+        if files is None:
+            return
+        if repo in self.hub.gated and token not in self.hub.members:
+            said = f"Access to model {repo} is restricted"
+            self.refuse(403 if token else 401, "GatedRepo", said)
+            return
+        if name not in files:
+            self.refuse(404, "EntryNotFound", "Entry not found")
+            return
+        if len(files[name]) < LARGE:
+            self.send_content(files, name)
+            return
+        # Large files lie with another host, which must not see the token.
+        port = self.hub.url.rpartition(":")[2]
+        place = f"http://localhost:{port}/cdn/{repo}/blobs/{commit_of(files)}/{name}"
+        self.answer(302, b"", {"Location": place, "X-Repo-Commit": commit_of(files)})
+
+    def send_content(self, files: dict[str, bytes], name: str) -> None:
+        content, asked = files[name], self.headers.get("Range")
+        sha = sibling(name, content)
+        headers = {"X-Repo-Commit": commit_of(files), "Accept-Ranges": "bytes"}
+        headers["ETag"] = f'"{sha["lfs"]["sha256"] if "lfs" in sha else sha["blobId"]}"'
+        start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
+        if asked:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        self.answer(206 if asked else 200, content[start:], headers, mishaps=True)
+
+    def refuse(self, status: int, code: str | None, message: str) -> None:
+        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        self.answer(status, json.dumps({"error": message}).encode(), headers)
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str], mishaps: bool = False) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD" and not (mishaps and self.hub.mishap(self, body)):
+            self.wfile.write(body)
+
+
+def break_off(handler: Any, content: bytes, at: int) -> bool:
+    """Sends the first ``at`` bytes and closes the connection."""
+    handler.wfile.write(content[:at])
+    handler.wfile.flush()
+    handler.close_connection = True
+    handler.connection.close()
+    return True
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """Serves a hub on a free port."""
+    hub = Hub()
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,550 @@
+"""Files come from a hub as they are there, once, whatever breaks off; what the hub refuses is one line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from stand_in_hub import Hub, _Handler, break_off, commit_of, serving
+
+from harness import hub as client
+from harness.compose import compose_job
+from harness.convert import ConvertJob
+from harness.download import DownloadJob, choose, download, next_commands
+from harness.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_MACHINE,
+    EXIT_OK,
+    EXIT_USER,
+    ConfigError,
+    HarnessError,
+    MachineError,
+    UserError,
+)
+from harness.hub import RemoteFile, Repository
+from harness.job import Job
+from harness.model.huggingface import hf_config
+
+ROOT = Path(__file__).resolve().parents[1]
+REPO = "meta-llama/Llama-3.1-8B"
+MIB = 1 << 20
+# What config.json of Llama 3.1 8B says.
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+FILES = {
+    "README.md": b"# Llama",
+    "config.json": json.dumps(CONFIG).encode(),
+    "generation_config.json": b"{}",
+    "tokenizer.json": b"{} ",
+    "tokenizer_config.json": b'{"eos_token": "<|end_of_text|>"}',
+    "model.safetensors.index.json": b'{"weight_map": {}}',
+    "model-00001-of-00002.safetensors": os.urandom(3 * MIB),
+    "model-00002-of-00002.safetensors": os.urandom(2 * MIB),
+    "consolidated.safetensors": os.urandom(MIB),
+    "original/tokenizer.model": b"IQ== 0\n",
+    "original/consolidated.00.pth": os.urandom(MIB),
+}
+WEIGHTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+TOKENIZER = ["config.json", "original/tokenizer.model", "tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
+    with serving() as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+    """An open hub with one repository; a process that reads its environment finds it."""
+    server.repos = {REPO: {"main": dict(FILES)}}
+    server.gated, server.private, server.members, server.tokens = set(), set(), set(), set()
+    server.requests, server.mishap = [], lambda handler, content: False
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    return server
+
+
+@pytest.fixture
+def here(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+    """The same for this process, in which the client's library has read its environment already."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf_home" / "token"))
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    return hub
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "harness.download", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+
+
+def run(*overrides: str) -> None:
+    job = compose_job(overrides, config_name="download", schema=DownloadJob)
+    assert download(job, list(overrides)) == EXIT_OK
+
+
+def refused(kind: type[HarnessError], *overrides: str) -> str:
+    with pytest.raises(kind) as caught:
+        run(*overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def names(folder: Path) -> list[str]:
+    """What was brought, without what the download keeps for itself."""
+    found = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    return sorted(name for name in found if not name.startswith(".download/") and name != "download.json")
+
+
+def same(folder: Path, files: dict[str, bytes] = FILES) -> bool:
+    return all((folder / name).read_bytes() == files[name] for name in names(folder))
+
+
+def parts(folder: Path) -> list[Path]:
+    return [path for path in (folder / ".download").iterdir() if path.name != "lock"]
+
+
+# Older clients give up where these repeat; the same command then goes on, as below.
+repeats = pytest.mark.skipif(
+    int(huggingface_hub.__version__.split(".")[0]) < 2, reason="huggingface_hub is older than 2"
+)
+
+
+# -- what comes ----
+
+
+def test_the_command(hub: Hub, tmp_path: Path) -> None:
+    done = command(f"repo={REPO}")
+    folder = tmp_path / "assets/hf" / REPO
+    assert (done.returncode, done.stderr) == (EXIT_OK, "")
+    assert names(folder) == sorted(
+        [*TOKENIZER, "generation_config.json", "model.safetensors.index.json", *WEIGHTS]
+    )
+    assert same(folder) and not parts(folder)
+    told = done.stdout.splitlines()
+    commit = commit_of(FILES)
+    assert told[0] == f"{REPO} at {commit[:12]}: 8 files, 0.005 GB brought: assets/hf/{REPO}"
+    assert json.loads((folder / "download.json").read_text())["commit"] == commit
+    # What it says comes next is what can be typed, in the folder where it was.
+    target = f"assets/hf/{REPO}-dcp/step-0"
+    convert, train = "python -m harness.convert", "python -m harness.train"
+    assert told[1:] == [
+        f"next: {convert} model=llama3_8b convert.source=assets/hf/{REPO} convert.target={target}",
+        f"next: {train} model=llama3_8b tokenizer=llama3 checkpoint.initial_load_path={target}",
+    ]
+    compose_job(shlex.split(told[1])[4:], config_name="convert", schema=ConvertJob).convert.validate()
+    job = compose_job(shlex.split(told[2])[4:])
+    assert job.tokenizer.file.read_bytes() == FILES["original/tokenizer.model"]
+
+
+def test_what_is_there_is_not_brought_again(
+    here: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(f"repo={REPO}", "what=tokenizer", "to=out")
+    assert sorted(name for name, _ in here.downloads()) == TOKENIZER == names(tmp_path / "out")
+    here.requests.clear()
+    run(f"repo={REPO}", "what=[tokenizer,index]", "to=out")
+    assert here.downloads() == [("model.safetensors.index.json", "")]
+    assert "1 files, 0.000 GB brought, 4 there already: out" in capsys.readouterr().out
+    # Also what somebody else has put there, if it is the same.
+    (tmp_path / "out" / WEIGHTS[0]).write_bytes(FILES[WEIGHTS[0]])
+    (tmp_path / "out" / "generation_config.json").write_bytes(FILES["generation_config.json"])
+    here.requests.clear()
+    run(f"repo={REPO}", "to=out")
+    assert here.downloads() == [(WEIGHTS[1], "")]
+    assert same(tmp_path / "out")
+
+
+def test_what_is_something_else_is_left_alone(here: Hub, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("mine")
+    said = refused(UserError, f"repo={REPO}", "to=out")
+    assert said.startswith(
+        "out/config.json: is there already, and is not the hub's; would work: another folder"
+    )
+    assert here.downloads() == [] and (tmp_path / "out" / "config.json").read_text() == "mine"
+    # So is what came and was changed since.
+    run(f"repo={REPO}", "what=tokenizer", "to=other")
+    (tmp_path / "other" / "tokenizer_config.json").write_text("{}")
+    assert "other/tokenizer_config.json: is there already" in refused(UserError, f"repo={REPO}", "to=other")
+
+
+def test_a_newer_commit_replaces_what_came_before(here: Hub, tmp_path: Path) -> None:
+    run(f"repo={REPO}", "what=tokenizer", "to=out")
+    newer = {**FILES, "tokenizer.json": b"newer"}
+    here.repos[REPO] = {"main": newer, "old": FILES}
+    here.requests.clear()
+    run(f"repo={REPO}", "what=tokenizer", "to=out")
+    assert here.downloads() == [("tokenizer.json", "")] and same(tmp_path / "out", newer)
+    for revision in ("old", commit_of(newer)):
+        run(f"repo={REPO}", "what=tokenizer", "to=out", f"revision={revision}")
+        assert same(tmp_path / "out", FILES if revision == "old" else newer)
+
+
+def test_a_folder_is_of_one_repository(here: Hub) -> None:
+    here.repos["other/model"] = {"main": FILES}
+    run(f"repo={REPO}", "what=config", "to=out")
+    said = refused(ConfigError, "repo=other/model", "what=config", "to=out")
+    assert said == f"to=out: holds files of {REPO}; would work: another folder"
+
+
+def test_one_download_at_a_time(here: Hub, tmp_path: Path) -> None:
+    (tmp_path / "out/.download").mkdir(parents=True)
+    held = client.lock(tmp_path / "out/.download/lock", create=True)
+    assert held is not None
+    with held:
+        assert "another download" in refused(UserError, f"repo={REPO}", "what=config", "to=out")
+    run(f"repo={REPO}", "what=config", "to=out")
+
+
+# -- what breaks off ----
+
+
+@repeats
+def test_a_connection_that_breaks_is_taken_up_again(here: Hub, tmp_path: Path) -> None:
+    """Within one command: the client asks for the rest."""
+    broken: list[int] = []
+    here.repos = {REPO: {"main": {"config.json": b"{}", "model.safetensors": os.urandom(24 * MIB)}}}
+
+    def once(handler: Any, content: bytes) -> bool:
+        if len(content) < MIB or broken:
+            return False
+        broken.append(1)
+        return break_off(handler, content, 15 * MIB)
+
+    here.mishap = once
+    run(f"repo={REPO}", "what=weights", "to=out")
+    assert same(tmp_path / "out", here.repos[REPO]["main"])
+    (_, first), (_, second) = here.downloads()
+    assert first == "" and second.startswith("bytes=") and int(second[6:].rstrip("-")) >= 10 * MIB
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_download_goes_on(sent: signal.Signals, hub: Hub, tmp_path: Path) -> None:
+    """Between commands: only what had not come is asked for."""
+    files = {"config.json": b"{}", "model.safetensors": os.urandom(32 * MIB)}
+    hub.repos = {REPO: {"main": files}}
+    go_on = threading.Event()
+
+    def stall(handler: Any, content: bytes) -> bool:
+        handler.wfile.write(content[: 24 * MIB])
+        handler.wfile.flush()
+        go_on.wait(60)
+        handler.wfile.write(content[24 * MIB :])
+        return True
+
+    hub.mishap = stall
+    arguments = [sys.executable, "-m", "harness.download", f"repo={REPO}", "what=weights", "to=out"]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not any(part.stat().st_size >= 10 * MIB for part in (tmp_path / "out/.download").glob("model*")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(sent)
+    time.sleep(0.5)
+    go_on.set()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (-sent if sent == signal.SIGKILL else EXIT_INTERRUPTED), err
+    assert "Traceback" not in err and names(tmp_path / "out") == []
+    [part] = parts(tmp_path / "out")
+    had = part.stat().st_size
+    assert had >= 10 * MIB
+
+    hub.mishap = lambda handler, content: False
+    hub.requests.clear()
+    done = command(f"repo={REPO}", "what=weights", "to=out")
+    assert done.returncode == EXIT_OK, done.stderr
+    assert hub.downloads() == [("model.safetensors", f"bytes={had}-")]
+    assert same(tmp_path / "out", files) and not parts(tmp_path / "out")
+
+
+@repeats
+def test_a_hub_that_ignores_what_part_was_asked_for(here: Hub, tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "model.safetensors": os.urandom(2 * MIB)}
+    here.repos = {REPO: {"main": files}}
+    repository = client.look_up(REPO, "main")
+    file = next(file for file in repository.files if file.name == "model.safetensors")
+    part = client._part(tmp_path / "out", file)
+    part.parent.mkdir(parents=True)
+    part.write_bytes(files["model.safetensors"][:1000])
+
+    def whole(self: Any, status: int, body: bytes, headers: dict[str, str], mishaps: bool = False) -> None:
+        if status == 206:
+            status, body = 200, files["model.safetensors"]
+            headers = {name: value for name, value in headers.items() if name != "Content-Range"}
+        answer(self, status, body, headers, mishaps)
+
+    answer = _Handler.answer
+    _Handler.answer = whole  # type: ignore[method-assign]
+    try:
+        run(f"repo={REPO}", "what=weights", "to=out")
+    finally:
+        _Handler.answer = answer  # type: ignore[method-assign]
+    assert same(tmp_path / "out", files)
+
+
+def test_damage_is_noticed(here: Hub, tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "model.safetensors": os.urandom(2 * MIB)}
+    here.repos = {REPO: {"main": files}}
+
+    def other(handler: Any, content: bytes) -> bool:
+        handler.wfile.write(bytes(len(content)))
+        return True
+
+    here.mishap = other
+    said = refused(MachineError, f"repo={REPO}", "what=[config,weights]", "to=out")
+    assert "what came is not what the hub has" in said
+    here.mishap = lambda handler, content: False
+    run(f"repo={REPO}", "what=[config,weights]", "to=out")
+    assert same(tmp_path / "out", files)
+
+
+def test_a_disk_that_is_too_small(here: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 4 * MIB})())
+    said = refused(MachineError, f"repo={REPO}", "to=out")
+    assert said == "out: needs 0.005 GB, and the disk has 0.004 GB left"
+    assert here.downloads() == []
+    run(f"repo={REPO}", "what=tokenizer", "to=out")
+
+
+def test_a_disk_that_fills_up(here: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.stream, name)
+
+        def write(self, content: bytes) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    watched = client._Watched.__init__
+    monkeypatch.setattr(
+        client._Watched, "__init__", lambda self, stream, *rest: watched(self, Full(stream), *rest)
+    )
+    said = refused(MachineError, f"repo={REPO}", "what=weights", "to=out")
+    assert "the disk is full, or a quota is; with more space the same command goes on" in said
+
+
+def test_a_place_that_cannot_be_written(here: Hub, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "cannot be written: Not a directory" in refused(UserError, f"repo={REPO}", "to=file/below")
+    assert refused(ConfigError, f"repo={REPO}", "to=file") == "to=file: is a file; would work: a folder"
+
+
+# -- what the hub refuses ----
+
+
+def test_the_token_is_sent(hub: Hub, tmp_path: Path) -> None:
+    """From the environment, or from a login; to the listing and to every file."""
+    hub.gated, hub.members = {REPO}, {"hf_member"}
+    assert command(f"repo={REPO}", "what=config", "to=a", HF_TOKEN="hf_member").returncode == EXIT_OK
+    asked = [(path, headers.get("authorization")) for _, path, headers in hub.requests if REPO in path]
+    assert len(asked) == 3 and {token for _, token in asked} == {"Bearer hf_member"}
+    hub.requests.clear()
+    done = command(f"repo={REPO}", "what=weights", "to=a", HF_TOKEN="hf_member")
+    assert done.returncode == EXIT_OK, done.stderr
+    elsewhere = [headers for _, path, headers in hub.requests if path.startswith("/cdn/")]
+    assert len(elsewhere) == len(WEIGHTS) and not any("authorization" in headers for headers in elsewhere)
+    (tmp_path / "hf_home").mkdir(exist_ok=True)
+    (tmp_path / "hf_home" / "token").write_text("hf_member")
+    assert command(f"repo={REPO}", "what=config", "to=b").returncode == EXIT_OK
+
+
+def test_a_gated_repository(hub: Hub) -> None:
+    hub.gated, hub.tokens = {REPO}, {"hf_stranger"}
+    done = command(f"repo={REPO}", "what=config")
+    assert done.returncode == EXIT_USER
+    assert done.stderr == (
+        f"error: repo={REPO}: is gated, and there is no token; would work: "
+        f"ask for access at {hub.url}/{REPO}, then export HF_TOKEN=hf_... "
+        f"with a token of {hub.url}/settings/tokens, or hf auth login\n"
+    )
+    done = command(f"repo={REPO}", "what=config", HF_TOKEN="hf_stranger")
+    assert done.returncode == EXIT_USER
+    assert done.stderr == (
+        f"error: repo={REPO}: is gated, and the account of your token (HF_TOKEN, or your login) "
+        f"has no access; would work: ask for it at {hub.url}/{REPO} and wait for the answer\n"
+    )
+
+
+def test_a_token_that_the_hub_does_not_know(hub: Hub) -> None:
+    done = command(f"repo={REPO}", "what=config", HF_TOKEN="hf_mistyped")
+    assert done.returncode == EXIT_USER
+    assert done.stderr.startswith(
+        "error: the hub does not take your token (HF_TOKEN, or your login): HTTP 401"
+    )
+    assert done.stderr.count("\n") == 1
+
+
+def test_repositories_and_revisions_that_are_none(here: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = refused(ConfigError, "repo=nobody/nothing")
+    assert said.startswith(
+        "repo=nobody/nothing: no such repository, or a private one; would work: a name from "
+    )
+    assert "HF_TOKEN" in said
+    said = refused(ConfigError, f"repo={REPO}", "revision=v9")
+    assert said.startswith(f"revision=v9: {REPO} has no such branch, tag or commit; would work: one of ")
+    here.tokens = {"hf_known"}
+    monkeypatch.setenv("HF_TOKEN", "hf_known")
+    assert "or a private one that your token may not read" in refused(ConfigError, "repo=nobody/nothing")
+
+
+def test_no_network(hub: Hub) -> None:
+    done = command(f"repo={REPO}", HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == EXIT_MACHINE
+    assert done.stderr.startswith("error: no whole answer from http://127.0.0.1:9: ")
+    assert done.stderr.count("\n") == 1
+    done = command(f"repo={REPO}", HF_HUB_OFFLINE="1")
+    assert done.returncode == EXIT_USER
+    assert done.stderr.startswith(
+        "error: HF_HUB_OFFLINE=1 forbids to ask the hub; would work: HF_HUB_OFFLINE=0"
+    )
+
+
+# -- what is asked for ----
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([], "repo=null: must be given; would work: Qwen/Qwen3-8B"),
+        (["repo=a/b", "what=tokens"], "what=tokens: no such files; would work: one or a list of tokenizer, "),
+        (
+            ["repo=a/b", "what=[config,weight]"],
+            "what=[config,weight]: no such files; would work: one or a list",
+        ),
+        (["repo=a/b", "what=[]"], "what=[]: no such files"),
+        (["repo=https://huggingface.co/a/b/tree/main"], "is no name; would work: a/b"),
+        (["repo=a/b/c"], "repo=a/b/c: is no name; would work: owner/name"),
+        (["repo=a/b", "revision=''"], "revision='': must be given; would work: main"),
+        (["repos=a/b"], "repos=a/b: no such field; did you mean repo?"),
+        (["repo=a/b", "model=llama3_8b"], "model=llama3_8b: no such field; "),
+    ],
+)
+def test_mistakes(overrides: list[str], says: str) -> None:
+    assert says in refused(UserError, *overrides)
+
+
+def of_files(*listed: str) -> Repository:
+    return Repository("a/b", "0" * 40, tuple(RemoteFile(name, 1, "git:0") for name in listed))
+
+
+def chosen(what: Any, *listed: str) -> list[str]:
+    return [file.name for file in choose(DownloadJob("a/b", what), of_files(*listed))]
+
+
+def test_weights_are_transformers_or_the_only_ones_there_are() -> None:
+    assert chosen("weights", "model.safetensors", "adapter.safetensors") == ["model.safetensors"]
+    assert chosen("weights", "part.safetensors", "sub/model.safetensors") == ["part.safetensors"]
+    metas = ["consolidated.00.pth", "consolidated.01.pth"]
+    assert chosen(["weights", "config"], *metas, "params.json") == ["params.json", *metas]
+    assert chosen(["index", "weights"], "model.safetensors") == ["model.safetensors"]
+
+
+def test_kinds_that_a_repository_does_not_have() -> None:
+    with pytest.raises(
+        UserError, match=r"^what=tokenizer: a/b has no such files; would work: what=\[config\]$"
+    ):
+        chosen(["tokenizer", "config"], "config.json")
+    with pytest.raises(UserError, match=r"^what=index: .*would work: a repository with safetensors$"):
+        chosen("index", "README.md")
+
+
+def test_next_commands_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The family's tokenizer is chosen, which knows what ends its documents."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "assets/hf/Qwen/Qwen3-0.6B"
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text("{}")
+    job = DownloadJob("Qwen/Qwen3-0.6B", "tokenizer")
+    path = "assets/hf/Qwen/Qwen3-0.6B/tokenizer.json"
+    kind = f"next: python -m harness.train tokenizer.kind=huggingface tokenizer.path={path}"
+    assert next_commands(job) == [kind]
+    for family in ("qwen3", "qwen3_moe"):
+        (folder / "config.json").write_text(json.dumps({"model_type": family}))
+        assert next_commands(job) == [f"next: python -m harness.train tokenizer=qwen3 tokenizer.path={path}"]
+    (folder.parent / "Qwen3-8B").mkdir()
+    (folder.parent / "Qwen3-8B/tokenizer.json").write_text("{}")
+    [told] = next_commands(DownloadJob("Qwen/Qwen3-8B", "tokenizer"))
+    assert told == "next: python -m harness.train tokenizer=qwen3"
+    assert isinstance(compose_job(shlex.split(told)[4:]), Job)
+    told_all = next_commands(DownloadJob("Qwen/Qwen3-0.6B", ["weights"]))
+    assert "model=NAME" in told_all[0] and told_all[-1].startswith("note: no option of conf/model")
+
+
+# -- and then ----
+
+
+def test_from_an_empty_folder_to_training(hub: Hub, tmp_path: Path) -> None:
+    """The three commands of the README, with a model that is made here."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    model = ["model=llama3_tiny", "model.vocab_size=320", "model.n_layers=1"]
+    sizes = hf_config(compose_job(model).model, dtype="float32", bos_id=None, eos_id=None)
+    published = tmp_path / "published"
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(published)
+    learnt = tokenizers.ByteLevelBPETokenizer()
+    learnt.train_from_iterator(
+        [Path(__file__).read_text()], 319, special_tokens=["</s>"], show_progress=False
+    )
+    learnt.save(str(published / "tokenizer.json"))
+    (published / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": "</s>"}')
+    files = {file.name: file.read_bytes() for file in published.iterdir()}
+    hub.repos = {"me/tiny": {"main": files}}
+
+    done = command("repo=me/tiny", "what=[tokenizer,config,weights]")
+    assert done.returncode == EXIT_OK, done.stderr
+    lines = [line.removeprefix("next: ") for line in done.stdout.splitlines() if line.startswith("next: ")]
+    (tmp_path / "text.txt").write_text(Path(__file__).read_text())
+    short = ["data=local_text", "data.paths=[text.txt]", f"data.cache_dir={tmp_path}/cache"]
+    short += ["training.steps=4", "training.seq_len=32", "training.global_batch_size=2", "cluster.device=cpu"]
+    for line, more in zip(lines, ([], short), strict=True):
+        words = [sys.executable, *shlex.split(line)[1:]]
+        typed = [word for word in words if word != "model=NAME"]
+        done = subprocess.run([*typed, *model, *more], capture_output=True, text=True, timeout=300)
+        assert done.returncode == EXIT_OK, done.stderr + done.stdout
