@@ -37,8 +37,10 @@ from harness.data import TokenizerConfig
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
-from harness.model.huggingface import hf_config, hf_name, parameter_shapes
+from harness.model.families.llama import hf_name
+from harness.model.huggingface import hf_config
 from harness.model.llama_original import shard_dim
+from harness.model.shapes import parameter_shapes
 
 transformers = pytest.importorskip("transformers")
 

@@ -27,8 +27,8 @@ from harness.checkpoint.formats import EMBEDDING, HEAD, Source, TensorFacts, ref
 from harness.checkpoint.storage import CHECKSUM, Reader, Writer
 from harness.errors import UserError
 from harness.model.config import ModelConfig
-from harness.model.huggingface import parameter_shapes
 from harness.model.llama_original import permute_rope
+from harness.model.shapes import tensor_shapes
 
 _SHOWN = 3  # names in one line of error
 
@@ -39,8 +39,8 @@ class DistributedSource:
     Args:
         path: the checkpoint's folder or fsspec URL.
         manifest: what it says of itself. Empty for one of other software; torchtitan's is meant, which has
-            our names and, like Meta's files, rows of wq and wk in the order of interleaved pairs
-            (``_permute`` in torchtitan/models/llama3/model/state_dict_adapter.py).
+            our names and, for Llama 2 and 3 like Meta's files, rows of wq and wk in the order of interleaved
+            pairs (``_permute`` in torchtitan/models/llama3/model/state_dict_adapter.py).
         model: what it must hold.
 
     Raises:
@@ -61,7 +61,7 @@ class DistributedSource:
         # Some software keeps the model beside the optimizer, as {"model": ..., "optimizer": ...}.
         nested = self._foreign and EMBEDDING not in self._found
         self._prefix = "model." if nested else ""
-        shapes = parameter_shapes(model)
+        shapes = tensor_shapes(model)
         self._check(shapes)
         self.tensors: Mapping[str, TensorFacts] = {name: self._found[self._prefix + name] for name in shapes}
 
@@ -75,9 +75,10 @@ class DistributedSource:
         tensor = self._read(self._prefix + name)
         if name == EMBEDDING and self._model.tied_embeddings and self._prefix + HEAD in self._found:
             refuse_untied(tensor, self._read(self._prefix + HEAD), self._path)
-        if self._foreign and name.endswith(".wq.weight"):
+        swapped = self._foreign and self._model.family == "llama"
+        if swapped and name.endswith(".wq.weight"):
             return permute_rope(tensor, self._model.n_heads)
-        if self._foreign and name.endswith(".wk.weight"):
+        if swapped and name.endswith(".wk.weight"):
             return permute_rope(tensor, self._model.n_kv_heads)
         return tensor
 

@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
 
 from harness.checkpoint.catalog import MANIFEST, encode_manifest, open_checkpoint
 from harness.checkpoint.distributed import DistributedSource
 from harness.checkpoint.formats import TensorFacts
 from harness.checkpoint.huggingface import HuggingFaceSource, finish_huggingface, write_huggingface
 from harness.checkpoint.storage import CHECKSUM, write_last
+from harness.checkpoint.together import Together
+from harness.errors import UserError
 from harness.job import Job
 from harness.model.config import ModelConfig
-from harness.model.huggingface import hf_name, parameter_shapes
+from harness.model.shapes import is_buffer, tensor_shapes
+from harness.parallelism.materialize import local_ranges
 
 MAX_SHARD_GB = 5.0  # transformers' own default
 _CHUNK = 1 << 24
@@ -37,16 +38,34 @@ def check(path: str, model: ModelConfig) -> None:
     HuggingFaceSource(Path(path), model)
 
 
-def load(path: str, state: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Loads weights into this rank's parameters, whatever their format and layout.
+def load(path: str, model: ModelConfig, state: Mapping[str, Tensor], together: Together) -> None:
+    """Loads weights into this rank's tensors, whatever their format and layout; it reads only what they hold.
 
     Args:
         path: a folder of safetensors.
-        state: this rank's parameters by our names.
-        group: the ranks.
+        model: what they are of.
+        state: this rank's tensors by our names.
+        together: the ranks.
+
+    Raises:
+        UserError: on all ranks, when one has found a file damaged.
     """
-    theirs: dict[str, Any] = {hf_name(name): weight for name, weight in state.items()}
-    dcp.load(theirs, storage_reader=HuggingFaceStorageReader(path), process_group=group)
+    found = together.gather(_load(path, model, state))
+    failures = [f"{failure} (found by rank {rank})" for rank, failure in enumerate(found) if failure]
+    if failures:
+        raise UserError(failures[0])
+
+
+def _load(path: str, model: ModelConfig, state: Mapping[str, Tensor]) -> str | None:
+    """Loads, or says why not."""
+    try:
+        source = HuggingFaceSource(Path(path), model)
+        for name, tensor in state.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            source.fill(name, local, local_ranges(tensor))
+    except UserError as error:
+        return str(error)
+    return None
 
 
 class _Announced:
@@ -54,9 +73,9 @@ class _Announced:
 
     def __init__(self, job: Job) -> None:
         dtype = getattr(torch, job.checkpoint.export_dtype)
-        shapes = parameter_shapes(job.model)
         self.tensors: Mapping[str, TensorFacts] = {
-            name: TensorFacts(shape, dtype) for name, shape in shapes.items()
+            name: TensorFacts(shape, torch.float32 if is_buffer(name) else dtype)
+            for name, shape in tensor_shapes(job.model).items()
         }
 
     def read(self, name: str) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from harness.errors import MachineError, UserError
+from harness.model.shapes import is_buffer
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 
@@ -46,10 +47,10 @@ class Source(Protocol):
     """The weights of one decoder."""
 
     tensors: Mapping[str, TensorFacts]
-    """Every parameter by our name, in the decoder's order; a tied output projection is not among them."""
+    """Every parameter and kept buffer by our name, in the decoder's order; no tied output projection."""
 
     def read(self, name: str) -> Tensor:
-        """One parameter: on the CPU, contiguous, and with a storage that holds nothing else.
+        """One tensor: on the CPU, contiguous, and with a storage that holds nothing else.
 
         Raises:
             UserError: its values are not what they must be.
@@ -59,7 +60,7 @@ class Source(Protocol):
 
 
 class Cast:
-    """A source whose floating-point tensors come out in another format.
+    """A source whose floating-point parameters come out in another format; buffers keep theirs.
 
     Args:
         source: what is read.
@@ -69,7 +70,7 @@ class Cast:
     def __init__(self, source: Source, dtype: torch.dtype | None) -> None:
         self._source = source
         self.tensors: Mapping[str, TensorFacts] = {
-            name: replace(facts, dtype=dtype) if dtype and facts.dtype.is_floating_point else facts
+            name: replace(facts, dtype=dtype) if dtype and _is_cast(name, facts) else facts
             for name, facts in source.tensors.items()
         }
 
@@ -85,6 +86,10 @@ class Cast:
         if dtype == torch.float16 and cast.isinf().sum() > tensor.isinf().sum():
             raise UserError(f"{name} has values that float16 cannot hold; would work: bfloat16, float32")
         return cast
+
+
+def _is_cast(name: str, facts: TensorFacts) -> bool:
+    return facts.dtype.is_floating_point and not is_buffer(name)
 
 
 class Watched:

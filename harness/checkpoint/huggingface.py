@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from harness.checkpoint.formats import (
     EMBEDDING,
-    HEAD,
     Cast,
     Source,
     TensorFacts,
@@ -29,18 +28,22 @@ from harness.checkpoint.formats import (
     sync_folder,
     total_bytes,
 )
+from harness.checkpoint.pieces import Theirs, fill, whole
 from harness.data.config import TokenizerConfig
 from harness.data.hf_tokenizer import export_tokenizer
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError, UserError
 from harness.model.config import ModelConfig
+from harness.model.huggingface import HEAD as THEIR_HEAD
 from harness.model.huggingface import (
     check_hf_config,
     check_hf_tensors,
+    copied_tensors,
     hf_config,
-    hf_name,
-    parameter_shapes,
+    our_tensors,
+    own_name,
 )
+from harness.model.shapes import is_buffer, tensor_shapes
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 
@@ -63,36 +66,77 @@ class HuggingFaceSource:
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._folder, self._tied = folder, model.tied_embeddings
         check_hf_config(model, _read_json(folder / CONFIG))
-        self._places: dict[str, Path] = {}
+        self._pieces, self._copies = our_tensors(model), copied_tensors(model)
+        self._places: dict[str, tuple[Path, str]] = {}
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for file in _weight_files(folder):
-            for name, facts in _file_facts(file):
+            for stored, facts in _file_facts(file):
+                name = own_name(model, stored)
+                if name is None:
+                    continue
                 if name in found:
-                    raise UserError(f"{folder}: {name} is in {self._places[name].name} and in {file.name}")
-                found[name], self._places[name] = facts, file
+                    first = self._places[name][0].name
+                    raise UserError(f"{folder}: {stored} is in {first} and in {file.name}")
+                found[name], self._places[name] = facts, (file, stored)
         check_hf_tensors(model, {name: shape for name, (shape, _) in found.items()})
+        dtypes = {name: _torch_dtype(found[name][1], self._places[name][0]) for name in found}
         self.tensors: Mapping[str, TensorFacts] = {
-            name: TensorFacts(shape, _torch_dtype(found[hf_name(name)][1], self._places[hf_name(name)]))
-            for name, shape in parameter_shapes(model).items()
+            name: TensorFacts(
+                shape, torch.float32 if is_buffer(name) else dtypes[self._pieces[name][0].theirs]
+            )
+            for name, shape in tensor_shapes(model).items()
         }
 
     def read(self, name: str) -> Tensor:
-        """One parameter; with the embedding, a table that claims to be the same is compared.
+        """One tensor; others that claim to be the same are compared.
 
         Raises:
-            UserError: its file is damaged, or embeddings that are to be tied differ.
+            UserError: its file is damaged, or embeddings that are to be tied, or copies, differ.
         """
-        tensor = self._read(hf_name(name))
-        if name == EMBEDDING and self._tied and hf_name(HEAD) in self._places:
-            refuse_untied(tensor, self._read(hf_name(HEAD)), str(self._folder))
+        facts, [first, *_] = self.tensors[name], self._pieces[name]
+        if first.is_same:
+            tensor = self._read(first.theirs).to(facts.dtype)
+        else:
+            tensor = torch.empty(facts.shape, dtype=facts.dtype)
+            self.fill(name, tensor, whole(facts.shape))
+        if name == EMBEDDING and self._tied and THEIR_HEAD in self._places:
+            refuse_untied(tensor, self._read(THEIR_HEAD), str(self._folder))
+        for copy in self._copies.get(name, ()):
+            if copy.theirs in self._places and not torch.equal(
+                tensor, self._read(copy.theirs).to(facts.dtype)
+            ):
+                raise UserError(
+                    f"{self._folder}: {copy.theirs} is not {first.theirs}, and multi-token prediction has no "
+                    "table of its own; would work: model.mtp.depth=0"
+                )
         return tensor
+
+    def fill(self, name: str, out: Tensor, ranges: Sequence[range]) -> None:
+        """Fills a part of one tensor; of the files no more is read than it needs, as far as they allow.
+
+        Args:
+            name: ours.
+            out: the part, in any format and on any device.
+            ranges: which indices of each dimension it has.
+
+        Raises:
+            UserError: a file is damaged.
+        """
+        fill(out, self._pieces[name], self.tensors[name].shape, ranges, self._slice)
 
     def _read(self, name: str) -> Tensor:
         # Opened for every tensor: pages of a mapped file stay in memory for as long as it is open.
-        with _opened(self._places[name]) as file:
-            tensor = file.get_tensor(name)
+        place, stored = self._places[name]
+        with _opened(place) as file:
+            tensor: Tensor = file.get_tensor(stored)
         # Versions of the library differ in whether the tensor is a view of the mapped file.
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+    def _slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        place, stored = self._places[name]
+        with _opened(place) as file:
+            values: Tensor = file.get_slice(stored)[part]
+            return values.clone()
 
 
 @contextmanager
@@ -156,7 +200,7 @@ def write_huggingface(
     share: tuple[int, int] = (0, 1),
     finish: bool = True,
 ) -> None:
-    """Writes what ``transformers`` loads with ``from_pretrained(folder)``; one tensor is in memory at a time.
+    """Writes what ``transformers`` loads with ``from_pretrained(folder)``; few tensors are in memory at once.
 
     Several processes can share the work: which shards there are follows from the source and the arguments
     alone, and process r of n writes shards r, r + n, ...
@@ -181,8 +225,9 @@ def write_huggingface(
     if finish:  # first, because what the user did wrong shows here
         finish_huggingface(source, model, tokenizer, folder, dtype, max_shard_gb)
     rank, ranks = share
-    for file, names in list(plan_shards(cast, max_shard_gb).items())[rank::ranks]:
-        _write_safetensors(cast, names, folder / file)
+    theirs = Theirs(cast, model)
+    for file, names in list(plan_shards(theirs, max_shard_gb).items())[rank::ranks]:
+        _write_safetensors(theirs, names, folder / file)
     sync_folder(folder)
 
 
@@ -203,10 +248,11 @@ def finish_huggingface(
     name = str(cast.tensors[EMBEDDING].dtype).removeprefix("torch.")
     bos, eos = _special_ids(model, tokenizer)
     _write_json(folder / CONFIG, hf_config(model, dtype=name, bos_id=bos, eos_id=eos))
-    shards = plan_shards(cast, max_shard_gb)
+    theirs = Theirs(cast, model)
+    shards = plan_shards(theirs, max_shard_gb)
     if len(shards) > 1:
-        places = {hf_name(name): file for file, names in shards.items() for name in names}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes(cast)}, "weight_map": places})
+        places = {name: file for file, names in shards.items() for name in names}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes(theirs)}, "weight_map": places})
     if tokenizer is not None:
         export_tokenizer(tokenizer, folder)
 
@@ -224,7 +270,12 @@ def _special_ids(model: ModelConfig, tokenizer: TokenizerConfig | None) -> tuple
 
 
 def plan_shards(source: Source, max_shard_gb: float) -> dict[str, list[str]]:
-    """Which file holds which parameters, in order, filled one after another as transformers does."""
+    """Which file holds which tensors, in order, filled one after another as transformers does.
+
+    Args:
+        source: the tensors under the names that they will have.
+        max_shard_gb: GB of values in a file at most.
+    """
     shards: list[list[str]] = [[]]
     filled = 0
     for name, facts in source.tensors.items():
@@ -249,7 +300,7 @@ def _write_safetensors(source: Source, names: list[str], file: Path) -> None:
         facts = source.tensors[name]
         start, end = end, end + facts.nbytes
         places = {"dtype": _NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": [start, end]}
-        header[hf_name(name)] = places
+        header[name] = places
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _HEADER_UNIT)
     with file.open("wb") as stream:

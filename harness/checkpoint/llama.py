@@ -14,8 +14,8 @@ from torch import Tensor
 from harness.checkpoint.formats import EMBEDDING, HEAD, TensorFacts, refuse_untied
 from harness.errors import UserError
 from harness.model.config import ModelConfig
-from harness.model.huggingface import parameter_shapes
 from harness.model.llama_original import is_buffer, merge
+from harness.model.shapes import parameter_shapes
 
 PATTERN, PARAMS = "consolidated.*.pth", "params.json"
 _SHOWN = 3  # names in one line of error
@@ -47,6 +47,8 @@ class LlamaSource:
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
+        if model.family != "llama":
+            raise UserError(f"{folder}: Meta's files are read for model.family=llama, not {model.family}")
         self._folder, self._model = folder, model
         self._files = sorted(folder.glob(PATTERN))
         if (folder / PARAMS).exists():

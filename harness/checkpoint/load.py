@@ -31,7 +31,7 @@ from harness.data.loader import Loader
 from harness.errors import MachineError, UserError
 from harness.job import Job
 from harness.loop.engine import Engine
-from harness.model.huggingface import parameter_shapes
+from harness.model.shapes import tensor_shapes
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Starter:
         try:
             if self.config.initial_load_in_hf:
                 self.together.on_rank_zero(lambda: exchange.check(path, self.job.model))
-                exchange.load(path, model_state(self.engine), group)
+                exchange.load(path, self.job.model, model_state(self.engine), self.together)
                 return {}
             self.together.on_rank_zero(lambda: self._require_parameters(checkpoint))
             if not self.config.initial_load_model_only:
@@ -185,7 +185,7 @@ class Starter:
     def _require_parameters(self, checkpoint: Checkpoint) -> None:
         """Checks names and shapes before DCP does, which has many lines to say of each; on rank 0."""
         found = _sizes(Reader(checkpoint.path, checkpoint.manifest), "")
-        for name, shape in parameter_shapes(self.job.model).items():
+        for name, shape in tensor_shapes(self.job.model).items():
             if found.get(name) != shape:
                 has = f"has shape {list(found[name])}" if name in found else "is missing"
                 raise UserError(

@@ -1,6 +1,7 @@
 """What a run is, as one flat dict of tensors under names that no layout changes.
 
     <parameter>                         weights, as DTensors where they are sharded
+    <buffer>                            biases that balance experts
     optimizer.state.<parameter>.<key>   the optimizer's tensors of that parameter (exp_avg, exp_avg_sq, step)
     rng.<role>                          random states of the rank at one place of one layout, as bytes
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from harness.loop.engine import Engine
+from harness.model.shapes import is_buffer
 from harness.parallelism.mesh import Mesh
 from harness.precision.swap import plain
 
@@ -27,9 +29,11 @@ OPTIMIZER, RNG = "optimizer.", "rng."
 
 
 def model_state(engine: Engine, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The weights this rank holds, or copies of them in another format."""
+    """The weights this rank holds, or copies of them in another format; and buffers that are kept."""
     held = {name: plain(parameter.detach()) for name, parameter in engine.named_parameters()}
-    return held if dtype is None else {name: weight.to(dtype) for name, weight in held.items()}
+    held = held if dtype is None else {name: weight.to(dtype) for name, weight in held.items()}
+    buffers = (named for part in engine.parts for named in part.named_buffers())
+    return held | {name: buffer for name, buffer in buffers if is_buffer(name)}
 
 
 def optimizer_state(engine: Engine) -> dict[str, Tensor]:

@@ -1,21 +1,28 @@
-"""Grouped-query attention (arXiv:2305.13245)."""
+"""Attention: grouped queries, or multi-head latent attention."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.model.config import ModelConfig
-from harness.model.kernels import Kernel, SdpaKernel
+from harness.model.kernels import Kernel, Reach, SdpaKernel
 from harness.model.rope import rotate
-from harness.model.sharding import Split
+from harness.model.sharding import Split, as_plain, own_part
 
-# B: batch, T: sequence, C: residual width, H: heads of this rank, D: head width
+# B: batch, T: sequence, C: residual width, H: heads of this rank, D: head width, E: head width of values
+
+
+def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
+    """The attention of one block."""
+    return LatentAttention(config, layer) if config.attention.is_latent else Attention(config, layer)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; under tensor parallel each rank holds some of the heads.
+    """Grouped-query attention (arXiv:2305.13245); under tensor parallel each rank holds some of the heads.
 
     What becomes of queries, keys and values is up to ``inner``, which can be exchanged.
     """
@@ -25,32 +32,130 @@ class Attention(nn.Module):
         "wk": Split.COLUMN,
         "wv": Split.COLUMN,
         "wo": Split.ROW,
+        "q_norm": Split.HEAD_NORM,
+        "k_norm": Split.HEAD_NORM,
     }
+    parameter_sharding: ClassVar[dict[str, Split]] = {"sinks": Split.HEADS}
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.head_dim = config.head_width
-        self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.inner: Kernel = SdpaKernel()
+        of, self.head_dim = config.attention, config.head_width
+        bias, width = of.qkv_bias, config.head_width
+        self.wq = nn.Linear(config.dim, config.n_heads * width, bias=bias)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * width, bias=bias)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * width, bias=bias)
+        self.wo = nn.Linear(config.n_heads * width, config.dim, bias=of.output_bias)
+        learned = of.qk_norm == "learned"
+        self.q_norm = nn.RMSNorm(width, eps=config.norm_eps) if learned else None
+        self.k_norm = nn.RMSNorm(width, eps=config.norm_eps) if learned else None
+        self.sinks = nn.Parameter(torch.empty(config.n_heads)) if of.sinks else None
+        self.is_rotated, self.interleaved = of.is_rotated(layer), config.rope.interleaved
+        self.normed_eps = config.norm_eps if of.qk_norm == "l2" and self.is_rotated else None
+        self.temperature = 0.0 if self.is_rotated else of.nope_temperature
+        self.temperature_floor = of.nope_temperature_floor
+        self.inner: Kernel = SdpaKernel(Reach(of.span(layer), width**-0.5, of.sinks))
 
-    def forward(self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None) -> Tensor:
+    def forward(
+        self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
+    ) -> Tensor:
         """Attends from every position to itself and those before it.
 
         Args:
             x_BTC: normed residual stream.
             rope_2TD: cosines and sines of the positions.
             mask: what ``inner`` made of the documents; None when they see each other.
+            positions_T: the positions, for layers whose temperature depends on them.
 
         Returns:
             What is added to the residual stream, [B, T, C].
         """
         B, T, _ = x_BTC.shape
         # -1 and not n_heads: a tensor-parallel rank sees only its own heads.
-        q_BTHD = rotate(self.wq(x_BTC).view(B, T, -1, self.head_dim), rope_2TD)
-        k_BTHD = rotate(self.wk(x_BTC).view(B, T, -1, self.head_dim), rope_2TD)
-        v_BTHD = self.wv(x_BTC).view(B, T, -1, self.head_dim)
-        out_BTHD = self.inner(q_BTHD, k_BTHD, v_BTHD, mask)
+        q_BTHD, k_BTHD, v_BTHD = (
+            linear(x_BTC).view(B, T, -1, self.head_dim) for linear in (self.wq, self.wk, self.wv)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHD, k_BTHD = self.q_norm(q_BTHD), self.k_norm(k_BTHD)
+        if self.is_rotated:
+            q_BTHD = rotate(q_BTHD, rope_2TD, interleaved=self.interleaved)
+            k_BTHD = rotate(k_BTHD, rope_2TD, interleaved=self.interleaved)
+        if self.normed_eps is not None:
+            q_BTHD, k_BTHD = (F.rms_norm(x, x.shape[-1:], eps=self.normed_eps) for x in (q_BTHD, k_BTHD))
+        if self.temperature:
+            assert positions_T is not None, "the temperature is one of positions"
+            q_BTHD = q_BTHD * self._temperatures(positions_T)[:, None, None].type_as(q_BTHD)
+        sinks_H = None if self.sinks is None else own_part(self, "sinks")
+        out_BTHD = self.inner(q_BTHD, k_BTHD, v_BTHD, mask, sinks_H)
         return self.wo(out_BTHD.reshape(B, T, -1))
+
+    def _temperatures(self, positions_T: Tensor) -> Tensor:
+        """Scale of the queries of layers that do not rotate (arXiv:2501.19399, as Llama 4 has it), [T]."""
+        steps = torch.floor((positions_T.float() + 1) / self.temperature_floor)
+        return 1 + self.temperature * torch.log1p(steps)
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Keys and values come from a narrow latent, and one key for all heads carries the rotation. The latents are
+    computed alike on all tensor-parallel ranks; heads are split.
+    """
+
+    sharding: ClassVar[dict[str, Split]] = {
+        "wq": Split.COLUMN,
+        "wq_a": Split.WHOLE,
+        "q_norm": Split.WHOLE,
+        "wq_b": Split.COLUMN,
+        "wkv_a": Split.WHOLE,
+        "kv_norm": Split.WHOLE,
+        "wkv_b": Split.COLUMN,
+        "wo": Split.ROW,
+    }
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        of, heads = config.attention, config.n_heads
+        self.nope, self.rotated, self.value = of.qk_nope_head_dim, of.qk_rope_head_dim, of.v_head_dim
+        self.interleaved, self.is_rotated = config.rope.interleaved, of.is_rotated(layer)
+        width = config.head_width
+        self.wq = self.wq_a = self.q_norm = self.wq_b = None
+        if of.q_lora_rank is None:
+            self.wq = nn.Linear(config.dim, heads * width, bias=False)
+        else:
+            self.wq_a = nn.Linear(config.dim, of.q_lora_rank, bias=False)
+            self.q_norm = nn.RMSNorm(of.q_lora_rank, eps=LATENT_EPS)
+            self.wq_b = nn.Linear(of.q_lora_rank, heads * width, bias=False)
+        self.wkv_a = nn.Linear(config.dim, of.kv_lora_rank + self.rotated, bias=False)
+        self.kv_norm = nn.RMSNorm(of.kv_lora_rank, eps=LATENT_EPS)
+        self.wkv_b = nn.Linear(of.kv_lora_rank, heads * (self.nope + self.value), bias=False)
+        self.wo = nn.Linear(heads * self.value, config.dim, bias=False)
+        self.inner: Kernel = SdpaKernel(Reach(of.span(layer), width**-0.5 * config.rope.score_scale))
+
+    def forward(
+        self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
+    ) -> Tensor:
+        """Attends; arguments and result are those of ``Attention``."""
+        B, T, _ = x_BTC.shape
+        q_BTHD = self._queries(x_BTC).view(B, T, -1, self.nope + self.rotated)
+        latents = self.wkv_a(x_BTC)
+        latent_BTL, k_rotated = latents.split([latents.shape[-1] - self.rotated, self.rotated], dim=-1)
+        kv = self.wkv_b(self.kv_norm(latent_BTL)).view(B, T, -1, self.nope + self.value)
+        k_nope, v_BTHE = kv.split([self.nope, self.value], dim=-1)
+        q_nope, q_rotated = q_BTHD.split([self.nope, self.rotated], dim=-1)
+        k_rotated = as_plain(k_rotated).unsqueeze(2)
+        if self.is_rotated:
+            q_rotated = rotate(q_rotated, rope_2TD, interleaved=self.interleaved)
+            k_rotated = rotate(k_rotated, rope_2TD, interleaved=self.interleaved)
+        q_BTHD = torch.cat((q_nope, q_rotated), dim=-1)
+        k_BTHD = torch.cat((k_nope, k_rotated.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
+        return self.wo(self.inner(q_BTHD, k_BTHD, v_BTHE, mask).reshape(B, T, -1))
+
+    def _queries(self, x_BTC: Tensor) -> Tensor:
+        if self.wq is not None:
+            return self.wq(x_BTC)
+        assert self.wq_a is not None and self.q_norm is not None and self.wq_b is not None
+        return self.wq_b(self.q_norm(self.wq_a(x_BTC)))
+
+
+LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever model.norm_eps is (DeepseekV2RMSNorm's default in DeepSeek's code)."""

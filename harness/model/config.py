@@ -6,50 +6,24 @@ from dataclasses import dataclass
 
 from harness.config import label, numerics, part
 from harness.errors import ConfigError, divisors
+from harness.model.attention_config import AttentionConfig, Span
+from harness.model.moe_config import MoEConfig
+from harness.model.mtp_config import MTPConfig
+from harness.model.rope_config import RopeConfig
 
-SCALINGS = ("none", "llama3")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4")
+ACTIVATIONS = ("swiglu", "swiglu_clamped")
 _POSITIVE = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_hidden_dim", "max_seq_len")
 
 
 @dataclass
-class RopeConfig:
-    """Rotary position embedding (RoFormer, arXiv:2104.09864)."""
-
-    theta: float = numerics(10000.0)
-    """Base of the geometric series of wavelengths."""
-    scaling: str = numerics("none")
-    """``none``, or ``llama3``: the frequency-dependent stretching of Llama 3.1."""
-    factor: float = numerics(8.0)
-    """``llama3``: by how much the longest wavelengths are stretched."""
-    low_freq_factor: float = numerics(1.0)
-    """``llama3``: wavelengths longer than original_max_position / this are stretched whole."""
-    high_freq_factor: float = numerics(4.0)
-    """``llama3``: wavelengths shorter than original_max_position / this are left alone."""
-    original_max_position: int = numerics(8192)
-    """``llama3``: context length, in tokens, that the model was first trained with."""
-
-    def validate(self) -> None:
-        """Raises ConfigError when no frequencies can be computed."""
-        if self.scaling not in SCALINGS:
-            raise ConfigError("model.rope.scaling", self.scaling, "no such scaling", SCALINGS)
-        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"model.rope.{name}", getattr(self, name), "must be positive")
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ConfigError(
-                "model.rope.low_freq_factor",
-                self.low_freq_factor,
-                f"must be below model.rope.high_freq_factor={self.high_freq_factor}",
-                f"{self.high_freq_factor / 4}",
-            )
-
-
-@dataclass
 class ModelConfig:
-    """A pre-norm decoder with grouped-query attention and a SwiGLU feed-forward (Llama 2, 3, 3.1, 3.2)."""
+    """A pre-norm decoder: attention and a feed-forward, dense or a mixture of experts, in every block."""
 
     name: str = label("???")
     """Name of the model, as its file under conf/model is called."""
+    family: str = label("llama")
+    """Whose checkpoints it is exchanged with, by transformers' name of the model type."""
     vocab_size: int = numerics("???")
     """Rows of the embedding table."""
     dim: int = numerics("???")
@@ -61,21 +35,33 @@ class ModelConfig:
     n_kv_heads: int = numerics("???")
     """Key and value heads; each serves n_heads / n_kv_heads query heads."""
     head_dim: int | None = numerics(None)
-    """Width of a head; null means dim / n_heads."""
+    """Width of a head; null means dim / n_heads, with multi-head latent attention that of a query."""
     ffn_hidden_dim: int = numerics("???")
-    """Width of the feed-forward's hidden layer."""
+    """Width of the dense feed-forward's hidden layer."""
+    activation: str = numerics("swiglu")
+    """Of the feed-forward: ``swiglu`` (arXiv:2002.05202), or ``swiglu_clamped`` as GPT-OSS has it."""
     norm_eps: float = numerics(1e-5)
     """Added to the mean square inside RMSNorm."""
     tied_embeddings: bool = numerics(False)
     """Whether the output projection is the embedding table."""
+    embedding_std: float = numerics(1.0)
+    """Standard deviation of the embedding table's initial values, where it is not tied."""
     max_seq_len: int = numerics("???")
     """Longest sequence, in tokens, that the model is made for."""
     rope: RopeConfig = part(RopeConfig)
     """Rotary position embedding."""
+    attention: AttentionConfig = part(AttentionConfig)
+    """What attention does beyond grouped queries."""
+    moe: MoEConfig = part(MoEConfig)
+    """The mixture of experts in the place of some dense feed-forwards."""
+    mtp: MTPConfig = part(MTPConfig)
+    """Multi-token prediction: a block behind the last one that predicts a token further."""
 
     def resolve(self) -> None:
         """Fills in what follows from the rest."""
         self._require_positive()
+        if self.head_dim is None and self.attention.is_latent:
+            self.head_dim = self.attention.qk_nope_head_dim + self.attention.qk_rope_head_dim
         if self.head_dim is None:
             if self.dim % self.n_heads:
                 fits = [d for d in divisors(self.dim) if d % self.n_kv_heads == 0 and self.dim // d % 2 == 0]
@@ -90,6 +76,10 @@ class ModelConfig:
     def validate(self) -> None:
         """Raises ConfigError when the numbers do not make a decoder."""
         self._require_positive()
+        if self.family not in FAMILIES:
+            raise ConfigError("model.family", self.family, "no such family", FAMILIES)
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError("model.activation", self.activation, "no such activation", ACTIVATIONS)
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 "model.n_kv_heads",
@@ -97,12 +87,18 @@ class ModelConfig:
                 f"must divide model.n_heads={self.n_heads}",
                 divisors(self.n_heads),
             )
-        if self.head_width < 2 or self.head_width % 2:
-            works = [self.head_width - 1, self.head_width + 1] if self.head_width > 1 else [2]
-            raise ConfigError("model.head_dim", self.head_width, "must be even: RoPE rotates pairs", works)
-        if not self.norm_eps > 0:
-            raise ConfigError("model.norm_eps", self.norm_eps, "must be positive")
+        if self.rotated_width < 2 or self.rotated_width % 2:
+            field = "attention.qk_rope_head_dim" if self.attention.is_latent else "head_dim"
+            width = self.rotated_width
+            works = [width - 1, width + 1] if width > 1 else [2]
+            raise ConfigError(f"model.{field}", width, "must be even: RoPE rotates pairs", works)
+        for name in ("norm_eps", "embedding_std"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"model.{name}", getattr(self, name), "must be positive")
         self.rope.validate()
+        self.attention.validate(self.n_heads, self.n_kv_heads, self.head_width)
+        self.moe.validate(self.n_layers)
+        self.mtp.validate()
 
     def _require_positive(self) -> None:
         for name in _POSITIVE:
@@ -111,5 +107,33 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """Width of a head, resolved."""
+        """Width of a query and key head, resolved."""
         return self.head_dim if self.head_dim is not None else self.dim // self.n_heads
+
+    @property
+    def rotated_width(self) -> int:
+        """How much of a query or key is rotated."""
+        return self.attention.qk_rope_head_dim if self.attention.is_latent else self.head_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value head."""
+        return self.attention.v_head_dim if self.attention.is_latent else self.head_width
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks there are: the decoder's, and the one of multi-token prediction, number n_layers."""
+        return self.n_layers + self.mtp.depth
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a block's feed-forward is a mixture of experts; behind the last one, what that one's is."""
+        return self.moe.enabled and self.moe.is_at(min(layer, self.n_layers - 1))
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """The blocks with experts, that of multi-token prediction among them."""
+        return [layer for layer in range(self.num_blocks) if self.has_experts(layer)]
+
+    def span(self, layer: int) -> Span:
+        """What the attention of a block reaches."""
+        return self.attention.span(layer)

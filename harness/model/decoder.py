@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from harness.model.attention import Attention
+from harness.model.attention import build_attention
 from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward
 from harness.model.head import Head
-from harness.model.kernels import Kernel
+from harness.model.kernels import Kernel, Reach
+from harness.model.moe import MoE
+from harness.model.mtp import MTP
 from harness.model.rope import rope_table
 from harness.model.sharding import Split
 
@@ -27,19 +29,39 @@ class Block(nn.Module):
         "attention": Split.REGION,
         "ffn_norm": Split.NORM,
         "feed_forward": Split.REGION,
+        "moe": Split.MIXTURE,
     }
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = build_attention(config, layer)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        mixed = config.has_experts(layer)
+        self.moe = MoE(config) if mixed else None
+        self.feed_forward = (
+            None if mixed else FeedForward(config.dim, config.ffn_hidden_dim, config.activation)
+        )
 
-    def forward(self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None) -> Tensor:
-        """Maps the residual stream [B, T, C] to the next block's."""
-        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rope_2TD, mask)
-        return x_BTC + self.feed_forward(self.ffn_norm(x_BTC))
+    def forward(
+        self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Maps the residual stream [B, T, C] to the next block's.
+
+        Returns:
+            The stream, and how many tokens went to each expert, where there are experts.
+        """
+        x_BTC = self.attend(x_BTC, rope_2TD, mask, positions_T)
+        normed_BTC = self.ffn_norm(x_BTC)
+        if self.moe is None:
+            assert self.feed_forward is not None
+            return x_BTC + self.feed_forward(normed_BTC), None
+        out_BTC, load_E = self.moe(normed_BTC)
+        return x_BTC + out_BTC, load_E
+
+    def attend(self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor | None) -> Tensor:
+        """The first half of a block: what attention adds to the stream."""
+        return x_BTC + self.attention(self.attention_norm(x_BTC), rope_2TD, mask, positions_T)
 
 
 class Decoder(nn.Module):
@@ -67,32 +89,54 @@ class Decoder(nn.Module):
         has = (lambda name: True) if modules is None else set(modules).__contains__
         self.config = config
         self.seq_len = seq_len
-        self.positions: Tensor | None = None
+        self._share: Tensor | None = None
+        self.loads: dict[int, Tensor] = {}
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim) if has("tok_embeddings") else None
         self.layers = nn.ModuleDict(
-            {str(i): Block(config) for i in range(config.n_layers) if has(f"layers.{i}")}
+            {str(i): Block(config, i) for i in range(config.n_layers) if has(f"layers.{i}")}
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if has("norm") else None
         self.output = Head(config.dim, config.vocab_size, bias=False) if has("output") else None
+        # It uses both tables, so no pipeline can have it.
+        whole = self.tok_embeddings is not None and self.output is not None
+        self.mtp = MTP(config, Block(config, config.n_layers)) if config.mtp.depth and whole else None
         self.tie_embeddings()
-        self.register_buffer("rope", self._rope_table(torch.get_default_device()), persistent=False)
+        self.positions: Tensor
         self.rope: Tensor
+        self.register_buffer("positions", torch.arange(seq_len), persistent=False)
+        self.register_buffer("rope", self._rope_table(torch.get_default_device()), persistent=False)
 
-    def _rope_table(self, device: torch.device | str) -> Tensor:
-        table = rope_table(self.config.rope, self.config.head_width, self.seq_len, device=device)
-        return table if self.positions is None else table[:, self.positions.to(device)]
+    def _rope_table(self, device: torch.device) -> Tensor:
+        whole = rope_table(self.config.rope, self.config.rotated_width, self.seq_len, device=device)
+        return whole if self._share is None else whole[:, self._share.to(device)]
 
     def take_positions(self, positions_T: Tensor) -> None:
         """Says which positions of the sequence this decoder sees, in their order; without it, all of them.
 
         Call it before ``materialize_buffers``.
         """
-        self.positions = positions_T
+        self._share = positions_T
 
     def use_kernel(self, kernel: type[Kernel]) -> None:
         """Says how attention is computed."""
-        for block in self.layers.values():
-            block.attention.inner = kernel()  # type: ignore[union-attr,method-assign]
+        for block in self.blocks.values():
+            block.attention.inner = kernel(block.attention.inner.reach)
+
+    @property
+    def blocks(self) -> dict[int, Block]:
+        """The blocks this part holds, by number in the whole model; multi-token prediction's is the last."""
+        blocks: dict[int, Any] = {int(name): block for name, block in self.layers.items()}
+        return blocks if self.mtp is None else blocks | {self.config.n_layers: self.mtp.block}
+
+    @property
+    def mixtures(self) -> dict[int, MoE]:
+        """The mixtures of experts this part holds, by the block's number in the whole model."""
+        return {layer: block.moe for layer, block in self.blocks.items() if block.moe is not None}
+
+    def take_loads(self) -> dict[int, Tensor]:
+        """How many tokens went to each expert in the passes with gradients since the last call, by layer."""
+        taken, self.loads = self.loads, {}
+        return taken
 
     def tie_embeddings(self) -> None:
         """Makes the output projection the embedding table, where the model says so.
@@ -105,10 +149,19 @@ class Decoder(nn.Module):
 
     def materialize_buffers(self, device: torch.device) -> None:
         """Computes the buffers, which ``to_empty`` leaves without values."""
+        positions = torch.arange(self.seq_len, device=device)
+        self.positions = positions if self._share is None else self._share.to(device)
         self.rope = self._rope_table(device)
+        for moe in self.mixtures.values():
+            moe.materialize_buffers(device)
 
     def forward(
-        self, x: Tensor, labels_BT: Tensor | None = None, documents_BT: Tensor | None = None
+        self,
+        x: Tensor,
+        labels_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        later_BT: Tensor | None = None,
+        later_labels_BT: Tensor | None = None,
     ) -> Tensor:
         """Runs the modules this part holds.
 
@@ -117,23 +170,53 @@ class Decoder(nn.Module):
             labels_BT: labels, for a part whose output projection computes the loss.
             documents_BT: number of each position's document, where documents do not see each other. They
                 keep their positions: a rotation depends on the distance of two tokens only.
+            later_BT: tokens one position later, for multi-token prediction; without them there is none.
+            later_labels_BT: what follows those, where there are labels.
 
         Returns:
             Logits [B, T, V] from a part with the output projection, or the loss where there are labels; else
-            the residual stream [B, T, C].
+            the residual stream [B, T, C]. With multi-token prediction, its logits behind them [2B, T, V], or
+            both losses [2].
         """
-        x = self.tok_embeddings(x) if self.tok_embeddings is not None else x
-        rope_2TD, mask = self.rope, self._mask(documents_BT)
-        for block in self.layers.values():
-            x = block(x, rope_2TD, mask)
+        later_BTC = None
+        if later_BT is not None:
+            # Tables are used once a pass, for FSDP gathers them, and reduces their gradients, at every use.
+            assert self.tok_embeddings is not None and self.mtp is not None, "who looks ahead has all modules"
+            x, later_BTC = self.tok_embeddings(torch.cat((x, later_BT))).chunk(2)
+        elif self.tok_embeddings is not None:
+            x = self.tok_embeddings(x)
+        masks = self._masks(documents_BT, x)
+        blocks = self.blocks
+        for layer in map(int, self.layers):
+            x, load_E = blocks[layer](
+                x, self.rope, masks[blocks[layer].attention.inner.reach], self.positions
+            )
+            self._count(layer, load_E)
+        stream = x
         x = self.norm(x) if self.norm is not None else x
+        if later_BTC is not None:
+            assert self.mtp is not None
+            layer = self.config.n_layers
+            mask = masks[blocks[layer].attention.inner.reach]
+            further_BTC, load_E = self.mtp(stream, later_BTC, self.rope, mask, self.positions)
+            self._count(layer, load_E)
+            x = torch.cat((x, further_BTC))
         if self.output is None:
             return x
         # One that was swapped for another format takes no labels.
-        return self.output(x) if labels_BT is None else self.output(x, labels_BT)
+        return self.output(x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None))
 
-    def _mask(self, documents_BT: Tensor | None) -> Any | None:
-        """What all blocks' attention needs to know of the documents, made once."""
-        if documents_BT is None or not self.layers:
-            return None
-        return next(iter(self.layers.values())).attention.inner.mask(documents_BT)  # type: ignore[union-attr,operator]
+    def _masks(self, documents_BT: Tensor | None, x: Tensor) -> dict[Reach, Any | None]:
+        """What attention needs to know of documents and reach, made once for blocks of equal reach."""
+        kernels = {block.attention.inner.reach: block.attention.inner for block in self.blocks.values()}
+        return {
+            reach: kernel.mask(documents_BT, x.shape[0], self.seq_len, x.device)
+            for reach, kernel in kernels.items()
+        }
+
+    def _count(self, layer: int, load_E: Tensor | None) -> None:
+        """Adds to a block's loads; outside of it nothing is done twice when activations are recomputed."""
+        if load_E is None or not torch.is_grad_enabled():
+            return
+        before = self.loads.get(layer)
+        self.loads[layer] = load_E if before is None else before + load_E

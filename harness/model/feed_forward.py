@@ -1,27 +1,45 @@
-"""SwiGLU feed-forward (arXiv:2002.05202)."""
+"""Gated feed-forwards: SwiGLU (arXiv:2002.05202) and its relative in GPT-OSS."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.model.config import ModelConfig
 from harness.model.sharding import Split
+
+ALPHA, LIMIT = 1.702, 7.0
+"""GPT-OSS: slope of the gate and bound of both factors (openai/gpt-oss, gpt_oss/torch/model.py, swiglu)."""
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """What stands between the projections of a feed-forward.
+
+    Args:
+        gate: w1 x.
+        up: w3 x.
+        activation: by the names of model.activation.
+    """
+    if activation == "swiglu":
+        return F.silu(gate) * up
+    gate = gate.clamp(max=LIMIT)
+    return gate * torch.sigmoid(ALPHA * gate) * (up.clamp(-LIMIT, LIMIT) + 1)
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x)."""
+    """w2(silu(w1 x) * w3 x), or another activation in the place of it."""
 
     sharding: ClassVar[dict[str, Split]] = {"w1": Split.COLUMN, "w3": Split.COLUMN, "w2": Split.ROW}
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dim: int, hidden_dim: int, activation: str) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_hidden_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_hidden_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_hidden_dim, bias=False)
+        self.activation = activation
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Maps the normed residual stream [B, T, C] to what is added to it, [B, T, C]."""
-        return self.w2(F.silu(self.w1(x_BTC)) * self.w3(x_BTC))
+        return self.w2(gated(self.w1(x_BTC), self.w3(x_BTC), self.activation))

@@ -1,151 +1,195 @@
-"""The Llama family as Hugging Face keeps it: names, shapes and config.json (no torch).
+"""Models as Hugging Face keeps them: names, shapes and config.json (no torch).
 
-Weights go back and forth unchanged, because ``harness.model.rope`` rotates the pairs that transformers does.
-Names and the meaning of config.json's fields are those of transformers' models/llama (4.56 to 5.x).
+What is peculiar to a family lies in ``harness.model.families``. Weights go back and forth unchanged, because
+``harness.model.rope`` rotates the pairs that each family's files are made for.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.errors import ConfigError, UserError, divisors
+from harness.config import NUMERICS, leaves
+from harness.errors import ConfigError, UserError
 from harness.model.config import ModelConfig
+from harness.model.families import ALL, Family
+from harness.model.families.core import NEEDED, Piece, Says, Shape
+from harness.model.shapes import tensor_shapes
 
-MODEL_TYPE = "llama"
-
-_OUTSIDE = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_OF_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-}
-_BLOCK_NAME = re.compile(r"layers\.(\d+)\.(.+)\.weight")
+HEAD = "lm_head.weight"
 
 # Older files keep these beside the parameters; whoever runs the model computes them.
 _BUFFER = ".rotary_emb.inv_freq"
 _SHOWN = 3  # names of a kind in one line of error; the count says how many there are
+_SHOWN_ITEMS = 8  # of a list
 
-# What LlamaConfig takes for a field that config.json leaves out.
-_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
+# What a model was trained with, and no longer computes with.
+_TRAINING = ("embedding_std", "moe.aux_loss_coeff", "mtp.loss_weight")
+# Fields of RopeConfig: those that each scaling reads, with config.json's names and defaults.
+_STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
+    "none": {},
+    "llama3": {
+        "factor": ("factor", None),
+        "low_freq_factor": ("low_freq_factor", None),
+        "high_freq_factor": ("high_freq_factor", None),
+        "original_max_position": ("original_max_position_embeddings", None),
+    },
+    "yarn": {
+        "factor": ("factor", None),
+        "original_max_position": ("original_max_position_embeddings", None),
+        "beta_fast": ("beta_fast", 32.0),
+        "beta_slow": ("beta_slow", 1.0),
+        "truncate": ("truncate", True),
+        "mscale": ("mscale", None),
+        "mscale_all_dim": ("mscale_all_dim", None),
+    },
 }
-# What our decoder does and config.json may ask to be done otherwise.
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-# Fields of RopeConfig that only scaling=llama3 reads.
-_STRETCHING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position": "original_max_position_embeddings",
-}
 
 
-def hf_name(name: str) -> str:
-    """Hugging Face's name of one of our parameters, ``layers.3.attention.wq.weight`` say.
+def family_of(model: ModelConfig) -> Family:
+    """The family whose files a model is read from and written to.
 
     Raises:
-        ValueError: the decoder has no parameter of that name.
+        ConfigError: they cannot say what the model is.
     """
-    if name in _OUTSIDE:
-        return _OUTSIDE[name]
-    match = _BLOCK_NAME.fullmatch(name)
-    if match is None or match[2] not in _OF_BLOCK:
-        raise ValueError(f"no parameter of a decoder is called {name!r}")
-    return f"model.layers.{match[1]}.{_OF_BLOCK[match[2]]}.weight"
+    family = _speaking(model)
+    if family.refuse is not None:
+        family.refuse(model)
+    return family
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's name and shape, in the decoder's order, without building it.
+def _speaking(model: ModelConfig) -> Family:
+    """The same, where each field is one that the family can say; not all of them need go together."""
+    family = ALL[model.family]
+    if family.is_mixture and not model.moe.enabled:
+        rule = f"checkpoints of model.family={family.name} have experts"
+        raise ConfigError("model.moe.num_experts", 0, rule, "at least 1")
+    for name, value in relevant(model):
+        if not _can_say(family, model, name, value):
+            raise _cannot_say(family, model, name, value)
+    return family
 
-    Matrices are [output width, input width]. A tied output projection is not listed: it is the table.
+
+def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
+    """The fields of a model that change what it computes, with their values."""
+    attention, of, rope = model.attention, model.moe, model.rope
+    unread = {*_TRAINING, *(f"rope.{name}" for name in _STRETCHING["llama3"] | _STRETCHING["yarn"])}
+    unread -= {f"rope.{name}" for name in _STRETCHING[rope.scaling]}
+    if attention.is_latent:
+        unread |= {"n_kv_heads", "head_dim"}
+    if attention.nope_every_nth_layer is None:
+        unread.add("attention.nope_temperature")
+    if attention.nope_every_nth_layer is None or not attention.nope_temperature:
+        unread.add("attention.nope_temperature_floor")
+    if of.num_groups == 1:
+        unread |= {"moe.top_groups", "moe.group_score"}
+    if len(model.expert_layers) == model.num_blocks:
+        unread.add("ffn_hidden_dim")
+    for name, role, value in leaves(model):
+        without = name.startswith("moe.") and not of.enabled and name != "moe.num_experts"
+        if role == NUMERICS and name not in unread and not without:
+            yield name, value
+
+
+def _cannot_say(family: Family, model: ModelConfig, name: str, value: object) -> ConfigError:
+    able = [f"model.family={each.name}" for each in ALL.values() if _can_say(each, model, name, value)]
+    lacks = "cannot say it"
+    if name == "moe.balance_coeff":
+        lacks = f"have no place for layers.{model.expert_layers[0]}.moe.balance_bias"
+    rule = f"checkpoints of model.family={family.name} {lacks}"
+    return ConfigError(f"model.{name}", value, rule, [_typed(_required(family, name)), *able])
+
+
+def _can_say(family: Family, model: ModelConfig, name: str, value: object) -> bool:
+    said = {says.ours for says in family.says(model)}
+    free = name in said or name in family.kept or (name.startswith("rope.") and name != "rope.interleaved")
+    return free or value == _required(family, name)
+
+
+def _required(family: Family, name: str) -> object:
+    """The one value that a family has for a field that it does not say."""
+    return family.requires.get(name, _DEFAULTS[name])
+
+
+_DEFAULTS = {name: value for name, _, value in leaves(ModelConfig())}
+
+
+def hf_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
+    """All tensors of Hugging Face's, and what of ours stands in each; in our order.
+
+    Raises:
+        ConfigError: the model's family cannot say what it is.
     """
-    table = (config.vocab_size, config.dim)
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": table}
-    for layer in range(config.n_layers):
-        shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in _block_shapes(config).items()}
-    shapes["norm.weight"] = (config.dim,)
-    if not config.tied_embeddings:
-        shapes["output.weight"] = table
-    return shapes
+    return _grouped(family_of(model).pieces(model), lambda piece: piece.theirs)
 
 
-def _block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    dim, hidden = config.dim, config.ffn_hidden_dim
-    q_width, kv_width = config.n_heads * config.head_width, config.n_kv_heads * config.head_width
-    return {
-        "attention_norm": (dim,),
-        "attention.wq": (q_width, dim),
-        "attention.wk": (kv_width, dim),
-        "attention.wv": (kv_width, dim),
-        "attention.wo": (dim, q_width),
-        "ffn_norm": (dim,),
-        "feed_forward.w1": (hidden, dim),
-        "feed_forward.w2": (dim, hidden),
-        "feed_forward.w3": (hidden, dim),
-    }
+def our_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
+    """All tensors of ours, and where each stands in theirs; in our order.
+
+    Raises:
+        ConfigError: the model's family cannot say what it is.
+    """
+    pieces = (piece for piece in family_of(model).pieces(model) if not piece.is_copy)
+    return _grouped(pieces, lambda piece: piece.ours)
 
 
-def hf_config(config: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+def copied_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
+    """Tensors of ours that stand in theirs more than once, and where they do besides.
+
+    Raises:
+        ConfigError: the model's family cannot say what it is.
+    """
+    pieces = (piece for piece in family_of(model).pieces(model) if piece.is_copy)
+    return _grouped(pieces, lambda piece: piece.ours)
+
+
+def _grouped(pieces: Iterable[Piece], key: Any) -> dict[str, list[Piece]]:
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(key(piece), []).append(piece)
+    return groups
+
+
+def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Name and shape of all tensors of Hugging Face's.
+
+    Raises:
+        ConfigError: the model's family cannot say what it is.
+    """
+    ours = tensor_shapes(model)
+    return {name: pieces[0].their_shape(ours[pieces[0].ours]) for name, pieces in hf_tensors(model).items()}
+
+
+def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
     """The content of config.json with which transformers builds the same model.
 
     Rotation and number format are said twice: 4.x reads ``rope_theta``, ``rope_scaling`` and ``torch_dtype``,
     5.x writes ``rope_parameters`` and ``dtype``. Each ignores, or reads and agrees with, what is the other's.
 
     Args:
-        config: the model's numbers.
+        model: the model's numbers.
         dtype: format of the stored weights as torch calls it, e.g. ``bfloat16``.
         bos_id: id of the token that begins a document, None where there is none.
         eos_id: id of the token that ends a document, None where there is none.
 
     Raises:
-        ConfigError: a model that transformers 5 refuses, whose heads do not divide the width.
+        ConfigError: a model that the family's files cannot say, or that transformers refuses.
     """
-    if config.dim % config.n_heads:
-        rule = (
-            f"transformers' LlamaConfig wants it to divide model.dim={config.dim}, whatever model.head_dim is"
-        )
-        raise ConfigError("model.n_heads", config.n_heads, rule, divisors(config.dim))
-    theta = float(config.rope.theta)
-    scaling = _hf_scaling(config)
+    family = family_of(model)
+    if family.unbuildable is not None:
+        family.unbuildable(model)
+    theta = float(model.rope.theta)
+    scaling = _hf_scaling(model)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": MODEL_TYPE,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.ffn_hidden_dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_width,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{says.theirs: says.value for says in family.says(model)},
+        **(family.written(model) if family.written else {}),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": theta},
-        "tie_word_embeddings": config.tied_embeddings,
-        **_FIXED,
         "attention_dropout": 0.0,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
@@ -154,18 +198,18 @@ def hf_config(config: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: in
     }
 
 
-def _hf_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    rope = config.rope
+def _hf_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    rope = model.rope
     if rope.scaling == "none":
         return None
-    # Floats, because transformers warns of a factor that is an integer.
-    return {
-        "rope_type": rope.scaling,
-        "factor": float(rope.factor),
-        "low_freq_factor": float(rope.low_freq_factor),
-        "high_freq_factor": float(rope.high_freq_factor),
-        "original_max_position_embeddings": rope.original_max_position,
-    }
+    said: dict[str, Any] = {"rope_type": rope.scaling}
+    for name, (theirs, _) in _STRETCHING[rope.scaling].items():
+        value = getattr(rope, name)
+        if value is not None:
+            # Floats, because transformers warns of a factor that is an integer.
+            exact = name in ("truncate", "original_max_position")
+            said[theirs] = value if exact else float(value)
+    return said
 
 
 @dataclass(frozen=True)
@@ -177,101 +221,120 @@ class _Fact:
     hf_field: str
     hf_value: object
 
-    @property
-    def differs(self) -> bool:
-        return self.value != self.hf_value
-
     def __str__(self) -> str:
         return f"{self.field}={_typed(self.value)}: config.json has {self.hf_field} {_typed(self.hf_value)}"
 
 
 def _typed(value: object) -> str:
-    """The value as YAML and JSON have it."""
+    """The value as YAML and JSON have it; of a long list the beginning."""
+    if isinstance(value, list) and len(value) > _SHOWN_ITEMS:
+        return f"{json.dumps(value[:_SHOWN_ITEMS])[:-1]}, ...]"
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def check_hf_config(config: ModelConfig, found: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint of another model than ``config``, by what its config.json says.
+def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint of another model than ``model``, by what its config.json says.
 
     Reads what transformers 4.x writes (``rope_theta``, ``rope_scaling``) and what 5.x does
-    (``rope_parameters``); a field that is left out has LlamaConfig's default.
+    (``rope_parameters``); a field that is left out has transformers' default.
 
     Raises:
         UserError: one line that names every field of the model that differs, or what the model cannot do.
     """
-    model_type = found.get("model_type")
-    if model_type != MODEL_TYPE:
-        said = f"model_type {model_type}" if model_type else "no model_type"
-        raise UserError(f"config.json has {said}: only checkpoints with model_type {MODEL_TYPE} are read")
-    for name, ours in _FIXED.items():
-        if found.get(name, ours) != ours:
-            only = f"the decoder only knows {name} {_typed(ours)}"
-            raise UserError(f"config.json has {name} {_typed(found[name])}: {only}")
-    differing = [fact for fact in (*_facts(config, found), *_rope_facts(config, found)) if fact.differs]
-    if differing:
-        raise UserError("; ".join(map(str, differing)))
+    family = _speaking(model)
+    found = _own_part(family, found)
+    if found.get("quantization_config"):
+        method = found["quantization_config"].get("quant_method", "some method")
+        raise UserError(
+            f"config.json has quantization_config: weights quantized by {method} are not read; "
+            "would work: the same in bfloat16"
+        )
+    facts: list[_Fact] = []
+    for says in family.says(model):
+        theirs = says.found(found)
+        if theirs == says.value:
+            continue
+        if says.ours is None:
+            only = f"the decoder only knows {says.theirs} {_typed(says.value)}"
+            raise UserError(f"config.json has {says.theirs} {_typed(theirs)}: {only}")
+        facts.append(_Fact(f"model.{says.ours}", _shown(says), says.theirs, theirs))
+    facts += [fact for fact in _rope_facts(family, model, found) if fact.value != fact.hf_value]
+    if facts:
+        raise UserError("; ".join(map(str, facts)))
+    family_of(model)
 
 
-def _facts(config: ModelConfig, found: Mapping[str, Any]) -> list[_Fact]:
-    says = {**_DEFAULTS, **{name: value for name, value in found.items() if value is not None}}
-    says.setdefault("num_key_value_heads", says["num_attention_heads"])
-    says.setdefault("head_dim", says["hidden_size"] // says["num_attention_heads"])
-    ours = {
-        "vocab_size": ("vocab_size", config.vocab_size),
-        "dim": ("hidden_size", config.dim),
-        "n_layers": ("num_hidden_layers", config.n_layers),
-        "n_heads": ("num_attention_heads", config.n_heads),
-        "n_kv_heads": ("num_key_value_heads", config.n_kv_heads),
-        "head_dim": ("head_dim", config.head_width),
-        "ffn_hidden_dim": ("intermediate_size", config.ffn_hidden_dim),
-        "norm_eps": ("rms_norm_eps", config.norm_eps),
-        "tied_embeddings": ("tie_word_embeddings", config.tied_embeddings),
-        "max_seq_len": ("max_position_embeddings", config.max_seq_len),
-    }
-    return [
-        _Fact(f"model.{name}", value, hf_field, says[hf_field]) for name, (hf_field, value) in ours.items()
-    ]
+def _shown(says: Says) -> object:
+    return says.value if says.shown is NEEDED else says.shown
 
 
-def _rope_facts(config: ModelConfig, found: Mapping[str, Any]) -> list[_Fact]:
+def _own_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the decoder, which may be part of a larger model."""
+    model_type, nested = found.get("model_type"), family.nested
+    if nested is not None and model_type == nested.model_type and isinstance(found.get(nested.key), dict):
+        quantized = {name: found[name] for name in ("quantization_config",) if name in found}
+        return {**found[nested.key], **quantized}
+    if model_type == family.model_type:
+        return found
+    said = f"model_type {model_type}" if model_type else "no model_type"
+    read = f"with model_type {family.model_type} are read, model.family being {family.name}"
+    raise UserError(f"config.json has {said}: only checkpoints {read}")
+
+
+def _rope_facts(family: Family, model: ModelConfig, found: Mapping[str, Any]) -> list[_Fact]:
     # In this order, because transformers 5 prefers rope_scaling where a file has both.
     says = found.get("rope_scaling") or found.get("rope_parameters") or {}
-    rope = config.rope
-    theta = says.get("rope_theta", found.get("rope_theta", _DEFAULTS["rope_theta"]))
+    rope = model.rope
+    theta = says.get("rope_theta", found.get("rope_theta", family.theta))
     kind = says.get("rope_type", says.get("type", "default"))
     scaling = "none" if kind == "default" else kind
     facts = [
         _Fact("model.rope.theta", rope.theta, "rope_theta", theta),
         _Fact("model.rope.scaling", rope.scaling, "rope_type", scaling),
     ]
-    if rope.scaling == scaling == "llama3":
-        longest = found.get("max_position_embeddings", _DEFAULTS["max_position_embeddings"])
-        says = {"original_max_position_embeddings": longest, **says}
+    if rope.scaling == scaling:
+        says = {"original_max_position_embeddings": found.get("max_position_embeddings", 2048), **says}
         facts += [
-            _Fact(f"model.rope.{name}", getattr(rope, name), hf_field, says.get(hf_field))
-            for name, hf_field in _STRETCHING.items()
+            _Fact(f"model.rope.{name}", getattr(rope, name), theirs, says.get(theirs, default))
+            for name, (theirs, default) in _STRETCHING[scaling].items()
         ]
+        # It would be in the place of what mscale says.
+        given = says.get("attention_factor") if scaling == "yarn" else None
+        if given is not None:
+            facts.append(_Fact("model.rope.mscale", rope.mscale, "attention_factor", given))
     return facts
 
 
-def check_hf_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses a checkpoint whose tensors are not the model's parameters.
+def own_name(model: ModelConfig, name: str) -> str | None:
+    """The name of a checkpoint's tensor without what a larger model puts before it; None: it is not ours."""
+    family = ALL[model.family]
+    nested = family.nested
+    others = (nested.others if nested else ()) + (family.ignored(model) if family.ignored else ())
+    if name.endswith(_BUFFER) or (others and name.startswith(others)):
+        return None
+    return name.removeprefix(nested.prefix) if nested else name
 
-    Tolerates two kinds that say nothing new: the output projection of a model whose embeddings are tied, and
-    the rotation's inverse frequencies.
+
+def check_hf_tensors(model: ModelConfig, found: Mapping[str, Shape]) -> None:
+    """Refuses a checkpoint whose tensors are not the model's.
+
+    Tolerates those that say nothing new: the output projection of a model whose embeddings are tied, the
+    rotation's inverse frequencies, and what ``own_name`` says is not ours. Copies need not be there.
 
     Args:
-        config: the model's numbers.
+        model: the model's numbers.
         found: name and shape of every tensor in the checkpoint.
 
     Raises:
         UserError: one line with the number and the first names of those missing, unexpected or misshapen.
     """
-    expected = {hf_name(name): shape for name, shape in parameter_shapes(config).items()}
-    optional = {"lm_head.weight": (config.vocab_size, config.dim)} if config.tied_embeddings else {}
+    found = {own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None}
+    expected = hf_shapes(model)
+    optional = {HEAD: (model.vocab_size, model.dim)} if model.tied_embeddings else {}
     allowed = expected | optional
-    missing = [name for name in expected if name not in found]
-    unexpected = [name for name in found if name not in allowed and not name.endswith(_BUFFER)]
+    copies = {piece.theirs for pieces in copied_tensors(model).values() for piece in pieces}
+    missing = [name for name in expected if name not in found and name not in copies]
+    unexpected = [name for name in found if name not in allowed]
     misshapen = [
         f"{name} is {list(shape)} and not {list(allowed[name])}"
         for name, shape in found.items()
@@ -280,7 +343,7 @@ def check_hf_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) 
     groups = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
     wrong = [f"{len(names)} {what} ({_first(names)})" for what, names in groups.items() if names]
     if wrong:
-        raise UserError(f"the checkpoint's tensors are not those of model={config.name}: {', '.join(wrong)}")
+        raise UserError(f"the checkpoint's tensors are not those of model={model.name}: {', '.join(wrong)}")
 
 
 def _first(names: Iterable[str]) -> str:

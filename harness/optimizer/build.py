@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from harness.model.shapes import is_expert
 from harness.optimizer.adamw import RoundedAdamW
 from harness.optimizer.config import OptimizerConfig, ScheduleConfig
 
@@ -48,7 +49,8 @@ def build_optimizer(
 
 
 def _decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
-    if parameter.ndim < 2:
+    # Experts' biases are stacked.
+    if parameter.ndim - is_expert(name) < 2:
         return config.decay_vectors
     return config.decay_embeddings or not name.startswith("tok_embeddings")
 

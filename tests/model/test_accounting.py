@@ -16,6 +16,35 @@ from harness.model.decoder import Block, Decoder
 MODELS = Path(__file__).parents[2] / "conf" / "model"
 PUBLISHED = yaml.safe_load((Path(__file__).parent / "published_parameters.yaml").read_text())
 
+# All parameters, and those that a token meets: of the experts top_k, of the tables both, and the router. They
+# are derived from the released architectures, not from this code, and round to what papers say.
+RELEASED = {
+    "deepseek_v2_lite_16b": (15706484224, 2661150208),
+    "deepseek_v2_236b": (235741434880, 21375800320),
+    "deepseek_v3_671b": (671026404352, 37552282624),
+    "qwen3_0p6b": (596049920, 596049920),
+    "qwen3_1p7b": (1720574976, 1720574976),
+    "qwen3_4b": (4022468096, 4022468096),
+    "qwen3_8b": (8190735360, 8190735360),
+    "qwen3_14b": (14768307200, 14768307200),
+    "qwen3_32b": (32762123264, 32762123264),
+    "qwen3_30b_a3b": (30532122624, 3353032704),
+    "qwen3_235b_a22b": (235093634560, 22190763520),
+    "gpt_oss_20b": (20914757184, 4187440704),
+    "gpt_oss_120b": (116829156672, 5711982912),
+    # Meta says 109B and 400B with the vision encoder, of both 17B active.
+    "llama4_scout": (107769861120, 17172894720),
+    "llama4_maverick": (400711848960, 17184691200),
+}
+DEBUG = [
+    "deepseek_v2_debug",
+    "deepseek_v3_debug",
+    "qwen3_debug",
+    "qwen3_moe_debug",
+    "gpt_oss_debug",
+    "llama4_debug",
+]
+
 
 def shipped(name: str) -> ModelConfig:
     merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(MODELS / f"{name}.yaml"))
@@ -48,11 +77,51 @@ def test_parameters(name: str) -> None:
     assert count(on_meta(config)) == PUBLISHED[name]
 
 
+def test_every_other_shipped_model_is_listed() -> None:
+    others = {file.stem for file in MODELS.glob("*.yaml")} - {
+        file.stem for file in MODELS.glob("llama[23]*.yaml")
+    }
+    assert others == {*RELEASED, *DEBUG}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_parameters_and_those_that_a_token_meets(name: str) -> None:
+    config = shipped(name)
+    counted = account(config, seq_len=128)
+    assert (counted.parameters, counted.active_parameters) == RELEASED[name]
+    assert count(on_meta(config)) == counted.parameters
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_debug_models_are_small(name: str) -> None:
+    config = shipped(name)
+    assert account(config, seq_len=128).parameters == count(on_meta(config)) < 500_000
+
+
+def test_flops_of_a_mixture_by_hand() -> None:
+    """gpt_oss_20b: of experts four count, of the tables one; half of the layers have a band of 128."""
+    config, seq_len = shipped("gpt_oss_20b"), 4096
+    multiplied = RELEASED["gpt_oss_20b"][1] - 201088 * 2880
+    per_position = 6 * 64 * (64 + 64)
+    full = 12 * seq_len + 12 * 128
+    band = (128 * 129 / 2 + (seq_len - 128) * 128) / seq_len
+    counted = account(config, seq_len)
+    assert counted.flops_per_token_full == 6 * multiplied + per_position * full
+    assert counted.flops_per_token_causal == 6 * multiplied + per_position * (12 * seq_len / 2 + 12 * band)
+
+
+def test_flops_of_latent_attention_by_hand() -> None:
+    """deepseek_v3_671b: queries and keys of 192, values of 128."""
+    counted = account(shipped("deepseek_v3_671b"), 4096)
+    multiplied = RELEASED["deepseek_v3_671b"][1] - 129280 * 7168
+    assert counted.flops_per_token_full == 6 * multiplied + 6 * 61 * 128 * (192 + 128) * 4096
+
+
 @pytest.mark.parametrize("name", ["llama3_8b", "llama32_1b", "llama2_70b"])
 def test_parts_add_up(name: str) -> None:
     config = shipped(name)
     with torch.device("meta"):
-        assert block_parameters(config) == count(Block(config))
+        assert block_parameters(config) == count(Block(config, 0))
         table = Decoder(config, 16, ["tok_embeddings"])
     counted = account(config, seq_len=128)
     tables = 1 if config.tied_embeddings else 2
@@ -69,7 +138,16 @@ def test_flops_per_token_of_llama3_8b() -> None:
 
 def test_flops_by_hand() -> None:
     """6 per multiplied parameter; per layer, head and position 6 * (d_qk + d_v), or half of it."""
-    config = ModelConfig("hand", 10, 8, 2, 4, 2, 6, ffn_hidden_dim=16, max_seq_len=64)
+    config = ModelConfig(
+        vocab_size=10,
+        dim=8,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=6,
+        ffn_hidden_dim=16,
+        max_seq_len=64,
+    )
     attention_weights = 8 * (4 * 6) + 2 * 8 * (2 * 6) + (4 * 6) * 8
     multiplied = 2 * (attention_weights + 3 * 8 * 16 + 2 * 8) + 8 + 10 * 8
     attention = 6 * 2 * 4 * (6 + 6) * 32

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.model.config import ModelConfig, RopeConfig
+from harness.model.attention_config import KINDS, QK_NORMS
+from harness.model.config import ACTIVATIONS, ModelConfig
 from harness.model.decoder import Decoder
+from harness.model.moe_config import GROUP_SCORES, SCORES
 from harness.model.rope import rope_table
+from harness.model.rope_config import SCALINGS, RopeConfig
 from harness.parallelism.materialize import materialize
 
 transformers = pytest.importorskip("transformers")
@@ -88,6 +93,33 @@ def ours(config: ModelConfig, seq_len: int) -> Decoder:
             elif name != "tok_embeddings.weight":
                 parameter.mul_(3.0)
     return model
+
+
+WORDS = {
+    "activation": ACTIVATIONS,
+    "scaling": SCALINGS,
+    "kind": KINDS,
+    "qk_norm": QK_NORMS,
+    "score": SCORES,
+    "group_score": GROUP_SCORES,
+}
+
+
+def with_another(config: ModelConfig, field: str) -> ModelConfig:
+    """The same model but for one field, named as in ``model.attention.sinks``; it may be no valid one."""
+    *path, name = field.split(".")
+    changed = copy.deepcopy(config)
+    part: Any = changed
+    for each in path:
+        part = getattr(part, each)
+    before = getattr(part, name)
+    if isinstance(before, bool):
+        setattr(part, name, not before)
+    elif isinstance(before, str):
+        setattr(part, name, next(word for word in WORDS[name] if word != before))
+    else:
+        setattr(part, name, 7)
+    return changed
 
 
 def theirs(config: ModelConfig, model: Decoder) -> torch.nn.Module:

@@ -2,66 +2,117 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
-from harness.model.kernels import FlexKernel, Kernel, SdpaKernel, VarlenKernel
+from harness.model.attention_config import Span
+from harness.model.kernels import FlexKernel, Kernel, Reach, SdpaKernel, VarlenKernel
 
-B, T, H, K, D = 2, 12, 6, 2, 8
+# E: width of values
+B, T, H, K, D, E = 2, 12, 6, 2, 8, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2]])
+SCALE = 0.3
+REACHES = {
+    "causal": Reach(Span(), SCALE),
+    "window": Reach(Span(window=4), SCALE),
+    "chunk": Reach(Span(chunk=5), SCALE),
+    "sinks": Reach(Span(), SCALE, has_sinks=True),
+    "window_sinks": Reach(Span(window=3), SCALE, has_sinks=True),
+}
 
 
 def tensors() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(B, T, heads, D, generator=generator) for heads in (H, K, K)]
+    shapes = ((B, T, H, D), (B, T, K, D), (B, T, K, E), (H,))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-    """Position by position: the softmax over the keys it may see."""
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, reach: Reach, documents: Tensor | None
+) -> Tensor:
+    """Position by position: the softmax over the keys it may see, and over the sink where there is one."""
     rows = []
     for b in range(B):
         for t in range(T):
             first = 0 if documents is None else int((documents[b] == documents[b, t]).nonzero()[0])
+            if reach.span.window is not None:
+                first = max(first, t + 1 - reach.span.window)
+            if reach.span.chunk is not None:
+                first = max(first, t // reach.span.chunk * reach.span.chunk)
             for h in range(H):
                 keys, values = (x[b, first : t + 1, h * K // H] for x in (k, v))
-                rows.append((keys @ q[b, t, h] / math.sqrt(D)).softmax(0) @ values)
-    return torch.stack(rows).view(B, T, H, D)
+                scores = keys @ q[b, t, h] * reach.scale
+                if reach.has_sinks:
+                    scores = torch.cat((scores, sinks[h : h + 1]))
+                rows.append(scores.softmax(0)[: len(keys)] @ values)
+    return torch.stack(rows).view(B, T, H, E)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kernel", [SdpaKernel(), FlexKernel()], ids=["sdpa", "flex"])
+@pytest.mark.parametrize("kernel", [SdpaKernel, FlexKernel], ids=["sdpa", "flex"])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
-def test_output(kernel: Kernel, documents: Tensor | None) -> None:
-    q, k, v = tensors()
-    mask = None if documents is None else kernel.mask(documents)
-    torch.testing.assert_close(kernel(q, k, v, mask), written_out(q, k, v, documents), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("name", REACHES)
+def test_output(name: str, documents: Tensor | None, kernel: type[Kernel]) -> None:
+    reach, (q, k, v, sinks) = REACHES[name], tensors()
+    built = kernel(reach)
+    out = built(q, k, v, built.mask(documents, B, T, q.device), sinks if reach.has_sinks else None)
+    torch.testing.assert_close(out, written_out(q, k, v, sinks, reach, documents), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", REACHES)
+def test_gradients(name: str) -> None:
+    reach, leaves = REACHES[name], [x.requires_grad_() for x in tensors()]
+    wanted = leaves if reach.has_sinks else leaves[:3]
+    kernel, weights = SdpaKernel(reach), torch.randn(B, T, H, E, generator=torch.Generator().manual_seed(1))
+    q, k, v, sinks = leaves
+    mask = kernel.mask(None, B, T, q.device)
+    out = kernel(q, k, v, mask, sinks if reach.has_sinks else None)
+    found = torch.autograd.grad((out * weights).sum(), wanted)
+    expected = torch.autograd.grad((written_out(*leaves, reach, None) * weights).sum(), wanted)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_only_what_is_not_causal_needs_a_mask() -> None:
+    needed = {
+        name: SdpaKernel(reach).mask(None, B, T, torch.device("cpu")) for name, reach in REACHES.items()
+    }
+    assert [name for name, mask in needed.items() if mask is None] == ["causal"]
+    assert SdpaKernel(Reach(Span(window=T), SCALE)).mask(None, B, T, torch.device("cpu")) is None
 
 
 def test_varlen_knows_where_documents_begin() -> None:
-    starts = VarlenKernel().mask(DOCUMENTS)
+    starts = VarlenKernel(REACHES["causal"]).mask(DOCUMENTS, B, T, DOCUMENTS.device)
+    assert starts is not None
     assert starts.tolist() == [0, 5, 6, 12, 13, 23, 24]
     assert starts.dtype == torch.int32
+    chunks = VarlenKernel(REACHES["chunk"]).mask(None, B, T, DOCUMENTS.device)
+    assert chunks is not None
+    assert chunks.tolist() == [0, 5, 10, 12, 17, 22, 24]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "kernel", [SdpaKernel(), FlexKernel(), VarlenKernel()], ids=["sdpa", "flex", "varlen"]
-)
+@pytest.mark.parametrize("kernel", [SdpaKernel, FlexKernel, VarlenKernel], ids=["sdpa", "flex", "varlen"])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
-def test_output_and_gradients_on_a_gpu(kernel: Kernel, documents: Tensor | None) -> None:
+@pytest.mark.parametrize("name", REACHES)
+def test_output_and_gradients_on_a_gpu(name: str, documents: Tensor | None, kernel: type[Kernel]) -> None:
     """In bfloat16, the only format that all of them take, at widths and lengths that kernels are made for."""
+    reach = REACHES[name]
+    if kernel is VarlenKernel and reach.has_sinks:
+        pytest.skip("flash attention knows no sinks")
     longer = None if documents is None else documents.repeat_interleave(32, dim=1)
-    plain = [x.repeat_interleave(32, dim=1).repeat(1, 1, 1, 8) / 8 for x in tensors()]
+    q, k, v, sinks = tensors()
+    plain = [x.repeat_interleave(32, dim=1).repeat(1, 1, 1, 8) / 8 for x in (q, k, v)]
+    plain = [*plain, sinks] if reach.has_sinks else plain
     expected = [x.requires_grad_() for x in plain]
-    reference = SdpaKernel()
-    out = reference(*expected, None if longer is None else reference.mask(longer))
+    reference, length = SdpaKernel(reach), 32 * T
+    out = reference(*expected[:3], reference.mask(longer, B, length, q.device), *expected[3:])
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     (out * weights).sum().backward()
     found = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in plain]
-    on_gpu = kernel(*found, None if longer is None else kernel.mask(longer.cuda()))
+    built = kernel(reach)
+    mask = built.mask(None if longer is None else longer.cuda(), B, length, torch.device("cuda"))
+    on_gpu = built(*found[:3], mask, *found[3:])
     (on_gpu * weights.cuda()).sum().backward()
     torch.testing.assert_close(on_gpu.cpu().float(), out, rtol=2e-2, atol=2e-2)
     for a, b in zip(found, expected, strict=True):

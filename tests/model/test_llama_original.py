@@ -15,7 +15,6 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
-from harness.model.huggingface import parameter_shapes
 from harness.model.llama_original import (
     is_buffer,
     is_vocabulary_parallel,
@@ -24,6 +23,7 @@ from harness.model.llama_original import (
     shard_dim,
     unpermute_rope,
 )
+from harness.model.shapes import parameter_shapes
 
 CONFIGS = {
     "llama2": dataclasses.replace(VARIANTS["plain"]),

@@ -18,9 +18,8 @@ NORMS = {
 
 
 def model(tied: bool = False) -> Decoder:
-    config = ModelConfig(
-        "small", 32, 16, 2, 2, 2, None, ffn_hidden_dim=24, max_seq_len=8, tied_embeddings=tied
-    )
+    sizes = {"vocab_size": 32, "dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "ffn_hidden_dim": 24}
+    config = ModelConfig(**sizes, max_seq_len=8, tied_embeddings=tied)
     torch.manual_seed(0)
     return Decoder(config, 8)
 

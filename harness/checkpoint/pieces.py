@@ -1,0 +1,134 @@
+"""Tensors of ours out of Hugging Face's, and theirs out of ours (``harness.model.families`` says which)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from harness.checkpoint.formats import Source, TensorFacts
+from harness.model.config import ModelConfig
+from harness.model.families.core import Piece, Shape
+from harness.model.huggingface import hf_tensors, our_tensors
+from harness.model.shapes import tensor_shapes
+
+Read = Callable[[str, tuple[slice, ...]], Tensor]
+"""Reads a part of one of their tensors, by its name and a slice of each dimension."""
+
+
+def fill(out: Tensor, pieces: Sequence[Piece], shape: Shape, ranges: Sequence[range], read: Read) -> None:
+    """Fills a part of one of our tensors; of experts, one is in memory at a time.
+
+    Args:
+        out: the part, in any format and on any device.
+        pieces: where the tensor stands in theirs.
+        shape: of the whole tensor.
+        ranges: which indices of each dimension the part has.
+        read: reads theirs.
+    """
+    if not out.numel():
+        return
+    for piece in pieces:
+        if piece.expert is not None:
+            if piece.expert in ranges[0]:
+                row = piece.expert - ranges[0].start
+                out[row].copy_(_read(piece, shape, ranges[1:], read))
+        elif piece.is_same:
+            out.copy_(_read(piece, shape, ranges, read))
+        else:  # all experts stand in one tensor
+            for row, expert in enumerate(ranges[0]):
+                one = [range(expert, expert + 1), *ranges[1:]]
+                out[row].copy_(_read(piece, shape, one, read)[0])
+
+
+def _read(piece: Piece, shape: Shape, ranges: Sequence[range], read: Read) -> Tensor:
+    """A part of one of our tensors, or of an expert's; the ranges are ours."""
+    slot, wanted = piece.slot, [slice(each.start, each.stop) for each in ranges]
+    if slot.transposed:
+        wanted[-2:] = wanted[:-3:-1]
+    every = None
+    if slot.half is not None:
+        start, stop, offset = wanted[-1].start, wanted[-1].stop, slot.half * piece.width(shape)
+        if slot.interleaved:
+            wanted[-1], every = slice(2 * start, 2 * stop), slice(slot.half, None, 2)
+        else:
+            wanted[-1] = slice(start + offset, stop + offset)
+    found = read(piece.theirs, tuple(wanted))
+    found = found if every is None else found[..., every]
+    return found.transpose(-1, -2) if slot.transposed else found
+
+
+class Theirs:
+    """A source under our names, as one under Hugging Face's.
+
+    What is read of ours is kept until a tensor is asked for that has nothing of it: at most two, gate and up.
+
+    Args:
+        source: the weights under our names.
+        model: what they are of.
+
+    Raises:
+        ConfigError: the model's family cannot say what it is.
+    """
+
+    def __init__(self, source: Source, model: ModelConfig) -> None:
+        self._source, self._pieces, shapes = source, hf_tensors(model), tensor_shapes(model)
+        self._held: dict[str, Tensor] = {}
+        self.tensors: Mapping[str, TensorFacts] = {
+            name: TensorFacts(pieces[0].their_shape(shapes[pieces[0].ours]), self._dtype(pieces))
+            for name, pieces in self._pieces.items()
+        }
+
+    def _dtype(self, pieces: Sequence[Piece]) -> torch.dtype:
+        return self._source.tensors[pieces[0].ours].dtype
+
+    def read(self, name: str) -> Tensor:
+        """One tensor of theirs, contiguous.
+
+        Raises:
+            UserError, DamagedCheckpoint: what the source raises.
+        """
+        pieces = self._pieces[name]
+        ours = {piece.ours for piece in pieces}
+        self._held = {each: tensor for each, tensor in self._held.items() if each in ours}
+        if pieces[0].is_same:
+            return self._source.read(pieces[0].ours)
+        for each in ours - self._held.keys():
+            self._held[each] = self._source.read(each)
+        if pieces[0].expert is not None and len(pieces) == 1 and not pieces[0].slot.transposed:
+            return self._held[pieces[0].ours][pieces[0].expert]
+        facts = self.tensors[name]
+        out = torch.empty(facts.shape, dtype=facts.dtype)
+        for piece in pieces:
+            whole = self._held[piece.ours]
+            values = whole if piece.expert is None else whole[piece.expert]
+            _half(out, piece, tuple(whole.shape)).copy_(values)
+        return out
+
+
+def _half(theirs: Tensor, piece: Piece, shape: Shape) -> Tensor:
+    """The view of one of their tensors in which a piece stands, with the dimensions of ours."""
+    slot, width = piece.slot, piece.width(shape)
+    if slot.half is not None:
+        apart = (
+            slice(slot.half, None, 2)
+            if slot.interleaved
+            else slice(slot.half * width, (slot.half + 1) * width)
+        )
+        theirs = theirs[..., apart]
+    return theirs.transpose(-1, -2) if slot.transposed else theirs
+
+
+def whole(shape: Shape) -> list[range]:
+    """All indices of every dimension."""
+    return [range(size) for size in shape]
+
+
+def from_theirs(model: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of ours out of theirs in memory."""
+    shapes = tensor_shapes(model)
+    for name, pieces in our_tensors(model).items():
+        out = torch.empty(shapes[name], dtype=theirs[pieces[0].theirs].dtype)
+        fill(out, pieces, shapes[name], whole(shapes[name]), lambda key, part: theirs[key][part])
+        yield name, out

@@ -1,0 +1,150 @@
+"""DeepSeek V2 and V3.
+
+Fields are those of config.json at deepseek-ai, and of transformers' models/deepseek_v2 and deepseek_v3.
+"""
+
+from __future__ import annotations
+
+from harness.errors import ConfigError
+from harness.model.config import ModelConfig
+from harness.model.families.core import (
+    DENSE,
+    NORMS,
+    PROJECTIONS,
+    Family,
+    Names,
+    Says,
+    Slot,
+    common,
+    dividing_heads,
+    per_expert,
+    whole_multiple,
+)
+
+_NAMES = (
+    NORMS
+    | DENSE
+    | {
+        "attention.wq": "self_attn.q_proj",
+        "attention.wq_a": "self_attn.q_a_proj",
+        "attention.q_norm": "self_attn.q_a_layernorm",
+        "attention.wq_b": "self_attn.q_b_proj",
+        "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+        "attention.kv_norm": "self_attn.kv_a_layernorm",
+        "attention.wkv_b": "self_attn.kv_b_proj",
+        "attention.wo": "self_attn.o_proj",
+        "moe.router": "mlp.gate",
+    }
+    | {f"moe.shared_experts.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in PROJECTIONS.items()}
+    | per_expert("mlp.experts")
+)
+
+
+_MTP: Names = {
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "proj": "eh_proj",
+    "norm": "shared_head.norm",
+}
+_MTP_COPIES = {"tok_embeddings.weight": "embed_tokens.weight", "output.weight": "shared_head.head.weight"}
+
+
+def _says(model: ModelConfig) -> list[Says]:
+    attention, of = model.attention, model.moe
+    return [
+        *common(model),
+        Says("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        Says("q_lora_rank", attention.q_lora_rank, "attention.q_lora_rank", default=1536, nullable=True),
+        Says("kv_lora_rank", attention.kv_lora_rank, "attention.kv_lora_rank"),
+        Says("qk_nope_head_dim", attention.qk_nope_head_dim, "attention.qk_nope_head_dim"),
+        Says("qk_rope_head_dim", attention.qk_rope_head_dim, "attention.qk_rope_head_dim"),
+        Says("v_head_dim", attention.v_head_dim, "attention.v_head_dim"),
+        Says("attention_bias", False, default=False),
+        Says("n_routed_experts", of.num_experts, "moe.num_experts"),
+        Says("num_experts_per_tok", of.top_k, "moe.top_k"),
+        Says("moe_intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        Says(
+            "n_shared_experts",
+            of.shared_hidden_dim // max(of.hidden_dim, 1),
+            "moe.shared_hidden_dim",
+            shown=of.shared_hidden_dim,
+        ),
+        Says("routed_scaling_factor", of.score_scale, "moe.score_scale", default=1.0),
+        Says("n_group", of.num_groups, "moe.num_groups", default=1),
+        Says("topk_group", of.top_groups, "moe.top_groups", default=1),
+        Says("moe_layer_freq", 1, default=1),
+    ]
+
+
+def _v2(model: ModelConfig) -> list[Says]:
+    of = model.moe
+    method = "greedy" if of.num_groups == 1 else "group_limited_greedy"
+    return [
+        *_says(model),
+        Says("first_k_dense_replace", of.first_dense_layers, "moe.first_dense_layers", default=0),
+        Says("topk_method", method, "moe.num_groups", shown=of.num_groups, default="greedy"),
+        Says("scoring_func", "softmax", default="softmax"),
+        # DeepSeek's code normalizes in place of scaling where this is true, transformers' never does.
+        Says("norm_topk_prob", False, default=False),
+        Says("mlp_bias", False, default=False),
+    ]
+
+
+def _v3(model: ModelConfig) -> list[Says]:
+    of = model.moe
+    return [
+        *_says(model),
+        Says("first_k_dense_replace", of.first_dense_layers, "moe.first_dense_layers", default=3),
+        Says("norm_topk_prob", of.normalize_scores, "moe.normalize_scores", default=True),
+        Says("topk_method", "noaux_tc", default="noaux_tc"),
+        Says("scoring_func", "sigmoid", default="sigmoid"),
+        # Blocks of multi-token prediction that the model does not have are passed over, as by transformers.
+        Says(
+            "num_nextn_predict_layers",
+            model.mtp.depth,
+            "mtp.depth",
+            default=0,
+            read=lambda found: min(found, model.mtp.depth),
+        ),
+        Says("rope_interleave", model.rope.interleaved, "rope.interleaved", default=True),
+    ]
+
+
+def _refuse_v3(model: ModelConfig) -> None:
+    whole_multiple(model)
+    if not model.moe.balance_coeff:
+        rule = "checkpoints of model.family=deepseek_v3 have balancing biases, without it there are none"
+        raise ConfigError("model.moe.balance_coeff", model.moe.balance_coeff, rule, "0.001")
+
+
+def _written(model: ModelConfig) -> dict[str, object]:
+    return {"aux_loss_alpha": model.moe.aux_loss_coeff, "seq_aux": True}
+
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    names=_NAMES,
+    says=_v2,
+    requires={"attention.kind": "mla", "rope.interleaved": True},
+    is_mixture=True,
+    refuse=whole_multiple,
+    unbuildable=dividing_heads,
+    written=_written,
+)
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    names=_NAMES | {"moe.balance_bias": Slot("mlp.gate.e_score_correction_bias")},
+    says=_v3,
+    requires={"attention.kind": "mla", "moe.score": "sigmoid", "moe.group_score": "top2_sum"},
+    is_mixture=True,
+    kept=("moe.balance_coeff",),
+    refuse=_refuse_v3,
+    written=_written,
+    ignored=lambda model: () if model.mtp.depth else (f"model.layers.{model.n_layers}.",),
+    mtp=_MTP,
+    mtp_copies=_MTP_COPIES,
+)

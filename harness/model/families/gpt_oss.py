@@ -1,0 +1,78 @@
+"""GPT-OSS; fields and tensors as transformers' models/gpt_oss and config.json at openai have them.
+
+Released weights of experts are in MXFP4; what is read and written here is the same in bfloat16 or float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.model.config import ModelConfig
+from harness.model.families.core import ATTENTION, NORMS, Family, Says, Slot, common
+
+_ALPHA, _LIMIT = 1.702, 7.0  # as harness.model.feed_forward has them
+
+_EXPERTS = {
+    "w1": Slot("mlp.experts.gate_up_proj", half=0, interleaved=True, transposed=True),
+    "w3": Slot("mlp.experts.gate_up_proj", half=1, interleaved=True, transposed=True),
+    "w2": Slot("mlp.experts.down_proj", transposed=True),
+    "b1": Slot("mlp.experts.gate_up_proj_bias", half=0, interleaved=True),
+    "b3": Slot("mlp.experts.gate_up_proj_bias", half=1, interleaved=True),
+    "b2": Slot("mlp.experts.down_proj_bias"),
+}
+
+
+def _says(model: ModelConfig) -> list[Says]:
+    attention, of = model.attention, model.moe
+    return [
+        *common(model, head_dim=64),
+        Says("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        Says("num_local_experts", of.num_experts, "moe.num_experts", alias="num_experts"),
+        Says("num_experts_per_tok", of.top_k, "moe.top_k", alias="experts_per_token"),
+        Says("sliding_window", attention.window, "attention.window", default=128, nullable=True),
+        Says(
+            "layer_types",
+            _layer_types(model),
+            "attention.global_every_nth_layer",
+            shown=attention.global_every_nth_layer,
+            default=_alternating,
+        ),
+        Says("attention_bias", True, default=True),
+        Says("swiglu_alpha", _ALPHA, default=_ALPHA),
+        Says("swiglu_limit", _LIMIT, default=_LIMIT),
+    ]
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    wholes = (model.span(layer).is_whole for layer in range(model.n_layers))
+    return ["full_attention" if whole else "sliding_attention" for whole in wholes]
+
+
+def _alternating(found: Mapping[str, Any]) -> list[str]:
+    return [("sliding_attention", "full_attention")[i % 2] for i in range(found["num_hidden_layers"])]
+
+
+GPT_OSS = Family(
+    name="gpt_oss",
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    names=NORMS
+    | ATTENTION
+    | {"attention.sinks": Slot("self_attn.sinks"), "moe.router": "mlp.router"}
+    | {f"moe.experts.{name}": slot for name, slot in _EXPERTS.items()},
+    says=_says,
+    requires={
+        "activation": "swiglu_clamped",
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.sinks": True,
+        "moe.normalize_scores": True,
+        "moe.router_bias": True,
+        "moe.expert_bias": True,
+    },
+    is_mixture=True,
+    kept=("ffn_hidden_dim",),  # of blocks without experts, which there are none of
+    written=lambda model: {"router_aux_loss_coef": model.moe.aux_loss_coeff},
+    theta=150000.0,
+)

@@ -1,0 +1,55 @@
+"""Llama 2 and 3; fields as transformers' models/llama has them (4.56 to 5.x)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.model.config import ModelConfig
+from harness.model.families.core import ATTENTION, DENSE, NORMS, Family, Says, common, dividing_heads
+
+# What LlamaConfig takes for a field that config.json leaves out.
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def _says(model: ModelConfig) -> list[Says]:
+    return [
+        *common(model, head_dim=_head_dim, **_DEFAULTS),
+        Says("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim", default=11008),
+        Says("attention_bias", False, default=False),
+        Says("mlp_bias", False, default=False),
+    ]
+
+
+def _head_dim(found: Mapping[str, Any]) -> int:
+    says = {**_DEFAULTS, **found}
+    return int(says["hidden_size"]) // int(says["num_attention_heads"])
+
+
+LLAMA = Family(
+    name="llama",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    names=NORMS | ATTENTION | DENSE,
+    says=_says,
+    unbuildable=dividing_heads,
+)
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of one of a Llama's parameters, ``layers.3.attention.wq.weight`` say.
+
+    Raises:
+        ValueError: a Llama has no parameter of that name.
+    """
+    if name.endswith(".bias"):
+        raise ValueError(f"no parameter of a Llama is called {name!r}")
+    [piece] = LLAMA.pieces_of(name, ())
+    return piece.theirs

@@ -1,0 +1,144 @@
+"""Llama 4, the text model of it; fields and tensors as transformers' models/llama4 has them.
+
+Released files hold a vision encoder, too: its tensors are passed over, those of the text model have a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.errors import ConfigError
+from harness.model.config import ModelConfig
+from harness.model.families.core import (
+    ATTENTION,
+    NORMS,
+    PROJECTIONS,
+    Family,
+    Nested,
+    Says,
+    Slot,
+    common,
+)
+
+_EXPERTS = {
+    "w1": Slot("feed_forward.experts.gate_up_proj", half=0, transposed=True),
+    "w3": Slot("feed_forward.experts.gate_up_proj", half=1, transposed=True),
+    "w2": Slot("feed_forward.experts.down_proj", transposed=True),
+}
+
+
+def _says(model: ModelConfig) -> list[Says]:
+    attention, of = model.attention, model.moe
+    said = [
+        *common(model, head_dim=128),
+        Says("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        Says("intermediate_size_mlp", model.ffn_hidden_dim, "ffn_hidden_dim", default=16384),
+        Says("num_local_experts", of.num_experts, "moe.num_experts"),
+        Says("num_experts_per_tok", of.top_k, "moe.top_k"),
+        Says(
+            "moe_layers",
+            model.expert_layers,
+            "moe.every_nth_layer",
+            shown=of.every_nth_layer,
+            default=_moe_layers,
+        ),
+        Says(
+            "use_qk_norm",
+            attention.qk_norm == "l2",
+            "attention.qk_norm",
+            shown=attention.qk_norm,
+            default=True,
+        ),
+        Says(
+            "no_rope_layers",
+            [int(attention.is_rotated(layer)) for layer in range(model.n_layers)],
+            "attention.nope_every_nth_layer",
+            shown=attention.nope_every_nth_layer,
+            default=_no_rope_layers,
+            # Released files have an empty list for the default.
+            read=lambda layers: layers[: model.n_layers] or _default_no_rope_layers(model.n_layers),
+        ),
+        Says("attention_chunk_size", attention.chunk, "attention.chunk", default=8192, nullable=True),
+        Says(
+            "layer_types",
+            _layer_types(model),
+            "attention.global_every_nth_layer",
+            shown=attention.global_every_nth_layer,
+            default=_default_layer_types,
+        ),
+        Says(
+            "attn_temperature_tuning",
+            attention.nope_temperature > 0,
+            "attention.nope_temperature",
+            shown=attention.nope_temperature,
+            default=True,
+            read=bool,  # released files have 4 for true
+        ),
+        Says("attention_bias", False, default=False),
+    ]
+    if attention.nope_temperature:
+        floor = attention.nope_temperature_floor
+        said.append(Says("attn_scale", attention.nope_temperature, "attention.nope_temperature", default=0.1))
+        said.append(Says("floor_scale", floor, "attention.nope_temperature_floor", default=8192))
+    return said
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    wholes = (model.span(layer).is_whole for layer in range(model.n_layers))
+    return ["full_attention" if whole else "chunked_attention" for whole in wholes]
+
+
+def _default_no_rope_layers(layers: int, every: int = 4) -> list[int]:
+    return [int((layer + 1) % every != 0) for layer in range(layers)]
+
+
+def _no_rope_layers(found: Mapping[str, Any]) -> list[int]:
+    return _default_no_rope_layers(found["num_hidden_layers"], found.get("no_rope_layer_interval") or 4)
+
+
+def _default_layer_types(found: Mapping[str, Any]) -> list[str]:
+    rotated = found.get("no_rope_layers") or _no_rope_layers(found)
+    return ["chunked_attention" if each else "full_attention" for each in rotated]
+
+
+def _moe_layers(found: Mapping[str, Any]) -> list[int]:
+    step = found.get("interleave_moe_layer_step") or 1
+    return list(range(step - 1, found["num_hidden_layers"], step))
+
+
+def _refuse(model: ModelConfig) -> None:
+    of = model.moe
+    if of.shared_hidden_dim != of.hidden_dim:
+        rule = f"shared experts of this family are as wide as others, model.moe.hidden_dim={of.hidden_dim}"
+        raise ConfigError("model.moe.shared_hidden_dim", of.shared_hidden_dim, rule, [of.hidden_dim])
+    if model.attention.qk_norm == "learned":
+        rule = "norms of this family have no weights"
+        raise ConfigError("model.attention.qk_norm", "learned", rule, ["none", "l2"])
+
+
+LLAMA4 = Family(
+    name="llama4",
+    model_type="llama4_text",
+    architecture="Llama4ForCausalLM",
+    names=NORMS
+    | ATTENTION
+    | {f"feed_forward.{ours}": f"feed_forward.{theirs}" for ours, theirs in PROJECTIONS.items()}
+    | {
+        f"moe.shared_experts.{ours}": f"feed_forward.shared_expert.{theirs}"
+        for ours, theirs in PROJECTIONS.items()
+    }
+    | {"moe.router": "feed_forward.router"}
+    | {f"moe.experts.{name}": slot for name, slot in _EXPERTS.items()},
+    says=_says,
+    requires={"rope.interleaved": True, "moe.score": "sigmoid", "moe.score_before_experts": True},
+    is_mixture=True,
+    kept=("moe.shared_hidden_dim", "moe.first_dense_layers"),
+    refuse=_refuse,
+    written=lambda model: {
+        "interleave_moe_layer_step": model.moe.every_nth_layer,
+        "router_aux_loss_coef": model.moe.aux_loss_coeff,
+    },
+    theta=500000.0,
+    nested=Nested("llama4", "text_config", "language_model.", ("vision_model.", "multi_modal_projector.")),
+)

@@ -1,0 +1,72 @@
+"""Qwen 3, dense and with experts; fields as transformers' models/qwen3 and models/qwen3_moe have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.model.config import ModelConfig
+from harness.model.families.core import ATTENTION, DENSE, NORMS, Family, Says, common, per_expert
+
+_NAMES = (
+    NORMS
+    | ATTENTION
+    | DENSE
+    | {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+)
+
+
+def _shared(model: ModelConfig, head_dim: object) -> list[Says]:
+    return [
+        *common(model, head_dim=head_dim),
+        Says("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        Says("attention_bias", False, default=False),
+        Says("use_sliding_window", False, default=False),
+    ]
+
+
+def _dense(model: ModelConfig) -> list[Says]:
+    return _shared(model, head_dim=128)
+
+
+def _mixture(model: ModelConfig) -> list[Says]:
+    of = model.moe
+    return [
+        *_shared(model, head_dim=_head_dim),
+        Says("num_experts", of.num_experts, "moe.num_experts", alias="num_local_experts"),
+        Says("num_experts_per_tok", of.top_k, "moe.top_k"),
+        Says("moe_intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        Says("norm_topk_prob", of.normalize_scores, "moe.normalize_scores", default=False),
+        Says("decoder_sparse_step", of.every_nth_layer, "moe.every_nth_layer", default=1),
+        Says(
+            "mlp_only_layers",
+            list(range(of.first_dense_layers)),
+            "moe.first_dense_layers",
+            shown=of.first_dense_layers,
+            default=[],
+        ),
+    ]
+
+
+def _head_dim(found: Mapping[str, Any]) -> int:
+    return int(found["hidden_size"]) // int(found["num_attention_heads"])
+
+
+QWEN3 = Family(
+    name="qwen3",
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    names=_NAMES,
+    says=_dense,
+    requires={"attention.qk_norm": "learned"},
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    names=_NAMES | {"moe.router": "mlp.gate"} | per_expert("mlp.experts"),
+    says=_mixture,
+    requires={"attention.qk_norm": "learned"},
+    is_mixture=True,
+    written=lambda model: {"router_aux_loss_coef": model.moe.aux_loss_coeff},
+)

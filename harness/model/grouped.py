@@ -1,0 +1,190 @@
+"""Products of groups of rows with a matrix each: what experts multiply.
+
+On GPUs that is torch's grouped product, one kernel for all groups. It takes bfloat16 there only, and even its
+shape function does, so CPUs and other formats have operators of their own, which multiply one group after
+another and can be traced as well.
+
+In bfloat16 groups begin at any row. The kernel wants a group's first element at a multiple of 16 bytes and
+checks it where rows lie along the contiguous dimension only (torch 2.13, aten/src/ATen/native/cuda/
+GroupMMCommon.cuh). They never do: the gradient of the matrices is the product of a transposed gradient with
+rows, both of which step by whole rows. torchtitan no longer pads for bfloat16 either (its pull request 2774).
+Other formats copy both with rows contiguous and need whole blocks of them: ``padded_places``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# R: rows, P: rows with padding between them, I: input width, O: output width, C: either, E: groups
+
+BLACKWELL = 10
+"""Major compute capability of B200 and B300."""
+
+
+def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Multiplies each group of rows by its own matrix, [R, O].
+
+    Args:
+        x_RI: rows, group after group.
+        weight_EOI: a matrix [output width, input width] for each group.
+        ends_E: before which row each group ends, int32; the last is R.
+    """
+    if x_RI.is_cuda and x_RI.dtype == torch.bfloat16:
+        if _leaves_gradients_unwritten(x_RI.device):
+            weight_EOI = zero_gradients_where_empty(weight_EOI, ends_E)
+        return F.grouped_mm(x_RI, weight_EOI.transpose(1, 2), offs=ends_E)
+    return grouped_product(x_RI, weight_EOI, ends_E)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _leaves_gradients_unwritten(device: torch.device) -> bool:
+    """Whether the kernel writes what it finds into the gradient of a matrix whose group is empty.
+
+    On Blackwell it does (github.com/pytorch/pytorch/issues/172439, NVIDIA/cutlass/issues/2674).
+    """
+    return torch.cuda.get_device_capability(device)[0] >= BLACKWELL
+
+
+class _ZeroWhereEmpty(torch.autograd.Function):
+    """Hands on the matrices; backward, those of empty groups get zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_E)
+        return weight_EOI.view_as(weight_EOI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_EOI: Tensor) -> tuple[Tensor, None]:
+        (ends_E,) = ctx.saved_tensors
+        return grad_EOI.masked_fill((_lengths(ends_E) == 0)[:, None, None], 0.0), None
+
+
+def zero_gradients_where_empty(weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """The same matrices, whose gradients are zeros where groups are empty, whatever arrives there."""
+    return _ZeroWhereEmpty.apply(weight_EOI, ends_E)  # type: ignore[no-any-return]
+
+
+def padded_places(ends_E: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor, int]:
+    """Where rows go so that every group is whole blocks of rows, and none is empty.
+
+    Lengths stay on the device: there is room for the worst case, and the last group takes what is left.
+
+    Args:
+        ends_E: before which row each group ends, int32.
+        rows: how many there are in all.
+        block: rows that a group's length has to be a multiple of.
+
+    Returns:
+        The new place of each row, int64 [R]; before which place each group ends, int32 [E]; places in all.
+    """
+    length_E = _lengths(ends_E)
+    padded_E = ((length_E + block - 1) // block).clamp_min(1) * block
+    places = -(-rows // block) * block + ends_E.shape[0] * block
+    padded_ends_E = padded_E.cumsum(0)
+    shift_E = (padded_ends_E - padded_E) - (ends_E - length_E)
+    row_R = torch.arange(rows, device=ends_E.device)
+    place_R = row_R + shift_E[torch.searchsorted(ends_E, row_R.int(), right=True)]
+    padded_ends_E = torch.cat((padded_ends_E[:-1], padded_ends_E.new_full((1,), places)))
+    return place_R, padded_ends_E.int(), places
+
+
+def _lengths(ends_E: Tensor) -> Tensor:
+    return torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+
+
+class _Pad(torch.autograd.Function):
+    """Puts rows into their places among zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RC: Tensor, place_R: Tensor, places: int) -> Tensor:
+        ctx.save_for_backward(place_R)
+        return x_RC.new_zeros(places, x_RC.shape[1]).index_copy(0, place_R, x_RC)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PC: Tensor) -> tuple[Tensor, None, None]:
+        (place_R,) = ctx.saved_tensors
+        return grad_PC.index_select(0, place_R), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """Takes rows out of their places; other places have no part in what comes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PC: Tensor, place_R: Tensor) -> Tensor:
+        ctx.save_for_backward(place_R)
+        ctx.places = x_PC.shape[0]
+        return x_PC.index_select(0, place_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RC: Tensor) -> tuple[Tensor, None]:
+        (place_R,) = ctx.saved_tensors
+        return grad_RC.new_zeros(ctx.places, grad_RC.shape[1]).index_copy(0, place_R, grad_RC), None
+
+
+def pad(x_RC: Tensor, place_R: Tensor, places: int) -> Tensor:
+    """Rows in the places that ``padded_places`` gives them, zeros in the others: [P, C]."""
+    return _Pad.apply(x_RC, place_R, places)  # type: ignore[no-any-return]
+
+
+def unpad(x_PC: Tensor, place_R: Tensor) -> Tensor:
+    """The rows in those places, [R, C]."""
+    return _Unpad.apply(x_PC, place_R)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("harness::grouped_product", mutates_args=())
+def grouped_product(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """The same one group after another, in any format and on any device."""
+    out_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
+    for expert, (start, end) in enumerate(_groups(ends_E)):
+        if end > start:
+            torch.mm(x_RI[start:end], weight_EOI[expert].T, out=out_RO[start:end])
+    return out_RO
+
+
+@grouped_product.register_fake
+def _(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    return x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
+
+
+@torch.library.custom_op("harness::grouped_outer", mutates_args=())
+def grouped_outer(grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+    """Sums of outer products over the rows of each group, [E, O, I]: gradients of the matrices."""
+    grad_EOI = x_RI.new_empty(ends_E.shape[0], grad_RO.shape[1], x_RI.shape[1])
+    for expert, (start, end) in enumerate(_groups(ends_E)):
+        if end > start:
+            torch.mm(grad_RO[start:end].T, x_RI[start:end], out=grad_EOI[expert])
+        else:
+            grad_EOI[expert].zero_()
+    return grad_EOI
+
+
+@grouped_outer.register_fake
+def _(grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+    return x_RI.new_empty(ends_E.shape[0], grad_RO.shape[1], x_RI.shape[1])
+
+
+def _groups(ends_E: Tensor) -> list[tuple[int, int]]:
+    ends = ends_E.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None]:
+    x_RI, weight_EOI, ends_E = ctx.saved_tensors
+    grad_RO = grad_RO.contiguous()
+    grad_x_RI = grouped_product(grad_RO, weight_EOI.transpose(1, 2), ends_E)
+    return grad_x_RI, grouped_outer(grad_RO, x_RI, ends_E), None
+
+
+grouped_product.register_autograd(_differentiate, setup_context=_save)

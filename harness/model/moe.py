@@ -1,0 +1,308 @@
+"""A mixture of experts: a router chooses, rows are sorted by expert, experts multiply groups of rows.
+
+Nothing is dropped. Who holds which expert is up to ``MoE.exchange``, which parallelism can replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from harness.model.config import ModelConfig
+from harness.model.feed_forward import FeedForward, gated
+from harness.model.grouped import grouped_linear, pad, padded_places, unpad
+from harness.model.sharding import Split, as_plain, own_part
+
+# N: tokens, C: residual width, E: experts, K: experts of a token, R: rows (tokens times K), F: hidden width,
+# B: batch, T: sequence
+
+
+class Routing(NamedTuple):
+    """Where tokens go."""
+
+    weights_NK: Tensor
+    """Score of each chosen expert, float32."""
+    experts_NK: Tensor
+    """The chosen experts, int64."""
+
+
+class Router(nn.Linear):
+    """Scores tokens in float32 and chooses their experts.
+
+    Attributes:
+        aux_scale: what makes the auxiliary losses of all passes and ranks a mean over the global batch.
+        sequence_parts: ranks that share the tokens of a sequence.
+        over_sequence: sums counts over those ranks.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.dim, config.moe.num_experts, bias=config.moe.router_bias)
+        self.config = config.moe
+        self.aux_scale, self.sequence_parts = 1.0, 1
+        self.over_sequence: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x_BTC: Tensor, balance_bias_E: Tensor | None) -> Routing:  # type: ignore[override]
+        """Routes every token.
+
+        Args:
+            x_BTC: normed residual stream.
+            balance_bias_E: added to the scores for the choice, not for what outputs are multiplied by
+                (arXiv:2408.15664).
+        """
+        of, length = self.config, x_BTC.shape[1]
+        bias = None if self.bias is None else own_part(self, "bias").float()
+        logits_NE = F.linear(x_BTC.flatten(0, 1).float(), own_part(self, "weight").float(), bias)
+        scores_NE = logits_NE.softmax(-1) if of.score == "softmax" else logits_NE.sigmoid()
+        experts_NK = self._choose(scores_NE.detach(), balance_bias_E)
+        if of.aux_loss_coeff:
+            scores_NE = self._with_aux_loss(scores_NE, experts_NK, length)
+        weights_NK = scores_NE.gather(1, experts_NK)
+        if of.normalize_scores:
+            weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
+        return Routing(weights_NK * of.score_scale, experts_NK)
+
+    def _choose(self, scores_NE: Tensor, balance_bias_E: Tensor | None) -> Tensor:
+        of = self.config
+        if of.force_balance:
+            rows = torch.arange(scores_NE.shape[0] * of.top_k, device=scores_NE.device)
+            return (rows % of.num_experts).view(-1, of.top_k)
+        choice_NE = scores_NE if balance_bias_E is None else scores_NE + balance_bias_E
+        if of.num_groups > 1:
+            choice_NE = choice_NE.masked_fill(~self._allowed(choice_NE), float("-inf"))
+        return choice_NE.topk(of.top_k, dim=-1, sorted=False).indices
+
+    def _allowed(self, choice_NE: Tensor) -> Tensor:
+        """Which experts are in the best groups of each token (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
+        of = self.config
+        grouped = choice_NE.unflatten(-1, (of.num_groups, -1))
+        best = grouped.amax(-1) if of.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+        groups = best.topk(of.top_groups, dim=-1, sorted=False).indices
+        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, groups, True)
+        return allowed.unsqueeze(-1).expand_as(grouped).flatten(-2)
+
+    def _with_aux_loss(self, scores_NE: Tensor, experts_NK: Tensor, length: int) -> Tensor:
+        """Adds the gradient of the sequence-wise auxiliary loss to that of the scores.
+
+        The loss of a sequence is a sum over experts of f times P: f is the expert's share of the choices
+        times E, which has no gradient, and P its mean normalized score (arXiv:2412.19437, equations 17-20).
+        """
+        of = self.config
+        share_NE = scores_NE if of.score == "softmax" else scores_NE / scores_NE.sum(-1, keepdim=True)
+        load_BE = count_by_expert(experts_NK.unflatten(0, (-1, length)), of.num_experts)
+        load_BE = load_BE if self.over_sequence is None else self.over_sequence(load_BE)
+        tokens = length * self.sequence_parts
+        f_BE = load_BE * (of.num_experts / (of.top_k * tokens))
+        weight_BE = of.aux_loss_coeff * self.aux_scale / tokens * f_BE
+        aux_loss = (share_NE.unflatten(0, (-1, length)) * weight_BE.unsqueeze(1)).sum()
+        return _WithLoss.apply(scores_NE, aux_loss)  # type: ignore[no-any-return]
+
+
+class _WithLoss(torch.autograd.Function):
+    """Hands on its first argument; backward, the second is a loss of weight 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss)
+
+
+def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
+    """How often each expert was chosen: int64 [num_experts], or [B, num_experts] of experts [B, T, K]."""
+    rows = experts.flatten(1) if experts.ndim == 3 else experts.reshape(1, -1)
+    counts = torch.zeros(rows.shape[0], num_experts, dtype=torch.int64, device=rows.device)
+    counts = counts.scatter_add(1, rows, torch.ones_like(rows))
+    return counts if experts.ndim == 3 else counts.squeeze(0)
+
+
+class Experts(nn.Module):
+    """Feed-forwards of equal shape, their weights stacked.
+
+    Attributes:
+        output_shares: ranks whose outputs are summed, and so their biases.
+        multiply: the product of groups of rows with a matrix each, as ``grouped_linear`` takes them.
+        row_block: what it needs the length of every group to be a multiple of.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        of, dim = config.moe, config.dim
+        self.activation = config.activation
+        self.w1 = nn.Parameter(torch.empty(of.num_experts, of.hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(of.num_experts, dim, of.hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(of.num_experts, of.hidden_dim, dim))
+        self.has_bias = of.expert_bias
+        if self.has_bias:
+            self.b1 = nn.Parameter(torch.empty(of.num_experts, of.hidden_dim))
+            self.b2 = nn.Parameter(torch.empty(of.num_experts, dim))
+            self.b3 = nn.Parameter(torch.empty(of.num_experts, of.hidden_dim))
+        self.output_shares = 1
+        self.multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear
+        self.row_block = 1
+
+    def forward(self, x_RC: Tensor, load_E: Tensor) -> Tensor:
+        """Maps rows sorted by expert to the experts' outputs [R, C].
+
+        Args:
+            x_RC: rows; the first ``load_E[0]`` are the first expert's, and so on.
+            load_E: rows of each expert that this rank holds.
+        """
+        ends_E = load_E.cumsum(0).int()
+        if self.row_block == 1:
+            return self._feed_forward(x_RC, ends_E)
+        place_R, padded_ends_E, places = padded_places(ends_E, x_RC.shape[0], self.row_block)
+        return unpad(self._feed_forward(pad(x_RC, place_R, places), padded_ends_E), place_R)
+
+    def _feed_forward(self, x_RC: Tensor, ends_E: Tensor) -> Tensor:
+        gate = self.multiply(x_RC, own_part(self, "w1"), ends_E)
+        up = self.multiply(x_RC, own_part(self, "w3"), ends_E)
+        if not self.has_bias:
+            return self.multiply(gated(gate, up, self.activation), own_part(self, "w2"), ends_E)
+        rows = torch.arange(x_RC.shape[0], device=x_RC.device, dtype=torch.int32)
+        expert_R = torch.searchsorted(ends_E, rows, right=True)
+        gate, up = gate + own_part(self, "b1")[expert_R], up + own_part(self, "b3")[expert_R]
+        out_RC = self.multiply(gated(gate, up, self.activation), own_part(self, "w2"), ends_E)
+        return out_RC + (own_part(self, "b2") / self.output_shares)[expert_R]
+
+
+class _Sort(torch.autograd.Function):
+    """Copies each token K times, sorted by expert; backward sums over the copies.
+
+    Indexing would do it, but its backward pass adds rows one after another, or in any order on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, order_R: Tensor, place_R: Tensor) -> Tensor:
+        ctx.save_for_backward(place_R)
+        ctx.tokens = x_NC.shape[0]
+        return x_NC.index_select(0, order_R // (order_R.shape[0] // x_NC.shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RC: Tensor) -> tuple[Tensor, None, None]:
+        (place_R,) = ctx.saved_tensors
+        return grad_RC.index_select(0, place_R).unflatten(0, (ctx.tokens, -1)).sum(1), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Puts rows into another order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return x_RC.index_select(0, order_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RC: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_R,) = ctx.saved_tensors
+        return grad_RC.index_select(0, inverse_R), None, None
+
+
+def permute(x_RC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """Rows in the given order; ``inverse_R`` undoes it."""
+    return _Permute.apply(x_RC, order_R, inverse_R)  # type: ignore[no-any-return]
+
+
+class _Combine(torch.autograd.Function):
+    """Sums a token's outputs by their weights, in float32.
+
+    For backward the outputs are kept as they are; autograd would keep them in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(out_NKC, weights_NK)
+        return torch.bmm(weights_NK.unsqueeze(1), out_NKC.float()).squeeze(1).type_as(out_NKC)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NC: Tensor) -> tuple[Tensor, Tensor]:
+        out_NKC, weights_NK = ctx.saved_tensors
+        grad_N1C = grad_NC.float().unsqueeze(1)
+        grad_out_NKC = (weights_NK.unsqueeze(2) * grad_N1C).type_as(out_NKC)
+        return grad_out_NKC, (out_NKC.float() * grad_N1C).sum(-1)
+
+
+def inverse_of(order_R: Tensor) -> Tensor:
+    """The permutation that undoes another."""
+    places = torch.arange(order_R.shape[0], device=order_R.device)
+    return torch.empty_like(order_R).scatter(0, order_R, places)
+
+
+class Exchange(nn.Module):
+    """Has rows computed by the experts they are for; here this rank holds them all."""
+
+    def forward(self, x_RC: Tensor, load_E: Tensor, experts: Experts) -> Tensor:
+        """Outputs [R, C] of rows that are sorted by expert, ``load_E`` of them for each."""
+        return experts(x_RC, load_E)
+
+
+class MoE(nn.Module):
+    """A feed-forward of which each token meets some experts, and all tokens the shared ones.
+
+    Attributes:
+        reduce_output: sums the experts' outputs over ranks that share each expert; None: nobody does.
+    """
+
+    sharding: ClassVar[dict[str, Split]] = {
+        "router": Split.ROUTER,
+        "experts": Split.EXPERTS,
+        "shared_experts": Split.REGION,
+    }
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        of = config.moe
+        self.top_k, self.num_experts = of.top_k, of.num_experts
+        self.score_before_experts = of.score_before_experts
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.shared_experts = (
+            FeedForward(config.dim, of.shared_hidden_dim, config.activation) if of.shared_hidden_dim else None
+        )
+        self.exchange = Exchange()
+        self.reduce_output: Callable[[Tensor], Tensor] | None = None
+        self.register_buffer("balance_bias", torch.zeros(of.num_experts) if of.balance_coeff else None)
+        self.balance_bias: Tensor | None
+
+    def materialize_buffers(self, device: torch.device) -> None:
+        """Makes the buffers anew, which ``to_empty`` leaves without values; in float32 always."""
+        if self.balance_bias is not None:
+            self.balance_bias = torch.zeros(self.num_experts, device=device)
+
+    def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps the normed residual stream to what is added to it.
+
+        Returns:
+            The same shape [B, T, C], and how many of its tokens went to each expert, int64 [E].
+        """
+        tokens_BTC = as_plain(x_BTC)
+        weights_NK, experts_NK = self.router(tokens_BTC, self.balance_bias)
+        load_E = count_by_expert(experts_NK, self.num_experts)
+        order_R = experts_NK.flatten().argsort(stable=True)
+        place_R = inverse_of(order_R)
+        x_RC: Tensor = _Sort.apply(tokens_BTC.flatten(0, 1), order_R, place_R)
+        if self.score_before_experts:
+            weights_R1 = permute(weights_NK.view(-1, 1), order_R, place_R)
+            x_RC = (x_RC * weights_R1).type_as(x_RC)
+        out_RC = permute(self.exchange(x_RC, load_E, self.experts), place_R, order_R)
+        out_NKC = out_RC.unflatten(0, (-1, self.top_k))
+        if self.score_before_experts:
+            out_NC: Tensor = out_NKC.sum(1)
+        else:
+            out_NC = _Combine.apply(out_NKC, weights_NK)
+        out_BTC = out_NC.view(tokens_BTC.shape)
+        out_BTC = out_BTC if self.reduce_output is None else self.reduce_output(out_BTC)
+        if self.shared_experts is not None:
+            out_BTC = out_BTC + self.shared_experts(x_BTC)
+        return out_BTC, load_E

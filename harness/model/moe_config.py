@@ -1,0 +1,107 @@
+"""Numbers of a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.config import numerics
+from harness.errors import ConfigError, divisors
+
+SCORES = ("softmax", "sigmoid")
+GROUP_SCORES = ("max", "top2_sum")
+
+
+@dataclass
+class MoEConfig:
+    """A mixture of experts (arXiv:1701.06538) without dropping: each token goes to top_k of num_experts.
+
+    It has no capacity: whatever the router chooses is computed, as in MegaBlocks (arXiv:2211.15841).
+    """
+
+    num_experts: int = numerics(0)
+    """Experts that tokens are routed to, in each layer that has some; 0: all feed-forwards are dense."""
+    top_k: int = numerics(1)
+    """Experts that a token goes to."""
+    hidden_dim: int = numerics(0)
+    """Width of an expert's hidden layer."""
+    shared_hidden_dim: int = numerics(0)
+    """Width of the hidden layer of the experts that all tokens go to, together; 0: there are none."""
+    first_dense_layers: int = numerics(0)
+    """So many blocks at the beginning have a dense feed-forward."""
+    every_nth_layer: int = numerics(1)
+    """Of the others every n-th (n - 1, 2n - 1, ...) has experts."""
+    score: str = numerics("softmax")
+    """What makes the router's logits scores: ``softmax`` over all experts, or ``sigmoid`` of each."""
+    normalize_scores: bool = numerics(False)
+    """Whether the scores of the chosen experts are divided by their sum."""
+    score_scale: float = numerics(1.0)
+    """What they are multiplied by then."""
+    score_before_experts: bool = numerics(False)
+    """Whether an expert's input is multiplied by its score (Llama 4), else its output."""
+    num_groups: int = numerics(1)
+    """Groups that the experts are in; a token goes to experts of top_groups of them (DeepSeek)."""
+    top_groups: int = numerics(1)
+    """Groups that the experts of a token are chosen from."""
+    group_score: str = numerics("max")
+    """What groups are chosen by: the score of their best expert, or of their best two (``top2_sum``)."""
+    router_bias: bool = numerics(False)
+    """Whether the router has biases (GPT-OSS)."""
+    expert_bias: bool = numerics(False)
+    """Whether the experts' projections have biases (GPT-OSS)."""
+    balance_coeff: float = numerics(0.0)
+    """After each step every expert's balancing bias moves by this towards the mean load; the bias counts for
+    the choice only (arXiv:2408.15664). 0: there is none."""
+    aux_loss_coeff: float = numerics(0.0)
+    """Weight of the sequence-wise auxiliary loss (arXiv:2412.19437, equation 17), a mean over the sequences
+    of the global batch; it acts on gradients and is not in the loss that is shown. 0: there is none."""
+    force_balance: bool = numerics(False)
+    """Give tokens to the experts in turn, whatever their scores: for measuring speed."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there are experts."""
+        return self.num_experts > 0
+
+    def is_at(self, layer: int) -> bool:
+        """Whether a block has experts, where there are any."""
+        return layer >= self.first_dense_layers and (layer + 1) % self.every_nth_layer == 0
+
+    def validate(self, n_layers: int) -> None:
+        """Raises ConfigError for numbers that make no mixture."""
+        if not self.enabled:
+            return
+        for name in ("top_k", "hidden_dim", "every_nth_layer", "num_groups", "top_groups"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.moe.{name}", getattr(self, name), "must be at least 1")
+        least_zero = ("first_dense_layers", "shared_hidden_dim", "balance_coeff", "aux_loss_coeff")
+        for name in (*least_zero, "num_experts"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"model.moe.{name}", getattr(self, name), "must not be negative")
+        for name, choices in (("score", SCORES), ("group_score", GROUP_SCORES)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"model.moe.{name}", getattr(self, name), "no such score", choices)
+        if not self.score_scale > 0:
+            raise ConfigError("model.moe.score_scale", self.score_scale, "must be positive")
+        if not any(self.is_at(layer) for layer in range(n_layers)):
+            rule = f"leaves no block of model.n_layers={n_layers} with experts"
+            raise ConfigError("model.moe.first_dense_layers", self.first_dense_layers, rule, [0])
+        self._validate_groups()
+
+    def _validate_groups(self) -> None:
+        if self.num_experts % self.num_groups:
+            raise ConfigError(
+                "model.moe.num_groups",
+                self.num_groups,
+                f"must divide model.moe.num_experts={self.num_experts}",
+                divisors(self.num_experts),
+            )
+        if self.top_groups > self.num_groups:
+            rule = f"must not exceed model.moe.num_groups={self.num_groups}"
+            raise ConfigError("model.moe.top_groups", self.top_groups, rule, [self.num_groups])
+        in_group = self.num_experts // self.num_groups
+        if self.top_k > self.top_groups * in_group:
+            rule = f"must not exceed the {self.top_groups * in_group} experts that are chosen from"
+            raise ConfigError("model.moe.top_k", self.top_k, rule, f"at most {self.top_groups * in_group}")
+        if self.group_score == "top2_sum" and self.num_groups > 1 and in_group < 2:
+            rule = "needs two experts in a group, and there is one"
+            raise ConfigError("model.moe.group_score", self.group_score, rule, ["max"])

@@ -1,0 +1,78 @@
+"""Numbers of the rotary position embedding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from harness.config import numerics
+from harness.errors import ConfigError
+
+SCALINGS = ("none", "llama3", "yarn")
+
+
+@dataclass
+class RopeConfig:
+    """Rotary position embedding (RoFormer, arXiv:2104.09864)."""
+
+    theta: float = numerics(10000.0)
+    """Base of the geometric series of wavelengths."""
+    interleaved: bool = numerics(False)
+    """Which elements of a head are rotated together: (2i, 2i + 1), else (i, i + width / 2)."""
+    scaling: str = numerics("none")
+    """``none``; ``llama3``, the frequency-dependent stretching of Llama 3.1; ``yarn`` (arXiv:2309.00071)."""
+    factor: float = numerics(8.0)
+    """By how much the longest wavelengths are stretched."""
+    low_freq_factor: float = numerics(1.0)
+    """``llama3``: wavelengths longer than original_max_position / this are stretched whole."""
+    high_freq_factor: float = numerics(4.0)
+    """``llama3``: wavelengths shorter than original_max_position / this are left alone."""
+    original_max_position: int = numerics(8192)
+    """Context length, in tokens, that the model was first trained with."""
+    beta_fast: float = numerics(32.0)
+    """``yarn``: frequencies that turn more often than this within the original context are left alone."""
+    beta_slow: float = numerics(1.0)
+    """``yarn``: those that turn less often than this are stretched whole."""
+    truncate: bool = numerics(True)
+    """``yarn``: whether the ends of the ramp between them are rounded to whole pairs."""
+    mscale: float | None = numerics(None)
+    """``yarn``: with mscale_all_dim, the ratio of both temperatures scales the rotation; null is neither."""
+    mscale_all_dim: float | None = numerics(None)
+    """``yarn``: temperature of the scores of latent attention (DeepSeek V2 and V3)."""
+
+    def validate(self) -> None:
+        """Raises ConfigError when no frequencies can be computed."""
+        if self.scaling not in SCALINGS:
+            raise ConfigError("model.rope.scaling", self.scaling, "no such scaling", SCALINGS)
+        positive = ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position")
+        for name in (*positive, "beta_fast", "beta_slow"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"model.rope.{name}", getattr(self, name), "must be positive")
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least > most or (least == most and low == "beta_slow"):
+                raise ConfigError(
+                    f"model.rope.{low}", least, f"must be below model.rope.{high}={most}", f"{most / 4}"
+                )
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            rule = "belongs with model.rope.mscale_all_dim: both are set or neither is"
+            raise ConfigError("model.rope.mscale", self.mscale, rule, f"{self.mscale_all_dim}")
+
+    @property
+    def rotation_scale(self) -> float:
+        """What rotated queries and keys are multiplied by: YaRN's temperature, equation 22."""
+        if self.scaling != "yarn":
+            return 1.0
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        return self._temperature(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """What attention's scores are multiplied by besides, where mscale_all_dim says so."""
+        if self.scaling != "yarn" or self.mscale_all_dim is None:
+            return 1.0
+        return self._temperature(self.mscale_all_dim) ** 2
+
+    def _temperature(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0

@@ -1,0 +1,245 @@
+"""Every family against transformers: logits, gradients, config.json, tensors; through the files we write."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_accounting import shipped
+from test_against_transformers import close, ours
+from torch import Tensor
+
+from harness.checkpoint.formats import TensorFacts
+from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
+from harness.checkpoint.pieces import from_theirs
+from harness.model.config import ModelConfig
+from harness.model.decoder import Decoder
+from harness.model.families import ALL
+from harness.model.shapes import is_buffer, tensor_shapes
+
+transformers = pytest.importorskip("transformers")
+
+SEQ_LEN = 48  # longer than the windows and chunks of the debug models
+
+
+def changed(name: str, **fields: Any) -> ModelConfig:
+    """A debug model with other numbers and without the auxiliary loss, which transformers does not have."""
+    return set_fields(shipped(name), moe__aux_loss_coeff=0.0, **fields)
+
+
+def set_fields(model: ModelConfig, **fields: Any) -> ModelConfig:
+    """The same model with other numbers, ``moe__top_k=2`` say."""
+    config = copy.deepcopy(model)
+    for field, value in fields.items():
+        *path, last = field.split("__")
+        part: Any = config
+        for each in path:
+            part = getattr(part, each)
+        setattr(part, last, value)
+    config.resolve()
+    config.validate()
+    return config
+
+
+CASES = {
+    "qwen3": changed("qwen3_debug"),
+    "qwen3_untied": changed("qwen3_debug", tied_embeddings=False, norm_eps=1e-3),
+    "qwen3_moe": changed("qwen3_moe_debug"),
+    "qwen3_moe_some_dense": changed(
+        "qwen3_moe_debug", moe__first_dense_layers=1, moe__every_nth_layer=2, moe__normalize_scores=False
+    ),
+    "deepseek_v2": changed("deepseek_v2_debug"),
+    "deepseek_v2_groups": changed(
+        "deepseek_v2_debug",
+        attention__q_lora_rank=32,
+        moe__num_groups=4,
+        moe__top_groups=2,
+        moe__score_scale=16.0,
+        rope__mscale=1.0,
+    ),
+    "deepseek_v3": changed("deepseek_v3_debug"),
+    "deepseek_v3_plain": changed(
+        "deepseek_v3_debug",
+        attention__q_lora_rank=None,
+        moe__num_groups=1,
+        moe__top_groups=1,
+        moe__normalize_scores=False,
+        moe__shared_hidden_dim=64,
+        rope__scaling="none",
+        rope__interleaved=False,
+    ),
+    "gpt_oss": changed("gpt_oss_debug"),
+    "gpt_oss_truncated": changed("gpt_oss_debug", rope__truncate=True, attention__global_every_nth_layer=3),
+    "llama4": changed("llama4_debug"),
+    "llama4_maverick": changed("llama4_debug", attention__qk_norm="none", rope__scaling="none"),
+    "llama4_all_experts": changed(
+        "llama4_debug", moe__every_nth_layer=1, moe__top_k=2, attention__nope_temperature=0.0
+    ),
+}
+
+
+class Held:
+    """A source in memory."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.held = tensors
+        self.tensors = {name: TensorFacts(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self.held[name]
+
+
+def random_model(config: ModelConfig) -> Decoder:
+    """Weights far from their initial values, biases and sinks too."""
+    model = ours(config, SEQ_LEN)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if re.search(r"\.(bias|b[123]|sinks|balance_bias)$", name):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+            elif name.startswith("layers.") and "norm" not in name:
+                tensor.mul_(2.0)
+    return model
+
+
+def tensors_of(model: Decoder) -> dict[str, Tensor]:
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return {name: state[name] for name in tensor_shapes(model.config)}
+
+
+def theirs_of(config: ModelConfig, model: Decoder, folder: Path) -> Any:
+    """What transformers loads from the files we write."""
+    write_huggingface(Held(tensors_of(model)), config, None, folder, None, 1e-4)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    return loaded.eval()
+
+
+def as_stored(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of transformers' modules, which stack and fuse experts that its files keep one by one."""
+    stored = {}
+    for name, tensor in theirs.items():
+        prefix, _, last = name.rpartition("mlp.experts.")
+        if not prefix or tensor.ndim != 3 or f"{prefix}mlp.router.weight" in theirs:
+            stored[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            parts = own.chunk(2) if last == "gate_up_proj" else [own]
+            names = ["gate_proj", "up_proj"] if last == "gate_up_proj" else ["down_proj"]
+            for each, part in zip(names, parts, strict=True):
+                stored[f"{prefix}mlp.experts.{expert}.{each}.weight"] = part
+    return stored
+
+
+def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(config.vocab_size, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_every_family_is_tried() -> None:
+    assert {case.family for case in CASES.values()} == set(ALL) - {"llama"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients(case: str, tmp_path: Path) -> None:
+    config = CASES[case]
+    model = random_model(config)
+    theirs = theirs_of(config, model, tmp_path)
+    assert type(theirs).__name__ == ALL[config.family].architecture
+    inputs, labels = batch(config)
+    logits, their_logits = model(inputs), theirs(inputs).logits
+    assert their_logits.std() > 0.5
+    close(logits, their_logits, tolerance=1e-4)
+
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    F.cross_entropy(their_logits.flatten(0, 1), labels.flatten()).backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    buffers = dict(theirs.named_buffers())
+    stored = as_stored({**buffers, **gradients})
+    own = dict(model.named_parameters())
+    compared = 0
+    for name, gradient in from_theirs(config, stored):
+        if is_buffer(name):
+            continue
+        grad = own[name].grad
+        assert grad is not None and gradient.abs().max() > 0, name
+        close(grad, gradient, tolerance=1e-4)
+        compared += 1
+    assert compared == len(own) == len({id(p) for p in model.parameters()})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_transformers_saves_is_read(case: str, tmp_path: Path) -> None:
+    """Its config.json and tensors, which are not arranged as ours are."""
+    config = CASES[case]
+    model = random_model(config)
+    theirs_of(config, model, tmp_path / "ours").save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    source = HuggingFaceSource(tmp_path / "theirs", config)
+    expected = tensors_of(model)
+    assert list(source.tensors) == list(expected)
+    for name, tensor in expected.items():
+        read = source.read(name)
+        assert read.is_contiguous() and read.untyped_storage().nbytes() == read.nbytes
+        assert torch.equal(read, tensor), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_of_tensors(case: str, tmp_path: Path) -> None:
+    """What a rank holds: some rows, some columns, some experts; or nothing."""
+    config = CASES[case]
+    tensors = tensors_of(random_model(config))
+    write_huggingface(Held(tensors), config, None, tmp_path, None, 5.0)
+    source = HuggingFaceSource(tmp_path, config)
+    for name, tensor in tensors.items():
+        for cut in (range(1), range(1, 3), range(2, 2)):
+            ranges = [range(size)[cut.start * size // 4 : cut.stop * size // 4] for size in tensor.shape]
+            part = tensor[tuple(slice(each.start, each.stop) for each in ranges)]
+            out = torch.full(part.shape, torch.nan)
+            source.fill(name, out, ranges)
+            assert torch.equal(out, part), name
+
+
+# What makes a family what it is, and a value with which it is not there, or another.
+PECULIARITIES = [
+    ("qwen3", {"attention__qk_norm": "none"}),
+    ("qwen3_moe", {"moe__normalize_scores": False}),
+    ("deepseek_v2", {"rope__scaling": "none"}),
+    ("deepseek_v2", {"rope__interleaved": False}),
+    ("deepseek_v2", {"rope__mscale": 1.0}),
+    ("deepseek_v2_groups", {"moe__num_groups": 1, "moe__top_groups": 1}),
+    ("deepseek_v3", {"moe__group_score": "max"}),
+    ("deepseek_v3", {"moe__score_scale": 1.0}),
+    ("deepseek_v3", {"moe__balance_coeff": 0.0}),
+    ("gpt_oss", {"attention__window": None, "attention__global_every_nth_layer": None}),
+    ("gpt_oss", {"attention__global_every_nth_layer": 3}),
+    ("gpt_oss", {"attention__sinks": False}),
+    ("gpt_oss", {"moe__expert_bias": False}),
+    ("gpt_oss", {"activation": "swiglu"}),
+    ("gpt_oss", {"rope__truncate": True}),
+    ("llama4", {"attention__chunk": None, "attention__global_every_nth_layer": None}),
+    ("llama4", {"attention__nope_every_nth_layer": None}),
+    ("llama4", {"attention__nope_temperature": 0.0}),
+    ("llama4", {"attention__qk_norm": "none"}),
+    ("llama4", {"moe__score_before_experts": False}),
+]
+
+
+@pytest.mark.parametrize(("case", "fields"), PECULIARITIES)
+def test_peculiarities_change_what_is_computed(case: str, fields: dict[str, Any]) -> None:
+    """One that changed nothing on these weights and tokens would not have been compared above."""
+    model = random_model(CASES[case])
+    other = Decoder(set_fields(CASES[case], **fields), SEQ_LEN)
+    other.load_state_dict(model.state_dict(), strict=False)
+    inputs, _ = batch(CASES[case])
+    with torch.no_grad():
+        before, after = model(inputs), other(inputs)
+    assert (before - after).abs().max() > 1e-2 * before.abs().max()

@@ -1,0 +1,167 @@
+"""The mixture of experts against one that is written out token by token, and the rules of its router."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.compose import compose_job
+from harness.model.config import ModelConfig
+from harness.model.feed_forward import gated
+from harness.model.grouped import grouped_linear
+from harness.model.moe import MoE, Router, count_by_expert, inverse_of
+
+B, T = 2, 10
+KINDS = {
+    "softmax": [],
+    "normalized": ["model.moe.normalize_scores=true", "model.moe.score_scale=2.5"],
+    "sigmoid_before": ["model.moe.score=sigmoid", "model.moe.top_k=1", "model.moe.score_before_experts=true"],
+    "groups": ["model.moe.num_groups=4", "model.moe.top_groups=2", "model.moe.top_k=3"],
+    "best_two": ["model.moe.num_groups=4", "model.moe.top_groups=2", "model.moe.group_score=top2_sum"],
+    "biases": ["model.moe.router_bias=true", "model.moe.expert_bias=true", "model.activation=swiglu_clamped"],
+    "shared": ["model.moe.shared_hidden_dim=24"],
+    "balanced": ["model.moe.balance_coeff=0.001", "model.moe.score=sigmoid"],
+}
+
+
+def config_of(*overrides: str) -> ModelConfig:
+    model = ["model=llama3_tiny", "model.dim=16", "model.moe.num_experts=8", "model.moe.hidden_dim=12"]
+    data = ["data=synthetic", "tokenizer=bytes", "training.seq_len=16"]
+    return compose_job([*model, "model.moe.top_k=2", *overrides, *data]).model
+
+
+def mixture_of(config: ModelConfig) -> MoE:
+    torch.manual_seed(0)
+    moe = MoE(config)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    if moe.balance_bias is not None:
+        moe.balance_bias = torch.randn(config.moe.num_experts)
+    return moe
+
+
+def chosen(scores: Tensor, bias: Tensor, config: ModelConfig) -> list[int]:
+    """The experts of one token, by the rules as papers state them."""
+    of, wanted = config.moe, (scores + bias).tolist()
+    size = of.num_experts // of.num_groups
+    groups = [wanted[i : i + size] for i in range(0, of.num_experts, size)]
+    value = {"max": max, "top2_sum": lambda group: sum(sorted(group)[-2:])}[of.group_score]
+    best = sorted(range(of.num_groups), key=lambda g: -value(groups[g]))[: of.top_groups]
+    allowed = [e for e in range(of.num_experts) if e // size in best]
+    return sorted(allowed, key=lambda e: -wanted[e])[: of.top_k]
+
+
+def written_out(moe: MoE, x: Tensor, config: ModelConfig) -> tuple[Tensor, list[int]]:
+    """Token by token and expert by expert; and how often each was chosen."""
+    of, rows, load = config.moe, [], [0] * config.moe.num_experts
+    bias = torch.zeros(of.num_experts) if moe.balance_bias is None else moe.balance_bias
+    experts = moe.experts
+    for token in x.flatten(0, 1):
+        logits = F.linear(token, moe.router.weight, moe.router.bias)
+        scores = logits.softmax(0) if of.score == "softmax" else logits.sigmoid()
+        own = chosen(scores.detach(), bias, config)
+        weights = scores[own]
+        if of.normalize_scores:
+            weights = weights / weights.sum()
+        total = torch.zeros_like(token)
+        for expert, weight in zip(own, weights * of.score_scale, strict=True):
+            load[expert] += 1
+            given = token * weight if of.score_before_experts else token
+            gate, up = experts.w1[expert] @ given, experts.w3[expert] @ given
+            if of.expert_bias:
+                gate, up = gate + experts.b1[expert], up + experts.b3[expert]
+            out = experts.w2[expert] @ gated(gate, up, config.activation)
+            out = out + experts.b2[expert] if of.expert_bias else out
+            total = total + (out if of.score_before_experts else out * weight)
+        rows.append(total if moe.shared_experts is None else total + moe.shared_experts(token))
+    return torch.stack(rows).view_as(x), load
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_output_gradients_and_loads(name: str) -> None:
+    config = config_of(*KINDS[name])
+    moe, x = mixture_of(config), torch.randn(B, T, config.dim, requires_grad=True)
+    out, load = moe(x)
+    expected, expected_load = written_out(moe, x, config)
+    assert load.tolist() == expected_load
+    assert max(expected_load) > min(expected_load)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    leaves = {"x": x, **dict(moe.named_parameters())}
+    weights = torch.randn_like(out)
+    found = torch.autograd.grad((out * weights).sum(), list(leaves.values()))
+    wanted = torch.autograd.grad((expected * weights).sum(), list(leaves.values()))
+    for leaf, a, b in zip(leaves, found, wanted, strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-4, leaf
+
+
+def test_the_balancing_bias_chooses_and_does_not_weigh() -> None:
+    config = config_of("model.moe.balance_coeff=0.001", "model.moe.score=sigmoid")
+    router = Router(config)
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(1, 6, config.dim)
+    bias = torch.zeros(8)
+    bias[5] = 10.0
+    weights, experts = router(x, bias)
+    assert (experts == 5).any(1).all()
+    scores = F.linear(x.flatten(0, 1), router.weight).sigmoid()
+    torch.testing.assert_close(weights, scores.gather(1, experts))
+
+
+def test_forced_balance_gives_every_expert_its_turn() -> None:
+    config = config_of("model.moe.force_balance=true")
+    _, load = mixture_of(config)(torch.randn(B, 8, config.dim))
+    assert load.tolist() == [4] * 8
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_gradient_of_the_auxiliary_loss(score: str) -> None:
+    """The gradient of equations 17 to 20 of arXiv:2412.19437 joins the scores' own."""
+    overrides = [f"model.moe.score={score}", "model.moe.normalize_scores=true"]
+    plain, with_loss = (config_of(*overrides, f"model.moe.aux_loss_coeff={c}") for c in (0, 0.5))
+    torch.manual_seed(0)
+    router = Router(plain)
+    torch.nn.init.normal_(router.weight)
+    other = Router(with_loss)
+    other.load_state_dict(router.state_dict())
+    other.aux_scale = 1 / B
+    x, of = torch.randn(B, T, plain.dim), plain.moe
+    weights, experts = router(x, None)
+    logits = F.linear(x, router.weight)
+    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    share = scores / scores.sum(-1, keepdim=True)
+    loss = torch.zeros(())
+    for b in range(B):
+        for expert in range(of.num_experts):
+            times = int((experts.view(B, T, -1)[b] == expert).sum())
+            f = of.num_experts / (of.top_k * T) * times
+            loss = loss + 0.5 / B * f * share[b, :, expert].mean()
+    expected = torch.autograd.grad(weights.square().sum() + loss, router.weight)[0]
+    same, _ = other(x, None)
+    torch.testing.assert_close(same, weights)
+    found = torch.autograd.grad(same.square().sum(), other.weight)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    without = torch.autograd.grad(router(x, None)[0].square().sum(), router.weight)[0]
+    assert float((found - without).norm() / without.norm()) > 1e-2
+
+
+def test_groups_may_be_empty_and_rows_none() -> None:
+    x = torch.randn(5, 4, requires_grad=True)
+    w = torch.randn(3, 6, 4, requires_grad=True)
+    out = grouped_linear(x, w, torch.tensor([2, 2, 5], dtype=torch.int32))
+    torch.testing.assert_close(out, torch.cat((x[:2] @ w[0].T, x[2:] @ w[2].T)))
+    grad_w = torch.autograd.grad(out.sum(), w)[0]
+    assert not grad_w[1].any()
+    assert grad_w[0].any() and grad_w[2].any()
+    none = grouped_linear(x[:0], w, torch.zeros(3, dtype=torch.int32))
+    assert none.shape == (0, 6)
+    assert not torch.autograd.grad(none.sum(), w)[0].any()
+
+
+def test_counting_and_undoing_an_order() -> None:
+    experts = torch.tensor([[[0, 2], [2, 1]], [[2, 0], [0, 1]]])
+    assert count_by_expert(experts, 4).tolist() == [[1, 1, 2, 0], [2, 1, 1, 0]]
+    assert count_by_expert(experts.flatten(0, 1), 4).tolist() == [3, 2, 3, 0]
+    order = torch.randperm(9)
+    assert order[inverse_of(order)].tolist() == list(range(9))

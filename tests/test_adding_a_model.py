@@ -1,0 +1,76 @@
+"""docs/adding_a_model.md, followed to the letter in a copy of the sources."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "adding_a_model.md"
+BLOCK = re.compile(r"^(?:`([^`\n]+)`:\n\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources with all that the page says done to it."""
+    copy = tmp_path_factory.mktemp("sources")
+    for folder in ("harness", "conf"):
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True)
+    for folder in ("experiments", "sweeps"):
+        (copy / folder).symlink_to(ROOT / folder)
+    file = ""
+    for named, language, content in BLOCK.findall(PAGE.read_text()):
+        file = named or file
+        if language == "diff":
+            apply(copy / file, content)
+        elif language in ("yaml", "python"):
+            assert not (copy / file).exists(), f"{file} is there already"
+            (copy / file).write_text(content)
+    return copy
+
+
+def apply(path: Path, diff: str) -> None:
+    """Takes lines out of a file and puts others there."""
+    lines = diff.splitlines()
+    old = "\n".join(line[1:] for line in lines if line.startswith("-"))
+    new = "\n".join(line[1:] for line in lines if line.startswith("+"))
+    text = path.read_text()
+    assert text.count(old) == 1, f"{path.name} has no line {old!r}"
+    path.write_text(text.replace(old, new))
+
+
+def commands() -> list[str]:
+    shown = "".join(
+        content for _, language, content in BLOCK.findall(PAGE.read_text()) if language == "console"
+    )
+    return [line.removeprefix("$ ") for line in shown.splitlines() if line.startswith("$ ")]
+
+
+def test_the_page_has_what_a_family_needs(sources: Path) -> None:
+    assert (sources / "conf/model/mixtral_debug.yaml").exists()
+    assert (sources / "harness/model/families/mixtral.py").exists()
+    assert len(commands()) == 2
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands(sources: Path, command: str) -> None:
+    program, *arguments = command.split()
+    assert program == "python"
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=sources,
+        env={**os.environ, "PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MixtralForCausalLM: logits differ" in done.stdout or "1 of 1 layouts agree" in done.stdout
