@@ -10,6 +10,8 @@ from harness.errors import ConfigError
 DTYPES = ("float32", "bfloat16")
 FLOAT8 = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_hp")
 LINEARS = ("none", *FLOAT8, "mxfp8")
+# What torchao 0.18 has a product of groups of rows in, which is what experts multiply.
+GROUPED = ("float8_rowwise", "mxfp8")
 DEFAULT_FILTER = ("output",)
 
 
@@ -25,11 +27,14 @@ class PrecisionConfig:
     """Format of the parameters that the optimizer updates, and of their gradients: float32 or bfloat16."""
     linear: str = numerics("none")
     """Format in which linears multiply: none (param_dtype); float8_tensorwise, float8_rowwise or mxfp8 (one
-    scale for a tensor, a row or 32 values); float8_rowwise_hp (weight gradients in param_dtype)."""
+    scale for a tensor, a row or 32 values); float8_rowwise_hp (weight gradients in param_dtype). Experts of a
+    mixture do in float8_rowwise and mxfp8."""
     filter_fqns: list[str] = numerics(factory=lambda: list(DEFAULT_FILTER))
-    """Linears whose name contains one of these multiply in param_dtype all the same."""
+    """Linears whose name contains one of these multiply in param_dtype all the same; and experts, by the name
+    layers.N.moe.experts."""
     auto_filter_small_kn: bool = numerics(False)
-    """So do those too small to gain by it, as torchao measured tensorwise and rowwise on an H100."""
+    """So do linears too small to gain by it, as torchao measured tensorwise and rowwise on an H100. It has no
+    such table for experts."""
     enable_fsdp_float8_all_gather: bool = numerics(False)
     """FSDP casts weights to float8 before it gathers them (tensorwise): half the bytes. The masters are
     rounded once then, and not through bfloat16 first, which changes the numbers slightly."""
@@ -54,6 +59,14 @@ class PrecisionConfig:
     def block(self) -> int:
         """Every length that linears multiply over is a multiple of this."""
         return 32 if self.linear == "mxfp8" else 16
+
+    @property
+    def expert_block(self) -> int:
+        """The same of experts: their widths are multiples of it, and each one's rows are padded to one.
+
+        torchao 0.18 says 32 for mxfp8, but its kernel wants 128 (mxfp8_quantize_cutedsl_2d_1x32).
+        """
+        return 128 if self.linear == "mxfp8" else 16
 
     def validate(self) -> None:
         """Raises ConfigError for formats that are not known or do not go together."""

@@ -14,17 +14,25 @@ if TYPE_CHECKING:
 
 # NVIDIA's compute capability from which on tensor cores have the format (CUDA C++ programming guide).
 CAPABILITY = {"float8": (8, 9), "mxfp8": (10, 0)}
+# The major ones for which torch and torchao have a product of groups in it, which experts multiply with
+# (torch._scaled_grouped_mm: "[9.0, 10.0], or ROCm MI300+"; torchao's mxfp8 kernels: 10.x).
+GROUPED_CAPABILITY = {"float8": (9, 10), "mxfp8": (10,)}
+# What multiplies in float8, but not groups: Ada.
+WITHOUT_GROUPS = ("L4", "L40S")
 # The same of AMD's CDNA 3 (gfx94x), as torch numbers it; torchao's mxfp8 kernels are for NVIDIA.
 ROCM_CAPABILITY = {"float8": (9, 4)}
 
 
-def require_hardware(precision: PrecisionConfig, cluster: ClusterConfig, gpus: int | None) -> None:
+def require_hardware(
+    precision: PrecisionConfig, cluster: ClusterConfig, gpus: int | None, *, experts: bool
+) -> None:
     """Checks, as far as it is known, what a job will run on; a rank checks the rest.
 
     Args:
         precision: formats.
         cluster: says what the nodes have.
         gpus: GPUs of this machine if the job runs here, else None.
+        experts: whether experts multiply in it too.
 
     Raises:
         ConfigError: it cannot multiply in the format.
@@ -36,9 +44,12 @@ def require_hardware(precision: PrecisionConfig, cluster: ClusterConfig, gpus: i
     known = _accelerators_of(cluster)
     if known and not any(_arithmetic(precision) in each.peak_flops for each in known):
         raise _refusal(precision, cluster.accelerator or f"cluster.gpu_type={cluster.gpu_type}")
+    if experts and known and all(each.name in WITHOUT_GROUPS for each in known):
+        what = cluster.accelerator or f"cluster.gpu_type={cluster.gpu_type}"
+        raise _refusal(precision, what, of_groups=True)
 
 
-def require_device(precision: PrecisionConfig, device: torch.device) -> None:
+def require_device(precision: PrecisionConfig, device: torch.device, *, experts: bool) -> None:
     """The same for the device that a rank has found.
 
     Raises:
@@ -53,6 +64,9 @@ def require_device(precision: PrecisionConfig, device: torch.device) -> None:
     needed = (ROCM_CAPABILITY if torch.version.hip else CAPABILITY).get(_arithmetic(precision))
     if needed is None or torch.cuda.get_device_capability(device) < needed:
         raise _refusal(precision, torch.cuda.get_device_name(device))
+    major = torch.cuda.get_device_capability(device)[0]
+    if experts and not torch.version.hip and major not in GROUPED_CAPABILITY[_arithmetic(precision)]:
+        raise _refusal(precision, torch.cuda.get_device_name(device), of_groups=True)
 
 
 def _arithmetic(precision: PrecisionConfig) -> str:
@@ -67,12 +81,15 @@ def _accelerators_of(cluster: ClusterConfig) -> list[Accelerator]:
     return [each for name, each in ACCELERATORS.items() if name.lower().split()[0] == kind]
 
 
-def _refusal(precision: PrecisionConfig, what: str) -> ConfigError:
+def _refusal(precision: PrecisionConfig, what: str, *, of_groups: bool = False) -> ConfigError:
     arithmetic = _arithmetic(precision)
     able = list(dict.fromkeys(n.split()[0] for n, a in ACCELERATORS.items() if arithmetic in a.peak_flops))
-    return ConfigError(
-        "precision.linear",
-        precision.linear,
-        f"{what} does not multiply in {arithmetic}",
-        f"{', '.join(able)}, or precision.emulate=true to try it out, or precision=bf16",
-    )
+    others = "precision.emulate=true to try it out, or precision=bf16"
+    if not of_groups:
+        rule = f"{what} does not multiply in {arithmetic}"
+    else:
+        rule = f"{what} does not multiply groups of rows in {arithmetic}, as experts do"
+        able = [name for name in able if name not in WITHOUT_GROUPS]
+        filters = ",".join([*precision.filter_fqns, "moe.experts"])
+        others = f"precision.filter_fqns=[{filters}], or {others}"
+    return ConfigError("precision.linear", precision.linear, rule, f"{', '.join(able)}, or {others}")

@@ -1,4 +1,4 @@
-"""Which linears of a model multiply in float8 and which do not, and why; known without torch."""
+"""Which linears and experts of a model multiply in float8 and which do not, and why; known without torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 from harness.errors import ConfigError, divisors
 from harness.model.config import ModelConfig
-from harness.model.huggingface import parameter_shapes
-from harness.precision.config import PrecisionConfig
+from harness.model.shapes import parameter_shapes
+from harness.precision.config import GROUPED, PrecisionConfig
 
 # Linears that tensor parallelism splits by input features; the others are split by output features.
-SPLIT_BY_INPUT = ("attention.wo", "feed_forward.w2")
+SPLIT_BY_INPUT = ("attention.wo", "feed_forward.w2", "shared_experts.w2")
+EXPERTS = ".moe.experts"
 
 
 @dataclass(frozen=True)
 class Linears:
-    """The linears of a whole model, sorted.
+    """The linears of a whole model, and the experts of each block, sorted.
 
     Attributes:
         converted: names of those that multiply in float8.
@@ -28,37 +29,54 @@ class Linears:
 
     def describe(self, linear: str) -> str:
         """One line: how many are converted, and which are not, and why."""
-        total = len(self.converted) + len(self.kept)
+        names = [*self.converted, *self.kept]
+        experts = sum(map(is_experts, self.converted)), sum(map(is_experts, names))
+        count = f"{len(self.converted) - experts[0]} of {len(names) - experts[1]} linears"
+        if experts[1]:
+            count += f" and the experts of {experts[0]} of {experts[1]} blocks"
         reasons: dict[str, dict[str, None]] = {}
         for name, reason in self.kept.items():
             reasons.setdefault(reason, {})[_pattern(name)] = None
         kept = [f"not {', '.join(names)} ({reason})" for reason, names in reasons.items()]
-        return "; ".join([f"{linear}: {len(self.converted)} of {total} linears", *kept])
+        return "; ".join([f"{linear}: {count}", *kept])
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether experts multiply in float8."""
+        return any(map(is_experts, self.converted))
 
 
 def sort_linears(model: ModelConfig, precision: PrecisionConfig) -> Linears:
-    """Sorts a model's linears as the precision asks. The layout has no say in it.
+    """Sorts a model's linears and experts as the precision asks. The layout has no say in it.
 
     Raises:
         ConfigError: a filter that matches none, or nothing is left to convert.
     """
-    shapes = linear_shapes(model)
+    shapes = linear_shapes(model) | expert_shapes(model)
     converted, kept = [], {}
     for name, (rows, columns) in shapes.items():
         matching = [part for part in precision.filter_fqns if part in name]
         if matching:
             kept[name] = "filter_fqns"
+        elif name.endswith("moe.router"):
+            kept[name] = "scores are float32"
+        elif name == "mtp.proj":
+            kept[name] = "joins two streams"
         elif name == "output" and model.tied_embeddings:
             kept[name] = "tied to the embedding table"
-        elif rows % precision.block or columns % precision.block:
-            kept[name] = f"{rows} x {columns}, not multiples of {precision.block}"
+        elif is_experts(name) and precision.linear not in GROUPED:
+            kept[name] = f"torchao has no grouped product in {precision.linear}"
+        elif rows % (block := _block(name, precision)) or columns % block:
+            kept[name] = f"{rows} x {columns}, not multiples of {block}"
+        elif is_experts(name):
+            converted.append(name)
         elif precision.auto_filter_small_kn and is_small(precision.linear, rows, columns):
             kept[name] = f"{rows} x {columns}, too small to gain"
         else:
             converted.append(name)
     unmatched = [part for part in precision.filter_fqns if not any(part in name for name in shapes)]
     if unmatched:
-        works = sorted({f"[{name.split('.')[-1]}]" for name in shapes})
+        works = sorted({f"[{_filter(name)}]" for name in shapes})
         raise ConfigError("precision.filter_fqns", unmatched[0], "is in no linear's name", works)
     if not converted:
         reasons = "; ".join(sorted(set(kept.values())))
@@ -69,7 +87,14 @@ def sort_linears(model: ModelConfig, precision: PrecisionConfig) -> Linears:
 
 
 def check_layout(
-    linears: Linears, model: ModelConfig, precision: PrecisionConfig, tp: int, rows: int, tokens: int
+    linears: Linears,
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    tp: int,
+    rows: int,
+    tokens: int,
+    *,
+    splits_experts: bool = False,
 ) -> None:
     """Checks whether what one rank multiplies at once has lengths that float8 can have.
 
@@ -82,17 +107,22 @@ def check_layout(
         tp: degree of tensor parallelism.
         rows: sequences that go through a linear at once.
         tokens: tokens of each that one rank has.
+        splits_experts: whether tensor parallelism splits every expert.
 
     Raises:
         ConfigError: a length is not a multiple of the format's block.
     """
-    block, shapes = precision.block, linear_shapes(model)
-    split = {name: shapes[name][1 if name.endswith(SPLIT_BY_INPUT) else 0] for name in linears.converted}
-    broken = {name: length for name, length in split.items() if length % (tp * block)}
+    shapes = linear_shapes(model) | expert_shapes(model)
+    split = {
+        name: (shapes[name][1 if name.endswith(SPLIT_BY_INPUT) else 0], _block(name, precision))
+        for name in linears.converted
+        if splits_experts or not is_experts(name)
+    }
+    broken = {name: of for name, of in split.items() if of[0] % (tp * of[1])}
     if broken:
-        names = list(dict.fromkeys(_pattern(name).split(".")[-1] for name in broken))
-        name, length = next(iter(broken.items()))
-        works = [degree for degree in divisors(tp) if not any(n % (degree * block) for n in split.values())]
+        names = list(dict.fromkeys(_filter(name) for name in broken))
+        name, (length, block) = next(iter(broken.items()))
+        works = [n for n in divisors(tp) if not any(length % (n * block) for length, block in split.values())]
         filters = ",".join([*precision.filter_fqns, *names])
         raise ConfigError(
             "parallelism.tp",
@@ -102,6 +132,7 @@ def check_layout(
             f"{', '.join(map(str, works))}, or precision.filter_fqns=[{filters}]",
         )
     # Weight gradients are sums over tokens; rowwise_hp computes them in param_dtype.
+    block = precision.block
     if precision.linear != "float8_rowwise_hp" and rows * tokens % block:
         raise ConfigError(
             "training.seq_len",
@@ -117,10 +148,21 @@ def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     shapes = {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in parameter_shapes(model).items()
-        if len(shape) == 2 and not name.startswith("tok_embeddings")
+        if name.endswith(".weight") and len(shape) == 2 and not name.startswith("tok_embeddings")
     }
     shapes.setdefault("output", (model.vocab_size, model.dim))
     return shapes
+
+
+def expert_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The name of every block's experts and their [hidden width, width], in the decoder's order."""
+    shape = model.moe.hidden_dim, model.dim
+    return {f"layers.{layer}{EXPERTS}": shape for layer in model.expert_layers}
+
+
+def is_experts(name: str) -> bool:
+    """Whether a name stands for the experts of a block and not for a linear."""
+    return name.endswith(EXPERTS)
 
 
 def is_small(linear: str, rows: int, columns: int) -> bool:
@@ -128,6 +170,15 @@ def is_small(linear: str, rows: int, columns: int) -> bool:
     if linear == "float8_tensorwise":
         return columns <= 4096 and rows <= 1024
     return rows <= 2048 or columns <= 1024 or (rows <= 4096 and columns <= 2048)
+
+
+def _block(name: str, precision: PrecisionConfig) -> int:
+    return precision.expert_block if is_experts(name) else precision.block
+
+
+def _filter(name: str) -> str:
+    """What leaves out the same linear of every block; experts, but not the shared ones."""
+    return EXPERTS.removeprefix(".") if is_experts(name) else name.split(".")[-1]
 
 
 def _pattern(name: str) -> str:

@@ -1,4 +1,7 @@
-"""Swaps linears for those that multiply in float8, by torchao. Names, shapes and initial values stay."""
+"""Swaps linears for those that multiply in float8, by torchao. Names, shapes and initial values stay.
+
+Experts keep their parameters and get another product.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.errors import UserError
+from harness.model.moe import Experts
 from harness.precision.config import PrecisionConfig
+from harness.precision.grouped import grouped_in
 from harness.precision.hardware import require_device
 
 if TYPE_CHECKING:
@@ -27,30 +32,37 @@ RECIPES = {
 def swap_linears(
     part: nn.Module, converted: Collection[str], precision: PrecisionConfig, device: torch.device
 ) -> None:
-    """Swaps the linears of a model part for those of the format that the job asks for, in place.
+    """Swaps the linears of a model part, and the products of its experts, for those of a format, in place.
 
     Args:
         part: on the meta device, before anything is split: what is split are the swapped modules.
-        converted: names of the linears, in the whole model; those that the part does not hold are ignored.
+        converted: names of the linears and experts, in the whole model; those that the part does not hold are
+            ignored.
         precision: formats.
         device: where the part will compute.
 
     Raises:
         ConfigError: the device cannot multiply in the format.
-        UserError: torchao is missing or too old.
+        UserError: torchao is missing, too old, or without kernels for the device.
     """
-    require_device(precision, device)
+    modules = {name: module for name, module in part.named_modules() if name in converted}
+    experts = [module for module in modules.values() if isinstance(module, Experts)]
+    require_device(precision, device, experts=bool(experts))
     try:
         make = _mxfp8(precision) if precision.linear == "mxfp8" else _float8(precision)
+        multiply = grouped_in(precision) if experts else None
     except ImportError as error:
         raise UserError(
             f"precision.linear={precision.linear}: this torchao does not have it ({error}); would work: "
             "pip install -U torchao, 0.18 has every format"
         ) from error
-    for name, linear in list(part.named_modules()):
-        if name in converted:
-            assert isinstance(linear, nn.Linear), f"{name} is no linear"
-            part.set_submodule(name, make(linear))
+    for name, module in modules.items():
+        if isinstance(module, Experts):
+            assert multiply is not None
+            module.multiply, module.row_block = multiply, precision.expert_block
+        else:
+            assert isinstance(module, nn.Linear), f"{name} is no linear"
+            part.set_submodule(name, make(module))
 
 
 def _float8(precision: PrecisionConfig) -> Any:

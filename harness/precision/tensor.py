@@ -67,5 +67,7 @@ def region_cast(region: nn.Module) -> Float8Cast | None:
     from torchao.float8.float8_linear import Float8Linear
 
     declared = getattr(region, "sharding", {})
+    if Split.WHOLE in declared.values():
+        return None  # latents: some of its columns take another input
     takers = [getattr(region, name) for name, split in declared.items() if split is Split.COLUMN]
     return Float8Cast(takers[0]) if all(isinstance(taker, Float8Linear) for taker in takers) else None

@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 import torch
 from precision_runs import Outcome, trace_with_float8_gathers, train
-from torch import Tensor, nn
+from rounding import E4M3, E5M2, difference, rounded, rounded_in_blocks
+from torch import nn
 
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
@@ -23,7 +24,6 @@ SMALL = [
     *("training.seq_len=64", "training.global_batch_size=4", "data.mask_fraction=0.3", "model.n_kv_heads=8"),
 ]
 CPU = torch.device("cpu")
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @cache
@@ -44,22 +44,6 @@ def alone(pool: RankPool, *overrides: str, steps: int = 1) -> Trace:
 
 def precision_of(linear: str, dtype: str = "float32") -> tuple[str, ...]:
     return (f"precision.linear={linear}", f"precision.param_dtype={dtype}", "precision.emulate=true")
-
-
-def rounded(values: Tensor, dtype: torch.dtype, over: tuple[int, ...], power_of_two: bool) -> Tensor:
-    """Values as float8 has them, with the scale that maps the largest magnitude onto the format's."""
-    scale = torch.finfo(dtype).max / values.abs().amax(over, keepdim=True).double()
-    if power_of_two:
-        scale = torch.exp2(torch.floor(torch.log2(scale)))
-    return (values.double() * scale).float().to(dtype).double() / scale
-
-
-def rounded_in_blocks(values: Tensor) -> Tensor:
-    """The same in blocks of 32 along the last axis, scales rounded up to powers of two (OCP MX, RCEIL)."""
-    blocks = values.view(*values.shape[:-1], -1, 32)
-    peak = blocks.abs().amax(-1, keepdim=True).double()
-    scale = torch.exp2(torch.ceil(torch.log2(peak / torch.finfo(E4M3).max)))
-    return ((blocks.double() / scale).float().to(E4M3).double() * scale).view(values.shape)
 
 
 @pytest.mark.parametrize("linear", RECIPES)
@@ -95,11 +79,6 @@ def test_a_linear_by_hand(linear: str) -> None:
     for found, expected in ((output, y), (inputs.grad, gx), (plain.weight.grad, gw)):
         assert difference(found, expected) < 1e-6
     assert 0.01 < difference(output, x.double() @ w.double().T) < 0.05
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    """Relative, in the 2-norm."""
-    return float((found.detach().double() - expected).norm() / expected.norm())
 
 
 # Error of the gradients against bfloat16: of all together, and of the weights of swapped linears. Tensorwise

@@ -89,16 +89,58 @@ def test_a_rank_finds_out(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     device = torch.device("cuda", 0)
     if able:
-        require_device(PrecisionConfig(linear=linear), device)
+        require_device(PrecisionConfig(linear=linear), device, experts=False)
     else:
         with pytest.raises(ConfigError, match="Some GPU does not multiply in"):
-            require_device(PrecisionConfig(linear=linear), device)
-        require_device(PrecisionConfig(linear=linear, emulate=True), device)
+            require_device(PrecisionConfig(linear=linear), device, experts=False)
+        require_device(PrecisionConfig(linear=linear, emulate=True), device, experts=True)
 
 
 def test_a_rank_on_a_cpu_refuses_in_the_same_words() -> None:
     with pytest.raises(ConfigError, match="a CPU does not multiply in float8"):
-        require_device(PrecisionConfig(linear="float8_rowwise"), torch.device("cpu"))
+        require_device(PrecisionConfig(linear="float8_rowwise"), torch.device("cpu"), experts=False)
+
+
+MIXTURE = ["model=qwen3_moe_debug", "model.dim=128", "model.moe.hidden_dim=128", "precision=float8_rowwise"]
+
+
+def test_what_multiplies_no_groups_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="L40S does not multiply groups of rows in float8, as exp"
+    ) as refused:
+        compose(*MIXTURE, *SLURM, "cluster.accelerator=L40S")
+    works = refused.value.works.split(", or ")
+    assert "L40S" not in works[0] and "H100" in works[0]
+    assert works[1] == "precision.filter_fqns=[output,moe.experts]"
+    for instead in ("cluster.accelerator=H100 SXM", works[1], "precision.emulate=true", "precision=bf16"):
+        compose(*MIXTURE, *SLURM, "cluster.accelerator=L40S", instead)
+
+
+@pytest.mark.parametrize(
+    ("linear", "capability", "hip", "able"),
+    [
+        ("float8_rowwise", (8, 9), None, False),
+        ("float8_rowwise", (9, 0), None, True),
+        ("float8_rowwise", (10, 3), None, True),
+        ("float8_rowwise", (12, 0), None, False),
+        ("float8_rowwise", (9, 4), "6.2", True),
+        ("mxfp8", (10, 0), None, True),
+        ("mxfp8", (12, 0), None, False),
+    ],
+)
+def test_a_rank_finds_out_about_experts(
+    linear: str, capability: tuple[int, int], hip: str | None, able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    device = torch.device("cuda", 0)
+    require_device(PrecisionConfig(linear=linear), device, experts=False)
+    if able:
+        require_device(PrecisionConfig(linear=linear), device, experts=True)
+    else:
+        with pytest.raises(ConfigError, match="Some GPU does not multiply groups of rows in"):
+            require_device(PrecisionConfig(linear=linear), device, experts=True)
 
 
 def test_mfu_of_float8_is_against_the_bfloat16_peak_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
