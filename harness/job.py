@@ -118,7 +118,8 @@ class Job:
         on_cpu = self.cluster.device == "cpu" or (here and gpus == 0)
         self._validate_async_tp(on_cpu=on_cpu)
         self.validate_device(on_cpu=on_cpu)
-        require_hardware(self.precision, self.cluster, gpus if here else None)
+        experts = self.precision.linear != "none" and sort_linears(self.model, self.precision).has_experts
+        require_hardware(self.precision, self.cluster, gpus if here else None, experts=experts)
         return self
 
     def _resolve_batch(self) -> None:
@@ -174,6 +175,7 @@ class Job:
         self._validate_precision()
         self.compile.validate()
         self.activation_checkpoint.validate(self.compile, splits_backward=self.parallelism.splits_backward)
+        self._validate_compiled_experts()
         self._validate_chunked_loss()
         self.data.validate()
         self.tokenizer.validate()
@@ -190,6 +192,18 @@ class Job:
         if self.validation.interval:
             self.data.require_validation()
         self.debug.validate(self.parallelism.tp, self.compile.blocks)
+
+    def _validate_compiled_experts(self) -> None:
+        """Checks that single operations can be kept where blocks with experts are compiled in pieces."""
+        in_pieces = self.compile.blocks and self.model.moe.enabled and self.parallelism.lays_out_experts
+        if in_pieces and self.activation_checkpoint.mode == "selective_op":
+            raise ConfigError(
+                "activation_checkpoint.mode",
+                "selective_op",
+                "keeps operations by name, and blocks with experts on other ranks are compiled in pieces, "
+                "which do not show theirs",
+                "full, selective_layer, memory_budget, or compile=off",
+            )
 
     def _validate_chunked_loss(self) -> None:
         """Checks that the pieces of a chunked loss can be computed where the vocabulary is split."""
@@ -242,6 +256,9 @@ class Job:
                 "flash attention over documents takes 16-bit formats, and precision.param_dtype is float32",
                 "precision=bf16, or sdpa, flex",
             )
+        if backend == "varlen" and self.model.attention.sinks:
+            rule = f"flash attention knows no sinks, and model={self.model.name} has them"
+            raise ConfigError("training.attention", backend, rule, ["sdpa", "flex"])
         if layout.cp > 1 and layout.cp_method == "ring":
             if backend != "sdpa":
                 raise ConfigError(
@@ -249,6 +266,17 @@ class Job:
                     backend,
                     f"parallelism.cp={layout.cp} goes round a ring, which has kernels of its own",
                     "sdpa, or parallelism.cp_method=ulysses",
+                )
+            reach = [self.model.span(layer) for layer in range(self.model.num_blocks)]
+            local = any(span.most_reach(self.training.seq_len) < self.training.seq_len for span in reach)
+            if local or self.model.attention.sinks:
+                what = "sinks" if not local else "window" if self.model.attention.window else "chunk"
+                raise ConfigError(
+                    "parallelism.cp_method",
+                    "ring",
+                    f"its kernels know the causal mask only, and model={self.model.name} has "
+                    f"model.attention.{what}",
+                    ["ulysses"],
                 )
             if not self.data.attend_across_documents:
                 raise ConfigError(
@@ -278,6 +306,7 @@ class Job:
             layout.tp,
             layout.pp_microbatch_size if layout.pp > 1 else self.local_batch_size,
             self.training.seq_len // layout.cp,
+            splits_experts=layout.splits_experts,
         )
 
     def _validate_update_in_backward(self) -> None:

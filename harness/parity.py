@@ -18,6 +18,7 @@ from harness.compose import compose_job
 from harness.config import label, part
 from harness.errors import EXIT_OK, ConfigError
 from harness.job import Job, differing_numerics
+from harness.model.shapes import BALANCE_BIAS, block_prefix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,8 @@ class ParityConfig:
 
     matrix: dict[str, str] = label(factory=dict)
     """Known layouts: a name, and the overrides that make it, separated by spaces."""
+    expert_matrix: dict[str, str] = label(factory=dict)
+    """The same for models with experts."""
     layouts: list[str] = label(factory=list)
     """Names out of the matrix to run; empty means all."""
     world_size: int = label(8)
@@ -71,13 +74,15 @@ class Trace:
     """What one run did on one rank."""
 
     losses: list[float]
-    """Loss of every step."""
+    """Loss of every step; with multi-token prediction, each followed by its own."""
     norms: list[float]
     """Gradient norm of every step, before clipping."""
     valid_tokens: list[int]
     """Tokens of every step that the loss counts."""
     gradients: list[dict[str, Tensor]]
     """Whole gradients of the first and the last step, of the parameters this rank holds."""
+    biases: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Balancing biases of the experts this rank holds, after the last step."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +114,19 @@ def trace(job_json: str, steps: int) -> Trace:
     losses, norms, tokens, gradients = [], [], [], []
     for step in range(steps):
         outcome = engine.gradients(loader.next())
-        losses.append(outcome.loss)
+        losses += [outcome.loss, *([] if outcome.mtp_loss is None else [outcome.mtp_loss])]
         norms.append(outcome.grad_norm)
         tokens.append(outcome.valid_tokens)
         if step in (0, steps - 1):
             gradients.append(whole_gradients(engine))
         engine.update(outcome.norm)
-    return Trace(losses, norms, tokens, gradients)
+    biases = {
+        block_prefix(job.model, layer) + BALANCE_BIAS: moe.balance_bias
+        for part in engine.parts
+        for layer, moe in part.mixtures.items()
+        if moe.balance_bias is not None
+    }
+    return Trace(losses, norms, tokens, gradients, biases)
 
 
 def whole_gradients(engine: Any) -> dict[str, Tensor]:
@@ -157,9 +168,14 @@ def compare(
         missing = expected.keys() - found
         if missing:
             worst, worst_parameter = float("inf"), min(missing)
-    same_tokens = all(t.valid_tokens == reference.valid_tokens for t in traces)
+    held = [(name, bias) for trace in traces for name, bias in trace.biases.items()]
+    # Bitwise: they follow from counts.
+    moved = [name for name, bias in held if not bias.equal(reference.biases[name])]
+    moved += reference.biases.keys() - dict(held).keys()
+    worst_parameter = min(moved, default=worst_parameter)
+    same = not moved and all(t.valid_tokens == reference.valid_tokens for t in traces)
     # Comparisons with a NaN are false: one fails.
-    passed = same_tokens and loss <= tolerances[0] and worst <= tolerances[1] and norm <= tolerances[1]
+    passed = same and loss <= tolerances[0] and worst <= tolerances[1] and norm <= tolerances[1]
     return Verdict(layout, ranks, loss, worst, worst_parameter, norm, passed)
 
 
@@ -175,7 +191,7 @@ def parity(job: ParityJob, overrides: list[str]) -> int:
         defaults[0] if config.loss_tolerance is None else config.loss_tolerance,
         defaults[1] if config.gradient_tolerance is None else config.gradient_tolerance,
     )
-    layouts = compose_layouts(config, overrides)
+    layouts = compose_layouts(config, overrides, has_experts=job.model.moe.enabled)
     fitting = {name: (ranks, each) for name, (ranks, each) in layouts.items() if ranks <= config.world_size}
     out = sys.stdout
     failed: list[str] = []
@@ -222,20 +238,21 @@ def line(verdict: Verdict) -> str:
     )
 
 
-def compose_layouts(config: ParityConfig, overrides: list[str]) -> dict[str, tuple[int, Job]]:
+def compose_layouts(
+    config: ParityConfig, overrides: list[str], *, has_experts: bool = False
+) -> dict[str, tuple[int, Job]]:
     """The chosen layouts as jobs with the same numerics: name -> (ranks, job).
 
     Raises:
         ConfigError: a name that the matrix does not have, or a layout that changes the numerics.
     """
+    matrix = config.matrix | (config.expert_matrix if has_experts else {})
     for name in config.layouts:
-        if name not in config.matrix:
-            raise ConfigError("parity.layouts", name, "no such layout", sorted(config.matrix))
+        if name not in matrix:
+            raise ConfigError("parity.layouts", name, "no such layout", sorted(matrix))
     jobs: dict[str, tuple[int, Job]] = {}
-    for name in config.layouts or config.matrix:
-        composed = compose_job(
-            [*overrides, *config.matrix[name].split()], config_name="parity", schema=ParityJob
-        )
+    for name in config.layouts or matrix:
+        composed = compose_job([*overrides, *matrix[name].split()], config_name="parity", schema=ParityJob)
         job = Job(**{field.name: getattr(composed, field.name) for field in dataclasses.fields(Job)})
         first = next(iter(jobs.values()), (0, job))[1]
         differing = differing_numerics(first, job)

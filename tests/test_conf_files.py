@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from harness.bench import BenchJob
 from harness.compose import compose_job
 from harness.convert import ConvertJob
+from harness.download import DownloadJob
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.model.accounting import account
@@ -50,6 +51,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def shares_experts(option: str) -> bool:
+    """Whether a layout needs a model with experts."""
+    return "ep" in option.split("_")
+
+
 def beside(group: str, option: str) -> list[str]:
     """What a file asks for beside itself."""
     needed = []
@@ -58,6 +64,8 @@ def beside(group: str, option: str) -> list[str]:
     if group == "parallelism":
         # Pipelines of two stages per rank and eight data-parallel ranks are served by this batch.
         needed.append("training.global_batch_size=64")
+        if shares_experts(option):
+            needed.append("model=qwen3_moe_debug")
     if option == "memory_budget":
         needed.append("compile=on")
     if group == "precision" and "fp8" in option.replace("float8", "fp8"):
@@ -111,7 +119,12 @@ def test_a_file_says_what_it_is(file: Path) -> None:
     assert told.startswith("# ") and len(told) > 10, told
 
 
-@pytest.mark.parametrize("name", sorted(f.stem for f in CONF.glob("*.yaml")))
+def test_primary_configs_are_known() -> None:
+    assert {f.stem for f in CONF.glob("*.yaml")} == {*PRIMARY, "download"}
+    assert compose_job([], config_name="download", schema=DownloadJob) == DownloadJob()
+
+
+@pytest.mark.parametrize("name", sorted(PRIMARY))
 def test_primary_config(name: str) -> None:
     job = compose_job([], config_name=name, schema=PRIMARY[name])
     assert job.world_size == 1
@@ -135,6 +148,9 @@ def test_layouts(option: str) -> None:
     job = compose_job([f"parallelism={option}", *beside("parallelism", option), "cluster.device=cpu"])
     degrees = job.parallelism.degrees
     named = {"ddp": "dp_replicate", "fsdp": "dp_shard", "hsdp": "dp_replicate dp_shard", "single": ""}
+    # Experts are shared out among ranks that have other sequences.
+    named["ep"] = named["fsdp"]
+    assert (job.parallelism.ep > 1) == shares_experts(option)
     axes = {axis for word in option.split("_") for axis in named.get(word, word).split()}
     assert {axis for axis, degree in degrees.items() if degree > 1} == axes
     held = [
@@ -147,8 +163,10 @@ def test_layouts(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", options("parallelism"))
-@pytest.mark.parametrize("model", ["llama3_tiny", "llama3_8b"])
-def test_every_layout_carries_models_of_all_sizes(option: str, model: str) -> None:
+@pytest.mark.parametrize("size", [0, 1])
+def test_every_layout_carries_models_of_all_sizes(option: str, size: int) -> None:
+    mixtures, dense = ("qwen3_moe_debug", "deepseek_v3_671b"), ("llama3_tiny", "llama3_8b")
+    model = (mixtures if shares_experts(option) else dense)[size]
     compose_job([f"parallelism={option}", f"model={model}", "training.global_batch_size=64"])
 
 
@@ -198,7 +216,7 @@ def harness_train(*arguments: str, **environment: str) -> subprocess.CompletedPr
 def test_help_lists_groups_and_fields() -> None:
     done = harness_train("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "parallelism: cp, ddp, fsdp, fsdp_cp, fsdp_pp, fsdp_tp, fsdp_tp_pp" in done.stdout
+    assert "parallelism: cp, ddp, ep, fsdp, fsdp_cp, fsdp_ep, fsdp_ep_pp, fsdp_pp" in done.stdout
     for group in ("experiment", "model"):
         assert f"{group}: " in done.stdout
     assert "  dp_shard: 1" in done.stdout

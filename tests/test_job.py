@@ -152,7 +152,9 @@ def test_every_leaf_has_a_role() -> None:
     assert {roles[f"parallelism.{f.name}"] for f in dataclasses.fields(type(job().parallelism))} == {
         EXECUTION
     }
-    assert {roles[name] for name in roles if name.startswith("model.") and name != "model.name"} == {NUMERICS}
+    names = {"model.name", "model.family"}
+    assert {roles[name] for name in roles if name.startswith("model.") and name not in names} == {NUMERICS}
+    assert {roles[name] for name in names} == {LABEL}
     assert {roles[name] for name in roles if name.startswith("metrics.")} == {LABEL}
 
 

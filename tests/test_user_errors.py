@@ -34,6 +34,9 @@ class Mistake:
     works: tuple[str, ...] = ()
 
 
+MIXTURE = "model=qwen3_moe_debug"
+
+
 def mistake(typed: str, says: str, *works: str) -> Mistake:
     return Mistake(typed, says, works)
 
@@ -53,7 +56,7 @@ FIELDS_AND_GROUPS = [
     mistake("~parallelism.tpp", "parallelism.tpp: no such field; did you mean parallelism.tp?"),
     mistake("tp=2", "tp=2: no such field; did you mean parallelism.tp?", "parallelism.tp=2"),
     mistake("training.lr=1", "training.lr=1: no such field; did you mean optimizer.lr?", "optimizer.lr=1"),
-    mistake("model.rope.base=3", "model.rope.base=3: no such field; model.rope has: factor, "),
+    mistake("model.rope.base=3", "model.rope.base=3: no such field; model.rope has: beta_fast, "),
     mistake("training={stepz:3}", "training.stepz: no such field; did you mean training.steps?"),
     mistake("parallelism.tp.size=2", "parallelism.tp.size=2: parallelism.tp is a value and has no fields"),
     mistake("+training.steps=3", "+training.steps=3: the field is there already", "training.steps=3"),
@@ -240,12 +243,12 @@ MODELS = [
     mistake("model.head_dim=0", "model.head_dim=0: must be even", "model.head_dim=2"),
     mistake("model.dim=48", "model.head_dim=3: must be even", "model.dim=48 model.head_dim=4"),
     mistake("model.norm_eps=0", "model.norm_eps=0.0: must be positive"),
-    mistake("model.rope.scaling=yarn", "model.rope.scaling=yarn: no such scaling", "model.rope.scaling=none"),
+    mistake("model.rope.scaling=ntk", "model.rope.scaling=ntk: no such scaling", "model.rope.scaling=yarn"),
     mistake("model.rope.factor=0", "model.rope.factor=0.0: must be positive"),
     mistake("model.rope.theta=-1", "model.rope.theta=-1.0: must be positive"),
     mistake(
-        "model.rope.low_freq_factor=4",
-        "model.rope.low_freq_factor=4.0: must be below model.rope.high_freq_factor=4.0",
+        "model.rope.low_freq_factor=5",
+        "model.rope.low_freq_factor=5.0: must be below model.rope.high_freq_factor=4.0",
         "model.rope.low_freq_factor=1.0",
     ),
     mistake(
@@ -259,7 +262,93 @@ LAYOUTS = [
     mistake("parallelism.tp=0", "parallelism.tp=0: must be at least 1"),
     mistake("parallelism.pp=-1", "parallelism.pp=-1: must be at least 1"),
     mistake("parallelism.dp_shard=-2", "parallelism.dp_shard=-2: must be at least 1, or -1 for the rest"),
-    mistake("parallelism.ep=2", "parallelism.ep=2: expert parallel is not available", "parallelism.ep=1"),
+    mistake(
+        "parallelism.ep=2",
+        "parallelism.ep=2: model=llama3_debug has no experts to share out; would work: 1",
+        "parallelism.ep=1",
+    ),
+    mistake(
+        f"{MIXTURE} parallelism.dp_shard=4 parallelism.ep=3",
+        "parallelism.ep=3: must divide model.moe.num_experts=8 and dp_shard x cp = 4; would work: 1, 2, 4",
+        *(f"parallelism.ep={ep}" for ep in (1, 2, 4)),
+    ),
+    mistake(
+        f"{MIXTURE} parallelism.tp=2 parallelism.ep=4",
+        "parallelism.ep=4: must divide model.moe.num_experts=8 and dp_shard x cp x tp = 2; would work: 1, 2",
+        "parallelism.ep=2",
+    ),
+    mistake(
+        f"{MIXTURE} model.moe.num_experts=12 model.moe.hidden_dim=36 training.global_batch_size=8 "
+        "parallelism.dp_shard=8 parallelism.ep=1",
+        "parallelism.ep=1: leaves 12 experts to 8 ranks, which divide neither them nor their widths",
+        "parallelism.ep=2",
+    ),
+    mistake(
+        f"{MIXTURE} parallelism.tp=2 parallelism.sequence_parallel=false",
+        "parallelism.expert_tensor_parallel=false: each tensor-parallel rank would route its part of the "
+        "sequence, which parallelism.sequence_parallel=false does not split",
+        "parallelism.expert_tensor_parallel=true",
+        "parallelism.sequence_parallel=true",
+    ),
+    mistake(
+        f"{MIXTURE} model.moe.hidden_dim=33 parallelism.expert_tensor_parallel=true parallelism.tp=2",
+        "parallelism.tp=2: must divide model.moe.hidden_dim=33; would work: 1",
+        "parallelism.tp=1",
+    ),
+    mistake(
+        "model=gpt_oss_debug parallelism.cp=2",
+        "parallelism.cp_method=ring: its kernels know the causal mask only, and model=gpt_oss_debug has "
+        "model.attention.window; would work: ulysses",
+        "parallelism.cp_method=ulysses",
+    ),
+    mistake(
+        f"{MIXTURE} compile=on parallelism.dp_shard=2 parallelism.ep=2 activation_checkpoint=selective_op",
+        "activation_checkpoint.mode=selective_op: keeps operations by name, and blocks with experts on other "
+        "ranks are compiled in pieces",
+        "activation_checkpoint.mode=full",
+        "compile=off",
+    ),
+    mistake("model.family=gemma", "model.family=gemma: no such family", "model.family=llama"),
+    mistake("model.activation=gelu", "model.activation=gelu: no such activation", "model.activation=swiglu"),
+    mistake("model.attention.kind=mha", "model.attention.kind=mha: no such kind", "model.attention.kind=gqa"),
+    mistake(
+        "model.attention.window=8 model.attention.chunk=8",
+        "model.attention.chunk=8: is one way to attend locally, and model.attention.window another",
+    ),
+    mistake(
+        "model.attention.global_every_nth_layer=2",
+        "model.attention.global_every_nth_layer=2: changes nothing: without window or chunk no layer is",
+        "model.attention.global_every_nth_layer=null",
+    ),
+    mistake(
+        "model.attention.kv_lora_rank=8",
+        "model.attention.kv_lora_rank=8: is of latent attention, and model.attention.kind is gqa",
+    ),
+    mistake(f"{MIXTURE} model.moe.top_k=9", "model.moe.top_k=9: must not exceed the 8 experts"),
+    mistake("model.mtp.depth=2", "model.mtp.depth=2: one token more can be predicted; would work: 0, 1"),
+    mistake(
+        "model.mtp.depth=1 model.mtp.loss_weight=0",
+        "model.mtp.loss_weight=0.0: must be positive; would work: 0.3, or model.mtp.depth=0",
+        "model.mtp.loss_weight=0.3",
+        "model.mtp.depth=0",
+    ),
+    mistake(
+        "model.mtp.depth=1 parallelism.pp=2",
+        "parallelism.pp=2: multi-token prediction uses the embedding and the output projection, and the",
+        "parallelism.pp=1",
+        "parallelism.pp=2 model.mtp.depth=0",
+    ),
+    mistake(
+        f"{MIXTURE} model.moe.num_groups=3", "model.moe.num_groups=3: must divide model.moe.num_experts=8"
+    ),
+    mistake(
+        f"{MIXTURE} model.moe.score=tanh", "model.moe.score=tanh: no such score", "model.moe.score=sigmoid"
+    ),
+    mistake(
+        f"{MIXTURE} model.moe.first_dense_layers=4",
+        "model.moe.first_dense_layers=4: leaves no block of model.n_layers=4 with experts; would work: 0",
+        "model.moe.first_dense_layers=0",
+    ),
     mistake(
         "parallelism.reshard_after_forward=often",
         "parallelism.reshard_after_forward=often: no such policy",

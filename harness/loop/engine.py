@@ -16,6 +16,7 @@ from harness.job import Job
 from harness.metrics.annotation import annotated
 from harness.optimizer.build import build_optimizer, build_schedule
 from harness.optimizer.in_backward import UpdateInBackward
+from harness.parallelism.balance import Balance
 from harness.parallelism.chunked_loss import ChunkedLoss
 from harness.parallelism.clip import clip_gradients, local_squares, settle_gradients
 from harness.parallelism.execute import build_executor
@@ -34,7 +35,8 @@ class StepOutcome:
     for what was queued behind it.
 
     Args:
-        sums: over the world, on the device: square of the gradient norm, loss.
+        sums: over the world, on the device: square of the gradient norm, loss, and multi-token
+            prediction's where there is one.
         loss: this rank's share of the loss.
         squares: this rank's share of the square of every gradient's norm.
         valid_tokens: tokens of the global batch that the loss counts.
@@ -54,17 +56,22 @@ class StepOutcome:
     ) -> None:
         self.valid_tokens, self.stop_requested = valid_tokens, stop_requested
         self.squares, self._local_weight = squares, local_weight
-        square_sum, loss_sum = sums.unbind()
+        square_sum, *loss_sums = sums.unbind()
         # One number to decide from: a loss that is not finite makes it so too.
-        self.norm = (square_sum + 0 * loss_sum).sqrt()
-        figures = torch.stack([square_sum.sqrt(), loss_sum, loss.double()])
+        self.norm = (square_sum + 0 * sum(loss_sums)).sqrt()
+        figures = torch.stack([square_sum.sqrt(), loss.double(), *loss_sums])
         self._figures = figures.to(HOST, non_blocking=True)
         self._copied = torch.cuda.current_stream().record_event() if figures.is_cuda else None
 
     @property
     def loss(self) -> float:
         """Mean loss per valid token of the global batch, nats."""
-        return self._figure(1)
+        return self._figure(2)
+
+    @property
+    def mtp_loss(self) -> float | None:
+        """Loss of multi-token prediction, divided by the same number; None where there is none."""
+        return self._figure(3) if len(self._figures) > 3 else None
 
     @property
     def grad_norm(self) -> float:
@@ -74,12 +81,12 @@ class StepOutcome:
     @property
     def local_loss(self) -> float | None:
         """Mean loss per valid token of this rank's share; None on ranks that compute no loss."""
-        return None if self._local_weight is None else self._figure(2) * self._local_weight
+        return None if self._local_weight is None else self._figure(1) * self._local_weight
 
     @property
     def is_finite(self) -> bool:
-        """Whether both figures are numbers; one that is not shows up in them on every rank alike."""
-        return abs(self.loss) < float("inf") and abs(self.grad_norm) < float("inf")
+        """Whether losses and norm are numbers; one that is not shows up in them on every rank alike."""
+        return all(abs(figure) < float("inf") for figure in (self.loss, self.grad_norm, self.mtp_loss or 0.0))
 
     def _figure(self, index: int) -> float:
         if self._copied is not None:
@@ -96,7 +103,7 @@ class Engine:
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self.job, self.device = job, device
-        self.mesh = build_mesh(job.parallelism, device)
+        self.mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
         self.parts = build_model_parts(job, self.mesh, device)
         split_logits = job.parallelism.tp > 1 and job.parallelism.loss_parallel
         compiled = job.compile.backend if job.compile.loss else None
@@ -105,6 +112,10 @@ class Engine:
         for part in self.parts:
             if part.output is not None and job.training.loss_chunks > 1:
                 part.output.loss = ChunkedLoss(self.loss, job.training.loss_chunks, vocabulary, compiled)
+        for part in self.parts:
+            for moe in part.mixtures.values():
+                moe.router.aux_scale /= job.global_batch_size
+        self.balance = Balance(job, self.parts, device)
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
         self.parameters = [parameter for _, parameter in self.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, self.named_parameters())
@@ -170,16 +181,16 @@ class Engine:
         self.loss.denominator = max(1.0, valid_tokens)
         with annotated("forward_backward"):
             pieces = split_batch(place(batch, self.device), self.job.local_batch_size)
-            loss = torch.zeros((), device=self.device)
+            losses = torch.zeros(1 + self.job.model.mtp.depth, device=self.device)
             for i, piece in enumerate(pieces):
-                loss = loss + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
+                losses = losses + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
         with annotated("gradient_norm"):
             squares = self._squares()
-            sums = self.world_total([squares.sum(), loss if self.has_loss else 0.0])
+            sums = self.world_total([squares.sum(), *(losses if self.has_loss else [0.0] * len(losses))])
         speaks = self.counts_tokens and local_tokens > 0
         return StepOutcome(
             sums,
-            self._loss_of_sequences(loss),
+            self._loss_of_sequences(losses[0]),
             squares,
             valid_tokens=int(valid_tokens),
             local_weight=self.loss.denominator / local_tokens if speaks else None,
@@ -200,6 +211,7 @@ class Engine:
             norm: of the gradients; left on the device, nothing waits for it.
         """
         self.weights_changed = True
+        self.balance.settle()
         if self.updater is not None:
             return self._end_step()
         if self.skips_on_device:

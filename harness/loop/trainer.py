@@ -354,11 +354,13 @@ class Trainer:
             "lr": step.lr,
             "tokens": self.progress.tokens,
             "valid_tokens": outcome.valid_tokens,
+            **({} if outcome.mtp_loss is None else {"mtp_loss": outcome.mtp_loss}),
             **interval,
             "tokens_per_second_per_rank": per_rank,
             **utilization(per_rank, self.accounting, self.peak),
             "memory_gib": memory,
             "skipped_steps": self.progress.skipped_steps,
+            **self.engine.balance.figures(),
             "time": time.time(),
         }
         if self.recorder is not None:

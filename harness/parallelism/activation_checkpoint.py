@@ -11,12 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from harness.model.decoder import Decoder
-from harness.parallelism.block_config import ActivationCheckpointConfig
+from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
+from harness.parallelism.config import ParallelismConfig
 
+# A choice made twice could be made differently.
+CHOICES = {"aten.topk.default"}
 # Operations by name: some exist only once the module that registers them has been imported.
 KEPT = {
     # Attention costs the most to recompute and its result is small.
@@ -33,38 +35,60 @@ KEPT = {
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_reduce.default",
     "_c10d_functional.all_to_all_single.default",
-    # A choice made twice could be made differently.
-    "aten.topk.default",
+    *CHOICES,
     # Float8's scales: a scalar that took a pass over the whole tensor (torchtitan keeps it too).
     "aten.max.default",
 }
-MATMULS = {"aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"}
+MATMULS = {
+    *("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"),
+    *("aten._grouped_mm.default", "aten._scaled_grouped_mm.default", "harness.grouped_product.default"),
+}
 
 
-def apply_activation_checkpoint(part: Decoder, config: ActivationCheckpointConfig) -> None:
-    """Makes the blocks of a model part recompute their activations in backward, in place."""
+def apply_activation_checkpoint(
+    part: Decoder, config: ActivationCheckpointConfig, *, splits_backward: bool = False
+) -> None:
+    """Makes the blocks of a model part recompute their activations in backward, in place.
+
+    Args:
+        part: the model part.
+        config: what is recomputed.
+        splits_backward: whether the pipeline takes gradients in two passes. Nothing can be kept for both, so
+            experts are then chosen again, by the same operations on the same numbers.
+    """
     if config.mode in ("none", "memory_budget"):
         return
-    for name, block in part.layers.items():
+    for layer, block in part.blocks.items():
         # By the layer's number in the whole model: the same blocks whatever the pipeline holds.
-        if config.mode == "selective_layer" and int(name) % config.every_nth_layer:
+        if config.mode == "selective_layer" and layer % config.every_nth_layer:
             continue
         options: dict[str, Any] = {}
         if config.mode == "selective_op":
-            options["context_fn"] = partial(_selective_contexts, config.save_every_nth_matmul)
-        block.forward = _recomputed(block.forward, options)  # type: ignore[assignment]
+            options["context_fn"] = partial(_selective_contexts, KEPT, config.save_every_nth_matmul)
+        elif block.moe is not None and not splits_backward:
+            options["context_fn"] = partial(_selective_contexts, CHOICES, 0)
+        block.forward = _recomputed(block.forward, options)  # type: ignore[method-assign]
 
 
-def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
-    def recomputed(*args: Any, **kwargs: Any) -> Tensor:
-        return checkpoint(  # type: ignore[no-any-return]
-            forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs
-        )
+def recomputes_outside(
+    config: ActivationCheckpointConfig, compiler: CompileConfig, layout: ParallelismConfig
+) -> bool:
+    """Whether whole blocks are recomputed around the compiled code and not inside of it.
+
+    Inside, recomputed DTensor operations need their mesh, which torch 2.13 counts among the tensors to save,
+    and refuses: "expected all tensors_saved_with_vc_check to be Tensors" (runtime_wrappers.py).
+    """
+    return compiler.blocks and layout.tp > 1 and config.mode in ("full", "selective_layer")
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
     return recomputed
 
 
-def _selective_contexts(every_nth_matmul: int) -> Any:
+def _selective_contexts(kept: set[str], every_nth_matmul: int) -> Any:
     seen: Counter[bool] = Counter()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -73,7 +97,7 @@ def _selective_contexts(every_nth_matmul: int) -> Any:
             seen[context.is_recompute] += 1
             keep = every_nth_matmul > 0 and seen[context.is_recompute] % every_nth_matmul == 0
         else:
-            keep = name in KEPT
+            keep = name in kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -105,9 +105,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_NC, grad_weight_VC = ctx.saved_tensors
-        # A zero-bubble schedule comes twice, for the one and for the other.
+        # A zero-bubble schedule comes twice, for the one and for the other. In bfloat16 a loss's weight of
+        # 0.3 would be 0.3008: a factor, and not noise.
         return (
-            grad_x_NC * grad.to(grad_x_NC.dtype) if ctx.needs_input_grad[0] else None,
+            (grad_x_NC.float() * grad).to(grad_x_NC.dtype) if ctx.needs_input_grad[0] else None,
             (grad_weight_VC * grad).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None,
             None,
             None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,10 +43,16 @@ def apply_compile(part: Decoder, config: CompileConfig, layout: ParallelismConfi
         # A collective that is still under way cannot enter a compiled block: its backward pass would meet a
         # tensor of another kind than was traced (seen with torch 2.13).
         part.tok_embeddings.register_forward_hook(_wait)
-    for block in part.layers.values():
-        block.forward = torch.compile(  # type: ignore[assignment]
-            block.forward, backend=config.backend, fullgraph=config.fullgraph
-        )
+    compiled = partial(torch.compile, backend=config.backend, fullgraph=config.fullgraph)
+    for block in part.blocks.values():
+        if block.moe is None or not layout.lays_out_experts:
+            block.forward = compiled(block.forward)  # type: ignore[method-assign]
+            continue
+        # Where rows travel to experts the host has to know how many, and experts are a group of FSDP's with
+        # hooks of its own: neither can be in a graph. What is dense around them is compiled.
+        block.attend = compiled(block.attend)  # type: ignore[method-assign]
+        if block.moe.shared_experts is not None:
+            block.moe.shared_experts.forward = compiled(block.moe.shared_experts.forward)  # type: ignore[method-assign]
 
 
 def _wait(_module: Any, _inputs: Any, output: Tensor) -> Tensor:

@@ -36,7 +36,11 @@ class ParallelismConfig:
     cp: int = execution(1)
     """Ranks that share the sequence (context parallel)."""
     ep: int = execution(1)
-    """Ranks that share the experts (expert parallel); only 1 is available."""
+    """Ranks that have different experts (expert parallel); taken out of dp_shard x cp, and with tp out of
+    dp_shard x cp x tp unless experts are split."""
+    expert_tensor_parallel: bool = execution(False)
+    """With tp: every expert is split over the tensor-parallel ranks, like a dense feed-forward; else each of
+    them routes its own part of the sequence to whole experts."""
     cp_method: str = execution("ring")
     """With cp: ``ring`` (keys and values go round, arXiv:2310.01889) or ``ulysses`` (positions are exchanged
     for heads, arXiv:2309.14509)."""
@@ -100,6 +104,26 @@ class ParallelismConfig:
         return self.dp_shard * self.cp
 
     @property
+    def splits_experts(self) -> bool:
+        """Whether every expert is split over tensor-parallel ranks."""
+        return self.tp > 1 and self.expert_tensor_parallel
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of a stage's replica that experts are shared out to; those that split one count as one."""
+        return self.parameter_shards * (1 if self.splits_experts else self.tp)
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that FSDP shards the parameters of the same experts over."""
+        return self.expert_ranks // self.ep
+
+    @property
+    def lays_out_experts(self) -> bool:
+        """Whether experts, if there are any, are laid out in another way than the rest of the parameters."""
+        return self.ep > 1 or (self.tp > 1 and not self.splits_experts)
+
+    @property
     def balances_context(self) -> bool:
         """Whether context-parallel ranks have positions from both ends of the sequence."""
         return self.cp_method == "ring" and self.cp_load_balance
@@ -160,27 +184,72 @@ class ParallelismConfig:
         Raises:
             ConfigError: it cannot.
         """
-        if self.ep != 1:
-            raise ConfigError("parallelism.ep", self.ep, "expert parallel is not available", [1])
         if self.reshard_after_forward not in RESHARD:
             raise ConfigError(
                 "parallelism.reshard_after_forward", self.reshard_after_forward, "no such policy", RESHARD
             )
         self._validate_tensor(model, seq_len)
+        self._validate_experts(model)
         self._validate_context(model)
         self._validate_sequence(seq_len)
         self._validate_pipeline(model, local_batch_size, share)
 
     def _validate_tensor(self, model: ModelConfig, seq_len: int) -> None:
+        split = {"model.n_heads": model.n_heads, "model.n_kv_heads": model.n_kv_heads}
+        if len(model.expert_layers) < model.num_blocks:
+            split["model.ffn_hidden_dim"] = model.ffn_hidden_dim
+        if model.moe.enabled and model.moe.shared_hidden_dim:
+            split["model.moe.shared_hidden_dim"] = model.moe.shared_hidden_dim
+        if model.moe.enabled and self.expert_tensor_parallel:
+            split["model.moe.hidden_dim"] = model.moe.hidden_dim
         works = [
             degree
-            for degree in divisors(model.n_heads, model.n_kv_heads, model.ffn_hidden_dim)
+            for degree in divisors(*split.values())
             if seq_len % (degree * self.cp) == 0 or not self.sequence_parallel
         ]
-        names = ("n_heads", "n_kv_heads", "ffn_hidden_dim")
-        broken = [f"model.{name}={getattr(model, name)}" for name in names if getattr(model, name) % self.tp]
+        broken = [f"{name}={length}" for name, length in split.items() if length % self.tp]
         if broken:
             raise ConfigError("parallelism.tp", self.tp, f"must divide {', '.join(broken)}", works)
+
+    def _validate_experts(self, model: ModelConfig) -> None:
+        """Checks that experts can be shared out, and sharded among the ranks that have the same."""
+        if not model.moe.enabled:
+            if self.ep > 1:
+                rule = f"model={model.name} has no experts to share out"
+                raise ConfigError("parallelism.ep", self.ep, rule, [1])
+            return
+        if self.tp > 1 and not self.expert_tensor_parallel and not self.sequence_parallel:
+            raise ConfigError(
+                "parallelism.expert_tensor_parallel",
+                False,
+                "each tensor-parallel rank would route its part of the sequence, which "
+                "parallelism.sequence_parallel=false does not split",
+                "true, or parallelism.sequence_parallel=true",
+            )
+        experts, ranks = model.moe.num_experts, self.expert_ranks
+        product = "dp_shard x cp" if self.tp == 1 or self.splits_experts else "dp_shard x cp x tp"
+        if experts % self.ep or ranks % self.ep:
+            raise ConfigError(
+                "parallelism.ep",
+                self.ep,
+                f"must divide model.moe.num_experts={experts} and {product} = {ranks}",
+                divisors(experts, ranks),
+            )
+        if not self._shards_experts(model, self.ep):
+            works = [ep for ep in divisors(experts, ranks) if self._shards_experts(model, ep)]
+            raise ConfigError(
+                "parallelism.ep",
+                self.ep,
+                f"leaves {experts // self.ep} experts to {self.expert_shards} ranks, which divide neither "
+                "them nor their widths",
+                works,
+            )
+
+    def _shards_experts(self, model: ModelConfig, ep: int) -> bool:
+        """Whether the ranks that have the same experts can share their parameters evenly."""
+        shards = self.expert_ranks // ep
+        hidden = model.moe.hidden_dim // (self.tp if self.splits_experts else 1)
+        return (model.moe.num_experts // ep) % shards == 0 or not (hidden % shards or model.dim % shards)
 
     def _validate_context(self, model: ModelConfig) -> None:
         for name, choices in (("cp_method", CP_METHODS), ("cp_rotate_method", CP_ROTATE_METHODS)):
@@ -243,6 +312,14 @@ class ParallelismConfig:
                 "the model ties its output projection to the embedding table, and the pipeline would put "
                 "them on different ranks",
                 "1, or model.tied_embeddings=false",
+            )
+        if model.mtp.depth:
+            raise ConfigError(
+                "parallelism.pp",
+                self.pp,
+                "multi-token prediction uses the embedding and the output projection, and the pipeline would "
+                "put them on different ranks",
+                "1, or model.mtp.depth=0",
             )
         if self.pp_microbatch_size < 1 or local_batch_size % self.pp_microbatch_size:
             raise ConfigError(

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from harness.data.loader import Batch
-from harness.model.attention import Attention
+from harness.model.attention import Attention, LatentAttention
 from harness.model.decoder import Decoder
-from harness.model.kernels import Kernel
+from harness.model.kernels import Kernel, Reach
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.mesh import Mesh
 
@@ -29,11 +30,12 @@ def apply_context_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig)
     part.take_positions(local_positions(layout, part.seq_len, mesh.rank("cp")))
     group = mesh.group("cp")
     for module in part.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | LatentAttention):
+            inner, ring = module.inner, (group, layout.balances_context, layout.cp_rotate_method)
             module.inner = (
-                UlyssesAttention(module.inner, group)
+                UlyssesAttention(inner, group)
                 if layout.cp_method == "ulysses"
-                else RingAttention(group, layout.balances_context, layout.cp_rotate_method)
+                else RingAttention(inner.reach, *ring)
             )
 
 
@@ -63,21 +65,28 @@ def take_share(batch: Batch, positions_S: Tensor | None) -> Batch:
 class RingAttention(Kernel):
     """Keys and values of the other ranks come by; each rank keeps its queries."""
 
-    def __init__(self, group: dist.ProcessGroup, balanced: bool, rotation: str) -> None:
-        super().__init__()
+    def __init__(self, reach: Reach, group: dist.ProcessGroup, balanced: bool, rotation: str) -> None:
+        super().__init__(reach)
         # Not at the top: it stands on private parts of torch, and other layouts shall not.
         from harness.parallelism.ring import ring_attention
 
         self.how = group.group_name, balanced, rotation
         self.attend = ring_attention
 
-    def mask(self, documents_BT: Tensor) -> Any:
-        raise AssertionError("the ring knows no documents: such jobs are refused")
+    def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> None:
+        causal = documents_BT is None and self.reach.is_causal(length) and not self.reach.has_sinks
+        assert causal, "the ring knows the causal mask only: such jobs are refused"
 
-    def forward(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, mask: None) -> Tensor:
-        q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
-        out_BHTD, _ = self.attend(q_BHTD, k_BKTD, v_BKTD, *self.how)
-        return out_BHTD.transpose(1, 2)
+    def forward(
+        self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: None, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        width, value_width = q_BTHD.shape[-1], v_BTKE.shape[-1]
+        # Its kernels scale scores by the width's root, and have one width for all.
+        q_BTHD = q_BTHD if self.reach.scale == width**-0.5 else q_BTHD * (self.reach.scale * width**0.5)
+        v_BTKE = F.pad(v_BTKE, (0, width - value_width))
+        q_BHTD, k_BKTD, v_BKTE = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKE))
+        out_BHTE, _ = self.attend(q_BHTD, k_BKTD, v_BKTE, *self.how)
+        return out_BHTE.transpose(1, 2)[..., :value_width]
 
 
 class UlyssesAttention(Kernel):
@@ -87,21 +96,26 @@ class UlyssesAttention(Kernel):
     """
 
     def __init__(self, inner: Kernel, group: dist.ProcessGroup) -> None:
-        super().__init__()
+        super().__init__(inner.reach)
         self.inner, self.group, self.ranks = inner, group, group.size()
 
-    def mask(self, documents_BT: Tensor) -> Any:
-        return self.inner.mask(documents_BT)
+    def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Any | None:
+        return self.inner.mask(documents_BT, batch, length, device)
 
-    def forward(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, mask: Any | None) -> Tensor:
+    def forward(
+        self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: Any | None, sinks_H: Tensor | None = None
+    ) -> Tensor:
         # Together, so that one exchange does: of every rank's heads its queries, keys and values.
-        by_rank = [t.unflatten(2, (self.ranks, -1)) for t in (q_BTHD, k_BTKD, v_BTKD)]
-        heads = [t.shape[3] for t in by_rank]
-        given = torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4)
+        by_rank = [t.unflatten(2, (self.ranks, -1)) for t in (q_BTHD, k_BTKD, v_BTKE)]
+        shapes = [t.shape[3:] for t in by_rank]
+        given = torch.cat([t.flatten(3) for t in by_rank], dim=3).permute(2, 0, 1, 3)
         # The ranks' positions follow each other in the order of the ranks.
-        got = self._exchange(given).permute(1, 0, 2, 3, 4).flatten(1, 2)
-        out_BTHD = self.inner(*got.split(heads, dim=2), mask)
-        given = out_BTHD.unflatten(1, (self.ranks, -1)).permute(1, 0, 2, 3, 4)
+        got = self._exchange(given).permute(1, 0, 2, 3).flatten(1, 2)
+        pieces = got.split([shape.numel() for shape in shapes], dim=2)
+        q, k, v = (piece.unflatten(2, shape) for piece, shape in zip(pieces, shapes, strict=True))
+        sinks = None if sinks_H is None else sinks_H.chunk(self.ranks)[self.group.rank()]
+        out_BTHE = self.inner(q, k, v, mask, sinks)
+        given = out_BTHE.unflatten(1, (self.ranks, -1)).permute(1, 0, 2, 3, 4)
         return self._exchange(given).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _exchange(self, by_rank: Tensor) -> Tensor:

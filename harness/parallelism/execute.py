@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from harness.data.loader import Batch
+from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
 from harness.model.decoder import Decoder
 from harness.parallelism.context import local_positions, take_share
@@ -25,14 +25,16 @@ class Executor(Protocol):
     """
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
-        """Adds the batch's gradients; returns its loss, 0 on ranks that do not compute one.
+        """Adds the batch's gradients; returns its losses [L], 0 on ranks that do not compute one.
 
-        ``last`` says that no further batch of this optimizer step follows.
+        The first is that of the next token; with multi-token prediction there is that of the one after it,
+        which its weight multiplies in backward only. ``last`` says that no further batch of this optimizer
+        step follows.
         """
         ...
 
     def forward(self, batch: Batch) -> Tensor:
-        """Returns the batch's loss without gradients, 0 on ranks that do not compute one."""
+        """Returns the batch's loss of the next token, a scalar, without gradients; 0 as above."""
         ...
 
 
@@ -48,21 +50,41 @@ def build_executor(
     return DirectExecutor(job, parts[0], loss, positions)
 
 
+def one_later(batch: Batch) -> Batch:
+    """What multi-token prediction sees: each position has the next one's input and label.
+
+    The last position has none, and its label is ignored; so are those of positions whose next one is in
+    another document, where documents are told apart. Otherwise a label is ignored where the batch ignores it.
+    """
+    inputs_BT, labels_BT = batch.inputs_BT.roll(-1, 1), batch.labels_BT.roll(-1, 1)
+    labels_BT[:, -1] = IGNORE_INDEX
+    if batch.documents_BT is not None:
+        crosses_BT = batch.documents_BT.roll(-1, 1) != batch.documents_BT
+        labels_BT = labels_BT.masked_fill(crosses_BT, IGNORE_INDEX)
+    return Batch(inputs_BT, labels_BT)
+
+
 class DirectExecutor:
     """The whole model lies on this rank (or on its tensor-parallel group)."""
 
     def __init__(self, job: Job, part: Decoder, loss: TokenLoss, positions: Tensor | None) -> None:
         self.layout, self.part, self.loss = job.parallelism, part, loss
         self.in_head = job.training.loss_chunks > 1
-        self.positions = positions
+        self.positions, self.mtp = positions, job.model.mtp
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         sync_gradients(self.part, self.layout, last)
+        # Before ranks share the sequence: what follows a position may be another rank's.
+        later = take_share(one_later(batch), self.positions) if self.mtp.depth else None
         batch = take_share(batch, self.positions)
         with self.loss.context():
-            loss = self._loss(batch)
-            loss.backward()
-        return loss.detach()
+            if later is None:
+                loss = self._loss(batch)
+                loss.backward()
+                return loss.detach().unsqueeze(0)
+            losses = self._losses(batch, later)
+            (losses[0] + self.mtp.loss_weight * losses[1]).backward()
+        return losses.detach()
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
@@ -77,6 +99,13 @@ class DirectExecutor:
         # Nothing holds the logits, so that they are gone before backward makes its own: those of a large
         # vocabulary are the largest tensor.
         return self.loss(self.part(batch.inputs_BT, documents_BT=documents), batch.labels_BT)
+
+    def _losses(self, batch: Batch, later: Batch) -> Tensor:
+        inputs_BT, labels_BT, documents = batch
+        if self.in_head:
+            return self.part(inputs_BT, labels_BT, documents, later.inputs_BT, later.labels_BT)  # type: ignore[no-any-return]
+        logits = self.part(inputs_BT, documents_BT=documents, later_BT=later.inputs_BT).chunk(2)
+        return torch.stack([self.loss(logits[0], labels_BT), self.loss(logits[1], later.labels_BT)])
 
 
 class PipelineExecutor:
@@ -99,7 +128,7 @@ class PipelineExecutor:
         self.in_head = job.training.loss_chunks > 1
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
-        return self._run(self.schedule.step, batch)
+        return self._run(self.schedule.step, batch).unsqueeze(0)
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -18,16 +19,19 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from harness.model.decoder import Decoder
 from harness.parallelism.config import ParallelismConfig
-from harness.parallelism.mesh import SHARD, Mesh
+from harness.parallelism.materialize import local_ranges
+from harness.parallelism.mesh import EXPERT_SHARD, SHARD, Mesh
 from harness.precision.config import PrecisionConfig
 
 
-def needs_fsdp(layout: ParallelismConfig, precision: PrecisionConfig) -> bool:
+def needs_fsdp(layout: ParallelismConfig, precision: PrecisionConfig, mesh: Mesh) -> bool:
     """Whether anything is sharded, replicated, cast or offloaded."""
-    replicas = layout.dp_replicate * layout.parameter_shards
+    of_experts = layout.expert_shards if mesh.experts is not None else 1
+    replicas = layout.dp_replicate * max(layout.parameter_shards, of_experts)
     return replicas > 1 or precision.needs_fsdp or layout.cpu_offload
 
 
@@ -46,30 +50,58 @@ def apply_fsdp(
     )
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if layout.cpu_offload else OffloadPolicy()
 
-    def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
+    placements = _expert_placements(part, layout)
+
+    def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool, over: DeviceMesh) -> None:
         fully_shard(
             module,  # type: ignore[arg-type]
-            mesh=mesh.axis(*axes),
+            mesh=over,
             reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=placements.get,
             mp_policy=policy,
             offload_policy=offload,
         )
 
-    for block in part.layers.values():
-        shard(block, reshard)
+    ranks = mesh.axis(*axes)
+    for block in part.blocks.values():
+        # Experts are a group of their own where their mesh is another: dp_replicate x expert_shard.
+        if block.moe is not None and mesh.experts is not None:
+            of_experts = (*axes[:-1], EXPERT_SHARD)
+            shard(
+                block.moe.experts,
+                reshard,
+                mesh.experts[of_experts if len(of_experts) > 1 else EXPERT_SHARD],
+            )
+        shard(block, reshard, ranks)
+    if part.mtp is not None:
+        shard(part.mtp, reshard, ranks)
     # A tied table serves both ends, so its users must share one group: the root's, which stays gathered.
     if not part.config.tied_embeddings:
         if part.tok_embeddings is not None:
-            shard(part.tok_embeddings, reshard)
+            shard(part.tok_embeddings, reshard, ranks)
         if part.norm is not None and part.output is not None:
             # Backward starts with these: freeing them after forward would only gather them again.
-            shard([part.norm, part.output], reshard and always)
-    shard(part, reshard and always)
+            shard([part.norm, part.output], reshard and always, ranks)
+    shard(part, reshard and always, ranks)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # Without this, a factor asks for NCCL's pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_placements(part: Decoder, layout: ParallelismConfig) -> dict[nn.Parameter, Shard]:
+    """Along which dimension experts' parameters are sharded.
+
+    Whole experts where there are enough for all ranks, else a dimension of each: some ranks would have
+    nothing to hold.
+    """
+    placements = {}
+    for moe in part.mixtures.values():
+        own = local_ranges(moe.experts.w1)[0]
+        dim = 0 if len(own) % layout.expert_shards == 0 else 1
+        placements.update(dict.fromkeys(moe.experts.parameters(), Shard(dim)))
+    return placements
 
 
 def reshards_after_forward(layout: ParallelismConfig) -> bool:

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from harness.model.decoder import Decoder
 from harness.model.init import draw
+from harness.model.shapes import is_expert
 
 
 def materialize(part: Decoder, seed: int, device: torch.device, parameter_device: torch.device) -> None:
@@ -25,19 +26,26 @@ def materialize(part: Decoder, seed: int, device: torch.device, parameter_device
     part.materialize_buffers(device)
     with torch.no_grad():
         for name, parameter in part.named_parameters():
-            full = draw(name, tuple(parameter.shape), part.config, seed, device)
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(local_shard(full, parameter))
+            shape, ranges = tuple(parameter.shape), local_ranges(parameter)
+            if not is_expert(name):
+                full = draw(name, shape, part.config, seed, device)
+                local.copy_(full[_slices(ranges)])
+                continue
+            for row, expert in enumerate(ranges[0]):
+                full = draw(f"{name}.{expert}", shape[1:], part.config, seed, device)
+                local[row].copy_(full[_slices(ranges[1:])])
 
 
-def local_shard(full: Tensor, parameter: Tensor) -> Tensor:
-    """The piece of a full tensor that this rank's shard of ``parameter`` stands for.
+def local_ranges(parameter: Tensor) -> list[range]:
+    """Which indices of every dimension of a full tensor this rank's shard of ``parameter`` has.
 
     FSDP over tensor parallel is a "strided" shard: its mesh axis is the outer one, but it splits what
     tensor parallelism has split before.
     """
+    ranges = [range(size) for size in parameter.shape]
     if not isinstance(parameter, DTensor):
-        return full
+        return ranges
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is outside the parameter's mesh"
     placements = list(enumerate(parameter.placements))
@@ -46,8 +54,11 @@ def local_shard(full: Tensor, parameter: Tensor) -> Tensor:
         if isinstance(placement, Replicate):
             continue
         dim = placement.dim  # type: ignore[attr-defined]
-        chunks = torch.chunk(full, mesh.size(axis), dim=dim)
-        # torch.chunk gives fewer pieces than ranks when the rows do not suffice: the rest are empty.
-        index = coordinate[axis]
-        full = chunks[index] if index < len(chunks) else full.narrow(dim, 0, 0)
-    return full
+        # As torch.chunk cuts: pieces of equal length while the rows suffice, then a shorter one, then none.
+        length = -(-len(ranges[dim]) // mesh.size(axis))
+        ranges[dim] = ranges[dim][length * coordinate[axis] :][:length]
+    return ranges
+
+
+def _slices(ranges: list[range]) -> tuple[slice, ...]:
+    return tuple(slice(indices.start, indices.stop) for indices in ranges)

@@ -13,6 +13,9 @@ from harness.parallelism.config import ParallelismConfig
 
 SHARD = "shard"
 """The axis of ranks that share parameters: dp_shard x cp."""
+EXPERT_SHARD, EXPERT, EXPERT_TENSOR = "expert_shard", "ep", "expert_tp"
+"""Axes of the experts' own mesh: ranks that share the parameters of the same experts, ranks that have
+different ones, and with expert_tensor_parallel ranks that share every expert."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class Mesh:
     degrees: dict[str, int]
     context: dist.ProcessGroup | None = None
     """The ranks that share this rank's sequences, with context parallel."""
+    experts: DeviceMesh | None = None
+    """Where experts are laid out in another way than the rest of the parameters: dp_replicate, expert_shard,
+    ep and expert_tp."""
 
     def size(self, axis: str) -> int:
         """Degree of an axis."""
@@ -63,8 +69,14 @@ class Mesh:
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
 
-def build_mesh(layout: ParallelismConfig, device: torch.device) -> Mesh:
-    """Makes the process groups of a layout; all ranks call it together."""
+def build_mesh(layout: ParallelismConfig, device: torch.device, *, has_experts: bool = False) -> Mesh:
+    """Makes the process groups of a layout; all ranks call it together.
+
+    Args:
+        layout: degrees of parallelism, resolved.
+        device: what the ranks compute on.
+        has_experts: whether the model has experts, which may be laid out in another way.
+    """
     degrees = layout.degrees
     sizes = {
         "pp": layout.pp,
@@ -78,7 +90,21 @@ def build_mesh(layout: ParallelismConfig, device: torch.device) -> Mesh:
     if layout.cp > 1:
         groups = context_groups(device_mesh.mesh, list(sizes).index(SHARD), layout.cp)
         context, _ = dist.new_subgroups_by_enumeration(groups)
-    return Mesh(device_mesh, degrees, context)
+    experts = _expert_mesh(layout, device) if has_experts and layout.lays_out_experts else None
+    return Mesh(device_mesh, degrees, context, experts)
+
+
+def _expert_mesh(layout: ParallelismConfig, device: torch.device) -> DeviceMesh:
+    """The same ranks in the same order, divided in another way within a replica of a stage."""
+    sizes = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        EXPERT_SHARD: layout.expert_shards,
+        EXPERT: layout.ep,
+        EXPERT_TENSOR: layout.tp if layout.expert_tensor_parallel else 1,
+    }
+    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis in (EXPERT_SHARD, EXPERT)}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def context_groups(ranks: Tensor, axis: int, cp: int) -> list[list[int]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from harness.job import Job
 from harness.model.decoder import Decoder
 from harness.model.kernels import KERNELS
-from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
+from harness.parallelism.activation_checkpoint import apply_activation_checkpoint, recomputes_outside
 from harness.parallelism.compile import apply_compile, prepare_compiler
 from harness.parallelism.context import apply_context_parallel
+from harness.parallelism.expert import apply_expert_parallel
 from harness.parallelism.fsdp import apply_fsdp, needs_fsdp
 from harness.parallelism.materialize import materialize
 from harness.parallelism.mesh import Mesh
@@ -65,16 +68,28 @@ def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
                 loss_in_head=job.training.loss_chunks > 1,
                 gather_float8=gathers_float8(job.precision, layout, device),
             )
+        # Experts where tensor parallel is: what they take was split, or not, by it.
+        apply_expert_parallel(part, mesh, layout)
         part.use_kernel(KERNELS[job.training.attention])
         # Context parallel after the kernel is chosen: it takes its place, or surrounds it.
         if layout.cp > 1:
             apply_context_parallel(part, mesh, layout)
         # Recomputation next: what it does again are the collectives of tensor and context parallel too.
-        apply_activation_checkpoint(part, job.activation_checkpoint)
         # Compile sees all that happens inside a block: the partitioner then knows what is recomputed.
+        recompute = partial(
+            apply_activation_checkpoint,
+            part,
+            job.activation_checkpoint,
+            splits_backward=layout.splits_backward,
+        )
+        outside = recomputes_outside(job.activation_checkpoint, job.compile, layout)
+        if not outside:
+            recompute()
         apply_compile(part, job.compile, layout)
+        if outside:
+            recompute()
         # FSDP last: it manages whatever parameters and wrappers the others have left.
-        if needs_fsdp(layout, job.precision):
+        if needs_fsdp(layout, job.precision, mesh):
             apply_fsdp(part, mesh, layout, job.precision, device)
         parts.append(part)
     return parts

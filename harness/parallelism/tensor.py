@@ -30,11 +30,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from harness.errors import ConfigError
+from harness.model.moe import MoE
 from harness.model.sharding import Split
 from harness.parallelism.config import ParallelismConfig
 from harness.precision.tensor import float8_style, region_cast
 
-SEQUENCE_DIM = 1
+SEQUENCE_DIM, HEADS_DIM = 1, 2
 
 
 class ReplicateParallel(ParallelStyle):
@@ -51,6 +52,13 @@ class ReplicateParallel(ParallelStyle):
             return output.to_local()
 
         return distribute_module(module, device_mesh, None, wrap, unwrap)  # type: ignore[arg-type]
+
+
+class WholeParallel(ParallelStyle):
+    """A module that every rank computes alike from a DTensor, to a DTensor; its gradient is settled later."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh)
 
 
 class RegionParallel(ParallelStyle):
@@ -138,7 +146,7 @@ def apply_tensor_parallel(
     """
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
-    styles: dict[Split, Callable[[], ParallelStyle]] = {
+    styles: dict[Split, Callable[[], ParallelStyle | None]] = {
         Split.VOCABULARY: lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
         Split.COLUMN: ColwiseParallel,
         Split.ROW: lambda: RowwiseParallel(output_layouts=stream),
@@ -147,7 +155,16 @@ def apply_tensor_parallel(
             if layout.sequence_parallel
             else ReplicateParallel()
         ),
+        Split.STREAM: lambda: styles[Split.NORM](),
         Split.REGION: lambda: RegionParallel(stream),
+        # Its input has this rank's heads, its gradient is that of these: a sum over the ranks.
+        Split.HEAD_NORM: lambda: SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True),
+        Split.WHOLE: WholeParallel,
+        # Experts that are split take the stream whole; else each rank routes its part of it.
+        Split.MIXTURE: lambda: RegionParallel(stream) if layout.splits_experts else None,
+        # expert.py lays these out.
+        Split.ROUTER: lambda: None,
+        Split.EXPERTS: lambda: None,
         # The head hands on its local logits: pipeline stages and losses deal in plain tensors.
         Split.HEAD: lambda: (
             LossInHeadParallel(stream)
@@ -155,20 +172,28 @@ def apply_tensor_parallel(
             else ColwiseParallel(input_layouts=stream, output_layouts=logits)
         ),
     }
-    for module, split in list(_declared(part)):
-        style = styles[split]()
+    for parent, name, split in list(_declared(part)):
+        module, style = getattr(parent, name), styles[split]()
+        if isinstance(parent, MoE) and split is Split.REGION and layout.splits_experts:
+            continue  # the shared experts of a mixture that is a region itself
         if gather_float8:
             if split is Split.REGION:
                 style = RegionParallel(stream, region_cast(module))
             style = float8_style(module, split, stream) or style
-        parallelize_module(module, mesh, style)
+        if style is not None:
+            parallelize_module(module, mesh, style)
+    for module in part.modules():
+        for name, split in getattr(module, "parameter_sharding", {}).items():
+            assert split is Split.HEADS, "parameters are split by heads"
+            parameter = getattr(module, name)
+            if parameter is not None:
+                module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
     part.tie_embeddings()  # type: ignore[operator]
 
 
-def _declared(part: nn.Module) -> Iterator[tuple[nn.Module, Split]]:
-    """Every submodule that its parent says how to split."""
+def _declared(part: nn.Module) -> Iterator[tuple[nn.Module, str, Split]]:
+    """Every submodule that its parent says how to split: the parent, the submodule's name, and how."""
     for parent in part.modules():
         for name, split in getattr(parent, "sharding", {}).items():
-            module = getattr(parent, name)
-            if module is not None:
-                yield module, split
+            if getattr(parent, name) is not None:
+                yield parent, name, split

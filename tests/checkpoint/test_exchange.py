@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from resumable_runs import SMALL, train
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tiers import rest_is_thorough
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from harness.checkpoint.catalog import open_checkpoint
 from harness.cluster.pool import RankFailed, RankPool
@@ -16,6 +23,7 @@ from harness.compose import compose_job
 from harness.data.tokenizer import build_tokenizer
 from harness.job import Job
 from harness.loop.batches import loader_of
+from harness.model.huggingface import hf_config
 
 LAYOUTS = {
     "single": "parallelism=single",
@@ -99,6 +107,76 @@ def test_training_ends_in_safetensors(pool: RankPool, tmp_path: Path, layout: st
     assert tokenizer("a Llama", add_special_tokens=False).input_ids == build_tokenizer(job.tokenizer).encode(
         "a Llama"
     )
+
+
+MIXTURES = {
+    "deepseek_v3_debug": "parallelism=fsdp parallelism.dp_shard=4 parallelism.ep=2",
+    "deepseek_v2_debug": "parallelism=fsdp_tp parallelism.dp_shard=2 parallelism.ep=4",
+    "qwen3_moe_debug": "parallelism=fsdp_pp parallelism.dp_shard=2 parallelism.ep=2",
+    "gpt_oss_debug": "parallelism=fsdp_tp parallelism.dp_shard=2 parallelism.ep=2 "
+    "parallelism.expert_tensor_parallel=true",
+    "llama4_debug": "parallelism=fsdp_tp_pp parallelism.ep=2",
+}
+
+
+@pytest.mark.parametrize("name", rest_is_thorough(MIXTURES, "deepseek_v3_debug", "gpt_oss_debug"))
+def test_mixtures_start_and_end_in_safetensors(pool: RankPool, tmp_path: Path, name: str) -> None:
+    """Ranks find their experts, and parts of them, in files that have them one by one, or all in one."""
+    model = (f"model={name}", "model.rope.scaling=none", *MIXTURES[name].split())
+    source = ("checkpoint.initial_load_in_hf=true", f"checkpoint.initial_load_path={tmp_path / 'hf'}")
+    ends = ("checkpoint.last_save_model_only=true", "checkpoint.last_save_in_hf=true")
+    job = job_of(tmp_path, *model, *source, *ends, "optimizer.lr=0.0", "training.steps=2")
+    reference = random_mixture(job)
+    reference.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    outcomes = pool.run(job.world_size, train, job.to_json(), str(tmp_path / "run"))
+    for outcome in outcomes:
+        assert outcome.losses[1] == pytest.approx(loss_of(reference, job), rel=1e-5)
+    require_same(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-2"), reference, job
+    )
+
+
+def test_balancing_biases_are_resharded(pool: RankPool, tmp_path: Path) -> None:
+    """They are no parameters, and no optimizer knows them: saved, loaded on another layout, and exported."""
+    model = ("model=deepseek_v3_debug", "optimizer.lr=0.0", "model.moe.balance_coeff=0.0001")
+    start = ("checkpoint.initial_load_in_hf=true", f"checkpoint.initial_load_path={tmp_path / 'hf'}")
+    layout = ("parallelism=fsdp", "parallelism.dp_shard=4", "parallelism.ep=2")
+    first = job_of(tmp_path, *model, *start, *layout, "model.rope.scaling=none", "training.steps=2")
+    reference = random_mixture(first)
+    reference.save_pretrained(tmp_path / "hf")
+    pool.run(first.world_size, train, first.to_json(), str(tmp_path / "first"))
+    saved = tmp_path / "first" / "checkpoints" / "step-2"
+    assert open_checkpoint(str(saved)).holds == "full"
+    start = (f"checkpoint.initial_load_path={saved}", "parallelism=fsdp_tp_pp", "parallelism.ep=4")
+    ends = ("checkpoint.last_save_model_only=true", "checkpoint.last_save_in_hf=true")
+    second = job_of(tmp_path, *model, *start, *ends, "model.rope.scaling=none", "training.steps=2")
+    pool.run(second.world_size, train, second.to_json(), str(tmp_path / "second"))
+    ended = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "checkpoints" / "step-2")
+    require_same(ended, reference, second)
+
+
+def random_mixture(job: Job) -> torch.nn.Module:
+    """transformers' model of the job's numbers, its weights and biases far from their initial values."""
+    torch.manual_seed(3)
+    content = hf_config(job.model, dtype="float32", bos_id=None, eos_id=None)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[content["model_type"]](**content))
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *biases_of(model).values()):
+            tensor.add_(torch.randn_like(tensor) * 0.2)
+    return model.eval()
+
+
+def require_same(ended: torch.nn.Module, reference: torch.nn.Module, job: Job) -> None:
+    for key, tensor in reference.named_parameters():
+        assert torch.equal(ended.get_parameter(key), tensor), key
+    # Those of balancing move without a learning rate: by at most two coefficients a step.
+    for key, bias in biases_of(reference).items():
+        moved = (biases_of(ended)[key] - bias).abs().max()
+        assert moved <= 8.1 * job.model.moe.balance_coeff < 0.1 < bias.abs().max(), key
+
+
+def biases_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
 def test_export_dtype_and_tied_embeddings(pool: RankPool, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from resumable_runs import SMALL, Outcome, train
+from tiers import rest_is_thorough
 
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
@@ -30,6 +31,10 @@ LAYOUTS = {
     "fsdp_tp_pp": ["parallelism=fsdp_tp_pp", "parallelism.pp_microbatch_size=2", "model.n_layers=2"],
     "hsdp_bf16": ["parallelism=hsdp", "precision=bf16"],
     "cp": ["parallelism=cp"],
+    "fsdp_ep_mtp": [
+        *("model=deepseek_v3_debug", "model.attention.q_lora_rank=null", "model.mtp.depth=1"),
+        *("parallelism=fsdp_ep", "model.n_layers=2"),
+    ],
     # Weights that FSDP gathers in float8 are of torchao's class, and running means are in bfloat16.
     "fsdp_float8": [
         *("parallelism=fsdp", "precision=float8_tensorwise", "precision.emulate=true"),
@@ -55,16 +60,16 @@ def straight(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return of
 
 
-@pytest.mark.parametrize(
-    ("layout", "mode"),
-    [
-        *((layout, "sync") for layout in LAYOUTS if layout not in ("fsdp_tp_pp", "full_bf16_in_backward")),
-        *((layout, "async") for layout in ("fsdp", "fsdp_tp_pp", "full_bf16_in_backward")),
-    ],
-)
+MODES = [(layout, "sync") for layout in LAYOUTS if layout not in ("fsdp_tp_pp", "full_bf16_in_backward")]
+MODES += [(layout, "async") for layout in ("fsdp", "fsdp_tp_pp", "full_bf16_in_backward")]
+CORE = [("fsdp", "async"), ("hsdp_bf16", "sync"), ("fsdp_ep_mtp", "sync"), ("fsdp_float8", "sync")]
+
+
+@pytest.mark.parametrize("case", rest_is_thorough(MODES, *CORE), ids="-".join)
 def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
-    pool: RankPool, tmp_path: Path, straight: Callable[[str], list[Outcome]], layout: str, mode: str
+    pool: RankPool, tmp_path: Path, straight: Callable[[str], list[Outcome]], case: tuple[str, str]
 ) -> None:
+    layout, mode = case
     job = job_of(tmp_path, *LAYOUTS[layout], f"checkpoint={mode}", "checkpoint.interval=4")
     first = run(pool, job, tmp_path, stop_after=10)
     second = run(pool, job, tmp_path)
@@ -78,7 +83,7 @@ def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
         assert after.state == whole.state
         assert after.facts["tokens"] == whole.facts["tokens"] == 20 * 8 * 32
     names = {name for outcome in second for name in outcome.state}
-    assert {"output.weight", "optimizer.state.layers.1.attention.wq.weight.exp_avg_sq", "rng"} <= names
+    assert {"output.weight", "optimizer.state.layers.1.attention.wo.weight.exp_avg_sq", "rng"} <= names
 
 
 def test_twice_resumed(pool: RankPool, tmp_path: Path, straight: Callable[[str], list[Outcome]]) -> None:
@@ -96,13 +101,12 @@ def test_twice_resumed(pool: RankPool, tmp_path: Path, straight: Callable[[str],
 
 # Each goes on from the one before it: all the pairs in a row, from one run.
 CHAIN = [
-    *("fsdp", "tp_pp", "single", "fsdp_tp_pp", "hsdp", "fsdp_tp", "ddp", "pp_zbv", "tp4", "fsdp8", "fsdp3"),
-    *("pp4", "fsdp_pp", "fsdp_offload", "hsdp_tp", "single", "cp_tp", "fsdp"),
+    *("fsdp", "tp_pp", "single", "hsdp", "pp_zbv", "tp4", "fsdp3", "pp4", "fsdp_offload", "hsdp_tp", "cp_tp"),
+    "fsdp",
 ]
 EACH = 2  # steps
 OVERRIDES = {
     "single": "parallelism=single",
-    "ddp": "parallelism=ddp parallelism.dp_replicate=2",
     "fsdp": "parallelism=fsdp parallelism.dp_shard=4",
     "fsdp3": "parallelism=fsdp parallelism.dp_shard=3",
     "fsdp8": "parallelism=fsdp parallelism.dp_shard=8",
@@ -113,10 +117,7 @@ OVERRIDES = {
     "pp_zbv": "parallelism=pp parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_microbatch_size=6",
     "tp_pp": "parallelism=tp_pp parallelism.pp_microbatch_size=4",
     "cp_tp": "parallelism=cp parallelism.tp=2",
-    "fsdp_tp": "parallelism=fsdp_tp",
-    "fsdp_pp": "parallelism=fsdp_pp parallelism.pp_microbatch_size=6",
     "hsdp_tp": "parallelism=hsdp_tp",
-    "fsdp_tp_pp": "parallelism=fsdp_tp_pp parallelism.pp_microbatch_size=6",
 }
 # A vocabulary that no degree divides (trap 14), and a batch that 3 ranks share.
 ODD = ["model.vocab_size=251", "training.global_batch_size=24", f"training.steps={EACH * len(CHAIN)}"]
@@ -152,6 +153,32 @@ def test_resuming_on_another_layout_goes_on_with_the_same_curve(
         assert sorted(outcome.losses) == list(range(hop * EACH + 1, (hop + 1) * EACH + 1))
         for step, loss in outcome.losses.items():
             assert loss == pytest.approx(uninterrupted[step], rel=TOLERANCE)
+
+
+EXPERT_CHAIN = {
+    "fsdp_ep": "parallelism=fsdp_ep",
+    "single": "parallelism=single",
+    "fsdp_tp_ep": "parallelism=fsdp_tp_ep parallelism.ep=4",
+    "tp_experts": "parallelism=tp parallelism.expert_tensor_parallel=true",
+    "ep": "parallelism=ep",
+}
+
+
+def test_resuming_on_another_degree_of_expert_parallel(pool: RankPool, tmp_path: Path) -> None:
+    """Experts, their optimizer states and the balancing biases go to other ranks."""
+    common = ["model=deepseek_v3_debug", f"training.steps={EACH * len(EXPERT_CHAIN)}"]
+    [whole] = run(pool, job_of(tmp_path, *common, "checkpoint=disabled"), tmp_path / "whole")
+    common.append(f"checkpoint.folder={tmp_path / 'shared'}")
+    for number, (name, overrides) in enumerate(EXPERT_CHAIN.items(), start=1):
+        job = job_of(tmp_path, *common, *overrides.split())
+        stop = number * EACH if number < len(EXPERT_CHAIN) else None
+        for outcome in run(pool, job, tmp_path / name, stop_after=stop):
+            assert sorted(outcome.losses) == list(range((number - 1) * EACH + 1, number * EACH + 1))
+            for step, loss in outcome.losses.items():
+                assert loss == pytest.approx(whole.losses[step], rel=TOLERANCE), name
+    biases = {tensor: digest for tensor, digest in whole.state.items() if tensor.endswith("balance_bias")}
+    assert len(biases) == 3
+    assert biases.items() <= outcome.state.items()
 
 
 @pytest.mark.parametrize(("before", "after"), [("fsdp", "fsdp"), ("fsdp", "tp_pp"), ("tp_pp", "fsdp8")])

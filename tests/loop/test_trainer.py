@@ -59,6 +59,16 @@ def test_rows_carry_what_they_promise(tmp_path: Path) -> None:
     assert all(not isinstance(value, dict) for value in result.values())
 
 
+def test_rows_have_the_loss_of_multi_token_prediction(tmp_path: Path) -> None:
+    options = ("training.steps=4", "optimizer.lr=0.01", "schedule.warmup_steps=1", "validation.interval=2")
+    _, folder, _ = run(tmp_path, "model.mtp.depth=1", *options)
+    rows = [row for row in rows_of(folder) if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(0 < row["mtp_loss"] < 20 and row["mtp_loss"] != row["loss"] for row in rows)
+    _, plain, _ = run(tmp_path, *options)
+    assert all("mtp_loss" not in row for row in rows_of(plain))
+
+
 def test_log_interval_keeps_first_and_last(tmp_path: Path) -> None:
     _, folder, _ = run(tmp_path, "metrics.log_interval=4")
     assert [row["step"] for row in rows_of(folder)] == [1, 4, 6]

@@ -77,6 +77,17 @@ def test_in_bfloat16_it_is_as_good_as_the_plain_one() -> None:
         assert of_chunked < max(1.2 * of_plain, 5e-3)
 
 
+def test_a_weight_of_the_loss_is_not_rounded_to_bfloat16() -> None:
+    """0.3 would be 0.3008, which shifts every gradient the same way."""
+    x_BTC, weight_VC, labels_BT = made_up(torch.bfloat16, rows=512)
+    sums = []
+    for weight in (1.0, 0.3):
+        loss = weight * chunked(x_BTC, weight_VC, labels_BT, 8)
+        sums.append([g.double().norm() / weight for g in torch.autograd.grad(loss, [x_BTC, weight_VC])])
+    for plain_norm, weighted_norm in zip(*sums, strict=True):
+        assert float(weighted_norm / plain_norm) == pytest.approx(1, abs=2e-4)
+
+
 def test_without_a_single_valid_label() -> None:
     x_BTC, weight_VC, labels_BT = made_up()
     loss = chunked(x_BTC, weight_VC, torch.full_like(labels_BT, IGNORE_INDEX), 4)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.cluster.pool import RankPool
-from harness.model.kernels import Kernel, SdpaKernel
+from harness.model.attention_config import Span
+from harness.model.kernels import Kernel, Reach, SdpaKernel
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.context import RingAttention, UlyssesAttention, local_positions
 from harness.parallelism.mesh import context_groups
@@ -22,6 +23,9 @@ LAYOUTS = {
     "unbalanced": ParallelismConfig(cp=2, cp_load_balance=False),
     "ulysses": ParallelismConfig(cp=2, cp_method="ulysses"),
 }
+
+# Not the scale that kernels take for granted.
+REACH = Reach(Span(), 0.3)
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
@@ -50,13 +54,13 @@ def difference(layout: ParallelismConfig, seed: int, compiled: bool, dtype: torc
     """How far this rank's output and gradients are from those of whole sequences, relative, the largest."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    kernel: Kernel = RingAttention(group, layout.balances_context, layout.cp_rotate_method)
+    kernel: Kernel = RingAttention(REACH, group, layout.balances_context, layout.cp_rotate_method)
     if layout.cp_method == "ulysses":
-        kernel = UlyssesAttention(SdpaKernel(), group)
+        kernel = UlyssesAttention(SdpaKernel(REACH), group)
     generator = torch.Generator().manual_seed(seed)
     whole = [torch.randn(B, T, heads, D, generator=generator).to(dtype) for heads in (H, K, K)]
     weights = torch.randn(B, T, H, D, generator=generator).to(dtype)
-    expected = run(SdpaKernel(), whole, weights)
+    expected = run(SdpaKernel(REACH), whole, weights)
     positions = local_positions(layout, T, rank)
     share = [x[:, positions] for x in whole]
     if compiled:
@@ -102,8 +106,8 @@ def rounds(layout: ParallelismConfig) -> int:
 
     group, original, calls = dist.group.WORLD, ring._templated_ring_attention, []
     assert group is not None
-    block = RingAttention(group, layout.balances_context, layout.cp_rotate_method)
-    part = SimpleNamespace(layers={"0": block})
+    block = RingAttention(REACH, group, layout.balances_context, layout.cp_rotate_method)
+    part = SimpleNamespace(blocks={0: block})
     config = ActivationCheckpointConfig(mode="selective_op")
     activation_checkpoint.apply_activation_checkpoint(part, config)  # type: ignore[arg-type]
     ring._templated_ring_attention = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)  # type: ignore

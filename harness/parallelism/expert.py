@@ -1,0 +1,135 @@
+"""Expert parallelism: ranks have different experts, and rows travel to those they are for.
+
+Each rank routes its own tokens. Rows go to the ranks that have their experts in one all-to-all, and outputs
+come back in another (GShard, arXiv:2006.16668, section 3.2); nothing is dropped, so pieces have whatever
+length the routers make them. With tensor parallelism there are two ways: every rank of it routes its part of
+the sequence, or all of them the whole, each with a part of every expert (``expert_tensor_parallel``).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import (
+    all_reduce,
+    all_to_all_single,
+    all_to_all_single_autograd,
+    wait_tensor,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from harness.model.decoder import Decoder
+from harness.model.moe import Exchange, Experts, MoE, inverse_of, permute
+from harness.parallelism.config import ParallelismConfig
+from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
+
+# R: rows that this rank routes, S: rows that it computes, C: residual width, E: experts
+
+EXPERTS_DIM, SEQUENCE_DIM = 0, 1
+HIDDEN_DIMS = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b3": 1}
+"""Along which dimension tensor parallel ranks split an expert's parameter: that of its hidden layer."""
+
+
+def apply_expert_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) -> None:
+    """Shares out the experts of a model part, in place, and says how its routers count."""
+    if not part.mixtures:
+        return
+    stream: Placement = Shard(SEQUENCE_DIM) if layout.uses_sequence_parallel else Replicate()
+    for moe in part.mixtures.values():
+        if layout.tp > 1:
+            _replicate_router(moe, mesh.axis("tp"))
+        if layout.ep > 1 or layout.splits_experts:
+            _split_experts(moe.experts, mesh, layout)
+        if layout.splits_experts:
+            moe.reduce_output = _Reduction(mesh.axis("tp"), stream)
+        if layout.ep > 1:
+            assert mesh.experts is not None
+            moe.exchange = ExpertExchange(mesh.experts.get_group(EXPERT))
+        groups = [mesh.group("cp")] if layout.cp > 1 else []
+        if layout.tp > 1 and not layout.splits_experts:
+            groups.append(mesh.group("tp"))
+        if groups:
+            moe.router.over_sequence = _Counts(groups)
+            moe.router.sequence_parts = torch.Size(group.size() for group in groups).numel()
+        if layout.splits_experts:
+            # Every rank of them adds the gradient, and they are summed.
+            moe.router.aux_scale /= layout.tp
+
+
+def _replicate_router(moe: MoE, mesh: DeviceMesh) -> None:
+    """Makes the router's parameters DTensors like all others; its gradient is a sum over the ranks.
+
+    They route different tokens, or the same ones to different parts of experts.
+    """
+    for name, parameter in list(moe.router.named_parameters()):
+        replicated = distribute_tensor(parameter, mesh, [Replicate()])
+        moe.router.register_parameter(name, nn.Parameter(replicated))
+    moe.router.partial_gradients = {"weight": [Partial()], "bias": [Partial()]}  # type: ignore[assignment]
+
+
+def _split_experts(experts: Experts, mesh: Mesh, layout: ParallelismConfig) -> None:
+    axes = ((EXPERT,) if layout.ep > 1 else ()) + ((EXPERT_TENSOR,) if layout.splits_experts else ())
+    if mesh.experts is None:
+        on = mesh.axis("tp")
+    else:
+        on = mesh.experts[axes if len(axes) > 1 else axes[0]]
+    for name, parameter in list(experts.named_parameters()):
+        split: list[Placement] = [Shard(EXPERTS_DIM)] if layout.ep > 1 else []
+        if layout.splits_experts:
+            split.append(Shard(HIDDEN_DIMS[name]) if name in HIDDEN_DIMS else Replicate())
+        experts.register_parameter(name, nn.Parameter(distribute_tensor(parameter, on, split)))
+    if layout.splits_experts:
+        experts.output_shares = layout.tp
+        summed: list[Placement] = [*([Shard(EXPERTS_DIM)] if layout.ep > 1 else []), Partial()]
+        experts.partial_gradients = {"b2": summed}  # type: ignore[assignment]
+
+
+class _Reduction:
+    """Sums outputs over the ranks that share every expert, into the residual stream."""
+
+    def __init__(self, mesh: DeviceMesh, stream: Placement) -> None:
+        self.mesh, self.stream = mesh, stream
+
+    def __call__(self, out_BTC: Tensor) -> Tensor:
+        partial = DTensor.from_local(out_BTC, self.mesh, (Partial(),), run_check=False)
+        return partial.redistribute(placements=(self.stream,)).to_local()
+
+
+class _Counts:
+    """Sums counts over the ranks that share a sequence."""
+
+    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
+        self.groups = groups
+
+    def __call__(self, counts: Tensor) -> Tensor:
+        for group in self.groups:
+            counts = all_reduce(counts, "sum", group)
+        return counts
+
+
+class ExpertExchange(Exchange):
+    """Sends rows to the ranks of a group that have their experts, and brings the outputs back.
+
+    Args:
+        group: its r-th rank has the r-th piece of the experts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.ranks = group, group.size()
+
+    def forward(self, x_RC: Tensor, load_E: Tensor, experts: Experts) -> Tensor:
+        given = load_E.view(self.ranks, -1)
+        got = wait_tensor(all_to_all_single(load_E, None, None, self.group)).view(self.ranks, -1)
+        # Lengths have to be known to whoever sends: the one place where the host waits for the device.
+        sent, received = torch.stack((given.sum(1), got.sum(1))).tolist()
+        x_SC = all_to_all_single_autograd(x_RC, received, sent, self.group)
+        # By rank and then by expert, as they come, to by expert.
+        expert_S = torch.arange(got.shape[1], device=got.device).repeat(self.ranks)
+        expert_S = expert_S.repeat_interleave(got.flatten(), output_size=sum(received))
+        order_S = expert_S.argsort(stable=True)
+        place_S = inverse_of(order_S)
+        out_SC = permute(experts(permute(x_SC, order_S, place_S), got.sum(0)), place_S, order_S)
+        return all_to_all_single_autograd(out_SC, sent, received, self.group)

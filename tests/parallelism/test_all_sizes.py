@@ -1,0 +1,226 @@
+"""Every size that ships is laid out for as many ranks as train it: shapes and placements, no values.
+
+One process pretends to be a rank of a world of up to 2048, over torch's fake process group, which sends
+nothing. The model stays on the meta device. What is expected is told from the model's numbers and the degrees
+alone, not from the layout code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from harness.compose import compose_job
+from harness.job import Job
+from harness.model.accounting import account
+from harness.model.decoder import Decoder
+from harness.model.shapes import is_expert, parameter_shapes
+from harness.parallelism.config import ParallelismConfig
+from harness.parallelism.materialize import local_ranges
+from harness.parallelism.mesh import build_mesh
+from harness.parallelism.parallelize import lay_out
+
+CPU = torch.device("cpu")
+SEQ_LEN = 2048
+ALL_KINDS = 4  # among so many blocks are all that a model has: DeepSeek-V3 begins with three dense ones
+MODELS = Path(__file__).parents[2] / "conf" / "model"
+SMALL_MOE = (
+    "dp_shard=8 ep=4",
+    "dp_shard=4 tp=2 ep=8",
+    "dp_shard=4 tp=2 pp=2 ep=2 expert_tensor_parallel=true",
+)
+LAYOUTS = {
+    "llama2_7b": ("dp_shard=32", "dp_shard=16 tp=4", "dp_shard=4 tp=4 pp=2"),
+    "llama2_13b": ("dp_shard=64", "dp_shard=16 tp=8", "dp_shard=8 tp=4 pp=2"),
+    "llama2_34b": ("dp_shard=128", "dp_shard=16 tp=8", "dp_shard=8 tp=8 pp=4"),
+    "llama2_70b": ("dp_shard=256", "dp_shard=32 tp=8", "dp_shard=16 tp=8 pp=4"),
+    "llama32_1b": ("dp_shard=8", "dp_replicate=4 dp_shard=8", "dp_shard=8 tp=8"),
+    "llama32_3b": ("dp_shard=16", "dp_shard=8 tp=8", "dp_shard=16 cp=4"),
+    "llama3_tiny": ("dp_shard=8", "dp_shard=4 tp=2", "dp_shard=2 tp=2 pp=2"),
+    "llama3_debug": ("dp_shard=8", "dp_shard=4 tp=4", "tp=8 pp=2"),
+    "llama3_8b": ("dp_shard=64", "dp_replicate=8 dp_shard=8", "dp_shard=16 tp=8", "dp_shard=32 tp=4 pp=4"),
+    "llama3_70b": ("dp_shard=256", "dp_shard=32 tp=8", "dp_shard=16 tp=8 pp=4", "dp_shard=16 cp=4 tp=8"),
+    "llama3_405b": (
+        "dp_replicate=4 dp_shard=512",
+        "dp_shard=64 tp=8",
+        "dp_shard=8 tp=8 pp=8",
+        "dp_shard=16 tp=8 pp=16",
+        "dp_shard=4 cp=4 tp=8 pp=16",
+        "dp_shard=16 tp=8 pp=16 pp_schedule=Interleaved1F1B",
+    ),
+    "qwen3_debug": ("dp_shard=8", "dp_shard=4 tp=2", "dp_shard=2 tp=4"),
+    "qwen3_0p6b": ("dp_shard=8", "dp_replicate=8", "dp_shard=8 tp=4"),
+    "qwen3_1p7b": ("dp_shard=16", "dp_shard=4 tp=4", "dp_shard=8 cp=2 tp=2"),
+    "qwen3_4b": ("dp_shard=32", "dp_shard=8 tp=8", "dp_replicate=2 dp_shard=16"),
+    "qwen3_8b": ("dp_shard=64", "dp_shard=16 tp=8", "dp_shard=16 tp=4 pp=2"),
+    "qwen3_14b": ("dp_shard=64", "dp_shard=16 tp=8", "dp_shard=16 tp=4 pp=4"),
+    "qwen3_32b": ("dp_shard=128", "dp_shard=32 tp=8", "dp_shard=16 tp=8 pp=4"),
+    "qwen3_moe_debug": SMALL_MOE,
+    "qwen3_30b_a3b": (
+        "dp_shard=64",
+        "dp_shard=64 ep=32",
+        "dp_shard=16 tp=4 ep=32",
+        "dp_shard=16 tp=4 pp=4 ep=16 expert_tensor_parallel=true",
+    ),
+    "qwen3_235b_a22b": (
+        "dp_shard=256",
+        "dp_shard=256 ep=64",
+        "dp_shard=64 tp=4 ep=128",
+        "dp_shard=16 tp=4 pp=4 ep=32",
+        "dp_shard=64 tp=4 ep=32 expert_tensor_parallel=true",
+        "dp_shard=64 tp=4 expert_tensor_parallel=true",
+    ),
+    "deepseek_v2_debug": SMALL_MOE,
+    "deepseek_v2_lite_16b": (
+        "dp_shard=64",
+        "dp_shard=32 ep=32",
+        "dp_shard=16 tp=4 ep=64",
+        "dp_shard=8 pp=4 ep=8",
+    ),
+    "deepseek_v2_236b": ("dp_shard=256 ep=32", "dp_shard=64 tp=8 ep=32", "dp_shard=32 pp=8 ep=32"),
+    "deepseek_v3_debug": SMALL_MOE,
+    "deepseek_v3_671b": (
+        "dp_shard=1024 ep=64",
+        "dp_replicate=2 dp_shard=256 tp=4 ep=256",
+        "dp_shard=128 pp=16 ep=64",
+        "dp_shard=16 tp=8 pp=16 ep=64",
+        "dp_shard=16 cp=8 pp=16 ep=64",
+    ),
+    "gpt_oss_debug": SMALL_MOE,
+    "gpt_oss_20b": ("dp_shard=32", "dp_shard=32 ep=32", "dp_shard=8 tp=8 ep=16", "dp_shard=8 tp=4 pp=2 ep=8"),
+    "gpt_oss_120b": (
+        "dp_shard=128",
+        "dp_shard=128 ep=64",
+        "dp_shard=16 tp=8 ep=128",
+        "dp_shard=16 tp=8 pp=4 ep=16 expert_tensor_parallel=true",
+    ),
+    "llama4_debug": SMALL_MOE,
+    "llama4_scout": (
+        "dp_shard=128",
+        "dp_shard=128 ep=16",
+        "dp_shard=16 tp=8 ep=16",
+        "dp_shard=16 tp=8 pp=4 ep=16",
+    ),
+    "llama4_maverick": (
+        "dp_shard=256",
+        "dp_shard=256 ep=128",
+        "dp_shard=32 tp=8 ep=128",
+        "dp_shard=8 tp=8 pp=4 ep=32",
+        "dp_shard=32 tp=8 ep=32 expert_tensor_parallel=true",
+    ),
+}
+CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
+# What tensor parallel ranks have whole: norms, latents and their projections, biases of what is summed.
+WHOLE = ("norm.weight", "wq_a.weight", "wkv_a.weight", "router.weight", "router.bias", "wo.bias")
+
+
+def composed(model: str, degrees: str) -> Job:
+    """A job of that layout for a cluster, with enough microbatches for its pipeline."""
+    layout = [f"parallelism.{degree}" for degree in degrees.split()]
+    by_axis = dict(degree.split("=") for degree in degrees.split())
+    data_parallel = int(by_axis.get("dp_shard", 1)) * int(by_axis.get("dp_replicate", 1))
+    batch = int(by_axis.get("pp", 1))
+    return compose_job(
+        [
+            *(f"model={model}", *layout, "cluster=slurm_h100", "precision=bf16"),
+            *(f"training.seq_len={SEQ_LEN}", f"training.local_batch_size={batch}"),
+            f"training.global_batch_size={batch * data_parallel}",
+        ]
+    )
+
+
+@contextmanager
+def pretending(rank: int, world_size: int) -> Iterator[None]:
+    """This process is a rank of a world whose other ranks are not there; afterwards it is none."""
+    _clear_sharding_prop_cache()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # Cached sharding decisions hold meshes of groups that are gone.
+        _clear_sharding_prop_cache()
+
+
+def laid_out(job: Job, rank: int) -> list[Decoder]:
+    """What that rank would hold, checked parameter by parameter while its group is there."""
+    with pretending(rank, job.world_size):
+        mesh = build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled)
+        parts = lay_out(job, mesh, CPU)
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                check(name, parameter, job.parallelism)
+        return parts
+
+
+def check(name: str, parameter: torch.Tensor, layout: ParallelismConfig) -> None:
+    assert isinstance(parameter, DTensor), name
+    assert parameter.device.type == "meta" and parameter.dtype == torch.float32
+    mesh = parameter.device_mesh
+    axes = dict(
+        zip(mesh.mesh_dim_names or (), zip(parameter.placements, mesh.shape, strict=True), strict=True)
+    )
+    pieces = [1] * parameter.ndim
+    for placement, size in axes.values():
+        if not placement.is_replicate():
+            pieces[placement.dim] *= size  # type: ignore[attr-defined]
+    assert prod(pieces) == expected_pieces(name, layout), (name, axes)
+    if is_expert(name) and layout.ep > 1:
+        assert axes["ep"][0].is_shard(0) and axes["ep"][1] == layout.ep, (name, axes)
+        assert axes["expert_shard"][1] == layout.expert_shards, (name, axes)
+    assert ("dp_replicate" in axes) == (layout.dp_replicate > 1), (name, axes)
+    local = parameter.to_local().shape
+    assert [len(indices) for indices in local_ranges(parameter)] == list(local), name
+    is_first = not any(mesh.get_coordinate() or [])
+    for length, of, own in zip(parameter.shape, pieces, local, strict=True):
+        # The pieces of a dimension that does not divide are one row longer, until there are no more rows.
+        assert own == -(-length // of) if is_first or length % of == 0 else own <= -(-length // of), name
+    if is_expert(name) and layout.ep * layout.expert_shards > parameter.shape[0]:
+        assert parameter.to_local().numel() * prod(pieces) == parameter.numel(), f"{name} is shared unevenly"
+
+
+def expected_pieces(name: str, layout: ParallelismConfig) -> int:
+    """How many different pieces a parameter is cut into."""
+    if not is_expert(name):
+        return layout.parameter_shards * (1 if name.endswith(WHOLE) else layout.tp)
+    splits = layout.splits_experts and not name.endswith(".b2")
+    return layout.ep * layout.expert_shards * (layout.tp if splits else 1)
+
+
+def test_every_size_is_here() -> None:
+    assert set(LAYOUTS) == {file.stem for file in MODELS.glob("*.yaml")}
+    assert all(len(layouts) >= 3 for layouts in LAYOUTS.values())
+
+
+@pytest.mark.parametrize(("model", "degrees"), CASES, ids=lambda part: part.replace(" ", ","))
+def test_layout(model: str, degrees: str) -> None:
+    job = composed(model, degrees)
+    assert 8 <= job.world_size <= 2048
+    shapes: dict[str, tuple[int, ...]] = {}
+    in_stage = job.world_size // job.parallelism.pp
+    for first in range(0, job.world_size, in_stage):
+        for part in laid_out(job, first):
+            shapes |= {name: tuple(parameter.shape) for name, parameter in part.named_parameters()}
+    assert shapes == parameter_shapes(job.model)
+    assert sum(map(prod, shapes.values())) == account(job.model, SEQ_LEN).parameters
+    # Uneven shards are shortest, or empty, at the end. What a stage repeats, it need not there.
+    if job.parallelism.pp == 1:
+        job = replace(job, model=replace(job.model, n_layers=min(job.model.n_layers, ALL_KINDS)))
+    laid_out(job, job.world_size - 1)
+
+
+def test_nothing_is_left() -> None:
+    """The tests that follow in this process start from no group, and may be a rank of another world."""
+    with pretending(3, 16):
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 16)
+    assert not dist.is_initialized()

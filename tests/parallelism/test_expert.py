@@ -1,0 +1,174 @@
+"""Mixtures of experts on layouts that share them out, each against one process; and sabotage that shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tiers import rest_is_thorough
+
+from harness import parity
+from harness.cluster.pool import RankPool
+from harness.job import Job
+from harness.parity import ParityConfig, Trace, compare, compose_layouts, single_process, trace
+from harness.paths import conf_dir
+
+CONF: Any = OmegaConf.to_container(OmegaConf.load(f"{conf_dir()}/parity.yaml"))
+MATRIX = CONF["parity"]["matrix"] | CONF["parity"]["expert_matrix"]
+EXPERT_MATRIX = list(CONF["parity"]["expert_matrix"])
+STEPS = 2
+TOLERANCES = parity.TOLERANCES["float32"]
+# DeepSeek V3 has everything that a mixture can have but biases, and runs on all layouts; the others on
+# those where what is peculiar to them is split: heads with sinks and norms, windows, experts with biases.
+OTHERS = {
+    "deepseek_v2_debug": ["fsdp_tp_ep", "tp_experts"],
+    "qwen3_moe_debug": ["cp_ep", "fsdp_tp_ep"],
+    "gpt_oss_debug": ["tp_experts", "fsdp_tp_ep", "cp_ep", "fsdp_tp_ep_experts"],
+    "llama4_debug": ["fsdp_tp_ep", "cp_ep", "fsdp_ep_pp"],
+}
+
+
+@cache
+def layout(name: str, model: str, *overrides: str) -> Job:
+    config = ParityConfig(matrix=MATRIX, layouts=[name])
+    return compose_layouts(config, [f"model={model}", *overrides])[name][1]
+
+
+_references: dict[tuple[str, int], Trace] = {}
+
+
+def reference(pool: RankPool, job: Job, steps: int) -> Trace:
+    key = (job.numerics_id, steps)
+    if key not in _references:
+        [_references[key]] = pool.run(1, trace, single_process(job).to_json(), steps)
+    return _references[key]
+
+
+def verdict_of(
+    pool: RankPool, job: Job, steps: int, run: Callable[[str, int], Trace] = trace
+) -> parity.Verdict:
+    traces = pool.run(job.world_size, run, job.to_json(), steps)
+    return compare("layout", job.world_size, reference(pool, job, steps), traces, TOLERANCES)
+
+
+CORE = ["ep_accumulate", "ep_hsdp", "fsdp_ep", "fsdp_experts_uneven", "tp_experts_plain", "fsdp_tp_ep"]
+CORE += ["fsdp_tp_ep_experts", "fsdp_cp_ep", "fsdp_ep_pp_zbv", "fsdp_tp_pp_ep", "fsdp_ep_recompute_full"]
+CORE += ["fsdp_ep_recompute_op", "experts_compiled", "fsdp_tp_ep_compiled_recompute_full"]
+
+
+@pytest.mark.parametrize("name", rest_is_thorough(EXPERT_MATRIX, *CORE))
+def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
+    verdict = verdict_of(pool, layout(name, "deepseek_v3_debug"), STEPS)
+    assert verdict.passed, parity.line(verdict)
+
+
+TABLE = [(model, name) for model in OTHERS for name in OTHERS[model]]
+ONE_EACH = [(model, names[0]) for model, names in OTHERS.items()]
+
+
+@pytest.mark.parametrize("case", rest_is_thorough(TABLE, *ONE_EACH), ids="-".join)
+def test_other_families_agree_too(pool: RankPool, case: tuple[str, str]) -> None:
+    model, name = case
+    verdict = verdict_of(pool, layout(name, model), STEPS)
+    assert verdict.passed, parity.line(verdict)
+
+
+@pytest.mark.parametrize("name", rest_is_thorough(["ep4", "fsdp_tp_ep"], "ep4"))
+def test_balancing_biases_are_bitwise_equal_after_twenty_steps(pool: RankPool, name: str) -> None:
+    job = layout(name, "deepseek_v3_debug")
+    verdict = verdict_of(pool, job, 20)
+    assert verdict.passed, parity.line(verdict)
+    biases = reference(pool, job, 20).biases
+    assert len(biases) == len(job.model.expert_layers)
+    # They moved: routing was uneven.
+    assert all(bias.any() for bias in biases.values()), biases
+
+
+def without_summed_counts(job_json: str, steps: int) -> Trace:
+    """Every rank moves the biases by what it has routed itself."""
+    from harness.parallelism import balance
+
+    alone = SimpleNamespace(all_reduce=lambda tensor: None)
+    with mock.patch.object(balance, "dist", alone):
+        return trace(job_json, steps)
+
+
+def with_all_biases_of_outputs(job_json: str, steps: int) -> Trace:
+    """The bias of a product that is split by its input is added by every rank (trap 17)."""
+    from harness.model.moe import Experts
+
+    original = Experts.forward
+
+    def forward(self, x_RC, load_E):  # type: ignore[no-untyped-def]
+        self.output_shares = 1
+        return original(self, x_RC, load_E)
+
+    with mock.patch.object(Experts, "forward", forward):
+        return trace(job_json, steps)
+
+
+def with_aux_loss_of_own_tokens(job_json: str, steps: int) -> Trace:
+    """The share of a sequence's choices is that of this rank's part of it."""
+    from harness.parallelism import expert
+
+    with mock.patch.object(expert._Counts, "__call__", lambda self, counts: counts):
+        return trace(job_json, steps)
+
+
+def with_rows_in_order_of_ranks(job_json: str, steps: int) -> Trace:
+    """Rows are multiplied as they come: by rank and then by expert."""
+    from harness.parallelism import expert
+
+    with mock.patch.object(expert, "permute", lambda x, order, inverse: x):
+        return trace(job_json, steps)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "sabotage"),
+    [
+        ("deepseek_v3_debug", "ep", without_summed_counts),
+        ("gpt_oss_debug", "tp_experts", with_all_biases_of_outputs),
+        ("deepseek_v3_debug", "tp_ep", with_aux_loss_of_own_tokens),
+        ("deepseek_v3_debug", "ep", with_rows_in_order_of_ranks),
+    ],
+)
+def test_sabotage_shows(pool: RankPool, model: str, name: str, sabotage: Callable[[str, int], Trace]) -> None:
+    # A weight at which the auxiliary loss is seen beside the other.
+    overrides = [] if model == "gpt_oss_debug" else ["model.moe.aux_loss_coeff=1"]
+    job = layout(name, model, *overrides)
+    assert verdict_of(pool, job, STEPS).passed
+    assert not verdict_of(pool, job, STEPS, sabotage).passed
+
+
+def loads(job_json: str) -> list[list[int]]:
+    """How many tokens went to each expert in one step."""
+    from harness.data.tokenizer import build_tokenizer
+    from harness.loop.batches import loader_of
+    from harness.loop.engine import Engine
+
+    job = Job.from_json(job_json)
+    engine = Engine(job, torch.device("cpu"))
+    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
+    batch = loader.next()
+    engine.evaluate(batch)
+    engine.update(engine.gradients(batch).norm)
+    assert engine.balance.load_ME is not None
+    figures = engine.balance.figures()
+    assert figures["moe.dropped"] == 0
+    assert figures["moe.load_max"] > 1 > figures["moe.load_min"]
+    return engine.balance.load_ME.tolist()
+
+
+@pytest.mark.parametrize("name", ["fsdp_ep_recompute_full", "ep_accumulate", "fsdp_tp_ep_experts", "pp_1f1b"])
+def test_every_token_is_counted_once(pool: RankPool, name: str) -> None:
+    """Also where blocks are computed again, ranks share tokens, or a validation came before (trap 18)."""
+    job = layout(name, "deepseek_v3_debug")
+    [expected] = pool.run(1, loads, single_process(job).to_json())
+    assert {sum(row) for row in expected} == {8 * 64 * job.model.moe.top_k}
+    assert pool.run(job.world_size, loads, job.to_json()) == [expected] * job.world_size

@@ -1,0 +1,286 @@
+"""Multi-token prediction: against the paper's formulas, on layouts, at ends of sequences and documents."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_expert import layout, verdict_of
+from tiers import rest_is_thorough
+from torch import Tensor
+
+from harness import parity
+from harness.cluster.pool import RankPool
+from harness.compose import compose_job
+from harness.data.loader import IGNORE_INDEX, Batch
+from harness.job import Job
+from harness.loop.engine import Engine
+from harness.model.accounting import account
+from harness.model.config import ModelConfig
+from harness.model.decoder import Decoder
+from harness.model.shapes import parameter_shapes
+from harness.parallelism.execute import one_later
+from harness.parity import Trace, trace
+from harness.precision.linears import sort_linears
+
+CPU = torch.device("cpu")
+SMALL = [
+    *("model=llama3_tiny", "model.n_layers=2", "model.rope.scaling=none", "model.mtp.depth=1"),
+    *("data=synthetic", "tokenizer=bytes", "training.seq_len=32", "training.global_batch_size=4"),
+    *("cluster.device=cpu", "model.mtp.loss_weight=0.7"),
+]
+WEIGHT = 0.7
+
+
+def job_of(*overrides: str) -> Job:
+    return compose_job([*SMALL, *overrides])
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
+def block(w: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
+    """A block of a Llama with 8 heads of queries and 4 of keys and values."""
+    heads, length = 8, x.shape[1]
+    h = norm(x, w[f"{prefix}.attention_norm.weight"])
+    q, k, v = (
+        (h @ w[f"{prefix}.attention.{name}.weight"].T)
+        .unflatten(-1, (-1, x.shape[-1] // heads))
+        .transpose(1, 2)
+        for name in ("wq", "wk", "wv")
+    )
+    width = q.shape[-1]
+    angles = torch.arange(length).outer(500000.0 ** (-torch.arange(0, width, 2) / width))
+    turn = torch.polar(torch.ones_like(angles), angles)
+    q, k = (torch.complex(*each.chunk(2, -1)) * turn for each in (q, k))
+    q, k = (torch.cat((each.real, each.imag), -1) for each in (q, k))
+    k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
+    scores = q @ k.transpose(-1, -2) / width**0.5
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+    out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    x = x + out @ w[f"{prefix}.attention.wo.weight"].T
+    h = norm(x, w[f"{prefix}.ffn_norm.weight"])
+    w1, w2, w3 = (w[f"{prefix}.feed_forward.{name}.weight"] for name in ("w1", "w2", "w3"))
+    return x + (F.silu(h @ w1.T) * (h @ w3.T)) @ w2.T
+
+
+def by_the_paper(w: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of the next token and of the one after it (arXiv:2412.19437, equations 21 to 25).
+
+    Args:
+        w: parameters by name.
+        tokens: [B, T + 1].
+        counted: [B, T], which of tokens 1 to T are predicted.
+    """
+    table = w["tok_embeddings.weight"]
+    head = w.get("output.weight", table)
+    h = table[tokens[:, :-1]]
+    for layer in range(2):
+        h = block(w, f"layers.{layer}", h)
+
+    def loss(stream: Tensor, ahead: int) -> Tensor:
+        losses = -(stream @ head.T).log_softmax(-1).gather(-1, tokens[:, ahead:].unsqueeze(-1)).squeeze(-1)
+        return losses[counted[:, ahead - 1 :]].sum() / counted.sum()
+
+    # Position i of T - 1: what follows it, token i + 1, is there, and so is token i + 2.
+    first = norm(h[:, :-1], w["mtp.hidden_norm.weight"])
+    second = norm(table[tokens[:, 1:-1]], w["mtp.embedding_norm.weight"])
+    further = block(w, "mtp.block", torch.cat((second, first), -1) @ w["mtp.proj.weight"].T)
+    return loss(norm(h, w["norm.weight"]), 1), loss(norm(further, w["mtp.norm.weight"]), 2)
+
+
+def with_other_weights(engine: Engine, generator: torch.Generator) -> dict[str, Tensor]:
+    """Moves the engine's weights away from their initial values; returns copies in float64."""
+    with torch.no_grad():
+        for name, parameter in engine.named_parameters():
+            if "norm" in name:  # else exchanged norms would not be noticed
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            elif name.startswith(("layers.", "mtp.")):
+                parameter.mul_(5)
+    return {name: p.detach().double().requires_grad_() for name, p in engine.named_parameters()}
+
+
+def differences_from_the_paper(job_json: str) -> dict[str, float]:
+    """Relative differences of both losses and of every gradient."""
+    job, generator = Job.from_json(job_json), torch.Generator().manual_seed(0)
+    engine = Engine(job, CPU)
+    w = with_other_weights(engine, generator)
+    tokens = torch.randint(256, (4, 33), generator=generator)
+    counted = torch.rand(4, 32, generator=generator) > torch.tensor([[0.0], [0.2], [0.4], [0.9]])
+    outcome = engine.gradients(Batch(tokens[:, :-1], tokens[:, 1:].masked_fill(~counted, IGNORE_INDEX)))
+    main, further = by_the_paper(w, tokens, counted)
+    (main + WEIGHT * further).backward()
+    assert outcome.valid_tokens == counted.sum() and outcome.mtp_loss is not None
+    found = {"loss": outcome.loss / main.item() - 1, "mtp_loss": outcome.mtp_loss / further.item() - 1}
+    for name, parameter in engine.named_parameters():
+        gradient, expected = parameter.grad, w[name].grad
+        assert gradient is not None and expected is not None, name
+        found[name] = float((gradient - expected).norm() / expected.norm())
+    return found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["training.loss_chunks=3"],
+        ["training.local_batch_size=2"],
+        ["model.tied_embeddings=true"],
+    ],
+    ids=lambda overrides: "".join(overrides) or "plain",
+)
+def test_losses_and_gradients_are_the_papers(pool: RankPool, overrides: list[str]) -> None:
+    job = job_of(*overrides)
+    [differences] = pool.run(1, differences_from_the_paper, job.to_json())
+    assert differences.keys() == {"loss", "mtp_loss", *parameter_shapes(job.model)}
+    assert all(abs(difference) < 1e-5 for difference in differences.values()), differences
+
+
+def test_labels_at_the_ends_of_sequences_and_documents() -> None:
+    inputs, labels = torch.arange(10, 18).unsqueeze(0), torch.arange(11, 19).unsqueeze(0)
+    later = one_later(Batch(inputs, labels))
+    ignored = IGNORE_INDEX
+    assert later.inputs_BT[0, :-1].tolist() == [11, 12, 13, 14, 15, 16, 17]
+    assert later.labels_BT.tolist() == [[12, 13, 14, 15, 16, 17, 18, ignored]]
+    # Documents 10 to 12 and 13 to 17: nothing of the second is predicted from the first, or first.
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    cut = labels.clone()
+    cut[0, 2] = ignored
+    later = one_later(Batch(inputs, cut, documents))
+    assert later.labels_BT.tolist() == [[12, ignored, ignored, 15, 16, 17, 18, ignored]]
+    # Where the first token of a document is predicted, the one before it does so too.
+    later = one_later(Batch(inputs, labels, documents))
+    assert later.labels_BT.tolist() == [[12, 13, ignored, 15, 16, 17, 18, ignored]]
+    assert labels.tolist() == [[11, 12, 13, 14, 15, 16, 17, 18]]
+
+
+LAYOUTS = [
+    *("fsdp", "fsdp_tp", "fsdp_ep", "cp", "cp_ulysses", "tp_experts", "tp_experts_plain", "tp_ep", "hsdp"),
+    *("fsdp_accumulate", "fsdp_ep_recompute_full", "fsdp_ep_compiled", "fsdp_tp_compiled_recompute_full"),
+    *("fsdp_tp_chunked_loss", "fsdp_tp_recompute_op", "fsdp_reshard_always"),
+]
+
+
+CORE = [
+    "fsdp_tp",
+    "cp_ulysses",
+    "tp_ep",
+    "fsdp_ep_recompute_full",
+    "fsdp_ep_compiled",
+    "fsdp_tp_chunked_loss",
+]
+
+
+@pytest.mark.parametrize("name", rest_is_thorough(LAYOUTS, *CORE))
+def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
+    verdict = verdict_of(pool, layout(name, "deepseek_v3_debug", "model.mtp.depth=1"), 2)
+    assert verdict.passed, parity.line(verdict)
+
+
+def test_a_tied_table_on_a_layout(pool: RankPool) -> None:
+    job = layout("fsdp_tp", "deepseek_v3_debug", "model.mtp.depth=1", "model.tied_embeddings=true")
+    verdict = verdict_of(pool, job, 2)
+    assert verdict.passed, parity.line(verdict)
+
+
+def with_what_follows_within_a_share(job_json: str, steps: int) -> Trace:
+    """The next token is taken out of this rank's part of the sequence."""
+    from harness.parallelism import execute
+
+    def share(batch: Batch, positions: Tensor | None) -> Batch:
+        return batch if positions is None else batch.each(lambda x: x.index_select(1, positions))
+
+    def one_later_of_share(batch: Batch) -> Batch:
+        return one_later(share(batch, shared[0]))
+
+    shared: list[Tensor | None] = [None]
+    original = execute.DirectExecutor.__init__
+
+    def init(self, job, part, loss, positions) -> None:  # type: ignore[no-untyped-def]
+        original(self, job, part, loss, positions)
+        shared[0] = positions
+
+    def take(batch: Batch, positions: Tensor | None) -> Batch:
+        return batch if batch.inputs_BT.shape[1] < 64 else share(batch, positions)
+
+    with (
+        mock.patch.object(execute.DirectExecutor, "__init__", init),
+        mock.patch.object(execute, "one_later", one_later_of_share),
+        mock.patch.object(execute, "take_share", take),
+    ):
+        return trace(job_json, steps)
+
+
+def test_a_shift_within_a_ranks_share_shows(pool: RankPool) -> None:
+    job = layout("cp_ulysses", "deepseek_v3_debug", "model.mtp.depth=1")
+    assert not verdict_of(pool, job, 2, with_what_follows_within_a_share).passed
+
+
+def figures(job_json: str) -> tuple[float, float | None, float]:
+    """Both losses of a step, and that of validation on the same batch."""
+    engine = Engine(Job.from_json(job_json), CPU)
+    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:].clone())
+    outcome = engine.gradients(batch)
+    total, valid = engine.evaluate(batch)
+    return outcome.loss, outcome.mtp_loss, total / valid
+
+
+def test_validation_sees_the_next_token_only(pool: RankPool) -> None:
+    [(loss, further, validation)] = pool.run(1, figures, job_of().to_json())
+    assert validation == pytest.approx(loss, rel=1e-5)
+    assert further is not None and further != pytest.approx(loss, rel=1e-3)
+    [without] = pool.run(1, figures, job_of("model.mtp.depth=0").to_json())
+    assert without == (loss, None, validation)
+
+
+def looks_finite(job_json: str) -> tuple[bool, bool]:
+    """What host and device make of a loss of multi-token prediction that is no number."""
+    engine = Engine(Job.from_json(job_json), CPU)
+    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        dict(engine.named_parameters())["mtp.norm.weight"][0] = float("nan")
+    outcome = engine.gradients(Batch(tokens[:, :-1], tokens[:, 1:].clone()))
+    return outcome.is_finite, bool(outcome.norm.isfinite())
+
+
+def test_a_loss_that_is_no_number_shows(pool: RankPool) -> None:
+    assert pool.run(1, looks_finite, job_of().to_json()) == [(False, False)]
+
+
+def with_depth(model: ModelConfig, depth: int) -> ModelConfig:
+    return dataclasses.replace(model, mtp=dataclasses.replace(model.mtp, depth=depth))
+
+
+def test_parameters_and_flops_are_counted() -> None:
+    model = compose_job(["model=deepseek_v3_671b"]).model
+    off, on = (account(with_depth(model, depth), 4096) for depth in (0, 1))
+    # Weights of layer 61 in the released index, without its copies of the two tables: 11.5B parameters.
+    added = on.parameters - off.parameters
+    with torch.device("meta"):
+        built = Decoder(with_depth(model, 1), 16)
+    assert built.mtp is not None
+    assert sum(p.numel() for p in built.mtp.parameters()) == added
+    assert added == pytest.approx(11.5e9, rel=0.01)
+    assert list(parameter_shapes(with_depth(model, 1))) == [name for name, _ in built.named_parameters()]
+    multiplied = on.active_parameters - off.active_parameters + model.vocab_size * model.dim
+    attention = 6 * model.n_heads * (model.head_width + model.value_width) * 4096
+    assert on.flops_per_token_full - off.flops_per_token_full == 6 * multiplied + attention
+
+
+def test_linears_of_the_block_multiply_in_float8() -> None:
+    job = compose_job(
+        [
+            "model=deepseek_v3_671b",
+            "model.mtp.depth=1",
+            "precision=float8_tensorwise",
+            "precision.emulate=true",
+        ],
+    )
+    linears = sort_linears(job.model, job.precision)
+    assert "mtp.block.attention.wo" in linears.converted
+    assert linears.kept["mtp.proj"] == "joins two streams"
