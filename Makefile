@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format parity bench soak clean
+.PHONY: help install train test thorough lint format parity bench soak clean
 
 help:  ## show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -27,12 +27,17 @@ train: $(READY)  ## train a small Llama on the Python standard library's sources
 
 # In two parts side by side, because schedulers and launchers wait most of their time; what they print comes last.
 # Only the other part has tests of eight ranks, of which two at once would starve each other.
-BESIDE := tests/slurm tests/cluster tests/sweep tests/test_bench.py tests/test_convert.py tests/test_experiments.py
+BESIDE := tests/slurm tests/cluster tests/sweep tests/model tests/data tests/parallelism/test_all_sizes.py \
+	tests/test_adding_a_model.py tests/test_bench.py tests/test_convert.py tests/test_convert_families.py \
+	tests/test_download.py tests/test_experiments.py tests/test_user_errors.py
 test: lint  ## lint, then run all tests
 	@log=$$(mktemp); \
-	$(BIN)/python -m pytest --durations=20 $(BESIDE) > $$log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest --durations=40 $(BESIDE:%=--ignore=%); code=$$?; \
+	$(BIN)/python -m pytest --durations=25 $(BESIDE) > $$log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest --durations=60 $(BESIDE:%=--ignore=%); code=$$?; \
 	wait $$beside || code=1; cat $$log; rm -f $$log; exit $$code
+
+thorough: export THOROUGH = 1
+thorough: test  ## the same with all rows of all tables
 
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check .

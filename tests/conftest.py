@@ -27,6 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not count_gpus():
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and there is none"))
+        if item.get_closest_marker("thorough") and "THOROUGH" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="thorough: make thorough runs it"))
         # Where CI runs, a missing SLURM is a failure.
         if item.get_closest_marker("slurm") and shutil.which("sbatch") is None and "CI" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="needs SLURM, which .ci/run installs"))

@@ -7,6 +7,7 @@ ranks are started anew, because gloo's connections do not survive an error.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -155,6 +156,21 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _forget_meshes() -> None:
+    """Empties what DTensor remembers of the meshes of a job that is over.
+
+    Another job could be given their process groups, which are gone. And a group of gloo's has threads for as
+    long as somebody holds it, which wake fifty times a second: after a hundred jobs that takes whole cores.
+    """
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    gc.collect()
+
+
 def _serve(rank: int, connection: Connection, owner: int) -> None:
     """The life of a rank: wait for a job, do it, answer."""
     # A ^C on the terminal reaches the ranks too; their owner decides, and they end with it.
@@ -162,7 +178,6 @@ def _serve(rank: int, connection: Connection, owner: int) -> None:
     end_with_parent(owner)
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from harness.loop.setup import loopback_interface
 
@@ -176,8 +191,6 @@ def _serve(rank: int, connection: Connection, owner: int) -> None:
         except Exception:  # of unpickling: a function that cannot be imported here
             connection.send((False, traceback.format_exc()))
             continue
-        # Cached sharding decisions hold the meshes, and with them the process groups, of earlier jobs.
-        _clear_sharding_prop_cache()
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -187,6 +200,8 @@ def _serve(rank: int, connection: Connection, owner: int) -> None:
             value = function(*arguments)
             dist.destroy_process_group()
             connection.send((True, value))
+            value = None
+            _forget_meshes()
         except BaseException:
             connection.send((False, traceback.format_exc()))
             # Stays until it is ended: as long as its connections stand, the peers do not fail too.
