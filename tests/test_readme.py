@@ -13,6 +13,7 @@ import pytest
 from harness.bench import BenchJob
 from harness.compose import compose_job
 from harness.convert import ConvertJob
+from harness.download import DownloadJob
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.parity import ParityJob
@@ -43,7 +44,8 @@ def test_harness_commands_compose(command: str, monkeypatch: pytest.MonkeyPatch)
         arguments = _parser().parse_args(words[module + 1 :])
         assert str(arguments.folder).startswith("runs/")
         return
-    schema, name = {"bench": BenchJob, "parity": ParityJob, "convert": ConvertJob}.get(verb, Job), verb
+    schemas = {"bench": BenchJob, "parity": ParityJob, "convert": ConvertJob, "download": DownloadJob}
+    schema, name = schemas.get(verb, Job), verb
     if words[0] == "torchrun":
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])

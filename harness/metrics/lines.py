@@ -11,6 +11,7 @@ Format = Callable[[Any], str]
 _FIELDS: tuple[tuple[str, str, Format], ...] = (
     ("loss", "loss", lambda v: f"{v:.4f}"),
     ("loss_max", "loss_max", lambda v: f"{v:.4f}"),
+    ("mtp_loss", "mtp_loss", lambda v: f"{v:.4f}"),
     ("validation_loss", "validation_loss", lambda v: f"{v:.4f}"),
     ("grad_norm", "grad_norm", lambda v: f"{v:.3f}"),
     ("lr", "lr", lambda v: f"{v:.2e}"),

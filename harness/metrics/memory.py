@@ -32,7 +32,7 @@ def _peak_resident_bytes() -> int:
     On Linux ru_maxrss survives exec (fs/exec.c, exec_mmap): a small rank started by a large parent would
     report the parent's memory. VmHWM belongs to the address space of this process alone.
     """
-    if sys.platform == "linux":
+    if _STATUS.exists():
         found = _PEAK.search(_STATUS.read_bytes())
         if found:
             return int(found.group(1)) * 1024
