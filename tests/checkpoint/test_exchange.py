@@ -70,7 +70,7 @@ def loss_of(model: torch.nn.Module, job: Job) -> float:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", rest_is_thorough([torch.float32, torch.bfloat16], torch.float32), ids=str)
 def test_training_starts_from_safetensors(
     pool: RankPool, tmp_path: Path, layout: str, dtype: torch.dtype
 ) -> None:

@@ -165,6 +165,7 @@ def fused_calls(job_json: str) -> tuple[int, int, float]:
     return calls["gather"], calls["scatter"], norm
 
 
+@pytest.mark.thorough
 def test_async_tensor_parallel_is_in_the_graph(pool: RankPool) -> None:
     job = compose_job([*TINY, "parallelism=tp", "compile.backend=inductor", "model.n_layers=2"])
     for_fallback = Job.from_json(job.to_json())

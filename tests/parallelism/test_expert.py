@@ -57,9 +57,8 @@ def verdict_of(
     return compare("layout", job.world_size, reference(pool, job, steps), traces, TOLERANCES)
 
 
-CORE = ["ep_accumulate", "ep_hsdp", "fsdp_ep", "fsdp_experts_uneven", "tp_experts_plain", "fsdp_tp_ep"]
-CORE += ["fsdp_tp_ep_experts", "fsdp_cp_ep", "fsdp_ep_pp_zbv", "fsdp_tp_pp_ep", "fsdp_ep_recompute_full"]
-CORE += ["fsdp_ep_recompute_op", "experts_compiled", "fsdp_tp_ep_compiled_recompute_full"]
+CORE = ["ep_accumulate", "fsdp_ep", "tp_experts_plain", "fsdp_tp_ep", "fsdp_tp_ep_experts", "fsdp_cp_ep"]
+CORE += ["fsdp_ep_pp_zbv", "fsdp_ep_recompute_op", "experts_compiled", "fsdp_tp_ep_compiled_recompute_full"]
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(EXPERT_MATRIX, *CORE))

@@ -165,14 +165,7 @@ LAYOUTS = [
 ]
 
 
-CORE = [
-    "fsdp_tp",
-    "cp_ulysses",
-    "tp_ep",
-    "fsdp_ep_recompute_full",
-    "fsdp_ep_compiled",
-    "fsdp_tp_chunked_loss",
-]
+CORE = ["cp_ulysses", "fsdp_ep_compiled", "fsdp_tp_chunked_loss"]
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(LAYOUTS, *CORE))
