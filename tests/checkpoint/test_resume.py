@@ -15,7 +15,6 @@ from harness.cluster.pool import RankPool
 from harness.compose import compose_job
 from harness.job import Job
 
-
 STEPS, STOP = 10, 5
 
 
