@@ -30,7 +30,7 @@ train: $(READY)  ## train a small Llama on the Python standard library's sources
 BESIDE := tests/slurm tests/cluster tests/sweep tests/model tests/data tests/parallelism/test_all_sizes.py \
 	tests/test_adding_a_model.py tests/test_bench.py tests/test_convert.py tests/test_convert_families.py \
 	tests/test_download.py tests/test_experiments.py tests/test_user_errors.py
-test: lint  ## lint, then run all tests
+test: lint  ## lint, then run the tests
 	@log=$$(mktemp); \
 	$(BIN)/python -m pytest --durations=25 $(BESIDE) > $$log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest --durations=60 $(BESIDE:%=--ignore=%); code=$$?; \

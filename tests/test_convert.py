@@ -18,6 +18,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from peak_memory import bytes_of_converting
 from torch import Tensor
 
 from harness.checkpoint import formats, progress
@@ -645,25 +646,6 @@ def test_ranks_share_the_shards(tmp_path: Path) -> None:
 
 
 WIDE = ["model=llama3_tiny", "model.dim=512", "model.ffn_hidden_dim=1536", "model.n_layers=20"]
-MEASURE = r"""
-import re, sys
-from harness.compose import compose_job
-from harness.convert import ConvertJob, convert
-
-def run(*typed):
-    convert(compose_job(typed, config_name="convert", schema=ConvertJob), list(typed))
-
-def peak():
-    # getrusage's figure would begin with that of the process that started this one.
-    return int(re.search(r"VmHWM:\s+(\d+) kB", open("/proc/self/status").read())[1]) * 1024
-
-small, large, out, kind, *model = sys.argv[1:]
-options = [f"convert.format={kind}", "convert.max_shard_gb=0.05", *model]
-run(f"convert.source={small}", f"convert.target={out}.small", *options, "model.n_layers=1")
-before = peak()
-run(f"convert.source={large}", f"convert.target={out}", *options, "model.n_layers=20")
-print("peak", peak() - before)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -694,15 +676,7 @@ def test_memory_is_that_of_a_few_tensors(
     assert size > 200e6
     overrides = [] if source == "dcp" else WIDE
     small, out = wide[f"{source}-small"], tmp_path / "out"
-    done = subprocess.run(
-        [*PYTHON, "-c", MEASURE, str(small), str(large), str(out), target, *overrides],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    peak = int(done.stdout.split()[-1])
+    peak = bytes_of_converting(small, large, out, target, 1, overrides)
     print(f"\n{source} -> {target}: {size / 1e6:.0f} MB of weights, peak raised by {peak / 1e6:.1f} MB")  # noqa: T201
     # The largest tensor has 3 MB.
     assert peak < size / 5

@@ -112,9 +112,6 @@ class Engine:
         for part in self.parts:
             if part.output is not None and job.training.loss_chunks > 1:
                 part.output.loss = ChunkedLoss(self.loss, job.training.loss_chunks, vocabulary, compiled)
-        for part in self.parts:
-            for moe in part.mixtures.values():
-                moe.router.aux_scale /= job.global_batch_size
         self.balance = Balance(job, self.parts, device)
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
         self.parameters = [parameter for _, parameter in self.named_parameters()]

@@ -22,6 +22,8 @@ from harness.model.decoder import Decoder
 class Balance:
     """Counts and biases of all mixtures of a model; every rank makes one and calls it together.
 
+    It also tells routers what makes their auxiliary losses a mean over the global batch.
+
     Args:
         job: the resolved job.
         parts: this rank's parts of the model.
@@ -34,8 +36,12 @@ class Balance:
     def __init__(self, job: Job, parts: Sequence[Decoder], device: torch.device) -> None:
         self.job, self.parts, self.device = job, parts, device
         self.rows = {layer: row for row, layer in enumerate(job.model.expert_layers)}
-        # Ranks that split every expert route the same tokens.
+        # Ranks that split every expert route the same tokens; so many times they are counted, and the
+        # gradient of an auxiliary loss is summed over these ranks.
         self.copies = job.parallelism.tp if job.parallelism.splits_experts else 1
+        for part in parts:
+            for moe in part.mixtures.values():
+                moe.router.aux_scale = 1 / (job.global_batch_size * self.copies)
         self.load_ME: Tensor | None = None
 
     @torch.no_grad()

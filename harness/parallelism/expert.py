@@ -8,6 +8,8 @@ the sequence, or all of them the whole, each with a part of every expert (``expe
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -52,10 +54,7 @@ def apply_expert_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) 
             groups.append(mesh.group("tp"))
         if groups:
             moe.router.over_sequence = _Counts(groups)
-            moe.router.sequence_parts = torch.Size(group.size() for group in groups).numel()
-        if layout.splits_experts:
-            # Every rank of them adds the gradient, and they are summed.
-            moe.router.aux_scale /= layout.tp
+            moe.router.sequence_parts = prod(group.size() for group in groups)
 
 
 def _replicate_router(moe: MoE, mesh: DeviceMesh) -> None:

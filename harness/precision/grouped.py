@@ -40,18 +40,7 @@ def _rowwise() -> Product:
     from torchao.float8.config import e4m3_dtype
     from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
 
-    def multiply(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-        out_RO = _to_fp8_rowwise_then_scaled_grouped_mm(
-            x_RI.bfloat16(),
-            weight_EOI.bfloat16().transpose(1, 2),
-            ends_E,
-            out_dtype=torch.bfloat16,
-            float8_dtype=e4m3_dtype,
-            pad_token_groups_for_grouped_mm=False,
-        )
-        return out_RO.type_as(x_RI)
-
-    return multiply
+    return _by_torchao(_to_fp8_rowwise_then_scaled_grouped_mm, float8_dtype=e4m3_dtype)
 
 
 def _mxfp8(*, emulate: bool) -> Product:
@@ -61,15 +50,20 @@ def _mxfp8(*, emulate: bool) -> Product:
     if not emulate:
         _require_mxfp8_kernels()
     preference = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+    return _by_torchao(_to_mxfp8_then_scaled_grouped_mm, kernel_preference=preference)
+
+
+def _by_torchao(product: Callable[..., Tensor], **options: Any) -> Product:
+    """One of torchao's products as ``grouped_linear`` is called; groups are padded already."""
 
     def multiply(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-        out_RO = _to_mxfp8_then_scaled_grouped_mm(
+        out_RO = product(
             x_RI.bfloat16(),
             weight_EOI.bfloat16().transpose(1, 2),
             ends_E,
             out_dtype=torch.bfloat16,
-            kernel_preference=preference,
             pad_token_groups_for_grouped_mm=False,
+            **options,
         )
         return out_RO.type_as(x_RI)
 

@@ -75,8 +75,8 @@ def test_a_value_that_cannot_travel_and_a_hang_are_reported_too(pair: RankPool) 
     with pytest.raises(RankFailed, match="pickle"):
         pair.run(1, not_picklable)
     pair.run(2, own_rank)
-    pair.timeout_seconds = 0.5
-    with pytest.raises(RankFailed, match=r"no answer from rank 1 of 2 in 0.5 s"):
+    pair.timeout_seconds = 5
+    with pytest.raises(RankFailed, match=r"no answer from rank 1 of 2 in 5 s"):
         pair.run(2, sleep_on, 1)
 
 

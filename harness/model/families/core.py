@@ -127,7 +127,12 @@ class Says:
                 return self.read(content[name]) if self.read else content[name]
         if self.default is NEEDED:
             return None
-        return self.default(content) if callable(self.default) else self.default
+        if not callable(self.default):
+            return self.default
+        try:
+            return self.default(content)
+        except KeyError:
+            return None  # what it follows from is missing too, which is said of that field
 
 
 @dataclass(frozen=True)
