@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from harness.cluster.config import count_gpus
 from harness.cluster.pool import RankPool
 
-# A shell ignores interrupts for what it runs in the background, and commands that tests start would inherit it.
+# A shell ignores interrupts for what it runs in the background, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
