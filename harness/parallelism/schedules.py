@@ -77,6 +77,8 @@ class CsvSchedule:
     """Microbatches that every stage runs."""
     digest: str
     """SHA-256 of the file, twelve hex digits."""
+    passes_of_rank: list[list[tuple[int, str, int]]]
+    """For every rank what it does, in order: stage, ``F``, ``B``, ``I`` or ``W``, microbatch."""
 
     @property
     def num_stages(self) -> int:
@@ -101,13 +103,16 @@ def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
         )
     forwards: list[set[tuple[int, int]]] = []
     backwards: dict[tuple[int, int], set[str]] = {}
+    passes: list[list[tuple[int, str, int]]] = []
     for row in rows:
         forwards.append(set())
+        passes.append([])
         for cell in row:
             match = _ACTION.match(cell)
             if match is None or match[2] not in ("F", "B", "I", "W"):
                 raise ConfigError(field, path, f"cell {cell!r} is not <stage><F|B|I|W><microbatch>, like 0F0")
             action = (int(match[1]), int(match[3]))
+            passes[-1].append((action[0], match[2], action[1]))
             if match[2] == "F":
                 forwards[-1].add(action)
             else:
@@ -125,4 +130,4 @@ def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
     if set(backwards) != wanted or any(kinds not in ({"B"}, {"I", "W"}) for kinds in backwards.values()):
         raise ConfigError(field, path, "every stage and microbatch needs one B, or one I and one W")
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
-    return CsvSchedule(stages_of_rank, microbatches, digest)
+    return CsvSchedule(stages_of_rank, microbatches, digest, passes)

@@ -1,0 +1,1 @@
+"""Rows of runs become tables, laid beside published and predicted ones."""

@@ -1,0 +1,46 @@
+"""Orders of passes: every schedule runs everything once, and what needs something else runs after it."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.parallelism.config import ParallelismConfig
+from harness.parallelism.schedules import SCHEDULES
+from harness.parallelism.stages import num_stages, stages_of_rank
+from harness.plan.order import pipeline_order
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (8, 32)])
+def test_every_stage_runs_every_microbatch_once(name: str, pp: int, microbatches: int) -> None:
+    layout = ParallelismConfig(pp=pp, pp_schedule=name)
+    order = pipeline_order(layout, 32, microbatches)
+    assert len(order) == pp
+    for rank, actions in enumerate(order):
+        stages = stages_of_rank(layout, 32, rank)
+        everything = {(stage, i) for stage in stages for i in range(microbatches)}
+        forwards = [(a.stage, a.microbatch) for a in actions if a.kind == "F"]
+        assert len(forwards) == len(everything) and set(forwards) == everything
+        whole = {(a.stage, a.microbatch) for a in actions if a.kind == "B"}
+        halves = [{(a.stage, a.microbatch) for a in actions if a.kind == kind} for kind in ("I", "W")]
+        assert halves[0] == halves[1] and whole | halves[0] == everything and not whole & halves[0]
+        done: set[tuple[str, int, int]] = set()
+        for action in actions:
+            needs = {"F": None, "B": "F", "I": "F", "W": "I"}[action.kind]
+            assert needs is None or (needs, action.stage, action.microbatch) in done
+            done.add((action.kind, action.stage, action.microbatch))
+    assert num_stages(layout, 32) == sum(len(stages_of_rank(layout, 32, rank)) for rank in range(pp))
+
+
+def test_a_schedule_of_a_file_runs_as_it_is_written(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "schedule.csv"
+    file.write_text("0F0,0F1,,0B1,0B0\n1F0,1F1,1I1,1B0,1W1\n")
+    layout = ParallelismConfig(pp=2, pp_schedule_csv=str(file))
+    first, second = pipeline_order(layout, 4, 2)
+    assert [f"{a.stage}{a.kind}{a.microbatch}" for a in first] == ["0F0", "0F1", "0B1", "0B0"]
+    assert [f"{a.stage}{a.kind}{a.microbatch}" for a in second] == ["1F0", "1F1", "1I1", "1B0", "1W1"]
+
+
+def test_without_a_pipeline_passes_follow_each_other() -> None:
+    [order] = pipeline_order(ParallelismConfig(), 4, 2)
+    assert [f"{a.kind}{a.microbatch}" for a in order] == ["F0", "B0", "F1", "B1"]
