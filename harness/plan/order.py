@@ -6,6 +6,8 @@ torch is imported where there is a pipeline.
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +47,21 @@ def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[A
     of_one = SCHEDULES[name].stages_per_rank == "one"
     made: Any = schedules.get_schedule_class(name)(ours[0] if of_one else ours, n_microbatches=microbatches)
     order = made._get_pipeline_order() if of_one else made.pipeline_order
-    return [[action for step in order[rank] for action in _passes(step)] for rank in range(pp)]
+    ranks = [[action for step in order[rank] for action in _passes(step)] for rank in range(pp)]
+    return [_numbered(actions) for actions in ranks] if of_one else ranks
+
+
+def _numbered(actions: list[Action]) -> list[Action]:
+    """With microbatches one after the other, as such a schedule runs them.
+
+    What torch 2.13 tells of 1F1B begins with microbatch 1 on the last rank, and has none of number 0.
+    """
+    seen: Counter[str] = Counter()
+    numbered = []
+    for action in actions:
+        numbered.append(replace(action, microbatch=seen[action.kind]))
+        seen[action.kind] += 1
+    return numbered
 
 
 class _Stage(SimpleNamespace):

@@ -22,7 +22,7 @@ KINDS = (
 
 PARTS = ("compute", "dp", "tp", "cp", "ep", "pp", "bubble", "optimizer")
 """Parts of a step's time, in the order in which they are shown: computing; waiting for collectives of an
-axis, as far as nothing hides them (``dp`` is FSDP's and the replicas'); waiting for other stages; the update."""
+axis as far as nothing hides them (``dp`` is FSDP's and the replicas'); for other stages; the update."""
 
 
 @dataclass(frozen=True)
