@@ -55,8 +55,8 @@ class Kept:
     """Numbers of one token."""
     cut: Cut
     dtype: str = "compute"
-    """``compute`` (precision.param_dtype), ``float32``, ``int64``; ``widened``: a copy in float32 that there is
-    not where that is computed in; ``norm``: float32 where a norm is made of single operations."""
+    """``compute`` (precision.param_dtype), ``float32``, ``int64``; ``widened``: a copy in float32 that there
+    is not where that is computed in; ``norm``: float32 where a norm is made of single operations."""
     by: Keeper = Keeper.ALL
 
 
@@ -242,7 +242,8 @@ def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:
         kept=(inner("gate"), inner("up"), inner("silu", by=Keeper.EAGER), inner("product")),
         products=(inner("gate"), inner("up"), Kept(f"{name}.w2", dim, Cut.PARTIAL)),
         forward=(inner("gate, up, silu, product", 4),),
-        # Backward multiplies the product's gradient by both factors while all three stand; the product is gone.
+        # Backward multiplies the product's gradient by both factors while all three stand; the product is
+        # gone.
         backward=(inner("grads", 2),),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from harness.job import Job
@@ -15,8 +15,8 @@ from harness.plan.speed import StepModel
 # rows of one cluster's tables seldom tell them from the rest.
 FITTED = ("matmul", "float8", "pipeline")
 START = replace(Constants(), matmul=0.6, float8=0.5, pipeline=0.01)
-# How far a constant may be from where it starts, and how well rows are expected to be met, both as the standard
-# deviation of a logarithm: a constant that no row speaks of stays where it is.
+# How far a constant may be from where it starts, and how well rows are expected to be met, both as the
+# standard deviation of a logarithm: a constant that no row speaks of stays where it is.
 PRIOR, NOISE = 0.25, 0.02
 # Shares cannot be more than all.
 MOST = {"matmul": 1.0, "float8": 1.0, "attention": 1.0, "memory": 1.0}
@@ -51,7 +51,7 @@ def fit(
         names: the constants to be fitted.
         sweeps: how often each is tried at most.
     """
-    logs = {name: 0.0 for name in names}
+    logs = dict.fromkeys(names, 0.0)
     cost = _cost(rows, start, logs)
     step = 0.2
     for _ in range(sweeps):

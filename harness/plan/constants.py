@@ -1,8 +1,9 @@
 """What hardware and software reach of what sheets promise: the few numbers that no sheet has.
 
 The defaults are fitted (harness/plan/calibrate.py) on Table 1 and one row of Table 5 of torchtitan's
-published tables (experiments/llama3_h100/published.csv) and on nothing else; the report prints what they miss.
-``python -m harness.plan calibrate=FOLDER`` fits them to measured runs, of a cluster or of this machine's cores.
+published tables (experiments/llama3_h100/published.csv) and on nothing else; the report prints what they
+miss. ``python -m harness.plan calibrate=FOLDER`` fits them to measured runs, of a cluster or of a CPU's
+cores.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Constants:
     """Shares of peaks, and times that no peak bounds."""
 
     matmul: float = 0.490
-    """Share of the peak that products of large matrices in 16 or 32 bits reach in a long run, after tiles that
-    do not fill the last wave are counted. Fitted; the devices of those tables had 500 of 700 W."""
+    """Share of the peak that products of large matrices in 16 or 32 bits reach in a long run, after tiles
+    that do not fill the last wave are counted. Fitted; the devices of those tables had 500 of 700 W."""
     float8: float = 0.368
     """The same of float8's peak. Fitted."""
     attention: float = 0.35

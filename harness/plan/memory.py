@@ -3,8 +3,8 @@
 A rank's passes are walked through in the order in which its schedule runs them: what stands at a moment is
 what stays for the whole step (parameters, optimizer state, gathered parameters of a pipeline), what
 microbatches left that wait for their backward, gradients as far as they are there, and what the pass itself
-needs at its fullest (``memory_stage.py``). The kinds of the fullest moment of all are what is reported; maxima
-of different moments are never added, except where CUDA's allocator does so (``_reserved``).
+needs at its fullest (``memory_stage.py``). The kinds of the fullest moment of all are what is reported;
+maxima of different moments are never added, except where CUDA's allocator does so (``_reserved``).
 """
 
 from __future__ import annotations
@@ -141,9 +141,7 @@ class _Rank:
                 continue
             others = [kept for other, kept in waiting.items() if other != key]
             there = sharded_before > 0 if reduces else accumulated[action.stage] > 0
-            yield plus(
-                between, *others, stage.backward(gradients_there=there, accumulates=not reduces)
-            )
+            yield plus(between, *others, stage.backward(gradients_there=there, accumulates=not reduces))
             if action.kind == "I":
                 waiting[key] = stage.kept_for_weights
                 continue
@@ -193,9 +191,9 @@ class _Rank:
     def _reserved(self, kinds: Bytes) -> Bytes:
         """What CUDA's allocator has reserved then, whose lists of free blocks are the streams' own.
 
-        FSDP2 allocates the gradients of shards on the stream that reduces, and what it gathers into on the one
-        that gathers (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). Freed, this memory is of no
-        use to other streams, so it is reserved at any moment, whether it is in use then or not.
+        FSDP2 allocates the gradients of shards on the stream that reduces, and what it gathers into on the
+        one that gathers (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). Freed, this memory is
+        of no use to other streams, so it is reserved at any moment, whether it is in use then or not.
         """
         kinds = dict(kinds)
         if not self.fsdp or self.job.parallelism.cpu_offload:
@@ -210,5 +208,3 @@ class _Rank:
             return CPU_PROCESS
         own = self.parameters.gradient_bytes if self.fsdp else 0.0
         return FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE
-
-

@@ -1,11 +1,11 @@
 """Memory of the passes of one pipeline stage: what every module needs while it runs, and leaves behind.
 
-FSDP2's part is read from its source (torch/distributed/fsdp/_fully_shard, torch 2.13): gathered parameters are
-copied out of the buffer they were gathered into, so a group stands twice while it computes in forward; backward
-gathers the next group before it computes one; gradients are copied into the input of a reduce-scatter, in
-precision.reduce_dtype, which is kept until the next group is reduced. A pipeline keeps what is gathered, and
-adds gradients unsharded, in reduce_dtype, until all microbatches are through (torch/distributed/pipelining/
-stage.py, backward_maybe_with_nosync and perform_reduce_grad).
+FSDP2's part is read from its source (torch/distributed/fsdp/_fully_shard, torch 2.13): gathered parameters
+are copied out of the buffer they were gathered into, so a group stands twice while it computes in forward;
+backward gathers the next group before it computes one; gradients are copied into the input of a
+reduce-scatter, in precision.reduce_dtype, which is kept until the next group is reduced. A pipeline keeps
+what is gathered, and adds gradients unsharded, in reduce_dtype, until all microbatches are through
+(torch/distributed/pipelining/ stage.py, backward_maybe_with_nosync and perform_reduce_grad).
 """
 
 from __future__ import annotations

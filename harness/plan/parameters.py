@@ -167,7 +167,7 @@ def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
 
 def fsdp_group(name: str, model: ModelConfig, layout: ParallelismConfig) -> str:
     """The module with which ``parallelism/fsdp.py`` gathers a tensor."""
-    in_block = name.startswith("layers.") or name.startswith("mtp.block.")
+    in_block = name.startswith(("layers.", "mtp.block."))
     if in_block:
         block = _block_of(name, model)
         # Laid out in another way, they are a group of their own.

@@ -1,4 +1,4 @@
-"""Times of passes: bubbles are those of the schedules' papers, and nothing begins before what it needs is there."""
+"""Times of passes: bubbles are those of the schedules' papers, and nothing begins before what it needs."""
 
 from __future__ import annotations
 
