@@ -18,19 +18,11 @@ from harness.plan.speed import StepModel
 
 # Which constants a fit moves, and where that of the defaults started. The others come from sheets and papers:
 # rows of one cluster's tables seldom tell them from the rest.
-FITTED = ("matmul", "float8")
+FITTED: tuple[str, ...] = ("matmul", "float8")
 START = replace(Constants(), matmul=0.6, float8=0.5)
 # Ranks on a CPU share its cores, wait for Python at every operation, and send through its memory.
-CPU_FITTED = ("matmul", "attention", "memory", "launch", "latency", "link")
-CPU_START = Constants(
-    matmul=0.8,
-    attention=0.3,
-    memory=0.5,
-    link=0.2,
-    latency=500e-6,
-    launch=30e-6,
-    cores=len(os.sched_getaffinity(0)),
-)
+CPU_FITTED: tuple[str, ...] = ("matmul", "attention", "memory", "launch", "latency", "link")
+CPU_START = Constants(matmul=0.8, attention=0.3, memory=0.5, link=0.2, latency=500e-6, launch=30e-6)
 # How far a constant may be from where it starts, and how well rows are expected to be met, both as the
 # standard deviation of a logarithm: a constant that no row speaks of stays where it is.
 PRIOR, NOISE = 0.25, 0.02
@@ -146,7 +138,8 @@ def calibrate(folder: Path) -> tuple[Calibration, list[Measured], str]:
             one.job.cluster.accelerator = known.name
         start, names, expected = Calibration(START, source=source), FITTED, (PRIOR, NOISE)
     elif "CPU" in device:
-        start, names = Calibration(CPU_START, measure_cpu(), source=source), CPU_FITTED
+        on_cores = replace(CPU_START, cores=len(os.sched_getaffinity(0)))
+        start, names = Calibration(on_cores, measure_cpu(), source=source), CPU_FITTED
         expected = (CPU_PRIOR, CPU_NOISE)
     else:
         raise UserError(f"calibrate={folder}: runs are of {device}, of which nothing is known")

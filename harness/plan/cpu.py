@@ -27,8 +27,9 @@ def measure_cpu() -> Accelerator:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        peaks = {str(dtype).removeprefix("torch."): _product_rate(dtype) for dtype in (torch.float32,
-        torch.bfloat16)} bandwidth = _copy_rate()
+        dtypes = (torch.float32, torch.bfloat16)
+        peaks = {str(dtype).removeprefix("torch."): _product_rate(dtype) for dtype in dtypes}
+        bandwidth = _copy_rate()
     finally:
         torch.set_num_threads(threads)
     return Accelerator(
@@ -36,8 +37,8 @@ def measure_cpu() -> Accelerator:
         peak_flops=peaks,
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         memory_bandwidth=bandwidth,
-        source=f"products of {ROWS} x {WIDTH} x {WIDTH} and copies of {COPIED >> 20} MiB on one core,
-        measured", link_bandwidth=bandwidth,
+        source=f"products of {ROWS} x {WIDTH} x {WIDTH}, copies of {COPIED >> 20} MiB, on one core, measured",
+        link_bandwidth=bandwidth,
         units=1,
     )
 
