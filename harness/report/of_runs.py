@@ -15,7 +15,7 @@ from harness.report.gpu_single import TORCHTITAN
 from harness.report.provenance import section_of
 from harness.report.rows import job_of
 from harness.report.statistics import Errors, errors_of, spearman
-from harness.report.words import figure, layout_and_schedule, percent
+from harness.report.words import NOT_MEASURED, figure, layout_and_schedule, percent
 
 Row = dict[str, Any]
 RATE = "tokens_per_second_per_rank"
@@ -80,7 +80,7 @@ def plot_name(row: Row, others: Sequence[Row]) -> str:
 
 
 def _tables(title: str, rows: Sequence[Row], best: Row | None, folder: Path) -> list[Section]:
-    """A section for each numerics, the fastest run on top; one for all if each run computes something else."""
+    """A section for each numerics, the fastest run on top; one for all if each computes something else."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["state"] != "skipped":
@@ -88,7 +88,7 @@ def _tables(title: str, rows: Sequence[Row], best: Row | None, folder: Path) -> 
     differ = _differences(groups)
     if len(groups) > 1 and all(len(group) == 1 for group in groups.values()):
         told = (
-            f"Every run computes something else: {', '.join(differ)} differ. Compare losses as well as speed."
+            f"Every run computes something else ({', '.join(differ)}): compare losses as well as speed."
         )
         groups = {"": [row for group in groups.values() for row in group]}
     else:
@@ -152,7 +152,7 @@ def _why(row: Row) -> str:
 
 def _failures(rows: Sequence[Row]) -> list[Section]:
     """What did not complete and why, and what could not be."""
-    unfinished = [row for row in rows if row["state"] not in ("completed", "skipped")]
+    unfinished = [row for row in rows if row["state"] not in ("completed", "skipped", NOT_MEASURED)]
     skipped = [row for row in rows if row["state"] == "skipped"]
     sections = []
     if unfinished:
@@ -197,5 +197,5 @@ def _rank_in_words(measured: Sequence[Row]) -> str:
     ]
     rank = spearman(pairs)
     return (
-        "" if rank is None else f"Spearman rank correlation of throughput over {len(pairs)} runs: {rank:.2f}"
+        "" if rank is None else f"Spearman rank correlation of throughput, {len(pairs)} runs: {rank:.2f}"
     )

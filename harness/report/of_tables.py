@@ -1,4 +1,4 @@
-"""The report of published tables: published, predicted and measured side by side, and how far apart they are."""
+"""The report of published tables: published, predicted and measured figures, and how far apart they are."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def report_of(title: str, tables: Sequence[Table], folder: Path) -> Report:
         sections.append(Section(in_words(table.name), text, Shown(_COLUMNS, table.rows), picture))
     origin = section_of(rows)
     sections += [origin] if origin is not None else []
-    return Report(title, sections, _summary(rows, found), rows, _OF_CSV)
+    return Report(title, sections, _summary(tables, found), rows, _OF_CSV)
 
 
 def in_words(name: str) -> str:
@@ -116,7 +116,7 @@ def _errors(tables: Sequence[Table], found: dict[str, list[Effect]]) -> Section:
         Column("memory_worst", "worst of memory", "+.1%"),
         Column("order", "effects with the right sign"),
     )
-    text = "Predicted against published: for the machine the tables were measured on. Medians are of absolute errors."
+    text = "Predicted against published, for the machine of the tables. Medians are of absolute errors."
     return Section("Errors", [text], Shown(columns, [*lines, overall], "all"))
 
 
@@ -156,10 +156,11 @@ def _effects(tables: Sequence[Table], found: dict[str, list[Effect]]) -> Section
     return Section("Effects", ["Rows of a table that differ in one thing only."], Shown(columns, rows))
 
 
-def _summary(rows: Sequence[Row], found: dict[str, list[Effect]]) -> list[str]:
-    once = list({row["id"]: row for row in rows}.values())
-    measured = [row for row in rows if row["state"] == "completed"]
-    lines = [f"- {len(once)} published rows, {len({row['id'] for row in measured})} of them measured here."]
+def _summary(tables: Sequence[Table], found: dict[str, list[Effect]]) -> list[str]:
+    once = _rows_once(tables)
+    measured = [row for table in tables for row in table.rows if row["state"] == "completed"]
+    there_are = len({(row["table"], row["point"]) for row in measured})
+    lines = [f"- {len(once)} published rows, {there_are} of them measured."]
     for what, name in (("throughput", RATE), ("memory", MEMORY)):
         errors = errors_of(once, f"delta.{name}")
         lines += [f"- Predicted {what} against published: {errors_in_words(errors)}."] if errors else []
@@ -176,5 +177,5 @@ def _summary(rows: Sequence[Row], found: dict[str, list[Effect]]) -> list[str]:
         lines.append(f"- Effects of one change with the right sign: {right} of {len(every)}{told}.")
     for what, name in (("throughput", RATE), ("memory", MEMORY)):
         errors = errors_of(measured, f"delta.expected.{name}")
-        lines += [f"- Predicted {what} against measured here: {errors_in_words(errors)}."] if errors else []
+        lines += [f"- Predicted {what} against measured: {errors_in_words(errors)}."] if errors else []
     return lines

@@ -20,7 +20,7 @@ _FACTS = {
 
 
 def section_of(rows: Sequence[Row]) -> Section | None:
-    """What all rows share in a list, the rest in a table with a command for each; None without measurements."""
+    """What all rows share in a list, the rest in a table with their commands; None without measurements."""
     measured = [row for row in rows if row["state"] == "completed"]
     if not measured:
         return None
