@@ -36,7 +36,7 @@ _UNSAID = (
     "provider=",
 )
 POINTS = "points"
-"""Name in ``hydra.sweeper.params`` of a list of points that no axes multiply to: one a line, as it is typed."""
+"""Name in ``hydra.sweeper.params`` of points that no axes multiply to: one a line, as they are typed."""
 _MISSING = "{}: must be given, on the command line or in a file of the job"
 
 

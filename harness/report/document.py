@@ -82,7 +82,7 @@ def markdown(report: Report) -> str:
     blocks = [f"# {report.title}", _paragraphs(report.summary)]
     for section in report.sections:
         blocks += [f"{'#' * section.level} {section.title}", _paragraphs(section.text)]
-        blocks += [_markdown_table(section.table)] if section.table is not None else []
+        blocks += [table_markdown(section.table)] if section.table is not None else []
         blocks += [f"![{section.title}]({section.picture})"] if section.picture is not None else []
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -95,7 +95,8 @@ def _paragraphs(text: Sequence[str]) -> str:
     return joined
 
 
-def _markdown_table(table: Table) -> str:
+def table_markdown(table: Table) -> str:
+    """A table as Markdown."""
     columns = table.shown
     lines = [
         f"| {' | '.join(each.heading for each in columns)} |",

@@ -87,9 +87,7 @@ def _tables(title: str, rows: Sequence[Row], best: Row | None, folder: Path) -> 
             groups.setdefault(row.get("numerics_id", ""), []).append(row)
     differ = _differences(groups)
     if len(groups) > 1 and all(len(group) == 1 for group in groups.values()):
-        told = (
-            f"Every run computes something else ({', '.join(differ)}): compare losses as well as speed."
-        )
+        told = f"Every run computes something else ({', '.join(differ)}): compare losses as well as speed."
         groups = {"": [row for group in groups.values() for row in group]}
     else:
         told = ""
@@ -196,6 +194,4 @@ def _rank_in_words(measured: Sequence[Row]) -> str:
         if row.get(f"predicted.{RATE}") is not None and row.get(f"measured.{RATE}") is not None
     ]
     rank = spearman(pairs)
-    return (
-        "" if rank is None else f"Spearman rank correlation of throughput, {len(pairs)} runs: {rank:.2f}"
-    )
+    return "" if rank is None else f"Spearman rank correlation of throughput, {len(pairs)} runs: {rank:.2f}"

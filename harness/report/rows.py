@@ -111,6 +111,8 @@ def _of_seen(name: str, seen: Seen) -> Row:
 
 def as_planned(name: str, job: Job, overrides: list[str]) -> Row:
     """The row of a job of which nothing but its description is known."""
+    # Where somebody's runs lie is of no use to others.
+    overrides = [each for each in overrides if not each.startswith("runs_dir=")]
     return {
         "point": name,
         "state": "planned",
