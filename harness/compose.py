@@ -35,6 +35,8 @@ _UNSAID = (
     "Config search path",
     "provider=",
 )
+POINTS = "points"
+"""Name in ``hydra.sweeper.params`` of points that no axes multiply to: one a line, as they are typed."""
 _MISSING = "{}: must be given, on the command line or in a file of the job"
 
 
@@ -128,8 +130,18 @@ def compose_points(
         try:
             once = [str(o.input_line) for o in parser.parse_overrides(typed) if not o.is_sweep_override()]
             shared = compose(config_name=config_name, overrides=once, return_hydra_config=True)
-            axes = [f"{name}={values}" for name, values in (shared.hydra.sweeper.params or {}).items()]
-            [spelled] = BasicSweeper.split_arguments(parser.parse_overrides([*axes, *typed]), None)
+            params = dict(shared.hydra.sweeper.params or {})
+            listed = _listed_points(params.pop(POINTS, ""), schema)
+            axes = [f"{name}={values}" for name, values in params.items()]
+            spelled = [
+                point
+                for own in listed or [[]]
+                for point in BasicSweeper.split_arguments(
+                    parser.parse_overrides([*axes, *own, *typed]), None
+                )[0]
+            ]
+        except UserError:
+            raise
         except Exception as error:
             raise translated(error, schema) from error
         for point in spelled:
@@ -138,6 +150,18 @@ def compose_points(
             except UserError as error:
                 points.append(Composed(point, None, str(error)))
     return points
+
+
+def _listed_points(text: str, schema: type) -> list[list[str]]:
+    """The overrides of each line; of what stands on the command line as well, that counts.
+
+    Raises:
+        UserError: a line has something that is no override.
+    """
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    for line in lines:
+        check_overrides(line, schema)
+    return [with_own_keys(line, schema) for line in lines]
 
 
 def _is_value(override: str) -> bool:

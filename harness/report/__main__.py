@@ -1,0 +1,93 @@
+"""``python -m harness.report FOLDER``: tables, plots and a page of runs, of a sweep, of an experiment."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from harness.app import guarded
+from harness.errors import EXIT_OK, UserError
+from harness.metrics.atomic import write_atomically
+from harness.report import experiment, of_runs, of_tables
+from harness.report.document import Report, as_csv, markdown
+from harness.report.page import page
+from harness.report.predict import with_predictions
+from harness.report.rows import keep, load
+
+TABLES, CSV, PAGE = "tables.md", "table.csv", "index.html"
+
+
+def main() -> None:
+    """Entry point of ``python -m harness.report`` and of the console script."""
+    arguments = _parser().parse_args()
+    sys.exit(guarded(lambda: report(arguments.folder, out=arguments.out, runs=arguments.runs)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.report",
+        description="Published, predicted and measured figures side by side: Markdown, CSV, PNG, HTML.",
+    )
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="an experiment (experiments/llama3_h100), or runs (runs/NAME of a sweep or of single runs)",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where to write; an experiment's own folder, or report/ inside the runs'"
+    )
+    parser.add_argument("--runs", type=Path, help="of an experiment: where runs are, if not in runs/")
+    return parser
+
+
+def report(folder: Path, *, out: Path | None = None, runs: Path | None = None) -> int:
+    """Writes the report of a folder; returns the exit code.
+
+    Args:
+        folder: of an experiment, or of runs.
+        out: where to write; None: an experiment's folder itself, ``report/`` inside a folder of runs.
+        runs: of an experiment: where its runs are looked for.
+
+    Raises:
+        UserError: there is nothing to report on in the folder.
+    """
+    if experiment.is_experiment(folder):
+        made, out = _of_experiment(folder, out or folder, runs)
+    else:
+        if runs is not None:
+            raise UserError(f"--runs={runs}: is for experiments; would work: python -m harness.report {runs}")
+        source = _source_of(folder)
+        rows = with_predictions(load(source))
+        out = out or (folder if source != folder else folder / "report")
+        out.mkdir(parents=True, exist_ok=True)
+        made = of_runs.report_of(folder.resolve().name, rows, out)
+    for name, text in ((TABLES, markdown(made)), (CSV, as_csv(made)), (PAGE, page(made, out))):
+        write_atomically(out / name, text.encode())
+    sys.stdout.write("".join(f"{line.removeprefix('- ')}\n" for line in made.summary))
+    pictures = [section.picture for section in made.sections if section.picture is not None]
+    sys.stdout.write("".join(f"{out / name}\n" for name in (TABLES, CSV, PAGE, *pictures)))
+    return EXIT_OK
+
+
+def _source_of(folder: Path) -> Path:
+    """Where the rows of a folder are: of an experiment that is a program, what it has left in runs/."""
+    left = Path("runs") / folder.resolve().name
+    is_program = experiment.option_of(folder) is not None and not (folder / "results.jsonl").is_file()
+    return left if is_program and left.is_dir() else folder
+
+
+def _of_experiment(folder: Path, out: Path, runs: Path | None) -> tuple[Report, Path]:
+    tables = experiment.tables_of(folder, runs)
+    out.mkdir(parents=True, exist_ok=True)
+    measured = experiment.measured_rows(tables)
+    if measured:
+        keep(out, measured)
+    title = folder.resolve().name
+    if any(table.source for table in tables):
+        return of_tables.report_of(title, tables, out), out
+    return of_runs.report_of(title, [row for table in tables for row in table.rows], out), out
+
+
+if __name__ == "__main__":
+    main()

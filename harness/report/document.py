@@ -1,0 +1,122 @@
+"""A report as data: sections of text, a table, a picture; and the same as Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.report.words import figure
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    key: str
+    """Of the rows."""
+    heading: str
+    form: str = ""
+    """Format of numbers; empty shows the value as it is."""
+
+    def cell(self, row: Row) -> str:
+        """What it shows of a row."""
+        return figure(row.get(self.key), self.form)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is set to the right."""
+        return bool(self.form)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows; columns that are empty all the way are left out."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    marked: str | None = None
+    """Value of ``point`` of the row to be set off."""
+
+    @property
+    def shown(self) -> list[Column]:
+        """Columns that say something."""
+        said = {key for row in self.rows for key, value in row.items() if value not in (None, "")}
+        return [each for each in self.columns if each.key in said]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands below it; all parts may be missing."""
+
+    title: str
+    text: Sequence[str] = ()
+    """Paragraphs; those that begin with ``- `` are items of a list; words in backticks are code."""
+    table: Table | None = None
+    picture: str | None = None
+    """Name of a file beside the report."""
+    level: int = 2
+    """Of the heading: 2, or 3 for a part of the section above."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is shown."""
+
+    title: str
+    sections: list[Section] = field(default_factory=list)
+    summary: Sequence[str] = ()
+    """What stands below the title, and is printed on the terminal."""
+    rows: Sequence[Row] = ()
+    """Of ``table.csv``."""
+    csv_columns: Sequence[Column] = ()
+    """Columns of ``table.csv``; empty means all that the rows have."""
+
+
+def markdown(report: Report) -> str:
+    """The report as Markdown; pictures are linked."""
+    blocks = [f"# {report.title}", _paragraphs(report.summary)]
+    for section in report.sections:
+        blocks += [f"{'#' * section.level} {section.title}", _paragraphs(section.text)]
+        blocks += [table_markdown(section.table)] if section.table is not None else []
+        blocks += [f"![{section.title}]({section.picture})"] if section.picture is not None else []
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _paragraphs(text: Sequence[str]) -> str:
+    joined = ""
+    for number, each in enumerate(text):
+        in_list = number > 0 and each.startswith("- ") and text[number - 1].startswith("- ")
+        joined += ("\n" if in_list else "\n\n") * (number > 0) + each
+    return joined
+
+
+def table_markdown(table: Table) -> str:
+    """A table as Markdown."""
+    columns = table.shown
+    lines = [
+        f"| {' | '.join(each.heading for each in columns)} |",
+        f"|{'|'.join('---:' if each.is_number else '---' for each in columns)}|",
+    ]
+    for row in table.rows:
+        cells = [each.cell(row).replace("|", "\\|").replace("\n", " ") for each in columns]
+        if table.marked is not None and row.get("point") == table.marked:
+            cells[0] = f"**{cells[0]}**"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def as_csv(report: Report) -> str:
+    """All rows, with figures as they are."""
+    keys = [each.key for each in report.csv_columns]
+    keys = keys or list(dict.fromkeys(key for row in report.rows for key in row))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(keys)
+    for row in report.rows:
+        writer.writerow(["" if row.get(key) is None else row[key] for key in keys])
+    return text.getvalue()

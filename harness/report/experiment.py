@@ -1,0 +1,177 @@
+"""The points of an experiment's folder, with what was published, predicted and measured of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.compose import compose_points
+from harness.config import LABEL, leaves
+from harness.errors import UserError
+from harness.job import Job
+from harness.paths import conf_dir
+from harness.report import published
+from harness.report.predict import FIGURES, machine_of, predicted
+from harness.report.published import Published, Recipe, recipe_of
+from harness.report.rows import as_planned, job_of, load, of_sweep, read_kept, shortened
+from harness.report.statistics import delta
+from harness.report.words import NOT_MEASURED
+from harness.sweep.registry import FILE as SWEEP
+from harness.sweep.registry import Registry, labels
+
+Row = dict[str, Any]
+
+# What speed and memory follow from. Two runs that differ elsewhere (seed, steps, data, what is saved) are
+# measurements of one point.
+_PARTS = ("model", "parallelism", "precision", "activation_checkpoint", "compile")
+_FIELDS = (
+    *("training.seq_len", "training.global_batch_size", "training.local_batch_size", "training.loss_chunks"),
+    *("training.attention", "training.matmul_precision"),
+    *("optimizer.implementation", "optimizer.state_dtype", "optimizer.in_backward"),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One experiment of the folder and its points."""
+
+    name: str
+    """Of its file: ``table1``."""
+    title: str
+    """What its file says it is."""
+    command: str
+    """What runs it."""
+    rows: list[Row]
+    """With ``published.*``, ``predicted.*``, ``measured.*`` and ``expected.*``."""
+    recipes: list[Recipe]
+    """Of each row, as published tables tell runs apart."""
+    source: str
+    """Where the published numbers stand; empty without."""
+
+
+def option_of(folder: Path) -> str | None:
+    """The folder inside ``experiments/``, as ``experiment=`` takes it; None if it is not there."""
+    top = (Path(conf_dir()) / "experiment").resolve()
+    path = folder.resolve()
+    return str(path.relative_to(top)) if top in path.parents else None
+
+
+def spaces_of(folder: Path) -> list[Path]:
+    """The files of a folder that are experiments: those with a name. Others are parts of them."""
+    return [path for path in sorted(folder.glob("*.yaml")) if _content(path).get("name")]
+
+
+def _content(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+
+
+def is_experiment(folder: Path) -> bool:
+    """Whether a folder lies in ``experiments/`` and has a sweep."""
+    return folder.is_dir() and option_of(folder) is not None and bool(spaces_of(folder))
+
+
+def tables_of(folder: Path, runs_dir: Path | None = None) -> list[Table]:
+    """The tables of an experiment, whatever of them was measured so far.
+
+    Args:
+        folder: a folder of ``experiments/``.
+        runs_dir: where to look for runs; None: where the experiment leaves them, below this folder.
+
+    Raises:
+        UserError: a point is not possible, or a published row belongs to none.
+    """
+    rows = published.read(folder)
+    kept = read_kept(folder)
+    return [_table(folder, path, rows, kept, runs_dir) for path in spaces_of(folder)]
+
+
+def _table(folder: Path, path: Path, rows: list[Published], kept: list[Row], runs_dir: Path | None) -> Table:
+    option = f"experiment={option_of(folder)}/{path.stem}"
+    points = compose_points([option])
+    for point in points:
+        if point.job is None:
+            raise UserError(f"{path}: {shortened(' '.join(point.overrides))}: {point.reason}")
+    jobs: list[Job] = [point.job for point in points]
+    measured = [*_runs_of(jobs[0], runs_dir), *kept]
+    own = [row for row in rows if row.table == path.stem]
+    found = [published.find(job, own) for job in jobs]
+    if own and (len([row for row in found if row]) != len(own) or None in found):
+        raise UserError(f"{path}: its points are not the published rows of {path.stem}, one for one")
+    words = published.names([row for row in found if row]) if own else None
+    words = words or [shortened(name) for name in labels([point.overrides for point in points])]
+    lines, recipes = [], []
+    for job, point, row, name in zip(jobs, points, found, words, strict=True):
+        planned = {**as_planned(name, job, point.overrides), "state": NOT_MEASURED}
+        matching = _measurements(job, measured) or [planned]
+        for each in matching:
+            lines.append(_joined({**each, "point": name, "table": path.stem}, job, row))
+            recipes.append(recipe_of(job))
+    title = path.read_text().splitlines()[1].removeprefix("# ")
+    command = f"python -m harness.train -m {option}"
+    return Table(path.stem, title, command, lines, recipes, own[0].source if own else "")
+
+
+def _runs_of(job: Job, runs_dir: Path | None) -> list[Row]:
+    """Rows of the runs that an experiment has left."""
+    folder = (runs_dir or Path(job.runs_dir)) / job.name
+    if (folder / SWEEP).is_file():
+        return of_sweep(Registry(folder))
+    return load(folder) if any(folder.glob("*/job.json")) else []
+
+
+def _measurements(job: Job, rows: Sequence[Row]) -> list[Row]:
+    """The rows that say something of a job: for each device one that completed, or else how it failed."""
+    wanted, found = workload(job), {}
+    for row in rows:
+        own = job_of(row)
+        if own is None or workload(own) != wanted or row["state"] in ("planned", "pending"):
+            continue
+        device = row.get("device") or ""
+        if device not in found or (found[device]["state"] != "completed" and row["state"] == "completed"):
+            found[device] = row
+    completed = [row for row in found.values() if row["state"] == "completed"]
+    return completed or list(found.values())[:1]
+
+
+def workload(job: Job) -> tuple[tuple[str, Any], ...]:
+    """What speed and memory of a job follow from, whatever machine it runs on."""
+    return tuple(
+        (name, str(value))
+        for name, role, value in leaves(job)
+        if role != LABEL and (name.partition(".")[0] in _PARTS or name in _FIELDS)
+    )
+
+
+def _joined(row: Row, job: Job, own: Published | None) -> Row:
+    """A row with everything that is known beside its measurement."""
+    machine = machine_of(row)
+    figures = predicted(job, own.accelerator if own is not None else machine)
+    row = {**row, **{f"predicted.{name}": value for name, value in figures.items()}}
+    if own is not None:
+        row |= {
+            "published.layout": own.layout,
+            "published.tokens_per_second_per_rank": own.tokens_per_second_per_rank,
+            "published.memory_gib": own.memory_gib,
+            "published.accelerator": own.accelerator,
+            "published.source": own.source,
+        }
+        if row["state"] == "completed":
+            expected = figures if machine == own.accelerator else predicted(job, machine)
+            row |= {f"expected.{name}": value for name, value in expected.items()}
+    against = "published" if own is not None else "measured"
+    for name in FIGURES:
+        row[f"delta.{name}"] = delta(row[f"predicted.{name}"], row.get(f"{against}.{name}"))
+        if own is not None:
+            row[f"delta.measured.{name}"] = delta(row.get(f"measured.{name}"), row.get(f"published.{name}"))
+            row[f"delta.expected.{name}"] = delta(row.get(f"expected.{name}"), row.get(f"measured.{name}"))
+    return row
+
+
+def measured_rows(tables: Sequence[Table]) -> list[Row]:
+    """The rows worth keeping: those of runs that are over."""
+    return [row for table in tables for row in table.rows if row["state"] in ("completed", "failed")]

@@ -1,0 +1,94 @@
+"""Rows of ``experiments/gpu_single`` (measured in rounds, beside torchtitan) in the form of other rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.cluster.hardware import find_accelerator
+from harness.compose import compose_job
+from harness.metrics.mfu import peak_of
+from harness.metrics.result import flatten
+
+Row = dict[str, Any]
+FILES = ("rows.jsonl", "facts.json")
+TORCHTITAN = "torchtitan.tokens_per_second_per_rank"
+
+
+def is_there(folder: Path) -> bool:
+    """Whether a folder has what ``experiments/gpu_single/run.py`` writes."""
+    return all((folder / name).is_file() for name in FILES)
+
+
+def read(folder: Path) -> list[Row]:
+    """A row for each case of ours: medians over rounds; what torchtitan reached beside it.
+
+    Of a shape that had to be made smaller to fit, the last number of layers counts, as in ``table.md``.
+    """
+    rows = [json.loads(line) for line in (folder / FILES[0]).read_text().splitlines()]
+    facts = json.loads((folder / FILES[1]).read_text())
+    last: dict[tuple[str, str], int | None] = {}
+    for row in rows:
+        if row.get("failed") != "refused":
+            last[row["shape"], row["activation_checkpoint"]] = row["n_layers"]
+    cases: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        group = (row["shape"], row["activation_checkpoint"])
+        if row.get("failed") == "refused" or row["n_layers"] == last[group]:
+            cases.setdefault((*group, row["mode"]), []).append(row)
+    return [_of_case(each, facts) for each in cases.values() if any(row["side"] == "harness" for row in each)]
+
+
+def _of_case(rows: Sequence[Row], facts: Row) -> Row:
+    ours = [row for row in rows if row["side"] == "harness"]
+    first, failed = ours[0], [row for row in ours if "failed" in row]
+    layers = f" {first['n_layers']} layers" if first["n_layers"] else ""
+    row = {
+        "point": f"{first['shape']}{layers} {first['mode']} {first['activation_checkpoint']}",
+        "state": "completed",
+        "kind": None,
+        "reason": "",
+        "device": facts["device"],
+        "world_size": 1,
+        "overrides": first.get("overrides", []),
+        "command": "python experiments/gpu_single/run.py",
+        **{f"code.versions.{name}": value for name, value in facts["versions"].items()},
+        "code.commit": facts["commit"],
+        "code.dirty": facts["dirty"],
+        **_described(first.get("overrides"), facts["device"]),
+    }
+    if failed:
+        told = failed[0]
+        state = "skipped" if told["failed"] in ("refused", "does not fit") else "failed"
+        return {**row, "state": state, "kind": told["failed"], "reason": told.get("message", "")}
+    rates = [each["tokens_per_second"] for each in ours]
+    peak = peak_of(facts["device"], "bfloat16")
+    row |= {"peak_flops": peak.flops, "peak_origin": peak.origin, "rounds": len(rates)}
+    middle = statistics.median(rates)
+    row |= {
+        "measured.tokens_per_second_per_rank": middle,
+        "measured.spread": (max(rates) - min(rates)) / middle,
+        "measured.step_seconds": statistics.median(each["step_seconds"] for each in ours),
+        "measured.memory_gib": max(each["memory_gib"] for each in ours),
+    }
+    if all(each.get("mfu") is not None for each in ours):
+        row["measured.mfu"] = statistics.median(each["mfu"] for each in ours)
+    others = [each for each in rows if each["side"] == "torchtitan" and "failed" not in each]
+    if others:
+        row[TORCHTITAN] = statistics.median(each["tokens_per_second"] for each in others)
+    return row
+
+
+def _described(overrides: list[str] | None, device: str) -> Row:
+    """The job of a row, composed again, on a node that has the device it was measured on."""
+    if not overrides:
+        return {}
+    accelerator = find_accelerator(device)
+    if "cluster.device=cuda" in overrides:
+        overrides = [*overrides, "cluster=slurm"]
+        overrides += [f"cluster.accelerator='{accelerator.name}'"] if accelerator is not None else []
+    job = compose_job(overrides)
+    return {"id": job.id, "numerics_id": job.numerics_id, "name": job.name, **flatten({"job": job.to_dict()})}

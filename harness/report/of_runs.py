@@ -1,0 +1,197 @@
+"""The report of runs: measured beside predicted, one knob at a time, and what did not complete."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.config import NUMERICS, leaves
+from harness.report import plots
+from harness.report.ablation import Knob, ablation, best_of
+from harness.report.document import Column, Report, Section, Table
+from harness.report.gpu_single import TORCHTITAN
+from harness.report.provenance import section_of
+from harness.report.rows import job_of
+from harness.report.statistics import Errors, errors_of, spearman
+from harness.report.words import NOT_MEASURED, figure, layout_and_schedule, percent
+
+Row = dict[str, Any]
+RATE = "tokens_per_second_per_rank"
+
+_COLUMNS = (
+    Column("point", "run"),
+    Column("layout", "layout"),
+    Column("world_size", "ranks", ",d"),
+    Column(f"measured.{RATE}", "tokens/s/rank", ",.1f"),
+    Column("measured.spread", "spread", ".1%"),
+    Column(f"predicted.{RATE}", "predicted", ",.1f"),
+    Column(f"delta.{RATE}", "error", "+.1%"),
+    Column("measured.mfu", "MFU", ".1%"),
+    Column("predicted.mfu", "MFU, predicted", ".1%"),
+    Column("measured.memory_gib", "memory, GiB", ".2f"),
+    Column("predicted.memory_gib", "memory, predicted", ".2f"),
+    Column("delta.memory_gib", "error of memory", "+.1%"),
+    Column(TORCHTITAN, "torchtitan, tokens/s/rank", ",.1f"),
+    Column("loss", "loss", ".4f"),
+    Column("state", "state"),
+)
+_FAILURES = (
+    Column("point", "run"),
+    Column("state", "state"),
+    Column("kind", "class"),
+    Column("reason", "reason"),
+)
+
+
+def report_of(title: str, rows: Sequence[Row], folder: Path) -> Report:
+    """Makes the report, and draws its pictures.
+
+    Args:
+        title: of the report.
+        rows: with predictions.
+        folder: where its pictures go.
+    """
+    rows = [_with_layout(row) for row in rows]
+    best = best_of(rows)
+    sections = _tables(title, rows, best, folder)
+    measured = [row for row in rows if row["state"] == "completed"]
+    names = [plot_name(row, measured) for row in measured]
+    told = _rank_in_words(measured)
+    if plots.against(folder / "predicted.png", f"{title}: predicted and measured", names, measured, told):
+        sections.append(Section("Predicted and measured", [told] if told else [], picture="predicted.png"))
+    sections += _knobs(rows, best)
+    sections += _failures(rows)
+    origin = section_of(rows)
+    sections += [origin] if origin is not None else []
+    return Report(title, sections, _summary(rows, best), rows)
+
+
+def _with_layout(row: Row) -> Row:
+    job = job_of(row)
+    return {**row, "layout": layout_and_schedule(job) if job is not None else ""}
+
+
+def plot_name(row: Row, others: Sequence[Row]) -> str:
+    """A row's layout where that tells it from the others, else its point."""
+    layouts = [each["layout"] for each in others]
+    return row["layout"] if row["layout"] and len(set(layouts)) == len(layouts) else row["point"]
+
+
+def _tables(title: str, rows: Sequence[Row], best: Row | None, folder: Path) -> list[Section]:
+    """A section for each numerics, the fastest run on top; one for all if each computes something else."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["state"] != "skipped":
+            groups.setdefault(row.get("numerics_id", ""), []).append(row)
+    differ = _differences(groups)
+    if len(groups) > 1 and all(len(group) == 1 for group in groups.values()):
+        told = f"Every run computes something else ({', '.join(differ)}): compare losses as well as speed."
+        groups = {"": [row for group in groups.values() for row in group]}
+    else:
+        told = ""
+    sections = []
+    for number, (numerics, group) in enumerate(groups.items(), start=1):
+        ordered = sorted(group, key=lambda row: -(row.get(f"measured.{RATE}") or 0.0))
+        text = [told] if told else []
+        if len(groups) > 1:
+            values = ", ".join(f"{name}={figure(group[0].get(f'job.{name}'))}" for name in differ)
+            text.append(f"Runs that compute the same numbers (`{numerics}`): {values}.")
+        heading = "Runs" if len(groups) == 1 else f"Runs, group {number}"
+        picture = "runs.png" if len(groups) == 1 else f"runs_{number}.png"
+        names = [plot_name(row, ordered) for row in ordered]
+        drawn = plots.bars(folder / picture, f"{title}: throughput and memory", names, ordered)
+        table = Table(_COLUMNS, ordered, None if best is None else best["point"])
+        sections.append(Section(heading, text, table, picture if drawn else None))
+    return sections
+
+
+def _differences(groups: dict[str, list[Row]]) -> list[str]:
+    """Fields that make the numerics of groups different."""
+    jobs = [job for group in groups.values() if (job := job_of(group[0])) is not None]
+    values: dict[str, set[str]] = {}
+    for job in jobs:
+        for name, role, value in leaves(job):
+            if role == NUMERICS:
+                values.setdefault(name, set()).add(str(value))
+    return [name for name, found in values.items() if len(found) > 1]
+
+
+def _knobs(rows: Sequence[Row], best: Row | None) -> list[Section]:
+    knobs = ablation(rows)
+    if not knobs or best is None:
+        return []
+    text = f"Around the fastest run, `{best['point']}`: in each table all other knobs are as they are there."
+    return [Section("One knob at a time", [text]), *(_knob(knob, best) for knob in knobs)]
+
+
+def _knob(knob: Knob, best: Row) -> Section:
+    rows = [{**row, "why": _why(row)} for row in knob.rows]
+    columns = (
+        Column("knob", knob.name),
+        Column("layout", "layout"),
+        Column(f"measured.{RATE}", "tokens/s/rank", ",.1f"),
+        Column("gain", "against the best", "+.1%"),
+        Column("measured.memory_gib", "memory, GiB", ".2f"),
+        Column(f"predicted.{RATE}", "predicted", ",.1f"),
+        Column("loss", "loss", ".4f"),
+        Column("why", "why not"),
+    )
+    return Section(f"Knob: {knob.name}", table=Table(columns, rows, best["point"]), level=3)
+
+
+def _why(row: Row) -> str:
+    """Why a row has no measurement; empty for one that has."""
+    if row["state"] == "completed":
+        return ""
+    return ": ".join(part for part in (row["state"], row.get("kind"), row.get("reason")) if part)
+
+
+def _failures(rows: Sequence[Row]) -> list[Section]:
+    """What did not complete and why, and what could not be."""
+    unfinished = [row for row in rows if row["state"] not in ("completed", "skipped", NOT_MEASURED)]
+    skipped = [row for row in rows if row["state"] == "skipped"]
+    sections = []
+    if unfinished:
+        sections.append(Section("Not completed", table=Table(_FAILURES, unfinished)))
+    if skipped:
+        told = "Points of the space that no job can be made of, and the rule that says so."
+        columns = (Column("point", "point"), Column("reason", "rule"))
+        sections.append(Section("Not possible", [told], Table(columns, skipped)))
+    return sections
+
+
+def _summary(rows: Sequence[Row], best: Row | None) -> list[str]:
+    counts = Counter(row["state"] for row in rows)
+    lines = [f"- {len(rows)} points: {', '.join(f'{count} {state}' for state, count in counts.items())}."]
+    if best is not None:
+        spread = best.get("measured.spread")
+        lines.append(
+            f"- The fastest: `{best['point']}`, {best[f'measured.{RATE}']:,.1f} tokens/s/rank"
+            f"{f' (spread of its steps {spread:.1%})' if spread is not None else ''}."
+        )
+    told = [
+        f"{what} {errors_in_words(found)}"
+        for what, name in (("throughput", RATE), ("memory", "memory_gib"))
+        if (found := errors_of(rows, f"delta.{name}")) is not None
+    ]
+    if told:
+        lines.append(f"- Predicted against measured: {'; '.join(told)}.")
+    rank = _rank_in_words([row for row in rows if row["state"] == "completed"])
+    return [*lines, f"- {rank}."] if rank else lines
+
+
+def errors_in_words(errors: Errors) -> str:
+    """Median and worst of some errors."""
+    return f"median error {errors.median:.1%}, worst {percent(errors.worst)} ({errors.count} rows)"
+
+
+def _rank_in_words(measured: Sequence[Row]) -> str:
+    pairs = [
+        (row[f"predicted.{RATE}"], row[f"measured.{RATE}"])
+        for row in measured
+        if row.get(f"predicted.{RATE}") is not None and row.get(f"measured.{RATE}") is not None
+    ]
+    rank = spearman(pairs)
+    return "" if rank is None else f"Spearman rank correlation of throughput, {len(pairs)} runs: {rank:.2f}"

@@ -1,0 +1,181 @@
+"""The report of published tables: published, predicted and measured figures, and how far apart they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.report import plots
+from harness.report.document import Column, Report, Section
+from harness.report.document import Table as Shown
+from harness.report.experiment import Table
+from harness.report.of_runs import errors_in_words
+from harness.report.provenance import section_of
+from harness.report.statistics import Effect, effects, errors_of
+
+Row = dict[str, Any]
+RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
+
+_COLUMNS = (
+    Column("point", "run"),
+    Column(f"published.{RATE}", "tokens/s/GPU, published", ",.0f"),
+    Column(f"predicted.{RATE}", "predicted", ",.0f"),
+    Column(f"delta.{RATE}", "error", "+.1%"),
+    Column(f"measured.{RATE}", "measured", ",.0f"),
+    Column("measured.spread", "spread", ".1%"),
+    Column(f"delta.measured.{RATE}", "measured to published", "+.1%"),
+    Column(f"expected.{RATE}", "predicted for this machine", ",.0f"),
+    Column(f"delta.expected.{RATE}", "error for this machine", "+.1%"),
+    Column(f"published.{MEMORY}", "memory GiB, published", ".1f"),
+    Column(f"predicted.{MEMORY}", "memory, predicted", ".1f"),
+    Column(f"delta.{MEMORY}", "error of memory", "+.1%"),
+    Column(f"measured.{MEMORY}", "memory, measured", ".1f"),
+    Column(f"delta.measured.{MEMORY}", "memory, measured to published", "+.1%"),
+    Column(f"expected.{MEMORY}", "memory, predicted for this machine", ".1f"),
+    Column("predicted.mfu", "MFU, predicted", ".1%"),
+    Column("measured.mfu", "MFU, measured", ".1%"),
+    Column("measured_on", "measured on"),
+)
+_OF_CSV = (
+    Column("table", ""),
+    Column("published.layout", ""),
+    *_COLUMNS,
+    Column("predicted.step_seconds", ""),
+    Column("predicted.fits", ""),
+    Column("measured.step_seconds", ""),
+    Column("world_size", ""),
+    Column("published.accelerator", ""),
+    Column("published.source", ""),
+    Column("id", ""),
+    Column("code.commit", ""),
+    Column("command", ""),
+)
+
+
+def report_of(title: str, tables: Sequence[Table], folder: Path) -> Report:
+    """Makes the report, and draws its pictures.
+
+    Args:
+        title: of the report.
+        tables: of the experiment, in order.
+        folder: where its pictures go.
+    """
+    tables = [_with_machines(table) for table in tables]
+    rows = [row for table in tables for row in table.rows]
+    found = {table.name: effects(_once(table)) for table in tables}
+    sections = [_errors(tables, found), _effects(tables, found)]
+    for table in tables:
+        names = [row["point"] for row in table.rows]
+        drawn = plots.bars(folder / f"{table.name}.png", table.title, names, table.rows)
+        text = [table.title, f"Published: {table.source}. Run it: `{table.command} cluster=slurm_h100`"]
+        picture = f"{table.name}.png" if drawn else None
+        sections.append(Section(in_words(table.name), text, Shown(_COLUMNS, table.rows), picture))
+    origin = section_of(rows)
+    sections += [origin] if origin is not None else []
+    return Report(title, sections, _summary(tables, found), rows, _OF_CSV)
+
+
+def in_words(name: str) -> str:
+    """table1 as Table 1."""
+    return f"Table {name.removeprefix('table')}" if name.startswith("table") else name
+
+
+def _with_machines(table: Table) -> Table:
+    """With a word for each row on where it was measured, or that it was not."""
+    rows = []
+    for row in table.rows:
+        on = str(row.get("device") or "") if row["state"] == "completed" else str(row["state"])
+        failed = row["state"] == "failed"
+        rows.append(
+            {**row, "measured_on": f"failed: {row.get('kind')}: {row.get('reason')}" if failed else on}
+        )
+    return Table(table.name, table.title, table.command, rows, table.recipes, table.source)
+
+
+def _once(table: Table) -> list[tuple[Any, Row]]:
+    """Each published row once, though several machines may have measured it."""
+    return list(
+        {recipe: (recipe, row) for recipe, row in zip(table.recipes, table.rows, strict=True)}.values()
+    )
+
+
+def _rows_once(tables: Sequence[Table]) -> list[Row]:
+    return [row for table in tables for _, row in _once(table)]
+
+
+def _errors(tables: Sequence[Table], found: dict[str, list[Effect]]) -> Section:
+    lines = [_errors_of(in_words(table.name), _rows_once([table]), found[table.name]) for table in tables]
+    overall = _errors_of("all", _rows_once(tables), [each for name in found for each in found[name]])
+    columns = (
+        Column("point", "table"),
+        Column("rows", "rows", "d"),
+        Column("rate_median", "throughput, median error", ".1%"),
+        Column("rate_worst", "worst", "+.1%"),
+        Column("memory_median", "memory, median error", ".1%"),
+        Column("memory_worst", "worst of memory", "+.1%"),
+        Column("order", "effects with the right sign"),
+    )
+    text = "Predicted against published, for the machine of the tables. Medians are of absolute errors."
+    return Section("Errors", [text], Shown(columns, [*lines, overall], "all"))
+
+
+def _errors_of(name: str, rows: Sequence[Row], found: Sequence[Effect]) -> Row:
+    rate, memory = errors_of(rows, f"delta.{RATE}"), errors_of(rows, f"delta.{MEMORY}")
+    judged = [each for each in found if each.is_right is not None]
+    return {
+        "point": name,
+        "rows": len(rows),
+        "rate_median": rate and rate.median,
+        "rate_worst": rate and rate.worst,
+        "memory_median": memory and memory.median,
+        "memory_worst": memory and memory.worst,
+        "order": f"{sum(bool(each.is_right) for each in judged)} of {len(judged)}" if judged else None,
+    }
+
+
+def _effects(tables: Sequence[Table], found: dict[str, list[Effect]]) -> Section:
+    rows = [
+        {
+            "point": in_words(table.name),
+            "what": f"{each.what}: {each.words}" if each.words else each.what,
+            "published": each.published,
+            "predicted": each.predicted,
+            "right": each.is_right,
+        }
+        for table in tables
+        for each in found[table.name]
+    ]
+    columns = (
+        Column("point", "table"),
+        Column("what", "change"),
+        Column("published", "gain in throughput, published", "+.1%"),
+        Column("predicted", "predicted", "+.1%"),
+        Column("right", "right sign"),
+    )
+    return Section("Effects", ["Rows of a table that differ in one thing only."], Shown(columns, rows))
+
+
+def _summary(tables: Sequence[Table], found: dict[str, list[Effect]]) -> list[str]:
+    once = _rows_once(tables)
+    measured = [row for table in tables for row in table.rows if row["state"] == "completed"]
+    there_are = len({(row["table"], row["point"]) for row in measured})
+    lines = [f"- {len(once)} published rows, {there_are} of them measured."]
+    for what, name in (("throughput", RATE), ("memory", MEMORY)):
+        errors = errors_of(once, f"delta.{name}")
+        lines += [f"- Predicted {what} against published: {errors_in_words(errors)}."] if errors else []
+    every = [each for own in found.values() for each in own if each.is_right is not None]
+    wrong = [
+        f"{in_words(name)} {each.what}"
+        for name, own in found.items()
+        for each in own
+        if each.is_right is False
+    ]
+    if every:
+        told = f"; wrong: {', '.join(wrong)}" if wrong else ""
+        right = sum(bool(each.is_right) for each in every)
+        lines.append(f"- Effects of one change with the right sign: {right} of {len(every)}{told}.")
+    for what, name in (("throughput", RATE), ("memory", MEMORY)):
+        errors = errors_of(measured, f"delta.expected.{name}")
+        lines += [f"- Predicted {what} against measured: {errors_in_words(errors)}."] if errors else []
+    return lines

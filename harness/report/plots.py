@@ -1,0 +1,171 @@
+"""Pictures of a report: bars of published, predicted and measured figures, and predicted against measured."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.metrics.atomic import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+
+# Colours that stay apart for every kind of colour blindness (Okabe and Ito).
+COLORS = {"published": "#8c8c8c", "predicted": "#0072b2", "expected": "#56b4e9", "measured": "#d55e00"}
+WORDS = {
+    "published": "published",
+    "predicted": "predicted",
+    "expected": "predicted, machine of the measurement",
+    "measured": "measured",
+}
+RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
+_INCHES_PER_BAR, _AROUND = 0.2, 1.5
+_PANELS = ((RATE, "tokens per second and rank", ",.0f"), (MEMORY, "peak memory of a rank, GiB", ",.1f"))
+
+
+def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> bool:
+    """Draws throughput and memory of every row, a bar for each kind of figure that is known.
+
+    Returns:
+        whether there was anything to draw.
+    """
+    kinds = [kind for kind in COLORS if any(row.get(f"{kind}.{RATE}") is not None for row in rows)]
+    if not kinds or not rows:
+        return False
+    height = _AROUND + _INCHES_PER_BAR * len(rows) * (len(kinds) + 0.8)
+    figure = _figure(11, max(height, 2.6))
+    panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    for axis, (fact, what, form) in zip(panels, _PANELS, strict=True):
+        _draw_bars(axis, rows, kinds, fact, form)
+        axis.set_xlabel(what)
+    panels[0].set_yticks(range(len(rows)), names)
+    panels[0].invert_yaxis()
+    if len(kinds) > 1:
+        handles, words = panels[0].get_legend_handles_labels()
+        figure.legend(handles, words, loc="outside lower center", ncols=len(kinds), frameon=False)
+    figure.suptitle(title, fontsize=11)
+    _save(figure, path)
+    return True
+
+
+def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str, form: str) -> None:
+    width = 0.8 / len(kinds)
+    for number, kind in enumerate(kinds):
+        places = [place + (number - (len(kinds) - 1) / 2) * width for place in range(len(rows))]
+        values = [row.get(f"{kind}.{fact}") for row in rows]
+        lengths = [value or 0.0 for value in values]
+        axis.barh(places, lengths, 0.92 * width, color=COLORS[kind], label=WORDS[kind])
+        for place, value in zip(places, values, strict=True):
+            if value is not None:
+                axis.text(value, place, f" {value:{form}}", va="center", fontsize=7)
+    for place, row in enumerate(rows):
+        if fact == RATE and row["state"] in ("failed", "stopped", "lost") and "measured" in kinds:
+            offset = (len(kinds) - 1) / 2 * width
+            axis.text(0, place + offset, f" {row['state']}: {row.get('kind') or ''}", va="center", fontsize=7)
+    axis.margins(x=0.16)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+
+
+def against(path: Path, title: str, names: Sequence[str], rows: Sequence[Row], told: str = "") -> bool:
+    """Draws predicted over measured throughput, a point for each row that has both, named.
+
+    Args:
+        path: of the picture.
+        title: of the picture.
+        names: of the rows.
+        rows: those to draw.
+        told: a figure to be shown in the corner, such as a rank correlation.
+
+    Returns:
+        whether there was anything to draw.
+    """
+    pairs = [
+        (name, row[f"measured.{RATE}"], row[f"predicted.{RATE}"])
+        for name, row in zip(names, rows, strict=True)
+        if row.get(f"measured.{RATE}") is not None and row.get(f"predicted.{RATE}") is not None
+    ]
+    if len(pairs) < 2:
+        return False
+    figure = _figure(8, 6.4)
+    axis = figure.subplots()
+    values = [value for _, *both in pairs for value in both]
+    low, high = 0.85 * min(values), 1.1 * max(values)
+    axis.plot([low, high], [low, high], color="#bbbbbb", linewidth=1, zorder=0, label="predicted = measured")
+    measured, expected = [pair[1] for pair in pairs], [pair[2] for pair in pairs]
+    axis.scatter(measured, expected, s=22, color=COLORS["measured"], zorder=3)
+    axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        side.set_minor_formatter(lambda value, _: f"{value:,.10g}")
+        side.set_tick_params(which="minor", labelsize=7)
+    axis.set_xlabel("measured tokens per second and rank")
+    axis.set_ylabel("predicted tokens per second and rank")
+    axis.spines[["top", "right"]].set_visible(False)
+    _name_points(axis, pairs)
+    axis.legend(loc="lower right", frameon=False)
+    if told:
+        axis.text(0.02, 0.97, told, transform=axis.transAxes, va="top")
+    axis.set_title(title, fontsize=11)
+    _save(figure, path)
+    return True
+
+
+def _name_points(axis: Axes, pairs: Sequence[tuple[str, float, float]]) -> None:
+    """Writes names beside points, each at the first of some places where it covers no other name or point."""
+    figure = axis.get_figure()
+    assert figure is not None
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()  # type: ignore[union-attr]
+    points = [axis.transData.transform((x, y)) for _, x, y in pairs]
+    taken: list[Any] = []
+    for (name, x, y), own in sorted(zip(pairs, points, strict=True), key=lambda each: tuple(each[1])):
+        for dx, dy, side in _PLACES:
+            text = axis.annotate(
+                name, (x, y), (dx, dy), textcoords="offset points", fontsize=7, ha=side, va="center",
+                arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5} if abs(dy) > 8 else None,
+            )  # fmt: skip
+            box = text.get_window_extent(renderer).padded(1)
+            others = [point for point in points if tuple(point) != tuple(own)]
+            inside = axis.get_window_extent(renderer)
+            if (
+                not any(box.overlaps(other) for other in taken)
+                and not any(box.padded(3).contains(*point) for point in others)
+                and inside.x0 <= box.x0
+                and box.x1 <= inside.x1 + 60
+            ):
+                break
+            text.remove()
+        else:
+            text = axis.annotate(name, (x, y), (6, 0), textcoords="offset points", fontsize=7, va="center")
+            box = text.get_window_extent(renderer)
+        taken.append(box)
+
+
+_PLACES = [
+    (dx, dy, side)
+    for distance in (0, 8, 16, 26, 38, 52)
+    for dy in ((distance, -distance) if distance else (0,))
+    for dx, side in ((6, "left"), (-6, "right"))
+]
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> None:
+    image = io.BytesIO()
+    # Without the version of matplotlib in it, equal pictures are equal files.
+    figure.savefig(image, format="png", dpi=140, metadata={"Software": None})
+    write_atomically(path, image.getvalue())

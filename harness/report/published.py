@@ -1,0 +1,164 @@
+"""Published numbers, and which of them a job is meant to reproduce. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.errors import UserError
+from harness.job import Job
+
+FILE = "published.csv"
+_MODELS = {"llama3.1-8B": "llama3_8b", "llama3.1-70B": "llama3_70b", "llama3.1-405B": "llama3_405b"}
+_CHECKPOINTING = {"selective": "selective_op", "full": "full", "none": "none"}
+_ACCELERATORS = {"H100-96GB-HBM2e-500W": "H100 96GB"}
+_YES = {"yes": True, "no": False}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a published table says of a run; equal for the row and for the job that is it."""
+
+    model: str
+    ranks: int
+    dp_shard: int
+    cp: int
+    tp: int
+    pp: int
+    local_batch_size: int
+    seq_len: int
+    activation_checkpoint: str
+    compiled: bool
+    linear: str
+    """Format in which linears multiply; ``none`` is bfloat16."""
+    async_tp: bool
+    schedule: str
+    """Of the pipeline; empty without one."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One row of ``published.csv``."""
+
+    recipe: Recipe
+    global_batch_size: int | None
+    """Sequences per step; None where the table does not say."""
+    tokens_per_second_per_rank: float
+    memory_gib: float
+    """Peak of a rank, GiB."""
+    accelerator: str
+    """Name in ``harness/cluster/hardware.py``."""
+    layout: str
+    """As published, e.g. ``FSDP8 TP8 PP8``."""
+    table: str
+    """``table1``, as the experiment's file is called."""
+    source: str
+    notes: str = field(default="", compare=False)
+
+
+def read(folder: Path) -> list[Published]:
+    """The published rows of an experiment; none if it has no ``published.csv``.
+
+    Raises:
+        UserError: a row cannot be read.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    rows = []
+    with path.open(newline="") as file:
+        for number, raw in enumerate(csv.DictReader(file), start=2):
+            try:
+                rows.append(_row(raw))
+            except (KeyError, ValueError) as error:
+                raise UserError(f"{path}: line {number}: {type(error).__name__}: {error}") from error
+    return rows
+
+
+def _row(raw: dict[str, str]) -> Published:
+    degrees = {name: int(degree) for name, degree in re.findall(r"([A-Z]+)(\d+)", raw["parallel_layout"])}
+    recipe = Recipe(
+        model=_MODELS[raw["model"]],
+        ranks=int(raw["num_gpus"]),
+        dp_shard=degrees["FSDP"],
+        cp=degrees.get("CP", 1),
+        tp=degrees.get("TP", 1),
+        pp=degrees.get("PP", 1),
+        local_batch_size=int(raw["local_batch_size"]),
+        seq_len=int(raw["seq_len"]),
+        activation_checkpoint=_CHECKPOINTING[raw["ac_mode"]],
+        compiled=_YES[raw["compile"]],
+        linear="none" if raw["quantization"] == "bf16" else raw["quantization"],
+        async_tp=_YES[raw["async_tp"]],
+        schedule=raw["pp_schedule"],
+    )
+    return Published(
+        recipe=recipe,
+        global_batch_size=int(raw["global_batch_size"]) if raw["global_batch_size"] else None,
+        tokens_per_second_per_rank=float(raw["tps_per_gpu"]),
+        memory_gib=float(raw["memory_gib"]),
+        accelerator=_ACCELERATORS[raw["gpu"]],
+        layout=raw["parallel_layout"],
+        table=raw["source"].split()[-2].lower() + raw["source"].split()[-1],
+        source=raw["source"],
+        notes=raw["notes"],
+    )
+
+
+def recipe_of(job: Job) -> Recipe:
+    """What a published table would say of a job."""
+    layout = job.parallelism
+    return Recipe(
+        model=job.model.name,
+        ranks=job.world_size,
+        dp_shard=layout.dp_shard,
+        cp=layout.cp,
+        tp=layout.tp,
+        pp=layout.pp,
+        local_batch_size=job.local_batch_size,
+        seq_len=job.training.seq_len,
+        activation_checkpoint=job.activation_checkpoint.mode,
+        compiled=job.compile.enable,
+        linear=job.precision.linear,
+        async_tp=layout.async_tp,
+        schedule=layout.pp_schedule if layout.pp > 1 else "",
+    )
+
+
+def find(job: Job, rows: list[Published]) -> Published | None:
+    """The published row that a job is, if there is one."""
+    recipe = recipe_of(job)
+    for row in rows:
+        if row.recipe == recipe and row.global_batch_size in (None, job.global_batch_size):
+            return row
+    return None
+
+
+# How what tells rows of one table from each other is called.
+_WORDS = {
+    "compiled": {True: "compile", False: "eager"},
+    "linear": {"none": "bf16", "float8_tensorwise": "float8"},
+    "async_tp": {True: "async TP", False: "no async TP"},
+}
+ASKED = {"compiled": "compile", "linear": "float8", "async_tp": "async TP", "schedule": "schedule"}
+"""Fields whose effect a table shows, where two of its rows differ in nothing else."""
+
+
+def names(rows: list[Published]) -> list[str]:
+    """What tells the rows of one table from each other, in words."""
+    fields = Recipe.__dataclass_fields__
+    varying = [name for name in fields if len({getattr(row.recipe, name) for row in rows}) > 1]
+    layout = {"dp_shard", "cp", "tp", "pp"} & set(varying)
+    named = []
+    for row in rows:
+        words = [row.layout] if layout else []
+        for name in varying:
+            value = getattr(row.recipe, name)
+            if name == "seq_len":
+                words.append(f"{value:,} tokens")
+            elif name not in ("dp_shard", "cp", "tp", "pp"):
+                words.append(_WORDS.get(name, {}).get(value, str(value)))
+        named.append(", ".join(words) or row.layout)
+    return named

@@ -1,0 +1,210 @@
+"""Rows of runs, wherever they were left: what tables, plots and notebooks are made of. Imports no torch.
+
+A row is what ``result.json`` says, flat, and beside it:
+
+* ``point``: what tells it from the others; ``overrides`` and ``command``: what it was made by;
+* ``state``: ``completed``, ``failed``, ``stopped``, ``running``, ``pending``, ``planned``, ``lost``, or
+  ``skipped`` (no job can be made of it); ``kind`` (class of the failure) and ``reason``;
+* ``measured.*``, of completed runs: ``tokens_per_second_per_rank`` (of the median step of the window),
+  ``spread`` (90th less 10th percentile of the steps, over the median), ``step_seconds``, ``memory_gib``,
+  ``mfu``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.job import Job, from_dict
+from harness.metrics.mfu import mfu
+from harness.metrics.result import flatten
+from harness.report import gpu_single
+from harness.run_folder import RunFolder
+from harness.sweep.registry import FILE as SWEEP
+from harness.sweep.registry import Point, Registry, labels
+from harness.sweep.state import Seen, look_at_all
+
+Row = dict[str, Any]
+
+KEPT = "results.jsonl"
+"""Rows that stay when the runs are gone: one JSON object a line."""
+# Names of machines and folders say nothing to a reader elsewhere; what was saved is no result.
+_NOT_KEPT = ("host.name", "run_dir", "resumed_from", "saved")
+_PATH = re.compile(r"(?:\w+\.)+(?=\w+=)")
+
+
+def load(folder: Path) -> list[Row]:
+    """All rows of a folder: of a sweep, of runs, of one run, or of rows that were kept.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; would work: a folder of runs/, or of experiments/")
+    if (folder / SWEEP).is_file():
+        return of_sweep(Registry(folder))
+    if gpu_single.is_there(folder):
+        return [completed(row) for row in gpu_single.read(folder)]
+    if (folder / KEPT).is_file():
+        return read_kept(folder)
+    runs = _run_folders(folder)
+    if not runs:
+        raise UserError(
+            f"{folder}: no run has left a row here; would work: a folder of runs/ (runs/NAME, or one run's), "
+            "or of experiments/"
+        )
+    return of_points([Point(path.name, path, _overrides(path)) for path in runs])
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    """Folders with a job, at most two levels down: a run, runs of one name, or all runs."""
+    found = [path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}job.json")]
+    return sorted(path for path in found if "attempts" not in path.parts)
+
+
+def _overrides(run_dir: Path) -> list[str]:
+    path = run_dir / "overrides.txt"
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def of_sweep(registry: Registry) -> list[Row]:
+    """Every point of a sweep, the impossible ones too."""
+    points, skipped = registry.points(), registry.skipped()
+    names = labels([each.overrides for each in skipped], [point.overrides for point in points])
+    return [
+        *of_points(points),
+        *(
+            {
+                "point": shortened(name),
+                "state": "skipped",
+                "reason": each.reason,
+                "overrides": each.overrides,
+                "command": command_of(each.overrides),
+            }
+            for name, each in zip(names, skipped, strict=True)
+        ),
+    ]
+
+
+def of_points(points: Sequence[Point]) -> list[Row]:
+    """Rows of points that have a job, in their order."""
+    names = labels([point.overrides for point in points])
+    return [_of_seen(shortened(name), each) for name, each in zip(names, look_at_all(points), strict=True)]
+
+
+def _of_seen(name: str, seen: Seen) -> Row:
+    point = seen.point
+    row = {
+        **as_planned(name, point.job, point.overrides),
+        **RunFolder(point.run_dir).row,
+        "state": seen.state,
+        "kind": seen.kind,
+        "reason": seen.reason,
+        "run_dir": str(point.run_dir),
+    }
+    return completed(row)
+
+
+def as_planned(name: str, job: Job, overrides: list[str]) -> Row:
+    """The row of a job of which nothing but its description is known."""
+    # Where somebody's runs lie is of no use to others.
+    overrides = [each for each in overrides if not each.startswith("runs_dir=")]
+    return {
+        "point": name,
+        "state": "planned",
+        "kind": None,
+        "reason": "",
+        "id": job.id,
+        "numerics_id": job.numerics_id,
+        "name": job.name,
+        "world_size": job.world_size,
+        "overrides": overrides,
+        "command": command_of(overrides),
+        **flatten({"job": job.to_dict()}),
+    }
+
+
+def completed(row: Row) -> Row:
+    """The row with ``measured.*``, if the run came to its end; what had its figures before keeps them."""
+    median = row.get("window.tokens_per_second_median")
+    if row["state"] != "completed" or median is None or "measured.memory_gib" in row:
+        return row
+    rate = median / row["world_size"]
+    figures = {
+        "tokens_per_second_per_rank": rate,
+        "spread": row.get("window.step_seconds_spread"),
+        "step_seconds": row.get("window.step_seconds_median"),
+        "memory_gib": row.get("memory_gib"),
+        "mfu": mfu(rate, row["flops_per_token_full"], row.get("peak_flops")),
+    }
+    return {**row, **{f"measured.{name}": value for name, value in figures.items()}}
+
+
+def job_of(row: Row) -> Job | None:
+    """The job of a row; None of a point that could not be one.
+
+    Raises:
+        ConfigError: the row is of a version whose jobs had other fields.
+    """
+    plain: dict[str, Any] = {}
+    for key, value in row.items():
+        part, _, name = key.partition(".")
+        if part == "job":
+            *path, leaf = name.split(".")
+            inner = plain
+            for step in path:
+                inner = inner.setdefault(step, {})
+            inner[leaf] = value
+    return from_dict(Job, plain) if plain else None
+
+
+def command_of(overrides: Iterable[str]) -> str:
+    """What to type to have the run again."""
+    quoted = (f"'{each}'" if re.search(r"[\s\[\]{}()$&;|<>*?]", each) else each for each in overrides)
+    return " ".join(["python -m harness.train", *quoted])
+
+
+def shortened(label: str) -> str:
+    """A label without the parts of the job that its fields belong to: parallelism.tp=2 as tp=2."""
+    return _PATH.sub("", label)
+
+
+def read_kept(folder: Path) -> list[Row]:
+    """The rows of ``results.jsonl``; none if there is no such file.
+
+    Raises:
+        UserError: the file is broken.
+    """
+    path = folder / KEPT
+    if not path.is_file():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{path}: line {number} is no JSON: {error}") from error
+    return rows
+
+
+def keep(folder: Path, rows: Iterable[Row]) -> Path:
+    """Writes ``results.jsonl``: what of the rows can be told anywhere; returns its path."""
+    path = folder / KEPT
+    text = "".join(json.dumps(_kept(row)) + "\n" for row in rows)
+    path.write_text(text)
+    return path
+
+
+def _kept(row: Row) -> Row:
+    dropped = ("predicted.", "expected.", "published.", "delta.", "checkpoint.", "job.runs_dir")
+    return {
+        key: value
+        for key, value in row.items()
+        # A None of the job is a value: its field may have another default.
+        if (value is not None or key.startswith("job.")) and not key.startswith(dropped)
+        if key not in _NOT_KEPT
+    }

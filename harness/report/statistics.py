@@ -1,0 +1,90 @@
+"""How far figures are from others: errors, ranks, and the effect of one change. No torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import sqrt
+from typing import Any
+
+from harness.report.published import ASKED, Recipe
+
+Row = dict[str, Any]
+_FIELDS = tuple(Recipe.__dataclass_fields__)
+
+
+def delta(value: float | None, reference: float | None) -> float | None:
+    """By what share a value is above a reference; None where one of them is not known."""
+    return None if value is None or not reference else value / reference - 1
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The errors of some figures."""
+
+    count: int
+    median: float
+    """Median of the absolute errors, a share."""
+    worst: float
+    """The largest error by amount, with its sign."""
+
+
+def errors_of(rows: Sequence[Row], key: str) -> Errors | None:
+    """Errors over the rows that have one under ``key``; None where no row has."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    if not values:
+        return None
+    return Errors(len(values), statistics.median(map(abs, values)), max(values, key=abs))
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Rank correlation; equal values share their mean rank. None for too few pairs, or no variation."""
+    if len(pairs) < 3:
+        return None
+    left, right = (_ranks([pair[side] for pair in pairs]) for side in (0, 1))
+    middle = (len(pairs) + 1) / 2
+    products = sum((a - middle) * (b - middle) for a, b in zip(left, right, strict=True))
+    spread = sqrt(sum((a - middle) ** 2 for a in left) * sum((b - middle) ** 2 for b in right))
+    return products / spread if spread else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [1 + sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one change does to throughput, published and predicted."""
+
+    what: str
+    """``compile``, ``float8``, ``async TP`` or ``schedule``."""
+    words: str
+    """From what to what."""
+    published: float
+    """Gain as a share."""
+    predicted: float | None
+
+    @property
+    def is_right(self) -> bool | None:
+        """Whether the prediction has the same sign; None without one."""
+        return None if self.predicted is None else (self.predicted > 0) == (self.published > 0)
+
+
+def effects(rows: Sequence[tuple[Recipe, Row]]) -> list[Effect]:
+    """Every pair of rows that differ in nothing but one of the things that tables ask about."""
+    found = []
+    for (before, first), (after, second) in combinations(rows, 2):
+        changed = [name for name in _FIELDS if getattr(before, name) != getattr(after, name)]
+        if len(changed) == 1 and changed[0] in ASKED:
+            [name] = changed
+            rate = "tokens_per_second_per_rank"
+            gains = [
+                delta(second.get(f"{kind}.{rate}"), first.get(f"{kind}.{rate}"))
+                for kind in ("published", "predicted")
+            ]
+            assert gains[0] is not None, "published rows have a throughput"
+            words = f"{getattr(before, name)} to {getattr(after, name)}" if name == "schedule" else ""
+            found.append(Effect(ASKED[name], words, gains[0], gains[1]))
+    return found

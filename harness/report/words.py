@@ -1,0 +1,52 @@
+"""Jobs and figures in the words of tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.job import Job
+
+MISSING = "–"
+NOT_MEASURED = "not measured"
+
+
+def layout_in_words(job: Job) -> str:
+    """Degrees as the published tables write them: FSDP8 TP8 PP8; one rank is ``single``."""
+    layout = job.parallelism
+    words = []
+    if layout.dp_replicate > 1:
+        shards = f"HSDP{layout.dp_replicate}x{layout.dp_shard}"
+        words.append(shards if layout.dp_shard > 1 else f"DDP{layout.dp_replicate}")
+    elif layout.dp_shard > 1:
+        words.append(f"FSDP{layout.dp_shard}")
+    for axis in ("cp", "tp", "ep", "pp"):
+        degree = getattr(layout, axis)
+        words += [f"{axis.upper()}{degree}"] if degree > 1 else []
+    return " ".join(words) or "single"
+
+
+def layout_and_schedule(job: Job) -> str:
+    """The same with the schedule of the pipeline, where there is one."""
+    schedule = "" if job.parallelism.pp == 1 else f" {job.parallelism.pp_schedule}"
+    return f"{layout_in_words(job)}{schedule}"
+
+
+def figure(value: Any, form: str = "") -> str:
+    """A value as a cell of a table shows it; what is not known is a dash."""
+    if value is None or value == "":
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return format(value, form) if form and isinstance(value, int | float) else str(value)
+
+
+def percent(value: float | None) -> str:
+    """A share, signed, as deltas are shown."""
+    return figure(value, "+.1%")
+
+
+def seconds(value: float | None) -> str:
+    """A time in the unit that suits it."""
+    if value is None:
+        return MISSING
+    return f"{value * 1000:,.0f} ms" if value < 10 else f"{value:,.1f} s"

@@ -1,0 +1,105 @@
+"""Runs that nobody ran: folders as runs leave them, and plans with given figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from harness.compose import Composed, compose_points
+from harness.job import Job
+from harness.metrics.memory import GIB
+from harness.metrics.result import write_result
+from harness.model.accounting import account
+from harness.sweep.registry import Point, Registry, Skipped
+
+DEVICE = "NVIDIA H100 80GB HBM3"
+SPACE = [
+    *("name=made", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "cluster.ranks=8"),
+    *("parallelism.dp_shard=-1", "parallelism.tp=1,2,3", "parallelism.pp=1,2"),
+]
+
+
+def rate_of(job: Job) -> float:
+    """Tokens per second of a rank: the fewer splits, the faster."""
+    return 1000.0 / job.parallelism.tp / job.parallelism.pp + job.parallelism.dp_shard
+
+
+def result(job: Job, rate: float, device: str = DEVICE, **more: Any) -> dict[str, Any]:
+    """The row of a run that came to its end."""
+    counted = account(job.model, job.training.seq_len)
+    world = rate * job.world_size
+    step = job.global_batch_size * job.training.seq_len / world
+    return {
+        "id": job.id,
+        "numerics_id": job.numerics_id,
+        "name": job.name,
+        "exit_reason": "completed",
+        "exit_code": 0,
+        "world_size": job.world_size,
+        "step": job.training.steps,
+        "loss": 4.5,
+        "flops_per_token_full": counted.flops_per_token_full,
+        "peak_flops": 989.4e12,
+        "device": device,
+        # The mean is spoilt by one slow step; tables show the median.
+        "window": {
+            "window_steps": 7,
+            "tokens_per_second": 0.9 * world,
+            "tokens_per_second_median": world,
+            "step_seconds_median": step,
+            "step_seconds_spread": 0.04,
+        },
+        "memory_gib": 3.25,
+        "job": job.to_dict(),
+        "code": {"commit": "0123456789abcdef", "dirty": False, "versions": {"torch": "2.x", "python": "3.x"}},
+        "host": {"name": "somewhere", "system": "Linux", "cores": 16},
+        **more,
+    }
+
+
+def leave(job: Job, overrides: Sequence[str], row: dict[str, Any] | None) -> Path:
+    """Writes a run's folder; returns it."""
+    folder = job.run_dir
+    folder.mkdir(parents=True)
+    (folder / "job.json").write_text(job.to_json())
+    (folder / "overrides.txt").write_text("".join(f"{each}\n" for each in overrides))
+    state = "planned" if row is None else row["exit_reason"]
+    (folder / "status.json").write_text(json.dumps({"state": state}))
+    if row is not None:
+        write_result(folder, row)
+    return folder
+
+
+def make_sweep(
+    runs: Path, space: Sequence[str] = SPACE, failing: Callable[[Job], bool] | None = None
+) -> Path:
+    """A sweep of which every possible point ran, but for those that fail; returns its folder."""
+    points = compose_points([*space, f"runs_dir={runs}"])
+    legal: list[Composed] = [each for each in points if each.job is not None]
+    for each in legal:
+        row = result(each.job, rate_of(each.job))
+        if failing is not None and failing(each.job):
+            error = {"kind": "out_of_memory", "message": "Tried to allocate 2 GiB", "rank": 3}
+            row = {**row, "exit_reason": "failed", "window": {}, "error": error}
+        leave(each.job, each.overrides, row)
+    registry = Registry(runs / legal[0].job.name)
+    registry.add(
+        [Point(each.job.id, each.job.run_dir, each.overrides) for each in legal],
+        [Skipped(each.overrides, each.reason) for each in points if each.job is None],
+    )
+    return registry.path
+
+
+def plan_of(rate: Callable[[Job], float], gib: float = 4.0) -> Callable[[Job], Any]:
+    """A ``make_plan`` that knows the throughput of every job."""
+
+    def make_plan(job: Job) -> Any:
+        tokens = rate(job)
+        step = job.global_batch_size * job.training.seq_len / tokens / job.world_size
+        speed = SimpleNamespace(tokens_per_second_per_rank=tokens, mfu=0.4, step_seconds=step)
+        return SimpleNamespace(speed=speed, peak=gib * GIB, fits=True)
+
+    return make_plan

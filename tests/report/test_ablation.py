@@ -1,0 +1,50 @@
+"""One table for each knob around the best point."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from made import make_sweep
+
+from harness.report.ablation import ablation, best_of, knobs_of
+from harness.report.rows import load
+
+RATE = "measured.tokens_per_second_per_rank"
+
+
+def test_each_knob_is_turned_at_the_best_point(tmp_path: Path) -> None:
+    """The shards follow from the other degrees, and are no knob."""
+    rows = load(make_sweep(tmp_path, failing=lambda job: job.parallelism.pp == 2 and job.parallelism.tp == 1))
+    best = best_of(rows)
+    assert best is not None and best["point"] == "tp=1 pp=1"
+    tp, pp = ablation(rows)
+    assert (tp.name, [(row["knob"], row["state"]) for row in tp.rows]) == (
+        "tp",
+        [("1", "completed"), ("2", "completed"), ("3", "skipped")],
+    )
+    assert [row["gain"] for row in tp.rows] == [0.0, pytest.approx(504 / 1008 - 1), None]
+    assert (pp.name, [(row["knob"], row["kind"]) for row in pp.rows]) == (
+        "pp",
+        [("1", None), ("2", "out_of_memory")],
+    )
+
+
+def test_what_is_not_typed_has_the_value_of_its_job() -> None:
+    rows = [
+        {"overrides": ["parallelism.pp=2", "parallelism.pp_schedule=GPipe"], "job.parallelism.tp": 1},
+        {"overrides": ["parallelism.tp=2"], "job.parallelism.pp": 1, "job.parallelism.pp_schedule": "1F1B"},
+        {"overrides": ["compile=on", "parallelism.pp=2", "parallelism.pp_schedule=GPipe"]},
+    ]
+    assert knobs_of(rows) == {
+        "parallelism.pp": ["2", "1", "2"],
+        "parallelism.pp_schedule": ["GPipe", "1F1B", "GPipe"],
+        "parallelism.tp": ["1", "2", "default"],
+        "compile": ["default", "default", "on"],
+    }
+
+
+def test_without_a_measurement_there_is_no_best() -> None:
+    rows = [{"overrides": ["a=1"], "state": "failed", "world_size": 1}]
+    assert best_of(rows) is None
+    assert ablation(rows) == []

@@ -1,0 +1,130 @@
+"""Rows come from wherever runs were left, and stay when the runs are gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from made import DEVICE, make_sweep, rate_of, result
+
+from harness.compose import compose_job
+from harness.errors import UserError
+from harness.report.rows import KEPT, command_of, job_of, keep, load, shortened
+
+
+def test_a_sweep_is_rows_of_all_its_points(tmp_path: Path) -> None:
+    folder = make_sweep(tmp_path, failing=lambda job: job.parallelism.tp == 2 and job.parallelism.pp == 2)
+    rows = load(folder)
+    assert [(row["point"], row["state"]) for row in rows] == [
+        ("tp=1 pp=1", "completed"),
+        ("tp=1 pp=2", "completed"),
+        ("tp=2 pp=1", "completed"),
+        ("tp=2 pp=2", "failed"),
+        ("tp=3 pp=1", "skipped"),
+        ("tp=3 pp=2", "skipped"),
+    ]
+    assert not any("runs_dir" in each for row in rows[:4] for each in row["overrides"])
+    for row in rows[:3]:
+        job = job_of(row)
+        assert job is not None and job.id == row["id"]
+        # Of the median step, not of all seconds.
+        assert row["measured.tokens_per_second_per_rank"] == pytest.approx(rate_of(job))
+        assert (row["measured.spread"], row["measured.memory_gib"]) == (0.04, 3.25)
+        flops = rate_of(job) * row["flops_per_token_full"] / 989.4e12
+        assert row["measured.mfu"] == pytest.approx(flops)
+        assert row["command"] == f"python -m harness.train {' '.join(row['overrides'])}"
+    assert (rows[3]["kind"], rows[3]["reason"]) == ("out_of_memory", "rank 3: Tried to allocate 2 GiB")
+    assert not any(key.startswith("measured.") for key in rows[3])
+    assert "parallelism.dp_shard=-1" in rows[4]["reason"] and job_of(rows[4]) is None
+
+
+def test_runs_without_a_sweep_are_found_too(tmp_path: Path) -> None:
+    folder = make_sweep(tmp_path)
+    (folder / "sweep.jsonl").unlink()
+    [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
+    shutil.copytree(run, run / "attempts" / "1")
+    assert len(load(folder)) == len(load(tmp_path)) == 4
+    [row] = load(run)
+    assert row["id"] == run.name
+    assert row["measured.tokens_per_second_per_rank"] > 0
+
+
+def test_a_run_that_is_not_over_has_no_measurement(tmp_path: Path) -> None:
+    folder = make_sweep(tmp_path)
+    (folder / "sweep.jsonl").unlink()
+    [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
+    (run / "status.json").write_text(json.dumps({"state": "interrupted"}))
+    [row] = load(run)
+    assert row["state"] == "stopped"
+    assert "measured.memory_gib" not in row
+
+
+def test_kept_rows_are_the_rows(tmp_path: Path) -> None:
+    rows = load(make_sweep(tmp_path / "runs"))
+    keep(tmp_path, [{**row, "predicted.mfu": 0.5, "delta.mfu": 0.1} for row in rows])
+    again = load(tmp_path)
+    assert [row["point"] for row in again] == [row["point"] for row in rows]
+    for row, kept in zip(rows, again, strict=True):
+        assert job_of(kept) is None or job_of(kept).id == row["id"]  # type: ignore[union-attr]
+        for key in ("measured.tokens_per_second_per_rank", "code.commit", "device", "command", "state"):
+            assert kept.get(key) == row.get(key)
+    text = (tmp_path / KEPT).read_text()
+    # Neither the machine's name nor its folders.
+    assert "somewhere" not in text and str(tmp_path) not in text
+    assert "predicted" not in text
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / KEPT).write_text('{"point": "a", "state": "completed"}\n{"point": \n')
+    with pytest.raises(UserError, match=r"results.jsonl: line 2 is no JSON"):
+        load(tmp_path)
+
+
+def test_a_folder_without_runs_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no run has left a row here; would work: a folder of runs/"):
+        load(tmp_path)
+    with pytest.raises(UserError, match=r"nothing: no such folder; would work"):
+        load(tmp_path / "nothing")
+
+
+def test_gpu_single_is_rows_by_case(tmp_path: Path) -> None:
+    """Medians over rounds; the smaller model counts where the larger did not fit."""
+    overrides = ["model=llama3_8b", "precision=bf16", "compile=on", "cluster.device=cuda", "data=synthetic"]
+    overrides += ["tokenizer=bytes", "training.global_batch_size=1", "training.seq_len=8192"]
+    common = {"shape": "8B", "activation_checkpoint": "full", "mode": "bf16_compile", "overrides": overrides}
+    run = {"memory_gib": 70.0, "step_seconds": 1.0, "mfu": 0.5}
+    starved = {"side": "harness", "n_layers": 20, "round": 0, "failed": "out_of_memory", "message": "no"}
+    rows = [{**common, **starved}]
+    for number, rate in enumerate((1000.0, 1200.0, 1100.0)):
+        rows.append(
+            {**common, **run, "side": "harness", "n_layers": 10, "round": number, "tokens_per_second": rate}
+        )
+        rows.append({**rows[-1], "side": "torchtitan", "tokens_per_second": rate - 100})
+    rows.append({**common, "mode": "bf16", "side": "harness", "n_layers": 10, "round": 0, "failed": "bug"})
+    facts = {"device": DEVICE, "versions": {"torch": "2.x"}, "commit": "0123", "dirty": False}
+    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    compiled, eager = load(tmp_path)
+    assert compiled["point"] == "8B 10 layers bf16_compile full"
+    assert compiled["measured.tokens_per_second_per_rank"] == 1100.0
+    assert compiled["measured.spread"] == pytest.approx(200 / 1100)
+    assert compiled["torchtitan.tokens_per_second_per_rank"] == 1000.0
+    job = job_of(compiled)
+    assert job is not None and job.cluster.accelerator == "H100 SXM" and job.compile.enable
+    assert (eager["state"], eager["kind"]) == ("failed", "bug")
+
+
+def test_names_and_commands() -> None:
+    assert (
+        shortened("parallelism.tp=2 optimizer.lr=1.5e-3 model=llama3_8b") == "tp=2 lr=1.5e-3 model=llama3_8b"
+    )
+    assert command_of(["a=[1,2]", "b=3"]) == "python -m harness.train 'a=[1,2]' b=3"
+
+
+def test_the_job_of_a_row_is_the_job(tmp_path: Path) -> None:
+    job = compose_job(["cluster=slurm", "cluster.env.A=b", "cluster.sbatch.reservation=x", "data.prefetch=3"])
+    from harness.metrics.result import flatten
+
+    assert job_of(flatten(result(job, 1.0))) == job

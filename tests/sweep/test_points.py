@@ -1,0 +1,79 @@
+"""Sweeps whose points are a list: one a line under ``hydra.sweeper.params.points``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness.compose import compose_points
+from harness.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+SPACE = """# @package _global_
+# Some points.
+name: listed
+
+hydra:
+  sweeper:
+    params:
+      training.seed: 1,2
+      points: |
+        parallelism.tp=2 training.steps=7
+
+        # a line that says something
+        compile=on parallelism.pp=2
+"""
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration tree with a sweep of its own."""
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    monkeypatch.setenv("HARNESS_CONF_DIR", str(tmp_path / "conf"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "conf" / "sweep" / "listed.yaml").write_text(SPACE)
+    return tmp_path / "conf"
+
+
+def facts(*typed: str) -> list[tuple[int, int, int, bool, int]]:
+    jobs = [point.job for point in compose_points(["sweep=listed", *typed])]
+    return [
+        (job.parallelism.tp, job.parallelism.pp, job.training.steps, job.compile.enable, job.training.seed)
+        for job in jobs
+    ]
+
+
+def test_points_are_listed_and_axes_multiply_them(conf: Path) -> None:
+    assert facts() == [
+        (2, 1, 7, False, 1),
+        (2, 1, 7, False, 2),
+        (1, 2, 100, True, 1),
+        (1, 2, 100, True, 2),
+    ]
+
+
+def test_what_is_typed_wins_and_can_be_an_axis(conf: Path) -> None:
+    assert facts("training.steps=8,9", "training.seed=3") == [
+        (2, 1, 8, False, 3),
+        (2, 1, 9, False, 3),
+        (1, 2, 8, True, 3),
+        (1, 2, 9, True, 3),
+    ]
+
+
+def test_a_typo_in_a_point_is_named(conf: Path) -> None:
+    path = conf / "sweep" / "listed.yaml"
+    path.write_text(SPACE.replace("compile=on", "compile=onn"))
+    with pytest.raises(UserError, match=r"^compile=onn: no such option; did you mean on\?"):
+        compose_points(["sweep=listed"])
+    path.write_text(SPACE.replace("parallelism.pp", "parallelism.ppp"))
+    with pytest.raises(UserError, match=r"^parallelism.ppp=2: no such field; did you mean parallelism.pp"):
+        compose_points(["sweep=listed"])
+
+
+def test_a_point_that_cannot_be_says_why(conf: Path) -> None:
+    points = compose_points(["sweep=listed", "training.seed=1", "parallelism.tp=3"])
+    assert [point.job for point in points] == [None, None]
+    assert all("parallelism.tp=3" in point.reason for point in points)
