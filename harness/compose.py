@@ -36,6 +36,8 @@ _UNSAID = (
     "provider=",
 )
 _MISSING = "{}: must be given, on the command line or in a file of the job"
+# The axis of a sweep whose values are whole points: the overrides of each, separated by spaces.
+_POINTS = "points="
 
 
 def register_schema(schema: type = Job) -> None:
@@ -90,7 +92,8 @@ def compose_points(
     once, and the values in which they differ are put into copies of that.
 
     Args:
-        overrides: as typed; several values of one, by commas, are an axis.
+        overrides: as typed; several values of one, by commas, are an axis. A file of sweeps/ may have an axis
+            ``points`` for a list that is no product.
         config_name: the primary config, a file of conf/.
         schema: dataclass of the job.
 
@@ -132,12 +135,23 @@ def compose_points(
             [spelled] = BasicSweeper.split_arguments(parser.parse_overrides([*axes, *typed]), None)
         except Exception as error:
             raise translated(error, schema) from error
-        for point in spelled:
+        for point in map(_with_points_told, spelled):
             try:
                 points.append(Composed(point, compose_point(point)))
             except UserError as error:
                 points.append(Composed(point, None, str(error)))
     return points
+
+
+def _with_points_told(point: list[str]) -> list[str]:
+    """The overrides of a point, with those that the axis of whole points has for it in the axis's place."""
+    told: list[str] = []
+    for override in point:
+        if override.startswith(_POINTS):
+            told += override.removeprefix(_POINTS).strip("'\"").split()
+        else:
+            told.append(override)
+    return told
 
 
 def _is_value(override: str) -> bool:
