@@ -33,6 +33,8 @@ class ClusterConfig:
     """Device of every rank: cpu, cuda, or auto (cuda where there is one)."""
     accelerator: str | None = label(None)
     """What the nodes have, by its name in harness/cluster/hardware.py (``H100 SXM``); null means unknown."""
+    network_gbps: float | None = label(None)
+    """Gbit/s of the network between nodes that every device has to itself; null means unknown."""
     threads_per_rank: int | None = label(None)
     """Threads of a rank's CPU work (OMP_NUM_THREADS); null means the cores shared out evenly."""
     start_timeout_seconds: int = label(1800)
@@ -131,6 +133,8 @@ class ClusterConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"cluster.{name}", value, "must be at least 1, or null")
+        if self.network_gbps is not None and not self.network_gbps > 0:
+            raise ConfigError("cluster.network_gbps", self.network_gbps, "must be positive, or null", 400)
         for name in ("start_timeout_seconds", "step_timeout_seconds", "stop_timeout_seconds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"cluster.{name}", getattr(self, name), "must be at least 1 second")

@@ -26,6 +26,9 @@ class Accelerator:
             error correction lives in the same memory.
         memory_bandwidth: bytes per second.
         source: the datasheet.
+        link_bandwidth: bytes per second that a device sends to others of its node (and receives from them at
+            once): NVLink, Infinity Fabric, else PCIe. Sheets print both directions together.
+        units: streaming multiprocessors (compute units) among which a kernel's tiles are shared out.
     """
 
     name: str
@@ -33,6 +36,8 @@ class Accelerator:
     memory_gib: float
     memory_bandwidth: float
     source: str
+    link_bandwidth: float
+    units: int
 
 
 def _peaks(
@@ -55,24 +60,30 @@ _A100_PEAKS = _peaks(half=312, tf32=156, float32=19.5)
 _HOPPER_SXM_PEAKS = _peaks(half=989.4, tf32=494.7, float32=66.9, float8=1978.9)
 _HOPPER_NVL_PEAKS = _peaks(half=835.5, tf32=417.5, float32=60, float8=1670.5)
 
-A100_SXM_40 = Accelerator("A100 SXM 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET)
-A100_SXM_80 = Accelerator("A100 SXM 80GB", _A100_PEAKS, 80, 2.039e12, _A100_SHEET)
-A100_PCIE_40 = Accelerator("A100 PCIe 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET)
-A100_PCIE_80 = Accelerator("A100 PCIe 80GB", _A100_PEAKS, 80, 1.935e12, _A100_SHEET)
-H100_SXM = Accelerator("H100 SXM", _HOPPER_SXM_PEAKS, 80, 3.35e12, _H100_PAPER)
+A100_SXM_40 = Accelerator("A100 SXM 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 300e9, 108)
+A100_SXM_80 = Accelerator("A100 SXM 80GB", _A100_PEAKS, 80, 2.039e12, _A100_SHEET, 300e9, 108)
+A100_PCIE_40 = Accelerator("A100 PCIe 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 31.5e9, 108)
+A100_PCIE_80 = Accelerator("A100 PCIe 80GB", _A100_PEAKS, 80, 1.935e12, _A100_SHEET, 31.5e9, 108)
+H100_SXM = Accelerator("H100 SXM", _HOPPER_SXM_PEAKS, 80, 3.35e12, _H100_PAPER, 450e9, 132)
+# What torchtitan's published tables were measured on: SXM with 96 GB of HBM2e, "2.4 TB/sec peak memory bandwidth",
+# limited to 500 W (benchmarks/llama3_h100_202412_torchtitan.md). The peak is the sheet's, at 700 W, which those
+# tables' MFU is counted against too.
+H100_96GB = Accelerator("H100 96GB", _HOPPER_SXM_PEAKS, 96, 2.4e12, _H100_PAPER, 450e9, 132)
 H100_PCIE = Accelerator(
-    "H100 PCIe", _peaks(half=756, tf32=378, float32=51.2, float8=1513), 80, 2.0e12, _H100_PAPER
+    "H100 PCIe", _peaks(half=756, tf32=378, float32=51.2, float8=1513), 80, 2.0e12, _H100_PAPER, 63e9, 114
 )
-H100_NVL = Accelerator("H100 NVL", _HOPPER_NVL_PEAKS, 94, 3.9e12, _H100_SHEET)
+H100_NVL = Accelerator("H100 NVL", _HOPPER_NVL_PEAKS, 94, 3.9e12, _H100_SHEET, 63e9, 132)
 # The H200 computes as the H100 does (its sheet rounds to 1,979 and 3,958); only its memory is another.
-H200_SXM = Accelerator("H200 SXM", _HOPPER_SXM_PEAKS, 141, 4.8e12, _H200_SHEET)
-H200_NVL = Accelerator("H200 NVL", _HOPPER_NVL_PEAKS, 141, 4.8e12, _H200_SHEET)
+H200_SXM = Accelerator("H200 SXM", _HOPPER_SXM_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132)
+H200_NVL = Accelerator("H200 NVL", _HOPPER_NVL_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132)
 B200 = Accelerator(
     "B200",
     _peaks(half=2250, tf32=1100, float32=75, float8=4500, mxfp8=4500),
     180,
     7.7e12,
     _BLACKWELL_SHEET + ", HGX B200",
+    900e9,
+    148,
 )
 GB200 = Accelerator(
     "GB200",
@@ -80,9 +91,17 @@ GB200 = Accelerator(
     186,
     8.0e12,
     _BLACKWELL_SHEET + ", GB200",
+    900e9,
+    148,
 )
 MI300X = Accelerator(
-    "MI300X", _peaks(half=1307.4, tf32=653.7, float32=163.4, float8=2614.9), 192, 5.3e12, _MI300X_SHEET
+    "MI300X",
+    _peaks(half=1307.4, tf32=653.7, float32=163.4, float8=2614.9),
+    192,
+    5.3e12,
+    _MI300X_SHEET,
+    448e9,
+    304,
 )
 L40S = Accelerator(
     "L40S",
@@ -90,6 +109,8 @@ L40S = Accelerator(
     48,
     0.864e12,
     "NVIDIA L40S datasheet, nvidia.com/en-us/data-center/l40s, dense",
+    31.5e9,
+    142,
 )
 A10 = Accelerator(
     "A10",
@@ -97,6 +118,8 @@ A10 = Accelerator(
     24,
     0.6e12,
     "NVIDIA A10 datasheet, nvidia.com/en-us/data-center/products/a10-gpu, dense",
+    31.5e9,
+    72,
 )
 L4 = Accelerator(
     "L4",
@@ -104,6 +127,8 @@ L4 = Accelerator(
     24,
     0.3e12,
     "NVIDIA L4 datasheet, nvidia.com/en-us/data-center/l4, halved: printed with sparsity",
+    31.5e9,
+    58,
 )
 
 # Whole device names: a pattern that matched a part would take an "A100" for an "A10", a "GH200" for an
@@ -127,7 +152,10 @@ _NAMES: tuple[tuple[str, Accelerator], ...] = (
     (r"NVIDIA L4", L4),
 )
 
-ACCELERATORS: dict[str, Accelerator] = {accelerator.name: accelerator for _, accelerator in _NAMES}
+# Drivers call it as they call the others, so that it is only known when it is said.
+ACCELERATORS: dict[str, Accelerator] = {
+    accelerator.name: accelerator for accelerator in (*(found for _, found in _NAMES), H100_96GB)
+}
 """The whole table by name, for planning without a device."""
 
 
