@@ -16,53 +16,50 @@ from harness.plan.machine import Machine
 from harness.plan.space import Point
 from harness.plan.work import Pass, Worker
 
+KNOWN = ("compute", "tp", "cp", "ep")
+"""Parts of a step that blocks make by themselves."""
+Parts = tuple[float, ...]
+Key = tuple[Any, ...]
+NOTHING: Parts = (0.0,) * len(KNOWN)
+
 
 @dataclass(frozen=True)
 class Bound:
-    """The least seconds of a step, of its slowest rank, and what they go to."""
+    """The least time of a step."""
 
-    compute: float
-    """Computing, recomputing included."""
-    waiting: float
-    """Collectives inside of blocks that nothing hides."""
-    bubble: float
-    """Until the first microbatch comes to the rank, and until what it did last has gone back."""
-
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return self.compute + self.waiting + self.bubble
+    seconds: float
+    parts: dict[str, float]
+    """Seconds of those of ``PARTS`` that are known, of the slowest rank."""
 
 
-@dataclass(frozen=True)
 class _Load:
-    """Seconds of one microbatch in a part of the model."""
+    """Seconds of one microbatch in a part of the model: forward, backward, and what both go to."""
 
-    forward: float = 0.0
-    backward: float = 0.0
-    """All of it, recomputing included."""
-    waiting: float = 0.0
-    """What of both is waiting for collectives."""
+    __slots__ = ("backward", "forward", "parts")
+
+    def __init__(self, forward: float = 0.0, backward: float = 0.0, parts: Parts = NOTHING) -> None:
+        self.forward, self.backward, self.parts = forward, backward, parts
 
     @classmethod
     def of(cls, forward: Pass, *backward: Pass) -> _Load:
-        waits = sum(each.seconds - each.compute for each in (forward, *backward))
-        return cls(forward.seconds, sum(each.seconds for each in backward), waits)
-
-    @property
-    def both(self) -> float:
-        """Forward and backward."""
-        return self.forward + self.backward
+        both = (forward, *backward)
+        parts = dict.fromkeys(KNOWN, 0.0)
+        for each in both:
+            parts["compute"] += each.compute
+            for moved in each.moved:
+                parts[moved.axis] += moved.exposed
+        return cls(forward.seconds, sum(each.seconds for each in backward), tuple(parts.values()))
 
     @staticmethod
-    def total(parts: Iterable[tuple[_Load, int]]) -> _Load:
-        """Of several parts, each so many times."""
-        forward = backward = waiting = 0.0
-        for part, times in parts:
-            forward += times * part.forward
-            backward += times * part.backward
-            waiting += times * part.waiting
-        return _Load(forward, backward, waiting)
+    def total(held: Iterable[tuple[_Load, int]]) -> _Load:
+        """Of several parts of the model, each so many times."""
+        forward = backward = 0.0
+        parts = NOTHING
+        for load, times in held:
+            forward += times * load.forward
+            backward += times * load.backward
+            parts = tuple(sum_ + times * own for sum_, own in zip(parts, load.parts, strict=True))
+        return _Load(forward, backward, parts)
 
 
 class Bounds:
@@ -76,7 +73,8 @@ class Bounds:
     def __init__(self, base: Job, machine: Machine) -> None:
         self._base, self._machine = base, machine
         self._kinds = tuple(block_kinds(base.model))
-        self._loads: dict[Any, dict[Any, _Load]] = {}
+        self._loads: dict[Key, dict[Any, _Load]] = {}
+        self._of_ranks: dict[Key, list[tuple[_Load, float]]] = {}
         self._parts: dict[tuple[int, int], list[list[tuple[Any, int]]]] = {}
 
     def of(self, point: Point) -> Bound:
@@ -84,31 +82,47 @@ class Bounds:
         layout = point.layout(self._base.parallelism)
         share = self._base.global_batch_size // layout.data_parallel
         times = share // (point.microbatch_size if layout.pp > 1 else point.local_batch_size)
-        loads = self._loads_of(point, layout)
+        key = self._load(point, layout)
+        loads = self._loads[key]
         if layout.pp == 1:
             load = _Load.total(
                 (loads[part], count) for part, count in Counter([*self._kinds, "head"]).items()
             )
-            return Bound(times * (load.both - load.waiting), times * load.waiting, 0.0)
+            return self._bound(times, load, 0.0)
+        bounds = (self._bound(times, load, bubble) for load, bubble in self._ranks(key, layout))
+        return max(bounds, key=lambda bound: bound.seconds)
+
+    def _ranks(self, key: Key, layout: ParallelismConfig) -> list[tuple[_Load, float]]:
+        """Of every pipeline rank the load of a microbatch, and what it waits before the first and after the last."""
+        n_layers = self._base.model.n_layers
+        key = (*key, layout.pp, num_stages(layout, n_layers), layout.pp_schedule)
+        if key in self._of_ranks:
+            return self._of_ranks[key]
+        loads = self._loads[key[:-3]]
         stages = [
             _Load.total((loads[part], count) for part, count in parts)
             for parts in self._parts_of_stages(layout)
         ]
         reached = [0.0, *accumulate(stage.forward for stage in stages)]
         left = [0.0, *accumulate(stage.backward for stage in stages)]
-        bounds = []
+        ranks = []
         for rank in range(layout.pp):
-            own = stages_of_rank(layout, self._base.model.n_layers, rank)
-            load = _Load.total((stages[stage], times) for stage in own)
-            bubble = reached[own[0]] + (0.0 if layout.splits_backward else left[own[0]])
-            bounds.append(Bound(load.both - load.waiting, load.waiting, bubble))
-        return max(bounds, key=lambda bound: bound.seconds)
+            own = stages_of_rank(layout, n_layers, rank)
+            waits = reached[own[0]] + (0.0 if layout.splits_backward else left[own[0]])
+            ranks.append((_Load.total((stages[stage], 1) for stage in own), waits))
+        self._of_ranks[key] = ranks
+        return ranks
 
-    def _loads_of(self, point: Point, layout: ParallelismConfig) -> dict[Any, _Load]:
-        """Of each kind of block and of the head; they depend on few of the fields that a search moves."""
+    @staticmethod
+    def _bound(times: int, load: _Load, bubble: float) -> Bound:
+        parts = {name: times * seconds for name, seconds in zip(KNOWN, load.parts, strict=True)}
+        return Bound(sum(parts.values()) + bubble, parts | {"bubble": bubble})
+
+    def _load(self, point: Point, layout: ParallelismConfig) -> Key:
+        """Notes the loads of each kind of block and of the head; few of the fields that move decide them."""
         rows = point.microbatch_size if layout.pp > 1 else point.local_batch_size
-        key = (layout.tp, layout.cp, layout.dp_shard if layout.ep > 1 else 0, layout.ep, rows, point.mode)
-        key = (*key, layout.pp > 1)
+        sharing = (layout.dp_shard, layout.ep) if layout.ep > 1 else (0, 1)
+        key: Key = (layout.tp, layout.cp, *sharing, rows, layout.pp > 1, point.mode)
         if key not in self._loads:
             base = self._base
             job = replace(
@@ -125,7 +139,7 @@ class Bounds:
                 for kind, block in blocks.items()
             }
             self._loads[key] = loads | {"head": _Load.of(*worker.ends())}
-        return self._loads[key]
+        return key
 
     def _parts_of_stages(self, layout: ParallelismConfig) -> list[list[tuple[Any, int]]]:
         """Kinds of blocks, and the head, that every stage has, each with how many of them."""

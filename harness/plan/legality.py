@@ -1,4 +1,4 @@
-"""Which points of a search are legal: the rules that every job is checked by, each asked as seldom as it can be."""
+"""Which points of a search are legal: the rules of every job, each asked as seldom as it can be."""
 
 from __future__ import annotations
 

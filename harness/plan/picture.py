@@ -53,7 +53,7 @@ def draw(path: Path, plan: Plan) -> None:
     figure = Figure(figsize=(12, sum(heights) + 0.9), layout="constrained")
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     figure.get_layout_engine().set(hspace=0.08, h_pad=0.08)  # type: ignore[union-attr]
-    title = f"{plan.job.name} on {devices(plan, plan.job.world_size)}: {mesh_of(plan.job)}"
+    title = f"{plan.job.name} on {devices(plan, plan.job.world_size)}: {mesh_of(plan.job.parallelism)}"
     figure.suptitle(title, fontsize=12.5, x=0.01, ha="left", color=_INK)
     _draw_memory(axes[0], plan)
     if timeline and plan.speed is not None:
@@ -83,7 +83,7 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
         axis.annotate(
             words, (1, limit), (-2, 3), xycoords=axis.get_yaxis_transform(), textcoords="offset points",
             ha="right", fontsize=8.5, color=color,
-        )  # fmt: skip
+        )
         # A limit far above says how much room there is only by being out of sight.
         highest = max(highest, limit)
     axis.set_ylim(0, highest * 1.12)
@@ -172,4 +172,4 @@ def _legend(axis: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
     axis.legend(
         handles, labels, loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=8.5,
         handlelength=1.1, handleheight=1.1, labelcolor=_INK,
-    )  # fmt: skip
+    )

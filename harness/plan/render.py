@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.cluster.hardware import ACCELERATORS
 from harness.job import Job
-from harness.parallelism.config import AXES
+from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages
 from harness.plan.plan import KINDS, PARTS, Plan, RankMemory, Traffic
 
@@ -81,10 +81,9 @@ def devices(plan: Plan, count: int) -> str:
     return f"{count} rank{'' if count == 1 else 's'}"
 
 
-def mesh_of(job: Job) -> str:
+def mesh_of(layout: ParallelismConfig) -> str:
     """Degrees above 1, outermost first: ``pp 8 x dp_shard 8 x tp 8``."""
-    layout = job.parallelism
-    used = [f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
+    used = [f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1]
     experts = f", experts over ep {layout.ep}" if layout.ep > 1 else ""
     return (" x ".join(used) or "1 rank") + experts
 
@@ -154,7 +153,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     recompute = job.activation_checkpoint.mode
     facts = [
         ("job", f"{job.name} on {devices(plan, job.world_size)}{where}: legal"),
-        ("mesh", mesh_of(job)),
+        ("mesh", mesh_of(job.parallelism)),
         ("batch", _batch(job)),
     ]
     if job.parallelism.pp > 1:

@@ -115,7 +115,7 @@ class Space:
         return self.base.cluster.nodes_for(self.world)[1]
 
     def layouts(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """All ways to share out the ranks, degrees of ``AXES`` and ep; tensor parallel stays within a node."""
+        """All ways to share out the ranks: degrees of ``AXES``, and ep; tp stays within a node."""
         for degrees in _products(self.world, [self._degrees(axis) for axis in AXES]):
             of = dict(zip(AXES, degrees, strict=True))
             if "parallelism.tp" in self.typed or self.per_node % of["tp"] == 0:
