@@ -134,7 +134,7 @@ class ClusterConfig:
             if value is not None and value < 1:
                 raise ConfigError(f"cluster.{name}", value, "must be at least 1, or null")
         if self.network_gbps is not None and not self.network_gbps > 0:
-            raise ConfigError("cluster.network_gbps", self.network_gbps, "must be positive, or null", 400)
+            raise ConfigError("cluster.network_gbps", self.network_gbps, "must be positive, or null", [400])
         for name in ("start_timeout_seconds", "step_timeout_seconds", "stop_timeout_seconds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"cluster.{name}", getattr(self, name), "must be at least 1 second")

@@ -65,9 +65,9 @@ A100_SXM_80 = Accelerator("A100 SXM 80GB", _A100_PEAKS, 80, 2.039e12, _A100_SHEE
 A100_PCIE_40 = Accelerator("A100 PCIe 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 31.5e9, 108)
 A100_PCIE_80 = Accelerator("A100 PCIe 80GB", _A100_PEAKS, 80, 1.935e12, _A100_SHEET, 31.5e9, 108)
 H100_SXM = Accelerator("H100 SXM", _HOPPER_SXM_PEAKS, 80, 3.35e12, _H100_PAPER, 450e9, 132)
-# What torchtitan's published tables were measured on: SXM with 96 GB of HBM2e, "2.4 TB/sec peak memory bandwidth",
-# limited to 500 W (benchmarks/llama3_h100_202412_torchtitan.md). The peak is the sheet's, at 700 W, which those
-# tables' MFU is counted against too.
+# What torchtitan's published tables were measured on: SXM with 96 GB of HBM2e, "2.4 TB/sec peak memory
+# bandwidth", limited to 500 W (benchmarks/llama3_h100_202412_torchtitan.md). The peak is the sheet's, at
+# 700 W, which those tables' MFU is counted against too.
 H100_96GB = Accelerator("H100 96GB", _HOPPER_SXM_PEAKS, 96, 2.4e12, _H100_PAPER, 450e9, 132)
 H100_PCIE = Accelerator(
     "H100 PCIe", _peaks(half=756, tf32=378, float32=51.2, float8=1513), 80, 2.0e12, _H100_PAPER, 63e9, 114

@@ -104,6 +104,18 @@ class ParallelismConfig:
         return self.dp_shard * self.cp
 
     @property
+    def reshards_after_forward(self) -> bool:
+        """Whether blocks free their gathered parameters after forward.
+
+        Under a pipeline that would gather them again for every microbatch.
+        """
+        if self.parameter_shards == 1:
+            return False
+        if self.reshard_after_forward == "default":
+            return self.pp == 1
+        return self.reshard_after_forward == "always"
+
+    @property
     def splits_experts(self) -> bool:
         """Whether every expert is split over tensor-parallel ranks."""
         return self.tp > 1 and self.expert_tensor_parallel

@@ -40,7 +40,7 @@ def apply_fsdp(
 ) -> None:
     """Wraps every block of a model part, and the part itself, in place."""
     axes = ("dp_replicate", SHARD) if mesh.size("dp_replicate") > 1 else (SHARD,)
-    reshard, always = reshards_after_forward(layout), layout.reshard_after_forward == "always"
+    reshard, always = layout.reshards_after_forward, layout.reshard_after_forward == "always"
     # Inputs are left as they are: activations already have the parameters' format, and casting would
     # round the rotation table, which stays in float32.
     policy = MixedPrecisionPolicy(
@@ -102,18 +102,6 @@ def _expert_placements(part: Decoder, layout: ParallelismConfig) -> dict[nn.Para
         dim = 0 if len(own) % layout.expert_shards == 0 else 1
         placements.update(dict.fromkeys(moe.experts.parameters(), Shard(dim)))
     return placements
-
-
-def reshards_after_forward(layout: ParallelismConfig) -> bool:
-    """Whether blocks free their gathered parameters after forward.
-
-    Under a pipeline that would gather them again for every microbatch.
-    """
-    if layout.parameter_shards == 1:
-        return False
-    if layout.reshard_after_forward == "default":
-        return layout.pp == 1
-    return layout.reshard_after_forward == "always"
 
 
 def sync_gradients(part: nn.Module, layout: ParallelismConfig, last: bool) -> None:

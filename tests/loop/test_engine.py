@@ -13,7 +13,6 @@ from harness.compose import compose_job
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
 from harness.loop.engine import Engine, StepOutcome
-from harness.parallelism.fsdp import reshards_after_forward
 
 SMALL = [
     *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.steps=10"),
@@ -218,8 +217,8 @@ def test_square_sum_is_accurate_where_float32_norms_are_not() -> None:
 
 def test_resharding_default_depends_on_the_pipeline() -> None:
     """Trap 7."""
-    assert reshards_after_forward(compose_job([*SMALL, "parallelism=fsdp"]).parallelism)
-    assert not reshards_after_forward(compose_job([*SMALL, "parallelism=fsdp_pp"]).parallelism)
+    assert compose_job([*SMALL, "parallelism=fsdp"]).parallelism.reshards_after_forward
+    assert not compose_job([*SMALL, "parallelism=fsdp_pp"]).parallelism.reshards_after_forward
     always = compose_job([*SMALL, "parallelism=fsdp_pp", "parallelism.reshard_after_forward=always"])
     assert reshards_after_forward(always.parallelism)
 

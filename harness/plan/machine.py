@@ -1,0 +1,146 @@
+"""The hardware of a job as the plan sees it: peaks, links, and which ranks are neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from harness.cluster.hardware import ACCELERATORS, Accelerator
+from harness.job import Job
+from harness.parallelism.config import AXES
+from harness.plan.constants import Calibration, Constants
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# Tiles of the products that cuBLAS and CUTLASS choose on Hopper for large matrices.
+TILE = (128, 256)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one axis (or of several) that take part in a collective."""
+
+    ranks: int
+    per_node: int
+    """How many of them share a node."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that they are on."""
+        return ceil(self.ranks / self.per_node)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device, what is reached of it, and how devices are linked."""
+
+    device: Accelerator
+    constants: Constants
+    network_bandwidth: float | None
+    """Bytes per second between nodes that a device has to itself; None means unknown."""
+    ranks_per_node: int
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether ranks compute on the same cores."""
+        return self.constants.cores is not None
+
+    def product_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, value_bytes: float) -> float:
+        """Seconds of a product [rows, inputs] x [inputs, outputs].
+
+        Bound by arithmetic, of which the last wave of tiles leaves a part idle, or by what has to come from
+        memory (the roofline model, doi:10.1145/1498765.1498785).
+        """
+        if min(rows, inputs, outputs) <= 0:
+            return 0.0
+        share = self.constants.float8 if dtype in ("float8", "mxfp8") else self.constants.matmul
+        flops = 2.0 * rows * inputs * outputs
+        arithmetic = flops / (self.device.peak_flops[dtype] * share * self._filled(rows, outputs))
+        moved = value_bytes * (rows * inputs + inputs * outputs) + 2 * rows * outputs
+        return max(arithmetic, self.pass_seconds(moved)) + self.constants.launch
+
+    def _filled(self, rows: int, outputs: int) -> float:
+        """Share of the multiprocessors that have a tile, over all waves."""
+        if self.shares_cores:
+            return 1.0
+        tiles = ceil(rows / TILE[0]) * ceil(outputs / TILE[1])
+        return tiles / (ceil(tiles / self.device.units) * self.device.units)
+
+    def pass_seconds(self, moved: float) -> float:
+        """Seconds of passes over so many bytes of memory."""
+        return moved / (self.device.memory_bandwidth * self.constants.memory)
+
+    def attention_seconds(self, flops: float, dtype: str) -> float:
+        """Seconds of fused attention's arithmetic."""
+        return flops / (self.device.peak_flops[dtype] * self.constants.attention) + self.constants.launch
+
+    def link_of(self, group: Group) -> str:
+        """What connects the ranks of a group."""
+        if self.shares_cores:
+            return "host"
+        return "NVLink" if group.nodes == 1 else "network"
+
+    def collective_seconds(self, collective: str, moved: float, group: Group) -> float:
+        """Seconds of one collective.
+
+        Rings and trees of NCCL move what each rank has to send once over every link (nccl-tests,
+        doc/PERFORMANCE.md). Between nodes each device's own adapter takes its share, so ranks of a group on
+        one node carry it together.
+
+        Args:
+            collective: one of those that Traffic names.
+            moved: bytes of the whole tensor: what each rank has after an all-gather, before a reduce-scatter,
+                before and after an all-reduce, sends in an all-to-all, or sends to the next stage.
+            group: the ranks.
+        """
+        if group.ranks == 1 or moved == 0:
+            return 0.0
+        there_and_back = 2.0 if collective == "all_reduce" else 1.0
+        share = 1.0 if collective == "send" else (group.ranks - 1) / group.ranks
+        rate = self.device.link_bandwidth * self.constants.link
+        if group.nodes > 1 and not self.shares_cores:
+            adapters = group.per_node if collective in ("all_gather", "reduce_scatter", "all_reduce") else 1
+            rate = min(rate, self.network_rate * adapters)
+        return there_and_back * share * moved / rate + self.constants.latency
+
+    @property
+    def network_rate(self) -> float:
+        """Bytes per second that a device reaches between nodes; its links where nothing is known of them."""
+        if self.network_bandwidth is None:
+            return self.device.link_bandwidth * self.constants.link
+        return self.network_bandwidth * self.constants.network
+
+
+def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | None:
+    """The hardware of a job; None where it is not known."""
+    calibration = calibration or Calibration(Constants())
+    device = calibration.accelerator or ACCELERATORS.get(job.cluster.accelerator or "")
+    if device is None:
+        return None
+    gbps = job.cluster.network_gbps
+    return Machine(
+        device,
+        calibration.constants,
+        None if gbps is None else gbps * 1e9 / 8,
+        job.cluster.nodes_for(job.world_size)[1],
+    )
+
+
+def group_of(job: Job, ranks_per_node: int, *axes: str) -> Group:
+    """The ranks of neighbouring mesh axes taken together, e.g. dp_shard and cp."""
+    return _group(tuple(job.parallelism.degrees.items()), ranks_per_node, axes)
+
+
+@lru_cache(maxsize=4096)
+def _group(degrees: tuple[tuple[str, int], ...], ranks_per_node: int, axes: tuple[str, ...]) -> Group:
+    ranks, inside = 1, 1
+    stride = 1
+    for axis, degree in reversed(degrees):
+        if axis in axes:
+            ranks *= degree
+            inside *= max(1, min(degree, ranks_per_node // stride)) if stride < ranks_per_node else 1
+        stride *= degree
+    return Group(ranks, max(1, min(inside, ranks)))
+
+
+assert AXES[-1] == "tp", "neighbours on the last axis are neighbours on a node"

@@ -1,0 +1,323 @@
+"""A step's time: blocks' passes, FSDP around them, the pipeline's schedule, the update."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from harness.job import Job
+from harness.metrics.mfu import mfu
+from harness.model.accounting import account
+from harness.model.operations import block_kinds, block_operations, block_weights
+from harness.parallelism.stages import split_modules, stages_of_rank
+from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
+from harness.plan.order import pipeline_order
+from harness.plan.plan import PARTS, Action, Speed, Traffic
+from harness.plan.timeline import simulate
+from harness.plan.work import Block, Moved, Pass, Worker, added
+
+# Bytes that an update moves for every parameter in 32 bits: the norm reads the gradient (4), clipping reads and
+# writes it (8), fused AdamW reads four tensors and writes three (28).
+UPDATE_BYTES = 40
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What FSDP, or replicas, do for a block around its passes."""
+
+    gather: tuple[Moved, ...]
+    reduce: tuple[Moved, ...]
+    copying: float
+    """Seconds of copying gathered parameters out of the buffer that they came in."""
+    held: float
+    """Parameters of the block that the rank keeps."""
+
+    @property
+    def gathering(self) -> float:
+        """Seconds of gathering."""
+        return sum(moved.seconds for moved in self.gather)
+
+    @property
+    def reducing(self) -> float:
+        """Seconds of reducing."""
+        return sum(moved.seconds for moved in self.reduce)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage, or the whole model: its passes of a microbatch, and what surrounds them."""
+
+    passes: dict[str, Pass]
+    """By kind of action: ``F``, ``B``, ``I``, ``W``."""
+    sharing: tuple[Sharing, ...]
+    once: Pass
+    """What FSDP exposes, and copies, once a step (or once a pass over a local batch)."""
+
+
+class StepModel:
+    """A step of a job on a machine, in parts."""
+
+    def __init__(self, job: Job, machine: Machine) -> None:
+        self.job, self.machine, self.layout = job, machine, job.parallelism
+        self.worker = Worker(job, machine)
+        of = job.activation_checkpoint
+        thinned = of.mode == "selective_layer"
+        kinds = enumerate(block_kinds(job.model))
+        self.keys = [(*kind, thinned and layer % of.every_nth_layer == 0) for layer, kind in kinds]
+        self.blocks: list[Block] = self._of_each_block(self.worker.block)
+        self.sharing: list[Sharing] = self._of_each_block(self._share)
+        self.order = self._order()
+        modules = split_modules(self.layout, job.model.n_layers)
+        self.stages = [self._stage(names) for names in modules]
+
+    def _of_each_block(self, make: Callable[[int], Made]) -> list[Made]:
+        """What is made of every block; blocks that do the same share it."""
+        made: dict[object, Made] = {}
+        for layer, key in enumerate(self.keys):
+            if key not in made:
+                made[key] = make(layer)
+        return [made[key] for key in self.keys]
+
+    def _order(self) -> list[list[Action]]:
+        microbatches = (
+            self.job.local_batch_size // self.layout.pp_microbatch_size if self.layout.pp > 1 else 1
+        )
+        return pipeline_order(self.layout, self.job.model.n_layers, microbatches)
+
+    def _stage(self, names: list[str]) -> Stage:
+        model = self.job.model
+        layers = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
+        if "output" in names:
+            layers += range(model.n_layers, model.num_blocks)  # multi-token prediction's
+        blocks, sharing = [self.blocks[i] for i in layers], [self.sharing[i] for i in layers]
+        forward = [block.forward for block in blocks]
+        inputs = [block.recompute + block.inputs for block in blocks]
+        weights = [block.weights for block in blocks]
+        if "tok_embeddings" in names or "output" in names:
+            sharing += [self._share_table()] * (("tok_embeddings" in names) + ("output" in names))
+        if "output" in names:
+            head_forward, head_backward = self.worker.ends()
+            forward, inputs = [*forward, head_forward], [*inputs, head_backward]
+        often, once = self._around(blocks, sharing)
+        forward.append(often[0])
+        inputs.append(often[1])
+        passes = {"F": added(forward), "I": added(inputs), "W": added(weights)}
+        return Stage(passes | {"B": passes["I"] + passes["W"]}, tuple(sharing), once)
+
+    # -- FSDP ----
+
+    def _share(self, layer: int) -> Sharing:
+        """What FSDP does for a block: experts are a group of their own, over ranks of their own."""
+        layout = self.layout
+        operations = block_operations(self.job.model, layer, self.job.training.seq_len)
+        experts, others = block_weights(self.job.model, layer)
+        split = sum(p.parameters for p in operations.products if p.experts == 1 and p.split != "none")
+        dense = others - split + split / layout.tp
+        shared = self._share_values(dense, layout.parameter_shards, ("dp_shard", "cp"))
+        if not experts:
+            return shared
+        own = experts / layout.ep / (layout.tp if layout.splits_experts else 1)
+        axes = ("dp_shard", "cp") if layout.splits_experts else ("dp_shard", "cp", "tp")
+        of_experts = self._share_values(own, layout.expert_shards, axes)
+        return Sharing(
+            shared.gather + of_experts.gather,
+            shared.reduce + of_experts.reduce,
+            shared.copying + of_experts.copying,
+            shared.held + of_experts.held,
+        )
+
+    def _share_table(self) -> Sharing:
+        values = self.job.model.vocab_size * self.job.model.dim / self.layout.tp
+        return self._share_values(values, self.layout.parameter_shards, ("dp_shard", "cp"))
+
+    def _share_values(self, values: float, shards: int, axes: tuple[str, ...]) -> Sharing:
+        precision, machine = self.job.precision, self.machine
+        param = 1 if precision.enable_fsdp_float8_all_gather else DTYPE_BYTES[precision.param_dtype]
+        reduced = DTYPE_BYTES[precision.reduce_dtype]
+        whole = group_of(self.job, machine.ranks_per_node, *axes)
+        group = Group(shards, min(whole.per_node, shards))
+        gather, reduce = [], []
+        if shards > 1:
+            gather.append(self._moved("all_gather", values * param, group))
+            reduce.append(self._moved("reduce_scatter", values * reduced, group))
+        if self.layout.dp_replicate > 1:
+            replicas = group_of(self.job, machine.ranks_per_node, "dp_replicate")
+            reduce.append(self._moved("all_reduce", values / shards * reduced, replicas))
+        copying = machine.pass_seconds(2 * values * param) if shards > 1 else 0.0
+        return Sharing(tuple(gather), tuple(reduce), copying, values / shards)
+
+    def _moved(self, collective: str, size: float, group: Group) -> Moved:
+        seconds = self.machine.collective_seconds(collective, size, group)
+        return Moved("dp", collective, group, size, seconds, seconds)
+
+    def _around(self, blocks: list[Block], sharing: list[Sharing]) -> tuple[tuple[Pass, Pass], Pass]:
+        """What FSDP adds to every forward and backward, and once.
+
+        A block's parameters are gathered while the block before computes, its gradients reduced while the next
+        one does (FSDP2's implicit prefetch): what takes longer than that is waited for, and so are the first
+        gather and the last reduction.
+        """
+        again = self.layout.reshards_after_forward
+        forward = self._behind(blocks, sharing, lambda b: b.forward.seconds, gathers=True, reduces=False)
+        backward = self._behind(
+            blocks,
+            sharing,
+            lambda b: b.recompute.seconds + b.inputs.seconds + b.weights.seconds,
+            gathers=again,
+            reduces=True,
+        )
+        if self.layout.pp == 1:
+            return (forward, backward), Pass()
+        if not again:
+            return (Pass(), Pass()), forward + backward
+        reduction = self._behind(blocks, sharing, lambda b: 0.0, gathers=False, reduces=True)
+        gathers = self._behind(
+            blocks, sharing, lambda b: b.recompute.seconds + b.inputs.seconds, gathers=True, reduces=False
+        )
+        return (forward, gathers), reduction
+
+    def _behind(
+        self,
+        blocks: list[Block],
+        sharing: list[Sharing],
+        computing: Callable[[Block], float],
+        *,
+        gathers: bool,
+        reduces: bool,
+    ) -> Pass:
+        """One pass's collectives, with what of them computing does not hide."""
+        moved: list[Moved] = []
+        copying = 0.0
+        for i, shared in enumerate(sharing):
+            mine = (*(shared.gather if gathers else ()), *(shared.reduce if reduces else ()))
+            taken = sum(m.seconds for m in mine)
+            # The first one, and tables, have nothing beside them.
+            room = computing(blocks[i - 1]) if 0 < i <= len(blocks) else 0.0
+            if self.machine.shares_cores:
+                room = 0.0
+            exposed = max(0.0, taken - room) / taken if taken else 0.0
+            moved += [
+                Moved(m.axis, m.collective, m.group, m.bytes, m.seconds, m.seconds * exposed) for m in mine
+            ]
+            copying += shared.copying if gathers else 0.0
+        return Pass(copying, tuple(moved))
+
+    # -- a step ----
+
+    @property
+    def passes(self) -> int:
+        """Passes over a local batch in a step."""
+        return self.job.accumulation_steps
+
+    def update_seconds(self, stages: Iterable[Stage]) -> float:
+        """Seconds of the norm, clipping and the optimizer on a rank that holds these stages."""
+        held = sum(shared.held for stage in stages for shared in stage.sharing)
+        width = DTYPE_BYTES[self.job.precision.master_dtype] / 4
+        return self.machine.pass_seconds(held * UPDATE_BYTES * width)
+
+    def timeline(self) -> list[list[Action]]:
+        """What every pipeline rank does and when, in one pass over a local batch."""
+        return simulate(self.order, self._seconds, self._sending())
+
+    def _seconds(self, stage: int, kind: str) -> float:
+        waiting = self.machine.constants.pipeline if self.layout.pp > 1 else 0.0
+        return self.stages[stage].passes[kind].seconds + waiting
+
+    def _sending(self) -> float:
+        """Seconds in which a microbatch's activations travel to the next stage."""
+        return 0.0 if self.layout.pp == 1 else self._send.seconds
+
+    @property
+    def _send(self) -> Moved:
+        size = self.worker.stream_rows * self.job.model.dim * self.worker.value_bytes
+        group = group_of(self.job, self.machine.ranks_per_node, "pp")
+        neighbours = Group(2, 2 if group.per_node >= 2 else 1)
+        seconds = self.machine.collective_seconds("send", size, neighbours)
+        return Moved("pp", "send", neighbours, size, seconds, 0.0)
+
+    def speed(self) -> tuple[Speed, list[Traffic]]:
+        """The step's time and parts, and what the busiest rank moves."""
+        timeline = self.timeline()
+        makespan = max(actions[-1].end for actions in timeline)
+        ranks = [self._rank(rank, makespan) for rank in range(len(timeline))]
+        slowest = max(ranks, key=lambda rank: sum(rank[0].values()) - rank[0]["bubble"])
+        parts = slowest[0]
+        if self.machine.shares_cores:
+            parts = self._on_shared_cores([rank[0] for rank in ranks], parts)
+        step = sum(parts.values())
+        job = self.job
+        rate = job.global_batch_size * job.training.seq_len / step / job.world_size
+        peak = self.machine.device.peak_flops.get(job.precision.param_dtype)
+        share = None
+        if not self.machine.shares_cores:
+            share = mfu(rate, account(job.model, job.training.seq_len).flops_per_token_full, peak)
+        speed = Speed(step, parts, rate, share, timeline if self.layout.pp > 1 else [])
+        return speed, self._traffic(slowest[1])
+
+    def _rank(self, rank: int, makespan: float) -> tuple[dict[str, float], list[tuple[Moved, int]]]:
+        """Parts of the step of one pipeline rank, and what it moves how often."""
+        stages = [self.stages[i] for i in stages_of_rank(self.layout, self.job.model.n_layers, rank)]
+        parts = dict.fromkeys(PARTS, 0.0)
+        moved: list[tuple[Moved, int]] = []
+
+        def add(one: Pass, times: int) -> None:
+            parts["compute"] += one.compute * times
+            for item in one.moved:
+                parts[item.axis] += item.exposed * times
+                moved.append((item, times))
+
+        for action in self.order[rank]:
+            add(self.stages[action.stage].passes[action.kind], self.passes)
+            if self.layout.pp > 1:
+                parts["pp"] += self.machine.constants.pipeline * self.passes
+        busy = sum(parts.values())
+        parts["bubble"] = makespan * self.passes - busy
+        for stage in stages:
+            add(stage.once, self.passes)
+        parts["optimizer"] = self.update_seconds(stages)
+        if self.layout.pp > 1:
+            sends = len(self.order[rank]) * self.passes
+            moved.append((self._send, sends))
+            if self.machine.shares_cores:
+                parts["pp"] += self._send.seconds * sends
+        return parts, moved
+
+    def _on_shared_cores(self, ranks: list[dict[str, float]], slowest: dict[str, float]) -> dict[str, float]:
+        """The parts where ranks take turns on the same cores: others work while one waits.
+
+        The step takes as long as all their work on all cores, or as the longest chain of it where that leaves
+        cores idle.
+        """
+        assert self.machine.constants.cores is not None
+        cores, world = self.machine.constants.cores, self.job.world_size
+        threads = max(1, cores // world)
+        busy = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in PARTS}
+        busy["bubble"] = 0.0
+        together = {name: seconds * world / cores for name, seconds in busy.items()}
+        chain = {name: seconds / threads for name, seconds in slowest.items()}
+        return together if sum(together.values()) >= sum(chain.values()) else chain
+
+    def _traffic(self, moved: list[tuple[Moved, int]]) -> list[Traffic]:
+        """The same collectives of one axis added up."""
+        sums: dict[tuple[str, str, Group], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+        for item, times in moved:
+            ranks = item.group.ranks
+            share = {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(
+                item.collective, (ranks - 1) / ranks
+            )
+            total = sums[item.axis, item.collective, item.group]
+            for i, value in enumerate((1, item.bytes * share, item.seconds, item.exposed)):
+                total[i] += value * times
+        order = {axis: i for i, axis in enumerate(PARTS)}
+        return [
+            Traffic(
+                axis, collective, group.ranks, int(n), size, self.machine.link_of(group), seconds, exposed
+            )
+            for (axis, collective, group), (n, size, seconds, exposed) in sorted(
+                sums.items(), key=lambda item: (order[item[0][0]], item[0][1])
+            )
+        ]

@@ -1,0 +1,75 @@
+"""When every pipeline rank does what: an order of passes, and how long each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from harness.plan.plan import Action
+
+
+def simulate(
+    order: list[list[Action]], seconds: Callable[[int, str], float], send_seconds: float
+) -> list[list[Action]]:
+    """Gives every pass its times: it begins when its rank is free and what it needs has come.
+
+    A forward needs the same microbatch's forward of the stage before; a backward its own forward, and the
+    backward for inputs of the stage behind; a backward for weights that for inputs. Between ranks it takes
+    ``send_seconds`` more.
+
+    Args:
+        order: what each rank does, in order.
+        seconds: how long a pass of a stage takes, by stage and kind.
+        send_seconds: how long a microbatch's activations travel to the next stage.
+
+    Raises:
+        ValueError: the order cannot run: ranks wait for each other.
+    """
+    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    last = max(rank_of)
+    ended: dict[tuple[str, int, int], float] = {}
+    timed: list[list[Action]] = [[] for _ in order]
+    clocks, positions = [0.0] * len(order), [0] * len(order)
+    left = sum(map(len, order))
+    while left:
+        before = left
+        for rank, actions in enumerate(order):
+            while positions[rank] < len(actions):
+                action = actions[positions[rank]]
+                ready = _ready(action, ended, rank_of, last, send_seconds)
+                if ready is None:
+                    break
+                start = max(clocks[rank], ready)
+                end = start + seconds(action.stage, action.kind)
+                timed[rank].append(replace(action, start=start, end=end))
+                kind = "B" if action.kind == "I" else action.kind
+                ended[kind, action.stage, action.microbatch] = clocks[rank] = end
+                positions[rank] += 1
+                left -= 1
+        if left == before:
+            raise ValueError("the schedule waits for itself")
+    return timed
+
+
+def _ready(
+    action: Action,
+    ended: dict[tuple[str, int, int], float],
+    rank_of: dict[int, int],
+    last: int,
+    send_seconds: float,
+) -> float | None:
+    """When what an action needs is there; None: not yet."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind == "W":
+        return ended.get(("B", stage, microbatch))
+    if action.kind == "F":
+        needs = [("F", stage - 1)] if stage else []
+    else:
+        needs = [("F", stage)] + ([("B", stage + 1)] if stage < last else [])
+    ready = 0.0
+    for kind, other in needs:
+        end = ended.get((kind, other, microbatch))
+        if end is None:
+            return None
+        ready = max(ready, end + (send_seconds if rank_of[other] != rank_of[stage] else 0.0))
+    return ready

@@ -1,0 +1,330 @@
+"""Time and traffic of one block, and of the model's two ends, for one microbatch on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from harness.job import Job
+from harness.model.operations import Operations, Product, block_operations
+from harness.model.shapes import block_prefix
+from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
+from harness.precision.linears import sort_linears
+
+# Bytes that a token's value is read and written with in 16 bits, forward; backward moves twice as many. Eager
+# kernels are counted one by one: a norm casts up, squares, averages, scales, casts down and weights (30), a sum
+# of two streams is 6, a rotation casts up, multiplies complex numbers and casts down (20), a gate is SiLU (4) and
+# a product (6). Compiled, each is one kernel that reads its inputs and writes its output.
+EAGER = {"norm": 30.0, "residual": 6.0, "rotation": 20.0, "gate": 10.0, "sort": 12.0}
+COMPILED = {"norm": 4.0, "residual": 4.0, "rotation": 4.0, "gate": 6.0, "sort": 8.0}
+# Kernels of a block's forward pass, for what each costs however small it is.
+KERNELS = {False: 60, True: 25}
+# Logits, forward and backward: cast to 32 bits, softmax, the loss, its gradient, the cast back.
+EAGER_LOGIT, COMPILED_LOGIT = 34.0, 14.0
+# Casting to float8 with one scale a tensor: reading for the largest value, reading and writing a byte; the
+# other layout that a gradient's product wants is once more read and written.
+CAST_FORWARD, CAST_INPUT_BACKWARD, CAST_GRADIENT = 5.0, 2.0, 7.0
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One collective of a pass."""
+
+    axis: str
+    collective: str
+    group: Group
+    bytes: float
+    """Of the whole tensor, as ``Machine.collective_seconds`` has it."""
+    seconds: float
+    exposed: float
+    """Seconds that nothing hides."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward, or a part of a backward, of one microbatch."""
+
+    compute: float = 0.0
+    moved: tuple[Moved, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Computing, and waiting for what nothing hides."""
+        return self.compute + sum(moved.exposed for moved in self.moved)
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(self.compute + other.compute, self.moved + other.moved)
+
+    def times(self, factor: float) -> Pass:
+        """A part of it, or several."""
+        scaled = (
+            Moved(m.axis, m.collective, m.group, m.bytes * factor, m.seconds * factor, m.exposed * factor)
+            for m in self.moved
+        )
+        return Pass(self.compute * factor, tuple(scaled))
+
+
+def added(passes: Iterable[Pass]) -> Pass:
+    """All of them one after the other."""
+    return sum(passes, Pass())
+
+
+@dataclass(frozen=True)
+class Block:
+    """The passes of one block."""
+
+    forward: Pass
+    recompute: Pass
+    """What activation checkpointing does again, at the beginning of backward."""
+    inputs: Pass
+    """Gradients of what came in."""
+    weights: Pass
+    """Gradients of the weights, and adding them up."""
+
+
+@dataclass
+class Worker:
+    """Figures of a job's passes on its machine."""
+
+    job: Job
+    machine: Machine
+    converted: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        job, layout = self.job, self.job.parallelism
+        if job.precision.linear != "none":
+            self.converted = frozenset(sort_linears(job.model, job.precision).converted)
+        batch = layout.pp_microbatch_size if layout.pp > 1 else job.local_batch_size
+        self.rows = batch * job.training.seq_len // layout.cp
+        self.stream_rows = self.rows // layout.tp if layout.uses_sequence_parallel else self.rows
+        self.value_bytes = DTYPE_BYTES[job.precision.param_dtype]
+        self.dtype = job.precision.param_dtype
+        self.compiled = job.compile.blocks
+        narrow = "mxfp8" if job.precision.linear == "mxfp8" else "float8"
+        # Where it is emulated the products are float32's.
+        self.narrow = "float32" if job.precision.emulate else narrow
+
+    def block(self, layer: int) -> Block:
+        """The passes of one block of the model."""
+        operations = block_operations(self.job.model, layer, self.job.training.seq_len)
+        forward = self._forward(operations, layer)
+        collectives = self._tensor(operations, recompute=False)
+        context = self._context(operations)
+        experts = self._experts(operations)
+        products = [self._product(product, layer) for product in operations.products]
+        passes, attention = self._passes(operations), self._attention_seconds(operations)
+        adding = self._gradient_sums(operations)
+        return Block(
+            forward=Pass(forward, (*collectives, *context, *experts)),
+            recompute=self._recompute(operations, layer),
+            inputs=Pass(
+                sum(products) + self._cast_gradients(operations, layer) + 2 * passes + 2.5 * attention,
+                (*collectives, *context, *experts),
+            ),
+            weights=Pass(sum(products) + adding),
+        )
+
+    def ends(self) -> tuple[Pass, Pass]:
+        """Forward and backward of the head with the loss; the table's look-up is small beside it."""
+        job, layout = self.job, self.job.parallelism
+        vocabulary = job.model.vocab_size / (layout.tp if layout.loss_parallel else 1)
+        times = 1 + job.model.mtp.depth
+        float8 = "output" in self.converted
+        product = self.machine.product_seconds(
+            self.rows, job.model.dim, int(vocabulary), self.narrow if float8 else self.dtype,
+            1 if float8 else self.value_bytes,
+        )  # fmt: skip
+        per_logit = COMPILED_LOGIT if job.compile.loss else EAGER_LOGIT
+        loss = self.machine.pass_seconds(self.rows * vocabulary * per_logit * self.value_bytes / 2)
+        both = self._tensor_of(self.rows * job.model.dim * self.value_bytes, 1, 0)
+        back = self._tensor_of(self.rows * job.model.dim * self.value_bytes, 0, 1)
+        forward = Pass(product + loss / 2, both).times(times)
+        return forward, Pass(2 * product + loss / 2, back).times(times)
+
+    # -- computing ----
+
+    def _forward(self, operations: Operations, layer: int) -> float:
+        products = sum(self._product(product, layer) for product in operations.products)
+        attention = self._attention_seconds(operations)
+        return products + attention + self._passes(operations) + self._cast_inputs(operations, layer)
+
+    def _recompute(self, operations: Operations, layer: int) -> Pass:
+        """What is done again, by the mode of activation checkpointing."""
+        ac = self.job.activation_checkpoint
+        whole = self._forward(operations, layer)
+        collectives = self._tensor(operations, recompute=True)
+        others = (*self._context(operations), *self._experts(operations))
+        if ac.mode == "none":
+            return Pass()
+        if ac.mode == "full":
+            return Pass(whole, (*collectives, *others))
+        if ac.mode == "selective_layer":
+            return Pass(whole, (*collectives, *others)) if layer % ac.every_nth_layer == 0 else Pass()
+        if ac.mode == "memory_budget":
+            return Pass(whole * (1 - ac.memory_budget), ())
+        kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
+        products = sum(self._product(product, layer) for product in operations.products)
+        again = self._passes(operations) + self._cast_inputs(operations, layer)
+        gathers = tuple(moved for moved in collectives if moved.collective == "all_gather")
+        return Pass(products * (1 - kept) + again, gathers)
+
+    def _product(self, product: Product, layer: int) -> float:
+        """Seconds of one product, forward; each of the two of backward takes as long."""
+        job, layout = self.job, self.job.parallelism
+        float8 = self._is_float8(product, layer)
+        dtype, width = (self.narrow, 1) if float8 else (self.dtype, self.value_bytes)
+        inputs, outputs = product.inputs, product.outputs
+        split = layout.tp if product.experts == 1 or layout.splits_experts else 1
+        if product.split == "column":
+            outputs //= split
+        elif product.split == "row":
+            inputs //= split
+        if product.experts == 1:
+            rows = self.stream_rows if product.name == "moe.router" else self.rows
+            return self.machine.product_seconds(rows, inputs, outputs, dtype, width)
+        local = product.experts // layout.ep
+        rows = self._expert_rows(product.copies) // local
+        return local * self.machine.product_seconds(max(rows, 1), inputs, outputs, dtype, width)
+
+    def _expert_rows(self, copies: int) -> int:
+        """Rows that a rank's experts get, when loads are even."""
+        rows = self.rows if self.job.parallelism.splits_experts else self.stream_rows
+        return rows * copies
+
+    def _attention_seconds(self, operations: Operations) -> float:
+        """Seconds of attention's forward; of a ring without balance those of its last rank."""
+        layout = self.job.parallelism
+        flops = self.rows * operations.attention.flops / layout.tp
+        if layout.cp > 1 and layout.cp_method == "ring" and not layout.cp_load_balance:
+            # Rank r of n attends to r whole pieces and half of its own, n / 2 in the mean.
+            flops *= (2 * layout.cp - 1) / layout.cp
+        return self.machine.attention_seconds(flops, self.dtype)
+
+    def _passes(self, operations: Operations) -> float:
+        """Seconds of what is no product, forward."""
+        layout, costs = self.job.parallelism, COMPILED if self.compiled else EAGER
+        experts = layout.tp if layout.splits_experts else 1
+        moved = (
+            self.stream_rows * operations.norm_width * (costs["norm"] + costs["residual"])
+            + self.rows * operations.rotated_width / layout.tp * costs["rotation"]
+            + self.rows * operations.gate_width / layout.tp * costs["gate"]
+            + self._expert_rows(1) * operations.expert_gate_width / experts * costs["gate"]
+            + self._expert_rows(1) * operations.expert_width * costs["sort"]
+        )
+        launches = self.machine.constants.launch * KERNELS[self.compiled]
+        return self.machine.pass_seconds(moved * self.value_bytes / 2) + launches
+
+    # -- float8 ----
+
+    def _is_float8(self, product: Product, layer: int) -> bool:
+        return block_prefix(self.job.model, layer) + product.name in self.converted
+
+    def _cast_inputs(self, operations: Operations, layer: int) -> float:
+        return self._cast(operations, layer, CAST_FORWARD, of_inputs=True)
+
+    def _cast_gradients(self, operations: Operations, layer: int) -> float:
+        gradients = self._cast(operations, layer, CAST_GRADIENT, of_inputs=False)
+        return gradients + self._cast(operations, layer, CAST_INPUT_BACKWARD, of_inputs=True)
+
+    def _cast(self, operations: Operations, layer: int, per_value: float, *, of_inputs: bool) -> float:
+        """Seconds of casting what float8 products take. Products of one input share its cast."""
+        tp, seen, values = self.job.parallelism.tp, set(), 0.0
+        for product in operations.products:
+            if not self._is_float8(product, layer):
+                continue
+            width = product.inputs if of_inputs else product.outputs
+            splits = product.split == ("row" if of_inputs else "column")
+            if product.experts > 1:
+                rows = float(self._expert_rows(product.copies))
+                splits = splits and self.job.parallelism.splits_experts
+            else:
+                # What is gathered for columns is cast before, where the stream is split.
+                rows = self.rows if splits or not of_inputs else self.stream_rows
+            source = (product.name.rpartition(".")[0], width)
+            if of_inputs and source in seen:
+                continue
+            seen.add(source)
+            values += rows * width / (tp if splits else 1)
+        return self.machine.pass_seconds(values * per_value)
+
+    # -- collectives inside of a block ----
+
+    def _tensor(self, operations: Operations, *, recompute: bool) -> tuple[Moved, ...]:
+        """Tensor parallel's: before and after attention, and before and after the feed-forward.
+
+        Whole experts take rows as they are split along the sequence, so only a shared one has any there.
+        Recomputing ends before the last reduction: nothing of it is kept.
+        """
+        regions = 2 if operations.gate_width or self.job.parallelism.splits_experts else 1
+        whole = self.rows * self.job.model.dim * self.value_bytes
+        return self._tensor_of(whole, regions, regions - 1 if recompute else regions)
+
+    def _tensor_of(self, whole: float, gathers: int, reductions: int) -> tuple[Moved, ...]:
+        job, layout = self.job, self.job.parallelism
+        if layout.tp == 1:
+            return ()
+        group = group_of(job, self.machine.ranks_per_node, "tp")
+        hidden = self.machine.constants.async_tp if layout.async_tp else 0.0
+        if not layout.uses_sequence_parallel:
+            kinds = [("all_reduce", whole, reductions)]
+        else:
+            # One scale a tensor lets float8's inputs be cast before they are gathered (harness/precision/tensor.py).
+            cast = job.precision.linear == "float8_tensorwise"
+            kinds = [
+                ("all_gather", whole / (self.value_bytes if cast else 1), gathers),
+                ("reduce_scatter", whole, reductions),
+            ]
+        moved = []
+        for collective, size, count in kinds:
+            seconds = self.machine.collective_seconds(collective, size, group)
+            moved += [Moved("tp", collective, group, size, seconds, seconds * (1 - hidden))] * count
+        return tuple(moved)
+
+    def _context(self, operations: Operations) -> tuple[Moved, ...]:
+        """Context parallel's: a ring's keys and values, hidden behind attention; Ulysses' exchanges."""
+        job, layout, of = self.job, self.job.parallelism, operations.attention
+        if layout.cp == 1:
+            return ()
+        group = group_of(job, self.machine.ranks_per_node, "cp")
+        keys = self.rows * self.value_bytes * of.kv_heads * (of.score_width + of.value_width) / layout.tp
+        if layout.cp_method == "ulysses":
+            queries = self.rows * self.value_bytes * of.heads * (of.score_width + of.value_width) / layout.tp
+            seconds = self.machine.collective_seconds("all_to_all", keys + queries, group)
+            return (Moved("cp", "all_to_all", group, keys + queries, seconds, seconds),)
+        gathers = layout.cp_rotate_method == "allgather"
+        collective, size = ("all_gather", keys * layout.cp) if gathers else ("all_to_all", keys * layout.cp)
+        seconds = self.machine.collective_seconds(collective, size, group)
+        exposed = max(0.0, seconds - self._attention_seconds(operations) * (layout.cp - 1) / layout.cp)
+        return (Moved("cp", collective, group, size, seconds, exposed),)
+
+    def _experts(self, operations: Operations) -> tuple[Moved, ...]:
+        """Expert parallel's: rows travel to the experts and back."""
+        job, layout = self.job, self.job.parallelism
+        if layout.ep == 1 or not operations.expert_width:
+            return ()
+        axes = ("dp_shard", "cp") if layout.splits_experts else ("dp_shard", "cp", "tp")
+        whole = group_of(job, self.machine.ranks_per_node, *axes)
+        group = Group(layout.ep, min(layout.ep, whole.per_node))
+        size = self._expert_rows(1) * operations.expert_width * self.value_bytes
+        seconds = self.machine.collective_seconds("all_to_all", size, group)
+        return (Moved("ep", "all_to_all", group, size, seconds, seconds),) * 2
+
+    # -- gradients ----
+
+    def _gradient_sums(self, operations: Operations) -> float:
+        """Seconds of adding a microbatch's gradients to those of the others, or of handing them on.
+
+        FSDP casts gradients to the format they are reduced in (read 2 bytes, write 4) and, where several
+        passes share one reduction, adds them to the sum (read 8, write 4).
+        """
+        layout, reduce = self.job.parallelism, DTYPE_BYTES[self.job.precision.reduce_dtype]
+        held = 0.0
+        for product in operations.products:
+            split = (
+                layout.tp
+                if product.split != "none" and (product.experts == 1 or layout.splits_experts)
+                else 1
+            )
+            held += product.parameters / split / (layout.ep if product.experts > 1 else 1)
+        per_value = self.value_bytes + reduce + (3 * reduce if layout.pp > 1 else 0)
+        return self.machine.pass_seconds(held * per_value)
