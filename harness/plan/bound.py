@@ -93,7 +93,7 @@ class Bounds:
         return max(bounds, key=lambda bound: bound.seconds)
 
     def _ranks(self, key: Key, layout: ParallelismConfig) -> list[tuple[_Load, float]]:
-        """Of every pipeline rank the load of a microbatch, and what it waits before the first and after the last."""
+        """The load of a microbatch on every pipeline rank, and how long the rank waits at both ends."""
         n_layers = self._base.model.n_layers
         key = (*key, layout.pp, num_stages(layout, n_layers), layout.pp_schedule)
         if key in self._of_ranks:

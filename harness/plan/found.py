@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError, UserError
+from harness.errors import ConfigError
 from harness.metrics.atomic import write_atomically
 from harness.paths import conf_dir
 from harness.plan.plan import Plan
@@ -19,12 +19,13 @@ from harness.plan.render import (
     figure,
     gib,
     mesh_of,
-    part_of_step,
+    part_in_words,
     schedule_of,
     seconds,
     tokens_per_step,
 )
 from harness.plan.search import Candidate, Found, Lost
+from harness.plan.space import Point
 
 # Reasons that are shown one by one; the others are added up.
 _SHOWN = 6
@@ -60,7 +61,11 @@ def _row(number: int, candidate: Candidate, unit: str) -> dict[str, str]:
     assert plan.speed is not None
     times = plan.job.accumulation_steps
     microbatches = point.local_batch_size // point.microbatch_size
-    batch = f"{microbatches} x {point.microbatch_size}" if point.schedule else f"{times} x {point.local_batch_size}"
+    batch = (
+        f"{microbatches} x {point.microbatch_size}"
+        if point.schedule
+        else f"{times} x {point.local_batch_size}"
+    )
     return {
         "": f"{number}",
         "layout": mesh_of(plan.job.parallelism),
@@ -83,15 +88,18 @@ def _losers(found: Found) -> str:
         lines.append(f"  {others:>9,}  illegal by {len(lost.illegal) - len(rows)} other rules")
     if lost.closest is not None:
         lacks, point = lost.closest
-        layout = mesh_of(point.layout(found.space.base.parallelism))
-        lines.append(
-            f"  {lost.too_large:>9,}  do not fit; the closest lacks {gib(lacks)} GiB: {layout}, {point.mode}"
-            f"{f', {point.schedule}' if point.schedule else ''}, {point.local_batch_size // point.microbatch_size}"
-            f" x {point.microbatch_size}"
-        )
+        told = _point_in_words(found, point)
+        lines.append(f"  {lost.too_large:>9,}  do not fit; the closest lacks {gib(lacks)} GiB: {told}")
     for part, count in lost.slower.most_common():
-        lines.append(f"  {count:>9,}  slower, most of all by {part_of_step(part)}")
+        lines.append(f"  {count:>9,}  slower, most of all by {part_in_words(part)}")
     return "".join(f"{line}\n" for line in lines)
+
+
+def _point_in_words(found: Found, point: Point) -> str:
+    layout = mesh_of(point.layout(found.space.base.parallelism))
+    batch = f"{point.local_batch_size // point.microbatch_size} x {point.microbatch_size}"
+    pipeline = f"{point.schedule}, {batch}" if point.schedule else f"{point.local_batch_size} at once"
+    return f"{layout}, {pipeline}, {point.mode}"
 
 
 def _shortened(text: str) -> str:
@@ -108,13 +116,22 @@ def found_as_dict(found: Found) -> dict[str, Any]:
         "planned": found.planned,
         "seconds": found.seconds,
         "kept": sorted(found.space.typed),
-        "best": [{"overrides": each.point.overrides(), "plan": _without_timeline(each.plan)} for each in found.best],
+        "best": [
+            {
+                "overrides": each.point.overrides(found.space.base.parallelism),
+                "plan": _without_timeline(each.plan),
+            }
+            for each in found.best
+        ],
         "lost": {
             "illegal": dict(lost.illegal.most_common()),
             "too_large": lost.too_large,
             "closest": None
             if lost.closest is None
-            else {"lacks": lost.closest[0], "overrides": lost.closest[1].overrides()},
+            else {
+                "lacks": lost.closest[0],
+                "overrides": lost.closest[1].overrides(found.space.base.parallelism),
+            },
             "slower": dict(lost.slower.most_common()),
         },
     }
@@ -128,8 +145,13 @@ def _without_timeline(plan: Plan) -> dict[str, Any]:
 
 
 def sweep_path(name: str, asked: str | None) -> Path:
-    """Where the sweep file goes: to what was asked for, or to sweeps/search, where sweep=search/NAME finds it."""
-    return Path(asked) if asked is not None else Path(conf_dir()).resolve() / "sweep" / "search" / f"{name}.yaml"
+    """Where the sweep file goes: where it is wanted, or to sweeps/search, for ``sweep=search/NAME``."""
+    return Path(asked) if asked is not None else _sweeps() / "search" / f"{name}.yaml"
+
+
+def _sweeps() -> Path:
+    """The folder that ``sweep=NAME`` looks into."""
+    return (Path(conf_dir()) / "sweep").resolve()
 
 
 def write_sweep(found: Found, path: Path, overrides: Sequence[str]) -> str:
@@ -141,27 +163,37 @@ def write_sweep(found: Found, path: Path, overrides: Sequence[str]) -> str:
         overrides: what was typed.
 
     Raises:
-        UserError: the file cannot be written.
+        ConfigError: the file cannot be written.
     """
-    job = [override for override in overrides if override.lstrip("+").split("=")[0] not in _OWN]
+    # Points say for themselves what a search moves, and what is typed comes after them.
+    moved = {
+        override.split("=")[0] for override in found.best[0].point.overrides(found.space.base.parallelism)
+    }
+    moved |= {"parallelism.ep", "parallelism.pp_schedule", "parallelism.pp_microbatch_size", *_OWN}
+    moved.add("parallelism.pp_layers_per_stage")
+    job = [override for override in overrides if override.lstrip("+").split("=")[0] not in moved]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, _sweep(found, job).encode())
     except OSError as error:
-        raise ConfigError("sweep_file", path, f"cannot be written: {error.strerror}", "another path") from error
-    folder = Path(conf_dir()).resolve() / "sweep"
-    if path.resolve().is_relative_to(folder.resolve()):
-        name = path.resolve().relative_to(folder.resolve()).with_suffix("")
+        raise ConfigError(
+            "sweep_file", path, f"cannot be written: {error.strerror}", "another path"
+        ) from error
+    folder = _sweeps()
+    if path.resolve().is_relative_to(folder):
+        name = path.resolve().relative_to(folder).with_suffix("")
         return shlex.join(["python", "-m", "harness.train", "-m", f"sweep={name}", *job])
     return f"put it into {folder} to start it with harness.train -m sweep={path.stem}"
 
 
 def _sweep(found: Found, typed: Sequence[str]) -> str:
     plan = found.best[0].plan
-    points = ",\n".join(f"        '{' '.join(each.point.overrides())}'" for each in found.best)
+    points = ",\n".join(
+        f"        '{' '.join(each.point.overrides(found.space.base.parallelism))}'" for each in found.best
+    )
     return f"""# @package _global_
-# The layouts of {devices(plan, plan.job.world_size)} that harness.plan search=true expects to be the fastest for
-# {plan.job.model.name}, fastest first, found for the job: {shlex.join(typed)}
+# What harness.plan search=true expects to be the fastest on {devices(plan, plan.job.world_size)},
+# fastest first, of the job: {" ".join(shlex.join(typed).split())}
 name: {plan.job.name}-search
 
 hydra:
@@ -171,5 +203,3 @@ hydra:
       points: >-
 {points}
 """
-
-

@@ -35,7 +35,7 @@ _INK = "#333333"
 # A pass of a rank's first stage has the full color; those of later ones are mixed with white up to this.
 _PALEST = 0.6
 _FEWEST_POINTS_FOR_A_NUMBER = 11.0
-_DPI = 150
+_INCHES, _DPI = 12.0, 150
 
 
 def draw(path: Path, plan: Plan) -> None:
@@ -46,13 +46,14 @@ def draw(path: Path, plan: Plan) -> None:
         plan: what is drawn; without a timeline only its memory.
     """
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     timeline = plan.speed.timeline if plan.speed is not None else []
     ranks = len(plan.memory)
     heights = [3.6, *([max(1.8, 0.36 * ranks + 1.1)] if timeline else [])]
-    figure = Figure(figsize=(12, sum(heights) + 0.9), layout="constrained")
+    layout = ConstrainedLayoutEngine(hspace=0.08, h_pad=0.08)
+    figure = Figure(figsize=(_INCHES, sum(heights) + 0.9), layout=layout)
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    figure.get_layout_engine().set(hspace=0.08, h_pad=0.08)  # type: ignore[union-attr]
     title = f"{plan.job.name} on {devices(plan, plan.job.world_size)}: {mesh_of(plan.job.parallelism)}"
     figure.suptitle(title, fontsize=12.5, x=0.01, ha="left", color=_INK)
     _draw_memory(axes[0], plan)
@@ -81,8 +82,14 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
         axis.axhline(limit, color=color, linewidth=1.3, linestyle=(0, (5, 3)))
         words = f"limit {limit:.3g} GiB"
         axis.annotate(
-            words, (1, limit), (-2, 3), xycoords=axis.get_yaxis_transform(), textcoords="offset points",
-            ha="right", fontsize=8.5, color=color,
+            words,
+            (1, limit),
+            (-2, 3),
+            xycoords=axis.get_yaxis_transform(),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8.5,
+            color=color,
         )
         # A limit far above says how much room there is only by being out of sight.
         highest = max(highest, limit)
@@ -115,7 +122,7 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     end = max(last, speed.step_seconds) * scale
     axis.set_xlim(0, end)
     axis.set_ylim(len(rows) - 0.5, -0.5)
-    points_wide = 12 * 72 * 0.8 / end
+    points_wide = _INCHES * 72 * 0.8 / end
     shades = {place: min(place * 0.25, _PALEST) for place in range(64)}
     for place, row in enumerate(rows):
         held = sorted({action.stage for action in row})
@@ -170,6 +177,13 @@ def _finish(axis: Axes, title: str) -> None:
 
 def _legend(axis: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
     axis.legend(
-        handles, labels, loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=8.5,
-        handlelength=1.1, handleheight=1.1, labelcolor=_INK,
+        handles,
+        labels,
+        loc="upper left",
+        bbox_to_anchor=(1.005, 1),
+        frameon=False,
+        fontsize=8.5,
+        handlelength=1.1,
+        handleheight=1.1,
+        labelcolor=_INK,
     )

@@ -13,8 +13,7 @@ from harness.parallelism.stages import num_stages
 from harness.plan.plan import KINDS, PARTS, Plan, RankMemory, Traffic
 
 GIB = 2**30
-_WAITING = {"dp", "tp", "cp", "ep", "pp"}
-_WHAT = {"bubble": "pipeline bubble", **{axis: f"{axis}, exposed" for axis in _WAITING}}
+_WORDS = {"compute": "computing", "bubble": "pipeline bubble", "optimizer": "update"}
 
 
 def render(plan: Plan) -> str:
@@ -97,14 +96,16 @@ def schedule_of(job: Job) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time with the unit that suits it; empty when it is unknown."""
+    """A time with three digits; empty when it is unknown, ``-`` when there is none."""
     if value is None:
         return ""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        # Three digits, and one more for what would round up to 1000.
-        if value >= 0.9995 * size:
-            return f"{value / size:,.0f} {unit}" if value >= 999.5 * size else f"{value / size:.3g} {unit}"
-    return f"{value * 1e6:.2g} us" if value > 0 else "0 s"
+    if value == 0:
+        return "-"
+    # What would round up to 1000 of a unit is 1 of the next.
+    unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("us", 1e-6))
+    amount = value / size
+    digits = 0 if amount >= 99.95 else 1 if amount >= 9.995 else 2
+    return f"{amount:,.{digits}f} {unit}"
 
 
 def counted(value: float) -> str:
@@ -118,6 +119,11 @@ def counted(value: float) -> str:
 def gib(value: float) -> str:
     """Bytes in GiB, with two digits behind the point; nothing at all is ``-``."""
     return "-" if value == 0 else f"{value / GIB:,.2f}" if value >= 0.005 * GIB else f"{value / GIB:.1g}"
+
+
+def part_in_words(part: str) -> str:
+    """One of ``PARTS``, as it is shown."""
+    return _WORDS.get(part, f"{part} communication, exposed")
 
 
 def aligned_facts(facts: Sequence[tuple[str, str]]) -> str:
@@ -174,9 +180,11 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _batch(job: Job) -> str:
-    size, local, times = job.global_batch_size, job.local_batch_size, job.accumulation_steps
-    text = f"{size:,} x {job.training.seq_len:,} = {counted(tokens_per_step(job))} tokens a step"
-    text += f"; a data-parallel rank takes {local} at once" + (f", {times} times" if times > 1 else "")
+    share, times = job.local_batch_size * job.accumulation_steps, job.accumulation_steps
+    tokens = counted(tokens_per_step(job))
+    text = f"{job.global_batch_size:,} x {job.training.seq_len:,} = {tokens} tokens a step"
+    text += f"; {share} on each data-parallel rank"
+    text += f", {times} passes of {job.local_batch_size}" if times > 1 else ""
     if job.parallelism.pp > 1:
         text += f", as {_microbatches(job)} microbatches of {job.parallelism.pp_microbatch_size}"
     return text
@@ -256,7 +264,7 @@ def _parts(plan: Plan) -> list[tuple[str, str]]:
     whole = plan.speed.step_seconds
     shown = [(part, plan.speed.parts.get(part, 0.0)) for part in PARTS]
     return [
-        (f"  {_WHAT.get(part, part)}", f"{seconds(value):>8}  {value / whole:>6.1%}")
+        (f"  {part_in_words(part)}", f"{seconds(value):>8}  {value / whole:>6.1%}")
         for part, value in shown
         if value > 0
     ]

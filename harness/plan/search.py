@@ -1,4 +1,4 @@
-"""The fastest layouts of a job's ranks, by the plan: each that is legal and fits is ranked, or shown to be slower.
+"""The fastest layouts of a job's ranks: each that is legal and fits is ranked, or shown to be slower.
 
 Points are taken in the order of the least time that they can need (``bound.py``), which costs microseconds,
 and planned whole, schedule and all, until no point that is left can be among the best.
@@ -165,13 +165,13 @@ class Ranking:
     def _is_known_to_lack(self, point: Point) -> bool:
         """Counts a point that takes at least as much memory as one that did not fit."""
         for size, kept, lacks in self._lacking.get(_group(point), ()):
-            if size <= _size(point) and kept <= _kept(point):
+            if size <= point.rows and kept <= _kept(point):
                 self.lost.add_too_large(lacks, point)
                 return True
         return False
 
     def _note_lacking(self, point: Point, lacks: float) -> None:
-        self._lacking.setdefault(_group(point), []).append((_size(point), _kept(point), lacks))
+        self._lacking.setdefault(_group(point), []).append((point.rows, _kept(point), lacks))
         self.lost.add_too_large(lacks, point)
 
     def _tell_slower(self) -> None:
@@ -194,11 +194,6 @@ class Ranking:
 def _group(point: Point) -> tuple[object, ...]:
     """What points share that differ only in how much is kept at once."""
     return point.degrees, point.ep, point.schedule, point.layers_per_stage
-
-
-def _size(point: Point) -> int:
-    """Sequences that go through the model at once."""
-    return point.local_batch_size if point.schedule is None else point.microbatch_size
 
 
 def _kept(point: Point) -> int:

@@ -42,13 +42,41 @@ class Point:
     layers_per_stage: int | None
     """Of the pipeline; None for as many stages as the schedule needs."""
 
+    @property
+    def pp(self) -> int:
+        """Degree of the pipeline."""
+        return self.degrees[AXES.index("pp")]
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share a sequence."""
+        return self.degrees[AXES.index("cp")]
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share a product."""
+        return self.degrees[AXES.index("tp")]
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that have different sequences."""
+        return self.degrees[AXES.index("dp_replicate")] * self.degrees[AXES.index("dp_shard")]
+
+    @property
+    def rows(self) -> int:
+        """Sequences that go through the model at once."""
+        return self.local_batch_size if self.schedule is None else self.microbatch_size
+
     def layout(self, base: ParallelismConfig) -> ParallelismConfig:
         """The layout that is otherwise as ``base`` has it."""
-        moved = dict(zip(AXES, self.degrees, strict=True))
+        moved: dict[str, Any] = dict(zip(AXES, self.degrees, strict=True))
         moved |= {"ep": self.ep, "pp_microbatch_size": self.microbatch_size}
-        if self.schedule is None:
-            return replace(base, **moved, pp_layers_per_stage=None)
-        return replace(base, **moved, pp_schedule=self.schedule, pp_layers_per_stage=self.layers_per_stage)
+        moved["pp_layers_per_stage"] = self.layers_per_stage
+        if self.schedule is not None:
+            moved["pp_schedule"] = self.schedule
+        # Nothing is asynchronous where nothing is split.
+        moved["async_tp"] = base.async_tp and self.tp > 1
+        return replace(base, **moved)
 
     def job(self, base: Job) -> Job:
         """The job that is otherwise as ``base`` has it, resolved and so legal.
@@ -63,10 +91,11 @@ class Point:
             activation_checkpoint=replace(base.activation_checkpoint, mode=self.mode),
         ).resolve(gpus=_gpus(base))
 
-    def overrides(self) -> list[str]:
-        """What makes it, as it is typed."""
+    def overrides(self, base: ParallelismConfig) -> list[str]:
+        """What makes it out of ``base``, as it is typed."""
         typed = [f"parallelism.{axis}={degree}" for axis, degree in zip(AXES, self.degrees, strict=True)]
-        typed += [f"parallelism.ep={self.ep}"] if self.ep > 1 else []
+        typed += [f"parallelism.ep={self.ep}"] if self.ep > 1 or base.ep > 1 else []
+        typed += [f"parallelism.async_tp={str(self.tp > 1).lower()}"] if base.async_tp else []
         typed.append(f"training.local_batch_size={self.local_batch_size}")
         if self.schedule is not None:
             layers = "null" if self.layers_per_stage is None else self.layers_per_stage
