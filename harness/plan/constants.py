@@ -1,8 +1,9 @@
 """What hardware and software reach of what sheets promise: the few numbers that no sheet has.
 
 The defaults are fitted (harness/plan/calibrate.py) on Table 1 and one row of Table 5 of torchtitan's
-published tables (experiments/llama3_h100/published.csv) and on nothing else; the report prints what they miss.
-``python -m harness.plan calibrate=FOLDER`` fits them to measured runs, of a cluster or of this machine's cores.
+published tables (experiments/llama3_h100/published.csv) and on nothing else; the report prints what they
+miss. ``python -m harness.plan calibrate=FOLDER`` fits them to measured runs, of a cluster or of a CPU's
+cores.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from harness.errors import UserError
 class Constants:
     """Shares of peaks, and times that no peak bounds."""
 
-    matmul: float = 0.72
-    """Share of the peak that products of large matrices in 16 or 32 bits reach, after the tiles that do not
-    fill the last wave are counted. Less than the 0.8 that cuBLAS reaches alone: power limits long runs."""
-    float8: float = 0.60
-    """The same of float8's peak."""
-    attention: float = 0.38
-    """Share of the 16-bit peak that fused attention reaches: FlashAttention-2 has 335 to 370 TFLOP/s of
-    989 on an H100 (arXiv:2307.08691, 2407.08608)."""
+    matmul: float = 0.490
+    """Share of the peak that products of large matrices in 16 or 32 bits reach in a long run, after tiles
+    that do not fill the last wave are counted. Fitted; the devices of those tables had 500 of 700 W."""
+    float8: float = 0.368
+    """The same of float8's peak. Fitted."""
+    attention: float = 0.35
+    """Share of the 16-bit peak that fused attention reaches: FlashAttention-2's on an H100 (arXiv:2407.08608,
+    abstract)."""
     memory: float = 0.85
     """Share of the memory's bandwidth that passes over tensors reach."""
     link: float = 0.75
-    """Share of a node's links that collectives of NCCL reach (nccl-tests: 330 to 370 of 450 GB/s)."""
+    """Share of a node's links that NCCL's collectives reach (nccl-tests: 330 to 370 of 450 GB/s)."""
     network: float = 0.85
     """Share of the network that they reach."""
     latency: float = 20e-6
@@ -40,9 +41,9 @@ class Constants:
     async_tp: float = 0.5
     """Share of tensor parallel's collectives that asynchronous tensor parallel hides."""
     launch: float = 3e-6
-    """Seconds between the kernels of a device; on a CPU, seconds that an operation takes whatever its size."""
-    pipeline: float = 0.0
-    """Seconds that every pass of a pipeline stage waits besides the bubble."""
+    """Seconds that a kernel takes however small it is; on a CPU, an operation."""
+    pipeline: float = 0.0147
+    """Seconds that every pass of a pipeline stage waits besides the bubble. Fitted."""
     cores: int | None = None
     """Cores that all ranks of a node share, where they do: a CPU. None: each has a device to itself."""
 

@@ -18,8 +18,8 @@ from harness.plan.plan import PARTS, Action, Speed, Traffic
 from harness.plan.timeline import simulate
 from harness.plan.work import Block, Moved, Pass, Worker, added
 
-# Bytes that an update moves for every parameter in 32 bits: the norm reads the gradient (4), clipping reads and
-# writes it (8), fused AdamW reads four tensors and writes three (28).
+# Bytes that an update moves for every parameter in 32 bits: the norm reads the gradient (4), clipping reads
+# and writes it (8), fused AdamW reads four tensors and writes three (28).
 UPDATE_BYTES = 40
 
 Made = TypeVar("Made")
@@ -157,9 +157,9 @@ class StepModel:
     def _around(self, blocks: list[Block], sharing: list[Sharing]) -> tuple[tuple[Pass, Pass], Pass]:
         """What FSDP adds to every forward and backward, and once.
 
-        A block's parameters are gathered while the block before computes, its gradients reduced while the next
-        one does (FSDP2's implicit prefetch): what takes longer than that is waited for, and so are the first
-        gather and the last reduction.
+        A block's parameters are gathered while the block before computes, its gradients reduced while the
+        next one does (FSDP2's implicit prefetch): what takes longer than that is waited for, and so are the
+        first gather and the last reduction.
         """
         again = self.layout.reshards_after_forward
         forward = self._behind(blocks, sharing, lambda b: b.forward.seconds, gathers=True, reduces=False)

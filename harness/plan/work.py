@@ -12,9 +12,9 @@ from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
 from harness.precision.linears import sort_linears
 
 # Bytes that a token's value is read and written with in 16 bits, forward; backward moves twice as many. Eager
-# kernels are counted one by one: a norm casts up, squares, averages, scales, casts down and weights (30), a sum
-# of two streams is 6, a rotation casts up, multiplies complex numbers and casts down (20), a gate is SiLU (4) and
-# a product (6). Compiled, each is one kernel that reads its inputs and writes its output.
+# kernels are counted one by one: a norm casts up, squares, averages, scales, casts down and weights (30), a
+# sum of two streams is 6, a rotation casts up, multiplies complex numbers and casts down (20), a gate is SiLU
+# (4) and a product (6). Compiled, each is one kernel that reads its inputs and writes its output.
 EAGER = {"norm": 30.0, "residual": 6.0, "rotation": 20.0, "gate": 10.0, "sort": 12.0}
 COMPILED = {"norm": 4.0, "residual": 4.0, "rotation": 4.0, "gate": 6.0, "sort": 8.0}
 # Kernels of a block's forward pass, for what each costs however small it is.
@@ -170,8 +170,7 @@ class Worker:
 
     def _product(self, product: Product, layer: int) -> float:
         """Seconds of one product, forward; each of the two of backward takes as long."""
-        job, layout = self.job, self.job.parallelism
-        float8 = self._is_float8(product, layer)
+        layout, float8 = self.job.parallelism, self._is_float8(product, layer)
         dtype, width = (self.narrow, 1) if float8 else (self.dtype, self.value_bytes)
         inputs, outputs = product.inputs, product.outputs
         split = layout.tp if product.experts == 1 or layout.splits_experts else 1
@@ -268,7 +267,8 @@ class Worker:
         if not layout.uses_sequence_parallel:
             kinds = [("all_reduce", whole, reductions)]
         else:
-            # One scale a tensor lets float8's inputs be cast before they are gathered (harness/precision/tensor.py).
+            # One scale a tensor lets float8's inputs be cast before they are gathered
+            # (harness/precision/tensor.py).
             cast = job.precision.linear == "float8_tensorwise"
             kinds = [
                 ("all_gather", whole / (self.value_bytes if cast else 1), gathers),

@@ -220,7 +220,7 @@ def test_resharding_default_depends_on_the_pipeline() -> None:
     assert compose_job([*SMALL, "parallelism=fsdp"]).parallelism.reshards_after_forward
     assert not compose_job([*SMALL, "parallelism=fsdp_pp"]).parallelism.reshards_after_forward
     always = compose_job([*SMALL, "parallelism=fsdp_pp", "parallelism.reshard_after_forward=always"])
-    assert reshards_after_forward(always.parallelism)
+    assert always.parallelism.reshards_after_forward
 
 
 def shards_of(job_json: str) -> bool:

@@ -1,0 +1,52 @@
+"""From a job to its plan."""
+
+from __future__ import annotations
+
+from harness.cluster.hardware import ACCELERATORS
+from harness.job import Job
+from harness.model.accounting import account
+from harness.plan.constants import Calibration
+from harness.plan.machine import Machine, machine_of
+from harness.plan.memory import memory_limit, rank_memory
+from harness.plan.parameters import parameters_of
+from harness.plan.plan import Plan
+from harness.plan.speed import StepModel
+
+
+def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
+    """What is known of a job before it runs.
+
+    Args:
+        job: the resolved job.
+        calibration: constants other than the defaults, and hardware that no table has.
+    """
+    machine = machine_of(job, calibration)
+    speed, traffic = (None, []) if machine is None else StepModel(job, machine).speed()
+    return Plan(
+        job=job,
+        accounting=account(job.model, job.training.seq_len),
+        parameters_per_rank=[parameters_of(job, rank).held for rank in range(job.parallelism.pp)],
+        memory=rank_memory(job),
+        memory_limit=memory_limit(job),
+        traffic=traffic,
+        speed=speed,
+        accelerator=ACCELERATORS.get(job.cluster.accelerator or ""),
+        notes=_notes(job, machine),
+    )
+
+
+def _notes(job: Job, machine: Machine | None) -> list[str]:
+    """What the figures leave out."""
+    notes = []
+    if machine is None:
+        notes.append(
+            "no time: the hardware is unknown; would work: cluster.accelerator='H100 SXM', or "
+            "calibration=FILE for what harness.plan calibrate=FOLDER measured"
+        )
+    elif machine.network_bandwidth is None and job.world_size > machine.ranks_per_node:
+        notes.append("the network counts as fast as links within a node: cluster.network_gbps is not set")
+    if job.model.moe.enabled and not job.model.moe.force_balance:
+        notes.append("experts count as loaded evenly")
+    if not job.data.attend_across_documents:
+        notes.append("attention counts as if documents saw each other")
+    return notes

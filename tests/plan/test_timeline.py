@@ -1,0 +1,64 @@
+"""Times of passes: bubbles are those of the schedules' papers, and nothing begins before what it needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.parallelism.config import ParallelismConfig
+from harness.plan.order import pipeline_order
+from harness.plan.plan import Action
+from harness.plan.timeline import simulate
+
+FORWARD, BACKWARD = 1.0, 2.0
+
+
+def span(name: str, pp: int, microbatches: int, stages_per_rank: int, send: float = 0.0) -> float:
+    """How long a schedule takes when all stages together take 3 seconds times pp."""
+    order = pipeline_order(ParallelismConfig(pp=pp, pp_schedule=name), 64, microbatches)
+    each = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD / 2, "W": BACKWARD / 2}
+    timed = simulate(order, lambda stage, kind: each[kind] / stages_per_rank, send)
+    return max(actions[-1].end for actions in timed)
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (4, 8), (8, 32)])
+def test_one_stage_each(name: str, pp: int, microbatches: int) -> None:
+    """(m + p - 1) passes there and back (arXiv:1811.06965; arXiv:2104.04473, section 2.2)."""
+    assert span(name, pp, microbatches, 1) == (microbatches + pp - 1) * (FORWARD + BACKWARD)
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (8, 32)])
+def test_two_stages_each_halve_the_bubble(pp: int, microbatches: int) -> None:
+    """arXiv:2104.04473, section 2.2.2."""
+    bubble = span("Interleaved1F1B", pp, microbatches, 2) - microbatches * (FORWARD + BACKWARD)
+    assert bubble == (pp - 1) * (FORWARD + BACKWARD) / 2
+
+
+def test_splitting_backward_fills_the_bubble() -> None:
+    """arXiv:2401.10241: with equal thirds ZBV has none but the first microbatch's way through the stages."""
+    spans = {
+        name: span(name, 4, 16, 2) for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    }
+    assert spans["ZBVZeroBubble"] <= spans["InterleavedZeroBubble"] < spans["Interleaved1F1B"]
+    assert spans["ZBVZeroBubble"] - 16 * (FORWARD + BACKWARD) <= 3 * FORWARD / 2
+
+
+def test_travelling_lengthens_the_way_and_not_the_middle() -> None:
+    base, far = span("1F1B", 4, 32, 1), span("1F1B", 4, 32, 1, send=0.1)
+    assert 2 * 3 * 0.1 <= far - base <= 2 * 3 * 0.1 + 0.1 * 32 * 2
+
+
+def test_passes_wait_for_what_they_need() -> None:
+    order = [
+        [Action(0, "F", 0), Action(0, "B", 0)],
+        [Action(1, "F", 0), Action(1, "I", 0), Action(1, "W", 0)],
+    ]
+    first, second = simulate(order, lambda stage, kind: {"F": 1.0, "B": 4.0, "I": 2.0, "W": 2.0}[kind], 0.5)
+    assert [(a.start, a.end) for a in first] == [(0.0, 1.0), (5.0, 9.0)]
+    assert [(a.start, a.end) for a in second] == [(1.5, 2.5), (2.5, 4.5), (4.5, 6.5)]
+
+
+def test_ranks_that_wait_for_each_other_are_found() -> None:
+    order = [[Action(0, "B", 0), Action(0, "F", 0)]]
+    with pytest.raises(ValueError, match="waits for itself"):
+        simulate(order, lambda stage, kind: 1.0, 0.0)
