@@ -74,7 +74,12 @@ CASES: dict[str, list[str]] = {
     ],
     "fsdp_ep": [
         *EXPERTS,
-        *("parallelism=fsdp_ep", "parallelism.dp_shard=2", "parallelism.ep=2", "training.global_batch_size=8"),
+        *(
+            "parallelism=fsdp_ep",
+            "parallelism.dp_shard=2",
+            "parallelism.ep=2",
+            "training.global_batch_size=8",
+        ),
     ],
 }
 
