@@ -16,6 +16,7 @@ from harness.cluster.hardware import ACCELERATORS
 from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.plan.bound import Bound, Bounds
+from harness.plan.constants import Calibration
 from harness.plan.legality import Legality
 from harness.plan.machine import machine_of
 from harness.plan.make import make_plan
@@ -88,8 +89,8 @@ class Found:
     """Time the search took."""
 
 
-def search(space: Space, top: int) -> Found:
-    """Finds the fastest points of a space.
+def search(space: Space, top: int, calibration: Calibration | None = None) -> Found:
+    """Finds the fastest points of a space, by the defaults' constants or those of a calibration.
 
     Raises:
         UserError: none is legal, none fits, or nothing is known of the hardware.
@@ -108,7 +109,7 @@ def search(space: Space, top: int) -> Found:
     points = len(legal) + sum(lost.illegal.values())
     if not legal:
         raise _none_is_legal(space, lost)
-    ranking = Ranking(space.base, legal, top, lost)
+    ranking = Ranking(space.base, legal, top, lost, calibration)
     ranking.run()
     if not ranking.best:
         raise _none_fits(space, lost)
@@ -120,11 +121,13 @@ def search(space: Space, top: int) -> Found:
 class Ranking:
     """Ranks points that are legal."""
 
-    def __init__(self, base: Job, points: Sequence[Point], top: int, lost: Lost) -> None:
-        self.base, self.top, self.lost = base, top, lost
+    def __init__(
+        self, base: Job, points: Sequence[Point], top: int, lost: Lost, calibration: Calibration | None
+    ) -> None:
+        self.base, self.top, self.lost, self.calibration = base, top, lost, calibration
         self.best: list[Candidate] = []
         self.planned = 0
-        machine = machine_of(points[0].job(base))
+        machine = machine_of(points[0].job(base), calibration)
         if machine is None:
             rule = "a search ranks by speed, and nothing is known of what these ranks compute on"
             raise ConfigError("cluster.accelerator", base.cluster.accelerator, rule, ACCELERATORS)
@@ -151,7 +154,7 @@ class Ranking:
         except ConfigError as error:
             self.lost.add_illegal(error)
             return
-        plan = make_plan(job)
+        plan = make_plan(job, self.calibration)
         self.planned += 1
         if plan.memory_limit is not None and plan.peak > plan.memory_limit:
             self._note_lacking(point, plan.peak - plan.memory_limit)
