@@ -35,7 +35,7 @@ CUDA_CONTEXT = 0.5 * GIB
 NCCL_COMMUNICATOR = 0.1 * GIB
 """Buffers of one communicator with its channels and protocols (4 MiB for each of them and peer,
 docs.nvidia.com/deeplearning/nccl, NCCL_BUFFSIZE); the allocator does not see them either."""
-CPU_PROCESS = 0.36 * GIB
+CPU_PROCESS = 0.33 * GIB
 """Resident memory of a rank on a CPU before it has a model: Python, torch and what they load."""
 
 
