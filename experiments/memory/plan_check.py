@@ -21,13 +21,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.compose import compose_job
 from harness.plan.memory import GIB, rank_memory
 from harness.plan.plan import RankMemory
 
+ROOT = Path(__file__).resolve().parents[2]
 MOST = 0.10
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 COMMON = [
@@ -75,7 +75,12 @@ CASES: dict[str, list[str]] = {
     ],
     "fsdp_ep": [
         *EXPERTS,
-        *("parallelism=fsdp_ep", "parallelism.dp_shard=2", "parallelism.ep=2", "training.global_batch_size=8"),
+        *(
+            "parallelism=fsdp_ep",
+            "parallelism.dp_shard=2",
+            "parallelism.ep=2",
+            "training.global_batch_size=8",
+        ),
     ],
 }
 

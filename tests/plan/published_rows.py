@@ -1,10 +1,10 @@
 """The rows of torchtitan's tables of December 2024, each with the overrides that make its job.
 
-Figures come from ``experiments/llama3_h100/published.csv``. What the tables leave open is as torchtitan had it
-then: the loss was not compiled ("causes CUDA errors, turning off for now", train.py), and a pipeline whose
-microbatches are not said ran as many as it has ranks (pipeline_parallel_microbatches), so those of table 5 are
-of four sequences each. Throughput says the same: interleaving gains 28 %, which is what 8 microbatches over 8
-ranks give, (8 + 7) / (8 + 7 / 2) = 1.30; with 32 of one sequence it would be 1.10.
+Figures come from ``experiments/llama3_h100/published.csv``. What the tables leave open is as torchtitan had
+it then: the loss was not compiled ("causes CUDA errors, turning off for now", train.py), and a pipeline whose
+microbatches are not said ran as many as it has ranks (pipeline_parallel_microbatches), so those of table 5
+are of four sequences each. Throughput says the same: interleaving gains 28 %, which is what 8 microbatches
+over 8 ranks give, (8 + 7) / (8 + 7 / 2) = 1.30; with 32 of one sequence it would be 1.10.
 """
 
 from __future__ import annotations
