@@ -142,7 +142,7 @@ def test_groups_of_numerics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pla
 def test_published_tables_without_a_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan_with: Put
 ) -> None:
-    """A plan that is 5 % too fast everywhere but for asynchronous tensor parallel, which it has slow things down."""
+    """A plan that is 5 % too fast, and says that asynchronous tensor parallel slows things down."""
     rows = published.read(LLAMA)
 
     def rate(job: Job) -> float:
