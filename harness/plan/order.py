@@ -1,14 +1,23 @@
 """What every pipeline rank does, in order, as torch's own schedule objects say.
 
-torch is imported where there is a pipeline.
+Importing torch's pipelines takes two to three seconds, more than all else of a plan. An order that they
+were imported for is kept in ``~/.cache/harness`` (or under ``XDG_CACHE_HOME``), by torch's version, and read
+the next time, so that only the first plan of a schedule waits for torch.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
+import sys
+import uuid
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +26,10 @@ from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
 from harness.parallelism.stages import num_stages
 from harness.plan.plan import Action
 
+# Of the files that orders are kept in; another meaning of theirs is another number.
+_FORMAT = 1
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) -> list[list[Action]]:
@@ -38,6 +50,52 @@ def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) 
 
 @lru_cache(maxsize=512)
 def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[Action]]:
+    """The order of one of torch's schedules, read if it was kept."""
+    if "torch.distributed.pipelining" in sys.modules:
+        return _made_by_torch(name, pp, stages, microbatches)
+    path = _folder() / f"{name}-{pp}-{stages}-{microbatches}"
+    order = _read(path)
+    if order is None or not _is_whole(order, pp, stages * microbatches):
+        order = _made_by_torch(name, pp, stages, microbatches)
+        _keep(path, order)
+    return order
+
+
+def _folder() -> Path:
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "harness" / f"pipeline_orders-{_FORMAT}" / f"torch-{version('torch')}"
+
+
+def _read(path: Path) -> list[list[Action]] | None:
+    """The order in a file that has a line for each rank, like ``0F0 0F1 0B0``; None if there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    cells = [[_CELL.fullmatch(cell) for cell in line.split()] for line in lines]
+    return [[Action(int(c[1]), c[2], int(c[3])) for c in row if c is not None] for row in cells]
+
+
+def _is_whole(order: list[list[Action]], pp: int, passes: int) -> bool:
+    """Whether nothing is missing, as it may be in a file whose writer was cut off."""
+    kinds = Counter(action.kind for row in order for action in row)
+    return len(order) == pp and kinds["F"] == kinds["B"] + kinds["I"] == kinds["B"] + kinds["W"] == passes
+
+
+def _keep(path: Path, order: list[list[Action]]) -> None:
+    """Writes it; where nothing can be written, the next plan waits for torch again."""
+    text = "".join(" ".join(f"{a.stage}{a.kind}{a.microbatch}" for a in row) + "\n" for row in order)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[Action]]:
     from torch.distributed.pipelining import schedules
 
     # It tells what it was given, once for every schedule made.

@@ -221,15 +221,8 @@ class StepModel:
 
     def timeline(self) -> list[list[Action]]:
         """What every pipeline rank does and when, in one pass over a local batch."""
-        return simulate(self.order, self._seconds, self._sending())
-
-    def _seconds(self, stage: int, kind: str) -> float:
-        waiting = self.machine.constants.pipeline if self.layout.pp > 1 else 0.0
-        return self.stages[stage].passes[kind].seconds + waiting
-
-    def _sending(self) -> float:
-        """Seconds in which a microbatch's activations travel to the next stage."""
-        return 0.0 if self.layout.pp == 1 else self._send.seconds
+        sending = 0.0 if self.layout.pp == 1 else self._send.seconds
+        return simulate(self.order, lambda stage, kind: self.stages[stage].passes[kind].seconds, sending)
 
     @property
     def _send(self) -> Moved:
@@ -272,8 +265,6 @@ class StepModel:
 
         for action in self.order[rank]:
             add(self.stages[action.stage].passes[action.kind], self.passes)
-            if self.layout.pp > 1:
-                parts["pp"] += self.machine.constants.pipeline * self.passes
         busy = sum(parts.values())
         parts["bubble"] = makespan * self.passes - busy
         for stage in stages:

@@ -1,0 +1,102 @@
+"""``python -m harness.plan``: what a job will be like, told in seconds and without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from harness.app import run_verb
+from harness.errors import EXIT_OK, UserError
+from harness.job import launched_ranks
+from harness.metrics.encoding import dumps
+from harness.plan.config import PlanJob
+from harness.plan.constants import Calibration
+from harness.plan.plan import Plan
+
+JSON_FLAG = "--json"
+
+
+def plan(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
+    """Prints the plan of a job, or of the best layouts for it; returns the exit code."""
+    if launched_ranks() is not None:
+        raise UserError("harness.plan is one process; start it without torchrun")
+    if job.calibrate is not None:
+        return _calibrate(Path(job.calibrate), job.calibration)
+    if job.search:
+        return _search(job, overrides, as_json=as_json)
+    from harness.plan.make import make_plan
+    from harness.plan.render import as_dict, render
+
+    made = make_plan(job.plain, _calibration(job))
+    if job.picture is not None:
+        from harness.plan.picture import draw
+
+        draw(Path(job.picture), made)
+    if job.verify:
+        return _verify(made, step=job.verify_step, as_json=as_json)
+    sys.stdout.write(f"{dumps(as_dict(made), indent=2)}\n" if as_json else render(made))
+    return EXIT_OK
+
+
+def _search(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
+    """Prints the best layouts, and writes the sweep that measures them."""
+    from harness.plan.found import found_as_dict, render_found, sweep_path, write_sweep
+    from harness.plan.search import search
+    from harness.plan.space import Space
+
+    found = search(Space.of(job.plain, overrides), job.top, _calibration(job))
+    path = sweep_path(job.name, job.sweep_file)
+    command = write_sweep(found, path, overrides)
+    if job.picture is not None:
+        from harness.plan.picture import draw
+
+        draw(Path(job.picture), found.best[0].plan)
+    if as_json:
+        sys.stdout.write(f"{dumps(found_as_dict(found) | {'sweep_file': path}, indent=2)}\n")
+    else:
+        sys.stdout.write(f"{render_found(found)}\nto measure the {len(found.best)}: {path}\n  {command}\n")
+    return EXIT_OK
+
+
+def _calibration(job: PlanJob) -> Calibration | None:
+    return None if job.calibration is None else Calibration.read(job.calibration)
+
+
+def _calibrate(folder: Path, target: str | None) -> int:
+    """Fits constants to measured runs, prints how well, and writes them."""
+    from harness.plan.calibrate import calibrate, render_fit
+
+    calibration, measured, left_out = calibrate(folder)
+    path = target or str(folder / "calibration.json")
+    calibration.write(path)
+    sys.stdout.write(f"{render_fit(calibration, measured)}\n{left_out}\nwritten: {path}\n")
+    return EXIT_OK
+
+
+def _verify(made: Plan, *, step: bool, as_json: bool) -> int:
+    """Builds the job on a fake process group, and prints how what it holds compares with the plan."""
+    from harness.plan.verify import render_verified, verify
+
+    verified = verify(made, step=step)
+    if as_json:
+        sys.stdout.write(f"{dumps(dataclasses.asdict(verified), indent=2)}\n")
+    else:
+        sys.stdout.write(render_verified(verified))
+    return EXIT_OK
+
+
+def main() -> None:
+    """Entry point of ``python -m harness.plan`` and of the console script."""
+    as_json = JSON_FLAG in sys.argv[1:]
+    # Hydra knows nothing of it.
+    sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != JSON_FLAG]
+
+    def verb(job: PlanJob, overrides: list[str]) -> int:
+        return plan(job, overrides, as_json=as_json)
+
+    run_verb(verb, config_name="plan", schema=PlanJob)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""What a search found: as text, as plain containers, and as a sweep that measures it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.errors import ConfigError
+from harness.metrics.atomic import write_atomically
+from harness.paths import conf_dir
+from harness.plan.plan import Plan
+from harness.plan.render import (
+    aligned,
+    as_dict,
+    counted,
+    devices,
+    figure,
+    gib,
+    mesh_of,
+    part_in_words,
+    schedule_of,
+    seconds,
+    tokens_per_step,
+)
+from harness.plan.search import Candidate, Found, Lost
+from harness.plan.space import Point
+
+# Reasons that are shown one by one; the others are added up.
+_SHOWN = 6
+# Fields of the plan that no training job has.
+_OWN = ("search", "top", "sweep_file", "verify", "verify_step", "picture")
+
+
+def render_found(found: Found) -> str:
+    """What a search prints, without its sweep file."""
+    plan = found.best[0].plan
+    job = plan.job
+    unit = "GPU" if plan.accelerator is not None else "rank"
+    nodes, per_node = job.cluster.nodes_for(job.world_size)
+    where = f", {nodes} nodes of {per_node}" if nodes > 1 else ""
+    head = (
+        f"{job.name} on {devices(plan, job.world_size)}{where}; {job.global_batch_size:,} x "
+        f"{job.training.seq_len:,} = {counted(tokens_per_step(job))} tokens a step\n"
+        f"{found.points:,} ways to run {found.layouts:,} layouts, {found.planned:,} of them planned whole, "
+        f"in {found.seconds:.1f} s\n"
+    )
+    kept = sorted(field for field in found.space.typed if field.startswith(_MOVED))
+    head += f"kept as typed: {', '.join(kept)}\n" if kept else ""
+    rows = [_row(number, each, unit) for number, each in enumerate(found.best, start=1)]
+    left = {"layout", "recompute", "schedule"}
+    return f"{head}\n{aligned(rows, left)}\nwhy the others lose\n{_losers(found)}"
+
+
+_MOVED = ("parallelism.", "training.local_batch_size", "activation_checkpoint.mode")
+
+
+def _row(number: int, candidate: Candidate, unit: str) -> dict[str, str]:
+    plan, point = candidate.plan, candidate.point
+    assert plan.speed is not None
+    times = plan.job.accumulation_steps
+    microbatches = point.local_batch_size // point.microbatch_size
+    batch = (
+        f"{microbatches} x {point.microbatch_size}"
+        if point.schedule
+        else f"{times} x {point.local_batch_size}"
+    )
+    return {
+        "": f"{number}",
+        "layout": mesh_of(plan.job.parallelism),
+        "microbatches": batch,
+        "recompute": point.mode,
+        "schedule": schedule_of(plan.job) if point.schedule else "",
+        "GiB": gib(plan.peak),
+        "step": seconds(plan.speed.step_seconds),
+        f"tokens/s a {unit}": figure(plan.speed.tokens_per_second_per_rank),
+        "MFU": "" if plan.speed.mfu is None else f"{plan.speed.mfu:.1%}",
+    }
+
+
+def _losers(found: Found) -> str:
+    lost = found.lost
+    rows = [(count, "illegal", lost.rules[field]) for field, count in lost.illegal.most_common(_SHOWN)]
+    lines = [f"  {count:>9,}  {what}: {_shortened(str(rule))}" for count, what, rule in rows]
+    others = sum(lost.illegal.values()) - sum(count for count, _, _ in rows)
+    if others:
+        lines.append(f"  {others:>9,}  illegal by {len(lost.illegal) - len(rows)} other rules")
+    if lost.closest is not None:
+        lacks, point = lost.closest
+        told = _point_in_words(found, point)
+        lines.append(f"  {lost.too_large:>9,}  do not fit; the closest lacks {gib(lacks)} GiB: {told}")
+    for part, count in lost.slower.most_common():
+        lines.append(f"  {count:>9,}  slower, most of all by {part_in_words(part)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _point_in_words(found: Found, point: Point) -> str:
+    layout = mesh_of(point.layout(found.space.base.parallelism))
+    batch = f"{point.local_batch_size // point.microbatch_size} x {point.microbatch_size}"
+    pipeline = f"{point.schedule}, {batch}" if point.schedule else f"{point.local_batch_size} at once"
+    return f"{layout}, {pipeline}, {point.mode}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 150 else f"{text[:149]}…"
+
+
+def found_as_dict(found: Found) -> dict[str, Any]:
+    """The same for machines."""
+    lost: Lost = found.lost
+    return {
+        "world_size": found.space.world,
+        "layouts": found.layouts,
+        "points": found.points,
+        "planned": found.planned,
+        "seconds": found.seconds,
+        "kept": sorted(found.space.typed),
+        "best": [
+            {
+                "overrides": each.point.overrides(found.space.base.parallelism),
+                "plan": _without_timeline(each.plan),
+            }
+            for each in found.best
+        ],
+        "lost": {
+            "illegal": dict(lost.illegal.most_common()),
+            "too_large": lost.too_large,
+            "closest": None
+            if lost.closest is None
+            else {
+                "lacks": lost.closest[0],
+                "overrides": lost.closest[1].overrides(found.space.base.parallelism),
+            },
+            "slower": dict(lost.slower.most_common()),
+        },
+    }
+
+
+def _without_timeline(plan: Plan) -> dict[str, Any]:
+    plain = as_dict(plan)
+    if plain["speed"] is not None:
+        del plain["speed"]["timeline"]
+    return plain
+
+
+def sweep_path(name: str, asked: str | None) -> Path:
+    """Where the sweep file goes: where it is wanted, or to sweeps/search, for ``sweep=search/NAME``."""
+    return Path(asked) if asked is not None else _sweeps() / "search" / f"{name}.yaml"
+
+
+def _sweeps() -> Path:
+    """The folder that ``sweep=NAME`` looks into."""
+    return (Path(conf_dir()) / "sweep").resolve()
+
+
+def write_sweep(found: Found, path: Path, overrides: Sequence[str]) -> str:
+    """Writes the sweep that measures the best; returns the command that starts it.
+
+    Args:
+        found: what was found.
+        path: the file.
+        overrides: what was typed.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    # Points say for themselves what a search moves, and what is typed comes after them.
+    moved = {
+        override.split("=")[0] for override in found.best[0].point.overrides(found.space.base.parallelism)
+    }
+    moved |= {"parallelism.ep", "parallelism.pp_schedule", "parallelism.pp_microbatch_size", *_OWN}
+    moved.add("parallelism.pp_layers_per_stage")
+    job = [override for override in overrides if override.lstrip("+").split("=")[0] not in moved]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, _sweep(found, job).encode())
+    except OSError as error:
+        raise ConfigError(
+            "sweep_file", path, f"cannot be written: {error.strerror}", "another path"
+        ) from error
+    folder = _sweeps()
+    if path.resolve().is_relative_to(folder):
+        name = path.resolve().relative_to(folder).with_suffix("")
+        return shlex.join(["python", "-m", "harness.train", "-m", f"sweep={name}", *job])
+    return f"put it into {folder} to start it with harness.train -m sweep={path.stem}"
+
+
+def _sweep(found: Found, typed: Sequence[str]) -> str:
+    plan = found.best[0].plan
+    points = "\n".join(
+        f"        {' '.join(each.point.overrides(found.space.base.parallelism))}" for each in found.best
+    )
+    return f"""# @package _global_
+# What harness.plan search=true expects to be the fastest on {devices(plan, plan.job.world_size)},
+# fastest first, of the job: {" ".join(shlex.join(typed).split())}
+name: {plan.job.name}-search
+
+hydra:
+  sweeper:
+    params:
+      points: |
+{points}
+"""

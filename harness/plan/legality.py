@@ -1,0 +1,102 @@
+"""Which points of a search are legal: the rules of every job, each asked as seldom as it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from harness.errors import ConfigError
+from harness.job import Job
+from harness.parallelism.config import AXES
+from harness.plan.space import Point
+from harness.precision.linears import check_layout, sort_linears
+
+
+class Legality:
+    """Asks the rules of a job for many points.
+
+    A job's ``resolve`` takes a millisecond, and a search has a hundred thousand points. So rules that look at
+    some of the moved fields only are asked once for each combination of these. What a search chooses is
+    resolved whole all the same.
+    """
+
+    def __init__(self, base: Job) -> None:
+        self.base = base
+        # Which linears there are takes longest to find out, and no layout changes it.
+        self._plain = replace(base, precision=replace(base.precision, linear="none"))
+        linear = base.precision.linear
+        self._linears = None if linear == "none" else sort_linears(base.model, base.precision)
+        self._told: dict[tuple[Any, ...], ConfigError | None] = {}
+
+    def broken(self, point: Point) -> ConfigError | None:
+        """The rule that a point breaks; None if it is legal."""
+        share, rest = divmod(self.base.global_batch_size, point.data_parallel)
+        if rest or not point.local_batch_size or share % point.local_batch_size:
+            return self._ask(self._check_all, point)
+        pipeline = (point.pp, point.schedule, point.layers_per_stage, share)
+        batch = (point.local_batch_size, point.microbatch_size)
+        others = (point.pp, point.cp, point.tp, point.ep, point.mode, share > point.local_batch_size)
+        return (
+            self._told_of(self._check_axes, point, (point.degrees, point.ep))
+            or self._told_of(self._check_pipeline, point, (*pipeline, *batch))
+            or self._told_of(self._check_mode, point, (point.mode, point.schedule))
+            or self._told_of(self._check_all, point, others)
+            or self._told_of(self._check_format, point, (point.tp, point.cp, point.rows))
+        )
+
+    def _told_of(
+        self, rule: Callable[[Point], None], point: Point, key: tuple[Any, ...]
+    ) -> ConfigError | None:
+        """What a rule says, asked once for each value of what it looks at."""
+        key = (rule.__name__, *key)
+        if key not in self._told:
+            self._told[key] = self._ask(rule, point)
+        return self._told[key]
+
+    @staticmethod
+    def _ask(rule: Callable[[Point], None], point: Point) -> ConfigError | None:
+        try:
+            rule(point)
+        except ConfigError as error:
+            return error
+        return None
+
+    def _check_axes(self, point: Point) -> None:
+        """Whether the degrees can carry model and sequence."""
+        layout = replace(point.layout(self.base.parallelism), pp=1)
+        layout.validate(self.base.model, self.base.training.seq_len, 1, 1)
+
+    def _check_pipeline(self, point: Point) -> None:
+        """Whether layers and microbatches suit the schedule."""
+        alone = {axis: 1 for axis in (*AXES, "ep") if axis != "pp"}
+        # The data-parallel degree decides which global batch would work.
+        alone["dp_replicate"] = point.data_parallel
+        layout = replace(point.layout(self.base.parallelism), **alone)  # type: ignore[arg-type]
+        share = self.base.global_batch_size // point.data_parallel
+        layout.validate(self.base.model, self.base.training.seq_len, point.local_batch_size, share)
+
+    def _check_mode(self, point: Point) -> None:
+        recompute = replace(self.base.activation_checkpoint, mode=point.mode)
+        layout = point.layout(self.base.parallelism)
+        recompute.validate(self.base.compile, splits_backward=layout.splits_backward)
+
+    def _check_all(self, point: Point) -> None:
+        """All rules but those of formats."""
+        point.job(self._plain)
+
+    def _check_format(self, point: Point) -> None:
+        """Whether what the ranks multiply at once has lengths that the format can have."""
+        if self._linears is None:
+            return
+        base, layout = self.base, point.layout(self.base.parallelism)
+        tokens = base.training.seq_len // layout.cp
+        check_layout(
+            self._linears,
+            base.model,
+            base.precision,
+            layout.tp,
+            point.rows,
+            tokens,
+            splits_experts=layout.splits_experts,
+        )

@@ -1,0 +1,322 @@
+"""A plan as text for a person, and as plain containers for a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from harness.cluster.hardware import ACCELERATORS
+from harness.job import Job
+from harness.parallelism.config import ParallelismConfig
+from harness.parallelism.stages import num_stages
+from harness.plan.plan import KINDS, PARTS, Plan, RankMemory, Traffic
+
+GIB = 2**30
+_WORDS = {"compute": "computing", "bubble": "pipeline bubble", "optimizer": "update"}
+
+
+def render(plan: Plan) -> str:
+    """What ``harness.plan`` prints."""
+    blocks = [
+        aligned_facts(_facts(plan)),
+        "memory at its peak, GiB on each rank\n" + aligned(_memory(plan), left={"ranks", "stages"}),
+    ]
+    if plan.traffic:
+        title = "communication in a step, of the busiest rank\n"
+        blocks.append(title + aligned(_traffic(plan.traffic), left={"axis", "collective", "link"}))
+    if plan.speed is not None:
+        blocks.append(
+            f"a step, predicted: {seconds(plan.speed.step_seconds)}\n" + aligned_facts(_parts(plan))
+        )
+    blocks.append(aligned_facts(_verdict(plan)))
+    if plan.notes:
+        blocks.append("notes\n" + "".join(f"  {note}\n" for note in plan.notes))
+    return "\n".join(blocks)
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON has it; bytes, seconds and FLOPs without a prefix."""
+    job = plan.job
+    return {
+        "legal": True,
+        "job": {"id": job.id, **job.to_dict()},
+        "world_size": job.world_size,
+        "mesh": job.parallelism.degrees | {"ep": job.parallelism.ep},
+        "batch": {
+            "global": job.global_batch_size,
+            "local": job.local_batch_size,
+            "accumulation_steps": job.accumulation_steps,
+            "microbatches": _microbatches(job),
+        },
+        **dataclasses.asdict(plan.accounting),
+        "parameters_per_rank": plan.parameters_per_rank,
+        "memory": [dataclasses.asdict(rank) | {"peak": rank.peak} for rank in plan.memory],
+        "memory_peak": plan.peak,
+        "memory_limit": plan.memory_limit,
+        "fits": plan.fits,
+        "traffic": [dataclasses.asdict(each) for each in plan.traffic],
+        "speed": None if plan.speed is None else dataclasses.asdict(plan.speed),
+        "accelerator": None if plan.accelerator is None else plan.accelerator.name,
+        "budget": {"steps": job.training.steps, "tokens": tokens_of(job), "gpu_hours": plan.gpu_hours},
+        "notes": plan.notes,
+    }
+
+
+def tokens_of(job: Job) -> int:
+    """Tokens of all of the job's steps."""
+    return job.training.steps * tokens_per_step(job)
+
+
+def tokens_per_step(job: Job) -> int:
+    """Tokens of one optimizer step."""
+    return job.global_batch_size * job.training.seq_len
+
+
+def devices(plan: Plan, count: int) -> str:
+    """So many devices, in words: ``8 x H100 SXM`` or ``2 ranks``."""
+    if plan.accelerator is not None:
+        return f"{count} x {plan.accelerator.name}"
+    return f"{count} rank{'' if count == 1 else 's'}"
+
+
+def mesh_of(layout: ParallelismConfig) -> str:
+    """Degrees above 1, outermost first: ``pp 8 x dp_shard 8 x tp 8``."""
+    used = [f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1]
+    experts = f", experts over ep {layout.ep}" if layout.ep > 1 else ""
+    return (" x ".join(used) or "1 rank") + experts
+
+
+def schedule_of(job: Job) -> str:
+    """The pipeline schedule and its stages: ``Interleaved1F1B, 16 stages (2 on each rank)``."""
+    layout = job.parallelism
+    stages = num_stages(layout, job.model.n_layers)
+    each = f" ({stages // layout.pp} on each rank)" if stages % layout.pp == 0 and stages > layout.pp else ""
+    return f"{layout.pp_schedule_csv or layout.pp_schedule}, {stages} stages{each}"
+
+
+def seconds(value: float | None) -> str:
+    """A time with three digits; empty when it is unknown, ``-`` when there is none."""
+    if value is None:
+        return ""
+    if value == 0:
+        return "-"
+    # What would round up to 1000 of a unit is 1 of the next.
+    unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("us", 1e-6))
+    amount = value / size
+    digits = 0 if amount >= 99.95 else 1 if amount >= 9.995 else 2
+    return f"{amount:,.{digits}f} {unit}"
+
+
+def counted(value: float) -> str:
+    """A count with three or four digits: ``405.9 B``, ``31,457,280``."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{value / size:.4g} {unit}"
+    return f"{value:,.0f}"
+
+
+def gib(value: float) -> str:
+    """Bytes in GiB, with two digits behind the point; nothing at all is ``-``."""
+    return "-" if value == 0 else f"{value / GIB:,.2f}" if value >= 0.005 * GIB else f"{value / GIB:.1g}"
+
+
+def part_in_words(part: str) -> str:
+    """One of ``PARTS``, as it is shown."""
+    return _WORDS.get(part, f"{part} communication, exposed")
+
+
+def aligned_facts(facts: Sequence[tuple[str, str]]) -> str:
+    """Lines of a name and what is said of it."""
+    width = max(len(name) for name, _ in facts)
+    return "".join(f"{name:<{width}}  {text}\n" for name, text in facts)
+
+
+def aligned(rows: Sequence[dict[str, str]], left: set[str]) -> str:
+    """A table for the terminal; columns that are empty all the way are left out.
+
+    Args:
+        rows: cells as text, all rows with the same columns.
+        left: columns of words, which begin at one place; numbers end at one.
+    """
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
+
+    def line(cells: dict[str, str]) -> str:
+        placed = [cells[c].ljust(widths[c]) if c in left else cells[c].rjust(widths[c]) for c in columns]
+        return "  " + "  ".join(placed).rstrip() + "\n"
+
+    return line({name: name for name in columns}) + "".join(line(row) for row in rows)
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    job, counts = plan.job, plan.accounting
+    nodes, per_node = job.cluster.nodes_for(job.world_size)
+    where = f", {nodes} nodes of {per_node}" if nodes > 1 else ""
+    active = counts.active_parameters
+    most, least = max(plan.parameters_per_rank), min(plan.parameters_per_rank)
+    held = counted(most) if counted(most) == counted(least) else f"{counted(least)} to {counted(most)}"
+    recompute = job.activation_checkpoint.mode
+    facts = [
+        ("job", f"{job.name} on {devices(plan, job.world_size)}{where}: legal"),
+        ("mesh", mesh_of(job.parallelism)),
+        ("batch", _batch(job)),
+    ]
+    if job.parallelism.pp > 1:
+        facts.append(("schedule", schedule_of(job)))
+    how = [f"activation checkpointing {recompute}", "compiled" if job.compile.blocks else "eager"]
+    linear = job.precision.linear
+    how.append(job.precision.param_dtype if linear == "none" else f"linears in {linear}")
+    facts += [
+        ("execution", ", ".join(how)),
+        ("parameters", f"{counted(counts.parameters)} in all, {counted(active)} active, {held} a rank"),
+        (
+            "FLOPs",
+            f"{counts.flops_per_token_full / 1e9:,.4g} GFLOP a token (attention whole), "
+            f"{counts.flops_per_token_causal / 1e9:,.4g} (causal half)",
+        ),
+    ]
+    return facts
+
+
+def _batch(job: Job) -> str:
+    share, times = job.local_batch_size * job.accumulation_steps, job.accumulation_steps
+    tokens = counted(tokens_per_step(job))
+    text = f"{job.global_batch_size:,} x {job.training.seq_len:,} = {tokens} tokens a step"
+    text += f"; {share} on each data-parallel rank"
+    text += f", {times} passes of {job.local_batch_size}" if times > 1 else ""
+    if job.parallelism.pp > 1:
+        text += f", as {_microbatches(job)} microbatches of {job.parallelism.pp_microbatch_size}"
+    return text
+
+
+def _microbatches(job: Job) -> int:
+    """Microbatches of one pass over a local batch."""
+    return job.local_batch_size // job.parallelism.pp_microbatch_size if job.parallelism.pp > 1 else 1
+
+
+def _memory(plan: Plan) -> list[dict[str, str]]:
+    rows = []
+    for group in _alike(plan.memory):
+        first, last = group[0], group[-1]
+        kinds = {kind: gib(first.kinds.get(kind, 0)) for kind in KINDS}
+        rows.append(
+            {
+                "ranks": _span("pp", first.pp_rank, last.pp_rank) if len(plan.memory) > 1 else "all",
+                "stages": _stages(group) if len(plan.memory) > 1 else "",
+                **{kind: text if _appears(plan, kind) else "" for kind, text in kinds.items()},
+                "peak": gib(first.peak),
+            }
+        )
+    return rows
+
+
+def _appears(plan: Plan, kind: str) -> bool:
+    return any(rank.kinds.get(kind, 0) > 0 for rank in plan.memory)
+
+
+def _alike(memory: Sequence[RankMemory]) -> list[list[RankMemory]]:
+    """Neighbours on the pipeline whose figures read the same."""
+    groups: list[list[RankMemory]] = []
+    for rank in memory:
+        if groups and _shown(groups[-1][0]) == _shown(rank):
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    return groups
+
+
+def _shown(rank: RankMemory) -> tuple[str, ...]:
+    return (len(rank.stages) * ".", *(gib(rank.kinds.get(kind, 0)) for kind in KINDS), gib(rank.peak))
+
+
+def _span(word: str, first: int, last: int) -> str:
+    return f"{word} {first}" if first == last else f"{word} {first}-{last}"
+
+
+def _stages(group: Sequence[RankMemory]) -> str:
+    """The stages of neighbours, chunk by chunk: ``1-6, 9-14``."""
+    spans = []
+    for chunk in zip(*(rank.stages for rank in group), strict=True):
+        low, high = min(chunk), max(chunk)
+        spans.append(f"{low}" if low == high else f"{low}-{high}")
+    return ", ".join(spans)
+
+
+def _traffic(traffic: Sequence[Traffic]) -> list[dict[str, str]]:
+    return [
+        {
+            "axis": each.axis,
+            "collective": each.collective,
+            "ranks": f"{each.ranks}",
+            "link": each.link,
+            "count": f"{each.count:,}",
+            "GiB": gib(each.bytes),
+            "time": seconds(each.seconds),
+            "exposed": seconds(each.exposed_seconds),
+        }
+        for each in traffic
+    ]
+
+
+def _parts(plan: Plan) -> list[tuple[str, str]]:
+    assert plan.speed is not None
+    whole = plan.speed.step_seconds
+    shown = [(part, plan.speed.parts.get(part, 0.0)) for part in PARTS]
+    return [
+        (f"  {part_in_words(part)}", f"{seconds(value):>8}  {value / whole:>6.1%}")
+        for part, value in shown
+        if value > 0
+    ]
+
+
+def _verdict(plan: Plan) -> list[tuple[str, str]]:
+    """Speed, whether it fits, and what the whole job costs."""
+    job, speed = plan.job, plan.speed
+    unit = "GPU" if plan.accelerator is not None else "rank"
+    facts = []
+    if speed is None:
+        facts.append(("time", _what_to_set(plan)))
+    else:
+        rate = speed.tokens_per_second_per_rank
+        model = rate * plan.accounting.flops_per_token_full
+        facts.append(
+            ("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(rate * job.world_size)} in all")
+        )
+        mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
+        facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (attention whole)"))
+    facts.append(("fits", _fits(plan)))
+    total = f"{job.training.steps:,} steps, {counted(tokens_of(job))} tokens"
+    if plan.gpu_hours is not None:
+        hours = plan.gpu_hours / job.world_size
+        took = (
+            f"{hours / 24:,.1f} days"
+            if hours >= 48
+            else f"{hours:,.1f} h"
+            if hours >= 1
+            else seconds(hours * 3600)
+        )
+        total += f": {figure(plan.gpu_hours)} {unit}-hours, {took} on {devices(plan, job.world_size)}"
+    facts.append(("budget", total))
+    return facts
+
+
+def _what_to_set(plan: Plan) -> str:
+    cluster = plan.job.cluster
+    if cluster.accelerator is None and cluster.device != "cpu":
+        known = ", ".join(ACCELERATORS)
+        return f"unknown, because cluster.accelerator is null; set it to what the nodes have: {known}"
+    return "unknown: nothing is known of how fast these devices are"
+
+
+def _fits(plan: Plan) -> str:
+    if plan.memory_limit is None:
+        return f"unknown, because the hardware is; the fullest rank takes {gib(plan.peak)} GiB"
+    room = plan.memory_limit - plan.peak
+    of = f"the fullest rank takes {gib(plan.peak)} of {gib(plan.memory_limit)} GiB"
+    return f"yes: {of}, {gib(room)} GiB left" if room >= 0 else f"NO: {of}, {gib(-room)} GiB too many"
+
+
+def figure(value: float) -> str:
+    """A rate or an amount: whole above 100, with three digits below."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"

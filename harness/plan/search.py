@@ -1,0 +1,225 @@
+"""The fastest layouts of a job's ranks: each that is legal and fits is ranked, or shown to be slower.
+
+Points are taken in the order of the least time that they can need (``bound.py``), which costs microseconds,
+and planned whole, schedule and all, until no point that is left can be among the best.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from harness.cluster.hardware import ACCELERATORS
+from harness.errors import ConfigError, UserError
+from harness.job import Job
+from harness.plan.bound import Bound, Bounds
+from harness.plan.constants import Calibration
+from harness.plan.legality import Legality
+from harness.plan.machine import machine_of
+from harness.plan.make import make_plan
+from harness.plan.plan import PARTS, Plan
+from harness.plan.render import gib, mesh_of
+from harness.plan.space import MODES, Point, Space
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A point that is legal and fits, with its plan."""
+
+    point: Point
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a step."""
+        assert self.plan.speed is not None, "a search knows its hardware"
+        return self.plan.speed.step_seconds
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """What candidates are ranked by: time, and of equals the memory."""
+        return self.seconds, self.plan.peak
+
+
+@dataclass
+class Lost:
+    """Why points are not among the best; the counts add up to all of the others."""
+
+    illegal: Counter[str] = field(default_factory=Counter)
+    """By the field whose rule is broken."""
+    rules: dict[str, ConfigError] = field(default_factory=dict)
+    """One broken rule of each field."""
+    too_large: int = 0
+    """How many do not fit."""
+    closest: tuple[float, Point] | None = None
+    """Of those the one that lacks least, with how many bytes."""
+    slower: Counter[str] = field(default_factory=Counter)
+    """By the part of the step in which they lose most to the best."""
+
+    def add_illegal(self, error: ConfigError) -> None:
+        """Counts a point that breaks a rule."""
+        self.illegal[error.field] += 1
+        self.rules.setdefault(error.field, error)
+
+    def add_too_large(self, lacks: float, point: Point) -> None:
+        """Counts a point that lacks so many bytes."""
+        self.too_large += 1
+        if self.closest is None or lacks < self.closest[0]:
+            self.closest = lacks, point
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found."""
+
+    space: Space
+    best: list[Candidate]
+    """The fastest, first."""
+    lost: Lost
+    points: int
+    """All points there were."""
+    layouts: int
+    """All ways to share out the ranks."""
+    planned: int
+    """Points whose schedule was run; the bound was enough for the others."""
+    seconds: float
+    """Time the search took."""
+
+
+def search(space: Space, top: int, calibration: Calibration | None = None) -> Found:
+    """Finds the fastest points of a space, by the defaults' constants or those of a calibration.
+
+    Raises:
+        UserError: none is legal, none fits, or nothing is known of the hardware.
+    """
+    began = time.perf_counter()
+    lost, layouts = Lost(), list(space.layouts())
+    legality = Legality(space.base)
+    legal = []
+    for degrees, ep in layouts:
+        for point in space.points(degrees, ep):
+            error = legality.broken(point)
+            if error is None:
+                legal.append(point)
+            else:
+                lost.add_illegal(error)
+    points = len(legal) + sum(lost.illegal.values())
+    if not legal:
+        raise _none_is_legal(space, lost)
+    ranking = Ranking(space.base, legal, top, lost, calibration)
+    ranking.run()
+    if not ranking.best:
+        raise _none_fits(space, lost)
+    return Found(
+        space, ranking.best, lost, points, len(layouts), ranking.planned, time.perf_counter() - began
+    )
+
+
+class Ranking:
+    """Ranks points that are legal."""
+
+    def __init__(
+        self, base: Job, points: Sequence[Point], top: int, lost: Lost, calibration: Calibration | None
+    ) -> None:
+        self.base, self.top, self.lost, self.calibration = base, top, lost, calibration
+        self.best: list[Candidate] = []
+        self.planned = 0
+        machine = machine_of(points[0].job(base), calibration)
+        if machine is None:
+            rule = "a search ranks by speed, and nothing is known of what these ranks compute on"
+            raise ConfigError("cluster.accelerator", base.cluster.accelerator, rule, ACCELERATORS)
+        self._bounds = Bounds(base, machine)
+        bounded = [(self._bounds.of(point), point) for point in points]
+        self._bounded = sorted(bounded, key=lambda pair: pair[0].seconds)
+        self._lacking: dict[tuple[object, ...], list[tuple[int, int, float]]] = {}
+        self._dropped: list[Bound | Candidate] = []
+
+    def run(self) -> None:
+        """Plans what may be among the best."""
+        for number, (bound, point) in enumerate(self._bounded):
+            if len(self.best) == self.top and bound.seconds > self.best[-1].seconds:
+                self._dropped += [each for each, _ in self._bounded[number:]]
+                break
+            self._try(point)
+        self._tell_slower()
+
+    def _try(self, point: Point) -> None:
+        if self._is_known_to_lack(point):
+            return
+        try:
+            job = point.job(self.base)
+        except ConfigError as error:
+            self.lost.add_illegal(error)
+            return
+        plan = make_plan(job, self.calibration)
+        self.planned += 1
+        if plan.memory_limit is not None and plan.peak > plan.memory_limit:
+            self._note_lacking(point, plan.peak - plan.memory_limit)
+            return
+        insort(self.best, Candidate(point, plan), key=lambda candidate: candidate.order)
+        if len(self.best) > self.top:
+            self._dropped.append(self.best.pop())
+
+    # Larger microbatches and less recomputation take no less memory, all else being equal.
+
+    def _is_known_to_lack(self, point: Point) -> bool:
+        """Counts a point that takes at least as much memory as one that did not fit."""
+        for size, kept, lacks in self._lacking.get(_group(point), ()):
+            if size <= point.rows and kept <= _kept(point):
+                self.lost.add_too_large(lacks, point)
+                return True
+        return False
+
+    def _note_lacking(self, point: Point, lacks: float) -> None:
+        self._lacking.setdefault(_group(point), []).append((point.rows, _kept(point), lacks))
+        self.lost.add_too_large(lacks, point)
+
+    def _tell_slower(self) -> None:
+        """Counts what is slower than the best by the part in which it loses most to it."""
+        if not self.best:
+            return
+        fastest = self.best[0]
+        bound, speed = self._bounds.of(fastest.point), fastest.plan.speed
+        assert speed is not None
+        for each in self._dropped:
+            if isinstance(each, Candidate):
+                assert each.plan.speed is not None
+                parts, others = each.plan.speed.parts, speed.parts
+            else:
+                parts, others = each.parts, bound.parts
+            worst = max(PARTS, key=lambda part: parts.get(part, 0.0) - others.get(part, 0.0))
+            self.lost.slower[worst] += 1
+
+
+def _group(point: Point) -> tuple[object, ...]:
+    """What points share that differ only in how much is kept at once."""
+    return point.degrees, point.ep, point.schedule, point.layers_per_stage
+
+
+def _kept(point: Point) -> int:
+    """How much a mode of activation checkpointing keeps, as a rank."""
+    return -MODES.index(point.mode) if point.mode in MODES else 0
+
+
+def _none_is_legal(space: Space, lost: Lost) -> UserError:
+    field, count = lost.illegal.most_common(1)[0]
+    points = sum(lost.illegal.values())
+    return UserError(
+        f"none of the {points:,} ways to run {space.world} ranks is legal, for most of them ({count:,}): "
+        f"{lost.rules[field]}"
+    )
+
+
+def _none_fits(space: Space, lost: Lost) -> UserError:
+    if lost.closest is None:
+        return _none_is_legal(space, lost)
+    lacks, point = lost.closest
+    layout = mesh_of(point.layout(space.base.parallelism))
+    return UserError(
+        f"none of the {lost.too_large:,} legal ways to run {space.world} ranks fits; the closest lacks "
+        f"{gib(lacks)} GiB on its fullest rank ({layout}, {point.mode}); would work: more ranks, "
+        f"precision=bf16_full, a shorter training.seq_len"
+    )

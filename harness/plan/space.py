@@ -1,0 +1,255 @@
+"""What a search moves: every way to share out ranks, and how each of them runs; legality, without a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from harness.cluster.config import count_gpus
+from harness.errors import ConfigError, divisors
+from harness.job import Job
+from harness.parallelism.config import AXES, ParallelismConfig
+from harness.parallelism.schedules import SCHEDULES
+from harness.parallelism.stages import fitting_layers_per_stage, num_stages
+
+MODES = ("none", "selective_op", "full")
+"""Activation checkpointing that a search tries: the others lie between these, by numbers of their own."""
+SCHEDULES_TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""GPipe and LoopedBFS keep every microbatch where 1F1B and Interleaved1F1B keep few, and idle as long."""
+
+_KEY = re.compile(r"^(?:\+\+|\+)?(?P<key>[\w.]+)=(?P<value>.*)$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One thing that a search may choose."""
+
+    degrees: tuple[int, ...]
+    """Of ``AXES``, in their order."""
+    ep: int
+    """Ranks that have different experts."""
+    local_batch_size: int
+    """Sequences of a data-parallel rank and pass."""
+    microbatch_size: int
+    """Sequences of a microbatch; 1 without a pipeline."""
+    mode: str
+    """Activation checkpointing."""
+    schedule: str | None
+    """Of the pipeline; None without one."""
+    layers_per_stage: int | None
+    """Of the pipeline; None for as many stages as the schedule needs."""
+
+    @property
+    def pp(self) -> int:
+        """Degree of the pipeline."""
+        return self.degrees[AXES.index("pp")]
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share a sequence."""
+        return self.degrees[AXES.index("cp")]
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share a product."""
+        return self.degrees[AXES.index("tp")]
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that have different sequences."""
+        return self.degrees[AXES.index("dp_replicate")] * self.degrees[AXES.index("dp_shard")]
+
+    @property
+    def rows(self) -> int:
+        """Sequences that go through the model at once."""
+        return self.local_batch_size if self.schedule is None else self.microbatch_size
+
+    def layout(self, base: ParallelismConfig) -> ParallelismConfig:
+        """The layout that is otherwise as ``base`` has it."""
+        moved: dict[str, Any] = dict(zip(AXES, self.degrees, strict=True))
+        moved |= {"ep": self.ep, "pp_microbatch_size": self.microbatch_size}
+        moved["pp_layers_per_stage"] = self.layers_per_stage
+        if self.schedule is not None:
+            moved["pp_schedule"] = self.schedule
+        # Nothing is asynchronous where nothing is split.
+        moved["async_tp"] = base.async_tp and self.tp > 1
+        return replace(base, **moved)
+
+    def job(self, base: Job) -> Job:
+        """The job that is otherwise as ``base`` has it, resolved and so legal.
+
+        Raises:
+            ConfigError: it is not legal.
+        """
+        return replace(
+            base,
+            parallelism=self.layout(base.parallelism),
+            training=replace(base.training, local_batch_size=self.local_batch_size),
+            activation_checkpoint=replace(base.activation_checkpoint, mode=self.mode),
+        ).resolve(gpus=_gpus(base))
+
+    def overrides(self, base: ParallelismConfig) -> list[str]:
+        """What makes it out of ``base``, as it is typed."""
+        typed = [f"parallelism.{axis}={degree}" for axis, degree in zip(AXES, self.degrees, strict=True)]
+        typed += [f"parallelism.ep={self.ep}"] if self.ep > 1 or base.ep > 1 else []
+        typed += [f"parallelism.async_tp={str(self.tp > 1).lower()}"] if base.async_tp else []
+        typed.append(f"training.local_batch_size={self.local_batch_size}")
+        if self.schedule is not None:
+            layers = "null" if self.layers_per_stage is None else self.layers_per_stage
+            typed += [
+                f"parallelism.pp_schedule={self.schedule}",
+                f"parallelism.pp_layers_per_stage={layers}",
+                f"parallelism.pp_microbatch_size={self.microbatch_size}",
+            ]
+        return [*typed, f"activation_checkpoint.mode={self.mode}"]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Everything that a search may choose for a job."""
+
+    base: Job
+    """The job whose layout is sought; only what a layout does not change is resolved."""
+    world: int
+    """Ranks."""
+    typed: frozenset[str]
+    """Fields that stay as they are, because they were typed."""
+
+    @classmethod
+    def of(cls, base: Job, overrides: Sequence[str]) -> Space:
+        """The space of a job.
+
+        A field that was typed stays as it was typed (dp_shard=-1 and null leave it open). A typed layout,
+        parallelism=fsdp_tp, keeps the axes at 1 that it does not use. What comes from files is moved.
+
+        Raises:
+            ConfigError: something that all points share is not legal, or it is not known how many ranks or
+                how large a batch they are to share.
+        """
+        base.cluster.validate()
+        base.training.validate()
+        base.model.resolve()
+        base.model.validate()
+        if base.training.global_batch_size is None:
+            rule = "a search compares layouts at one batch, and null gives every layout its own"
+            raise ConfigError("training.global_batch_size", None, rule, "a number of sequences")
+        return cls(base, _world_of(base), frozenset(_typed(base, overrides)))
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of a node."""
+        return self.base.cluster.nodes_for(self.world)[1]
+
+    def layouts(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """All ways to share out the ranks: degrees of ``AXES``, and ep; tp stays within a node."""
+        for degrees in _products(self.world, [self._degrees(axis) for axis in AXES]):
+            of = dict(zip(AXES, degrees, strict=True))
+            if "parallelism.tp" in self.typed or self.per_node % of["tp"] == 0:
+                yield from ((degrees, ep) for ep in self._expert_degrees(of))
+
+    def points(self, degrees: tuple[int, ...], ep: int) -> Iterator[Point]:
+        """All ways to run one of them, those that need the least memory first."""
+        of = dict(zip(AXES, degrees, strict=True))
+        share, rest = divmod(self.base.global_batch_size, of["dp_replicate"] * of["dp_shard"])
+        if rest:
+            # One point stands for the layout, to be told what is wrong with it.
+            yield Point(degrees, ep, 1, 1, "full", None if of["pp"] == 1 else "1F1B", None)
+            return
+        pipelined = of["pp"] > 1
+        for local in self._choices("training.local_batch_size", [share] if pipelined else divisors(share)):
+            sizes = divisors(local) if pipelined and local else [1]
+            for size in self._choices("parallelism.pp_microbatch_size", sizes) if pipelined else [1]:
+                for schedule, layers in self._schedules(degrees) if pipelined else [(None, None)]:
+                    for mode in self._choices("activation_checkpoint.mode", reversed(MODES)):
+                        yield Point(degrees, ep, local, size, mode, schedule, layers)
+
+    def _choices(self, field: str, free: Iterable[Any]) -> list[Any]:
+        """What a field may be: what was typed, or else all of ``free``."""
+        return [_value(self.base, field)] if field in self.typed else list(free)
+
+    def _degrees(self, axis: str) -> list[int]:
+        return self._choices(f"parallelism.{axis}", divisors(self.world))
+
+    def _expert_degrees(self, of: dict[str, int]) -> list[int]:
+        moe = self.base.model.moe
+        if not moe.enabled:
+            return self._choices("parallelism.ep", [1])
+        splits = of["tp"] > 1 and self.base.parallelism.expert_tensor_parallel
+        ranks = of["dp_shard"] * of["cp"] * (1 if splits else of["tp"])
+        return self._choices("parallelism.ep", divisors(moe.num_experts, ranks))
+
+    def _schedules(self, degrees: tuple[int, ...]) -> list[tuple[str, int | None]]:
+        """Schedules, and for those that take any number of stages every number there can be."""
+        found: list[tuple[str, int | None]] = []
+        for name in self._choices("parallelism.pp_schedule", SCHEDULES_TRIED):
+            if "parallelism.pp_layers_per_stage" in self.typed:
+                found.append((name, self.base.parallelism.pp_layers_per_stage))
+                continue
+            found.append((name, None))
+            if name in SCHEDULES and SCHEDULES[name].stages_per_rank == "many":
+                found += [(name, layers) for layers in self._more_stages(degrees, name)]
+        return found
+
+    def _more_stages(self, degrees: tuple[int, ...], name: str) -> list[int]:
+        """Layers of a stage that make three stages a rank or more; one for each number of stages."""
+        degree = degrees[AXES.index("pp")]
+        layout = replace(self.base.parallelism, pp=degree, pp_schedule=name, pp_layers_per_stage=None)
+        n_layers = self.base.model.n_layers
+        by_stages = {
+            num_stages(replace(layout, pp_layers_per_stage=layers), n_layers): layers
+            for layers in fitting_layers_per_stage(layout, n_layers)
+        }
+        return [layers for stages, layers in by_stages.items() if stages > 2 * degree]
+
+
+def _world_of(base: Job) -> int:
+    """How many ranks there are to share out."""
+    layout, cluster = base.parallelism, base.cluster
+    used = prod(max(degree, 1) for degree in layout.degrees.values())
+    world = cluster.world_size or (used if used > 1 else None) or cluster.default_world_size or _gpus(base)
+    if not world or world == 1:
+        rule = "a search has to know how many ranks there are"
+        raise ConfigError("cluster.ranks", cluster.ranks, rule, "8, or cluster=slurm_h100 cluster.nodes=4")
+    return world
+
+
+def _typed(base: Job, overrides: Sequence[str]) -> Iterator[str]:
+    """Fields that were typed, or follow from what was."""
+    layout = base.parallelism
+    for override in overrides:
+        match = _KEY.match(override)
+        if match is None or match["value"] == "null" or override.endswith("parallelism.dp_shard=-1"):
+            continue
+        yield match["key"]
+        if match["key"] == "activation_checkpoint":
+            yield "activation_checkpoint.mode"
+        if match["key"] == "parallelism":
+            yield from (f"parallelism.{axis}" for axis in (*AXES, "ep") if getattr(layout, axis) == 1)
+    if layout.pp_schedule_csv is not None or layout.pp_modules_per_stage:
+        # They are of one pipeline.
+        yield from (f"parallelism.{name}" for name in ("pp", "pp_schedule", "pp_layers_per_stage"))
+
+
+def _value(base: Job, field: str) -> Any:
+    part, name = field.split(".")
+    return getattr(getattr(base, part), name)
+
+
+def _products(number: int, choices: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """All tuples that multiply to a number, each element out of its own choices."""
+    first, *rest = choices
+    for factor in first:
+        if number % factor:
+            continue
+        if not rest:
+            if factor == number:
+                yield (factor,)
+            continue
+        yield from ((factor, *others) for others in _products(number // factor, rest))
+
+
+def _gpus(base: Job) -> int:
+    return count_gpus() if base.cluster.kind == "local" and base.cluster.device != "cpu" else 0

@@ -1,0 +1,76 @@
+"""The picture: a bar for every rank and kind, the limit, and a bar for every pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import pytest
+from matplotlib.collections import PolyCollection
+
+from harness.compose import compose_job
+from harness.model.accounting import account
+from harness.plan.picture import draw
+from harness.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed
+
+GIB = 2**30
+
+
+def plan_of(*, timeline: bool, limit: float | None = 10 * GIB) -> Plan:
+    """Two pipeline ranks of one stage each, one microbatch, with backward in two passes on the second."""
+    job = compose_job(["parallelism=pp", "model=llama3_tiny"])
+    kinds = dict.fromkeys(KINDS, 0.0)
+    memory = [
+        RankMemory(0, (0,), kinds | {"parameters": 2.0 * GIB, "activations": 3.0 * GIB}),
+        RankMemory(1, (1,), kinds | {"parameters": 1.0 * GIB, "activations": 1.5 * GIB}),
+    ]
+    passes = [
+        [Action(0, "F", 0, 0.0, 1.0), Action(0, "B", 0, 4.0, 6.0)],
+        [Action(1, "F", 0, 1.0, 2.5), Action(1, "I", 0, 2.5, 4.0), Action(1, "W", 0, 4.0, 5.0)],
+    ]
+    parts = dict.fromkeys(PARTS, 0.0) | {"compute": 3.0, "bubble": 3.0}
+    speed = Speed(6.0, parts, 100.0, None, passes) if timeline else None
+    return Plan(job, account(job.model, 256), [1.0, 1.0], memory, limit, [], speed, None)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[matplotlib.figure.Figure]:
+    """The figures that are saved."""
+    saved: list[matplotlib.figure.Figure] = []
+    savefig = matplotlib.figure.Figure.savefig
+
+    def keep(figure: matplotlib.figure.Figure, *arguments: object, **more: object) -> None:
+        saved.append(figure)
+        savefig(figure, *arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    return saved
+
+
+def test_memory_and_timeline(tmp_path: Path, figures: list[matplotlib.figure.Figure]) -> None:
+    draw(tmp_path / "plan.png", plan_of(timeline=True))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    [figure] = figures
+    memory, passes = figure.axes
+    bars = [(bar.get_y(), bar.get_height()) for bar in memory.patches]
+    assert bars == [(0.0, 2.0), (0.0, 1.0), (2.0, 3.0), (1.0, 1.5)]
+    [limit] = memory.lines
+    assert list(limit.get_ydata()) == [10.0, 10.0]
+    assert [text.get_text() for text in memory.get_legend().get_texts()] == ["activations", "parameters"]
+    rows = [bars for bars in passes.collections if isinstance(bars, PolyCollection)]
+    spans = [
+        [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in row.get_paths()] for row in rows
+    ]
+    assert spans == [[(0.0, 1.0), (4.0, 6.0)], [(1.0, 2.5), (2.5, 4.0), (4.0, 5.0)]]
+    colors = [tuple(color) for row in rows for color in row.get_facecolors()]
+    assert colors[0] == colors[2] and len(set(colors)) == 4
+    told = [text.get_text() for text in passes.get_legend().get_texts()]
+    assert told == ["forward", "backward", "backward, inputs", "backward, weights"]
+    assert "idle 41.7%" in passes.get_title(loc="left")
+
+
+def test_memory_alone(tmp_path: Path, figures: list[matplotlib.figure.Figure]) -> None:
+    """Unknown hardware has no limit and no time."""
+    draw(tmp_path / "plan.png", plan_of(timeline=False, limit=None))
+    [memory] = figures[0].axes
+    assert not memory.lines and len(memory.patches) == 4

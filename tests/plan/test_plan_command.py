@@ -1,0 +1,273 @@
+"""harness.plan: every line of what it prints, JSON, one line for a mistake, torch only for pipelines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.cluster.hardware import ACCELERATORS
+from harness.compose import compose_job
+from harness.errors import ConfigError
+from harness.metrics.encoding import dumps, loads
+from harness.model.accounting import account
+from harness.plan.config import PlanJob
+from harness.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed, Traffic
+from harness.plan.render import as_dict, counted, figure, gib, render, seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+JOB_405B = [
+    *("model=llama3_405b", "parallelism=fsdp_tp_pp", "parallelism.tp=8", "parallelism.pp=8"),
+    *("parallelism.dp_shard=8", "parallelism.pp_schedule=Interleaved1F1B", "cluster=slurm_h100"),
+    *("training.global_batch_size=256", "training.seq_len=8192", "training.steps=3000"),
+    *("precision=float8_tensorwise", "compile=on", "parallelism.async_tp=true", "activation_checkpoint=full"),
+]
+
+
+def memory(rank: int, **kinds: float) -> RankMemory:
+    """Of a rank that holds two stages of sixteen, in GiB."""
+    return RankMemory(rank, (rank, rank + 8), {kind: kinds.get(kind, 0.0) * GIB for kind in KINDS})
+
+
+def plan_405b() -> Plan:
+    """A plan with known figures of a real job; the figures are made up."""
+    job = compose_job(JOB_405B, config_name="plan", schema=PlanJob).plain
+    held = {"parameters": 3.0, "gradients": 3.0, "optimizer": 6.0, "gathered": 11.25, "runtime": 2.0}
+    held["activations"] = 30.5
+    ranks = [memory(rank, **held) for rank in range(8)]
+    ranks[0] = memory(0, **held | {"activations": 32.0})
+    ranks[7] = memory(7, **held | {"activations": 28.0, "logits": 3.9})
+    parts = dict.fromkeys(PARTS, 0.0) | {
+        "compute": 12.0,
+        "dp": 0.5,
+        "tp": 2.0,
+        "bubble": 1.4,
+        "optimizer": 0.1,
+    }
+    return Plan(
+        job=job,
+        accounting=account(job.model, 8192),
+        parameters_per_rank=[0.8e9, *[0.79e9] * 7],
+        memory=ranks,
+        memory_limit=75 * GIB,
+        traffic=[
+            Traffic("dp", "all_gather", 8, 70, 22.5 * GIB, "network", 1.5, 0.5),
+            Traffic("tp", "reduce_scatter", 8, 8064, 1000 * GIB, "NVLink", 4.0, 2.0),
+            Traffic("pp", "send", 2, 128, 16 * GIB, "network", 0.4, 0.0),
+        ],
+        speed=Speed(16.0, parts, 256 * 8192 / 16 / 512, 0.4567, [[Action(0, "F", 0, 0.0, 1.0)]]),
+        accelerator=ACCELERATORS["H100 SXM"],
+        notes=["buckets of c10d's reducer are not counted"],
+    )
+
+
+def test_every_line() -> None:
+    assert (
+        render(plan_405b())
+        == """\
+job         llama3_405b on 512 x H100 SXM, 64 nodes of 8: legal
+mesh        pp 8 x dp_shard 8 x tp 8
+batch       256 x 8,192 = 2.097 M tokens a step; 32 on each data-parallel rank, as 32 microbatches of 1
+schedule    Interleaved1F1B, 16 stages (2 on each rank)
+execution   activation checkpointing full, compiled, linears in float8_tensorwise
+parameters  405.9 B in all, 405.9 B active, 790 M to 800 M a rank
+FLOPs       2,625 GFLOP a token (attention whole), 2,524 (causal half)
+
+memory at its peak, GiB on each rank
+  ranks   stages     parameters  gradients  optimizer  activations  logits  gathered  runtime   peak
+  pp 0    0, 8             3.00       3.00       6.00        32.00       -     11.25     2.00  57.25
+  pp 1-6  1-6, 9-14        3.00       3.00       6.00        30.50       -     11.25     2.00  55.75
+  pp 7    7, 15            3.00       3.00       6.00        28.00    3.90     11.25     2.00  57.15
+
+communication in a step, of the busiest rank
+  axis  collective      ranks  link     count       GiB    time  exposed
+  dp    all_gather          8  network     70     22.50  1.50 s   500 ms
+  tp    reduce_scatter      8  NVLink   8,064  1,000.00  4.00 s   2.00 s
+  pp    send                2  network    128     16.00  400 ms        -
+
+a step, predicted: 16.0 s
+  computing                    12.0 s   75.0%
+  dp communication, exposed    500 ms    3.1%
+  tp communication, exposed    2.00 s   12.5%
+  pipeline bubble              1.40 s    8.8%
+  update                       100 ms    0.6%
+
+throughput  256 tokens/s a GPU, 131,072 in all
+MFU         45.7%, 672.1 TFLOP/s a GPU (attention whole)
+fits        yes: the fullest rank takes 57.25 of 75.00 GiB, 17.75 GiB left
+budget      3,000 steps, 6.291 B tokens: 6,827 GPU-hours, 13.3 h on 512 x H100 SXM
+
+notes
+  buckets of c10d's reducer are not counted
+"""
+    )
+
+
+def test_a_rank_too_full() -> None:
+    plan = plan_405b()
+    text = render(replace(plan, memory_limit=50 * GIB))
+    assert "fits        NO: the fullest rank takes 57.75 of 50.00 GiB, 7.75 GiB too many\n" in text
+
+
+def test_unknown_hardware_has_memory_and_no_time() -> None:
+    job = compose_job(["model=llama3_tiny"], config_name="plan", schema=PlanJob).plain
+    kinds = dict.fromkeys(KINDS, 0.0) | {"parameters": 0.001 * GIB, "runtime": 0.25 * GIB}
+    plan = Plan(job, account(job.model, 256), [1e6], [RankMemory(0, (0,), kinds)], None, [], None, None)
+    text = render(plan)
+    assert "job         llama3_tiny on 1 rank: legal\nmesh        1 rank\n" in text
+    assert "  ranks  parameters  runtime  peak\n  all         0.001     0.25  0.25\n" in text
+    assert "time        unknown, because cluster.accelerator is null; set it to what the nodes have: " in text
+    assert "H100 SXM" in text.split("time ")[1].splitlines()[0]
+    assert "fits        unknown, because the hardware is; the fullest rank takes 0.25 GiB\n" in text
+    assert "budget      100 steps, 204,800 tokens\n" in text
+    assert not any(word in text for word in ("MFU", "tokens/s", "communication", "schedule", "hours"))
+
+
+def test_json_has_all_of_it() -> None:
+    plan = plan_405b()
+    plain = loads(dumps(as_dict(plan)))
+    assert plain["job"]["id"] == plan.job.id and plain["job"]["model"]["name"] == "llama3_405b"
+    assert plain["mesh"] == {"pp": 8, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 8, "ep": 1}
+    assert plain["batch"] == {"global": 256, "local": 32, "accumulation_steps": 1, "microbatches": 32}
+    assert (plain["parameters"], plain["active_parameters"]) == (405853388800, 405853388800)
+    assert [rank["peak"] for rank in plain["memory"]] == [rank.peak for rank in plan.memory]
+    assert plain["memory"][0]["kinds"]["activations"] == 32 * GIB
+    assert (plain["memory_peak"], plain["memory_limit"], plain["fits"]) == (plan.peak, 75 * GIB, True)
+    assert plain["traffic"][0]["axis"] == "dp" and len(plain["traffic"]) == 3
+    assert sum(plain["speed"]["parts"].values()) == plain["speed"]["step_seconds"] == 16.0
+    assert plain["speed"]["timeline"] == [
+        [{"stage": 0, "kind": "F", "microbatch": 0, "start": 0.0, "end": 1.0}]
+    ]
+    tokens = 3000 * 256 * 8192
+    assert plain["budget"] == {"steps": 3000, "tokens": tokens, "gpu_hours": 3000 * 16 * 512 / 3600}
+    assert plain["notes"] == plan.notes
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((None, ""), (0.0, "-"), (3e-7, "0.30 us"), (4.2e-5, "42.0 us"), (0.0123, "12.3 ms")),
+        *((0.9994, "999 ms"), (0.9996, "1.00 s"), (9.999, "10.0 s"), (1234.4, "1,234 s")),
+    ],
+)
+def test_seconds(value: float | None, text: str) -> None:
+    assert seconds(value) == text
+
+
+def test_units() -> None:
+    assert [counted(n) for n in (999, 31457280, 405.85e9, 2e13)] == ["999", "31.46 M", "405.9 B", "20 T"]
+    assert [gib(n * GIB) for n in (0, 0.0004, 0.5, 1234.5)] == ["-", "0.0004", "0.50", "1,234.50"]
+    assert [figure(n) for n in (0.01234, 12.34, 99.97, 12345)] == ["0.0123", "12.3", "100", "12,345"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["top=0"], "^top=0: must be at least 1"),
+        (["search=true", "verify=true"], "^verify=true: looks at one job.*would work: verify=false"),
+        (["verify_step=true"], "^verify_step=true: is a part of verify; would work: verify=true"),
+        (["sweep_file=a.yaml"], "^sweep_file=a.yaml: is what a search writes; would work: search=true"),
+        (["search=true", "sweep_file=a.txt"], r"^sweep_file=a.txt: must end in \.yaml"),
+        (["picture=plan.pdf"], r"^picture=plan.pdf: must end in \.png; would work: plan.png"),
+        (["picture=nowhere/plan.png"], "^picture=nowhere/plan.png: there is no folder nowhere"),
+    ],
+)
+def test_wrong_fields(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose_job(overrides, config_name="plan", schema=PlanJob)
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    without = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "harness.plan", *arguments],
+        cwd=ROOT,
+        env={**without, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+SMALL = ["model=llama3_debug", "cluster=slurm_h100", "training.global_batch_size=8"]
+
+
+def test_a_job_from_the_command_line() -> None:
+    done = command(*SMALL, "parallelism=fsdp_tp")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("job         llama3_debug on 4 x H100 SXM: legal\n")
+    assert "mesh        dp_shard 2 x tp 2\n" in done.stdout
+    for block in (
+        "memory at its peak",
+        "communication in a step",
+        "a step, predicted",
+        "budget      100 steps",
+    ):
+        assert f"\n{block}" in done.stdout
+    assert "fits        yes" in done.stdout
+
+
+def test_json_from_the_command_line_and_a_picture(tmp_path: Path) -> None:
+    """The flag may stand anywhere; the picture of a pipeline has its timeline."""
+    picture = tmp_path / "plan.png"
+    pipeline = ["parallelism=tp_pp", f"picture={picture}"]
+    done = command(SMALL[0], "--json", *SMALL[1:], *pipeline, XDG_CACHE_HOME=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    plain = loads(done.stdout)
+    assert (plain["world_size"], plain["accelerator"], len(plain["memory"])) == (4, "H100 SXM", 2)
+    assert plain["memory"][0]["kinds"].keys() == set(KINDS)
+    parts = plain["speed"]["parts"]
+    assert sum(parts.values()) == pytest.approx(plain["speed"]["step_seconds"]) and parts["bubble"] > 0
+    assert len(plain["speed"]["timeline"]) == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_impossible_job_is_one_line() -> None:
+    done = command(*SMALL, "parallelism.tp=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: parallelism.tp=3: must divide ") and done.stderr.count("\n") == 1
+
+
+def test_help_is_of_the_plan() -> None:
+    done = command("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "without a GPU" in done.stdout and "--json" in done.stdout and "search: false" in done.stdout
+
+
+def test_not_under_torchrun() -> None:
+    done = command(*SMALL, RANK="0", WORLD_SIZE="1")
+    assert done.returncode == 2 and "start it without torchrun" in done.stderr
+
+
+WITH_MODULES = (
+    "import sys; from harness.plan.__main__ import main\n"
+    "try: main()\n"
+    "except SystemExit as end: print(end.code, 'torch' in sys.modules, file=sys.stderr)"
+)
+
+
+def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(tmp_path: Path) -> None:
+    """Importing it takes longer than all of a plan may; the second has the same timeline."""
+
+    def planned(*overrides: str) -> tuple[str, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", WITH_MODULES, *SMALL, *overrides],
+            cwd=ROOT,
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+        )
+        return done.stderr.strip(), done.stdout
+
+    assert planned("parallelism=fsdp")[0] == "0 False"
+    first, again = planned("parallelism=pp"), planned("parallelism=pp")
+    assert (first[0], again[0]) == ("0 True", "0 False")
+    assert first[1] == again[1]
+    [kept] = tmp_path.rglob("1F1B-2-2-8")
+    # What a writer that was cut off leaves is not taken for an order.
+    kept.write_text(kept.read_text()[:-4])
+    assert planned("parallelism=pp") == first
