@@ -16,7 +16,7 @@ from harness.job import Job
 from harness.plan.memory_activations import ActivationBytes, on_cpu
 from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus, uses_fsdp
 from harness.plan.order import pipeline_order
-from harness.plan.parameters import RankParameters, parameters_of
+from harness.plan.parameters import RankParameters, parameters_of, shapes_by_module
 from harness.plan.plan import KINDS, Action, RankMemory
 
 GIB = 2**30
@@ -48,9 +48,9 @@ def rank_memory(job: Job) -> list[RankMemory]:
     layout = job.parallelism
     microbatches = job.local_batch_size // layout.pp_microbatch_size if layout.pp > 1 else 1
     order = pipeline_order(layout, job.model.n_layers, microbatches)
-    prices = ActivationBytes(job)
+    prices, shapes = ActivationBytes(job), shapes_by_module(job.model)
     return [
-        _Rank(job, parameters_of(job, rank), prices, order[rank], microbatches).memory()
+        _Rank(job, parameters_of(job, rank, shapes), prices, order[rank], microbatches).memory()
         for rank in range(layout.pp)
     ]
 
@@ -149,7 +149,7 @@ class _Rank:
                 "gradients": sharded_before + sum(accumulated.values()),
             }
             if action.kind == "F":
-                yield plus(between, *waiting.values(), stage.forward())
+                yield plus(between, *waiting.values(), stage.forward)
                 waiting[key] = stage.kept
                 continue
             others = [kept for other, kept in waiting.items() if other != key]

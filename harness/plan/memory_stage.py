@@ -107,6 +107,7 @@ class StageMemory:
         groups = parameters.groups(stage)
         self.has_head = "output" in self.names
         self.logits = LogitBytes(job, self.activations) if self.has_head else None
+        self._backward: dict[tuple[bool, bool], Bytes] = {}
         self.modules = [self._module(name, part, groups) for name, part in self._parts()]
 
     def _parts(self) -> list[tuple[str, PartBytes]]:
@@ -216,6 +217,7 @@ class StageMemory:
         sizes = [module.parameters.buffer for module in self.modules]
         return max(one + next_one for one, next_one in zip(sizes, [*sizes[1:], 0.0], strict=True))
 
+    @cached_property
     def forward(self) -> Bytes:
         """The fullest moment of a forward pass, above what stood before it.
 
@@ -241,6 +243,12 @@ class StageMemory:
             gradients_there: whether gradients of earlier passes are (they are counted by the caller).
             accumulates: whether gradients stay unsharded.
         """
+        how = gradients_there, accumulates
+        if how not in self._backward:
+            self._backward[how] = heaviest(self._backward_moments(*how))
+        return self._backward[how]
+
+    def _backward_moments(self, gradients_there: bool, accumulates: bool) -> list[Bytes]:
         moments = []
         held = self.kept.get("activations", 0.0)
         gathered = 0.0 if self.pipelined else self.resident
@@ -283,7 +291,7 @@ class StageMemory:
                 moments.append(plus(standing, both))
                 waiting = own.reduced
                 done += 0.0 if gradients_there else own.sharded
-        return heaviest(moments)
+        return moments
 
     @staticmethod
     def _new(gradients: float, added_in_place: bool) -> float:
