@@ -162,9 +162,10 @@ class _Rank:
             if not reduces:
                 accumulated[action.stage] = stage.accumulated
         if self.pipelined and self.fsdp:
+            # Group by group, so that whole gradients go as their shards come.
             yield {
                 "gathered": self._gathered(ran),
-                "gradients": sum(accumulated.values()) + self.parameters.gradient_bytes,
+                "gradients": sharded_before + sum(accumulated.values()),
                 "communication": max(stage.reduction for stage in self.stages.values()),
             }
 
