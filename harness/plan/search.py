@@ -1,7 +1,7 @@
 """The fastest layouts of a job's ranks: each that is legal and fits is ranked, or shown to be slower.
 
-Points are taken in the order of the least time that they can need (``bound.py``), which costs microseconds,
-and planned whole, schedule and all, until no point that is left can be among the best.
+Points that cannot fit (``floor.py``) are left out. The others are taken in the order of the least time that
+they can need (``bound.py``), and planned whole, schedule and all, until none that is left can be one of the best.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from harness.cluster.hardware import ACCELERATORS
 from harness.errors import ConfigError, UserError
-from harness.job import Job
-from harness.plan.bound import Bound, Bounds
+from harness.plan.bound import Bounds
+from harness.plan.floor import Floors
 from harness.plan.legality import Legality
 from harness.plan.machine import machine_of
 from harness.plan.make import make_plan
@@ -36,6 +36,12 @@ class Candidate:
         """Predicted time of a step."""
         assert self.plan.speed is not None, "a search knows its hardware"
         return self.plan.speed.step_seconds
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What it goes to."""
+        assert self.plan.speed is not None, "a search knows its hardware"
+        return self.plan.speed.parts
 
     @property
     def order(self) -> tuple[float, float]:
@@ -108,7 +114,7 @@ def search(space: Space, top: int) -> Found:
     points = len(legal) + sum(lost.illegal.values())
     if not legal:
         raise _none_is_legal(space, lost)
-    ranking = Ranking(space.base, legal, top, lost)
+    ranking = Ranking(space, legal, top, lost)
     ranking.run()
     if not ranking.best:
         raise _none_fits(space, lost)
@@ -120,31 +126,43 @@ def search(space: Space, top: int) -> Found:
 class Ranking:
     """Ranks points that are legal."""
 
-    def __init__(self, base: Job, points: Sequence[Point], top: int, lost: Lost) -> None:
-        self.base, self.top, self.lost = base, top, lost
+    def __init__(self, space: Space, points: Sequence[Point], top: int, lost: Lost) -> None:
+        self.base, self.top, self.lost = space.base, top, lost
         self.best: list[Candidate] = []
         self.planned = 0
-        machine = machine_of(points[0].job(base))
+        machine = machine_of(points[0].job(space.base))
         if machine is None:
             rule = "a search ranks by speed, and nothing is known of what these ranks compute on"
-            raise ConfigError("cluster.accelerator", base.cluster.accelerator, rule, ACCELERATORS)
-        self._bounds = Bounds(base, machine)
-        bounded = [(self._bounds.of(point), point) for point in points]
-        self._bounded = sorted(bounded, key=lambda pair: pair[0].seconds)
+            value = space.base.cluster.accelerator
+            raise ConfigError("cluster.accelerator", value, rule, ACCELERATORS)
+        self._floors, self._bounds = Floors(space.base), Bounds(space.base, machine, space.world)
+        may_fit = []
+        for point in points:
+            lacks = self._floors.held_lacks(point)
+            if lacks:
+                lost.add_too_large(lacks, point)
+            else:
+                may_fit.append(point)
+        bounded = [(self._bounds.seconds(point), point) for point in may_fit]
+        self._bounded = sorted(bounded, key=lambda pair: pair[0])
         self._lacking: dict[tuple[object, ...], list[tuple[int, int, float]]] = {}
-        self._dropped: list[Bound | Candidate] = []
+        self._dropped: list[Point | Candidate] = []
 
     def run(self) -> None:
         """Plans what may be among the best."""
-        for number, (bound, point) in enumerate(self._bounded):
-            if len(self.best) == self.top and bound.seconds > self.best[-1].seconds:
-                self._dropped += [each for each, _ in self._bounded[number:]]
+        for number, (seconds, point) in enumerate(self._bounded):
+            if len(self.best) == self.top and seconds > self.best[-1].seconds:
+                self._dropped += [each for _, each in self._bounded[number:]]
                 break
             self._try(point)
         self._tell_slower()
 
     def _try(self, point: Point) -> None:
         if self._is_known_to_lack(point):
+            return
+        lacks = self._floors.lacks(point)
+        if lacks:
+            self._note_lacking(point, lacks)
             return
         try:
             job = point.job(self.base)
@@ -179,14 +197,12 @@ class Ranking:
         if not self.best:
             return
         fastest = self.best[0]
-        bound, speed = self._bounds.of(fastest.point), fastest.plan.speed
-        assert speed is not None
+        bound = self._bounds.parts(fastest.point)
         for each in self._dropped:
             if isinstance(each, Candidate):
-                assert each.plan.speed is not None
-                parts, others = each.plan.speed.parts, speed.parts
+                parts, others = each.parts, fastest.parts
             else:
-                parts, others = each.parts, bound.parts
+                parts, others = self._bounds.parts(each), bound
             worst = max(PARTS, key=lambda part: parts.get(part, 0.0) - others.get(part, 0.0))
             self.lost.slower[worst] += 1
 
