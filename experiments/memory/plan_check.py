@@ -3,7 +3,7 @@
     python experiments/memory/plan_check.py                  # all layouts, about ten minutes on two cores
     python experiments/memory/plan_check.py fsdp tp          # some of them
 
-Every case is trained for three steps by harness.train, as a user would. Measured is memory_gib of its
+Every case is trained for two steps by harness.train, as a user would. Measured is memory_gib of its
 result.json: the peak resident memory of the fullest rank. A CPU has no allocator that counts for itself, so a
 rank's process counts too: Python, torch, what it loads. Of that ``process`` is measured as well, by the same
 layout with a model of next to nothing, and shown beside what the plan takes it for (memory.CPU_PROCESS).
@@ -21,26 +21,27 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.compose import compose_job
 from harness.plan.memory import GIB, rank_memory
 from harness.plan.plan import RankMemory
 
+ROOT = Path(__file__).resolve().parents[2]
 MOST = 0.10
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 COMMON = [
     *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "checkpoint=disabled", "cluster.device=cpu"),
-    *("metrics.console=none", "training.steps=3", "schedule.warmup_steps=1", "cluster.threads_per_rank=1"),
+    *("metrics.console=none", "training.steps=2", "schedule.warmup_steps=1", "cluster.threads_per_rank=1"),
 ]
 # Tensors outweigh the process, parameters and activations weigh about the same, and a step takes seconds.
 MODEL = [
     *("model.dim=512", "model.n_heads=8", "model.n_kv_heads=4", "model.ffn_hidden_dim=1536"),
-    *("model.n_layers=8", "model.vocab_size=8192", "training.seq_len=512", "model.max_seq_len=1024"),
+    *("model.n_layers=6", "model.vocab_size=8192", "training.seq_len=512", "model.max_seq_len=1024"),
 ]
 NOTHING = [
     *("model.dim=32", "model.n_heads=8", "model.n_kv_heads=4", "model.ffn_hidden_dim=32"),
-    *("model.n_layers=8", "model.vocab_size=256", "training.seq_len=32"),
+    *("model.n_layers=6", "model.vocab_size=256", "training.seq_len=32"),
 ]
 EXPERTS = [
     *("model=qwen3_moe_debug", "model.moe.num_experts=8", "model.moe.top_k=2"),
@@ -96,7 +97,7 @@ def overrides_of(name: str, size: list[str]) -> list[str]:
 
 def measure(typed: list[str]) -> float:
     """GiB of the fullest rank of a run."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **MALLOC, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "harness.train", *typed, f"runs_dir={folder}"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
@@ -116,7 +117,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plan-only", action="store_true", help="run nothing")
-    parser.add_argument("--no-process", action="store_true", help="do not measure the process alone")
+    parser.add_argument("--process", action="store_true", help="measure the process alone, too")
     parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
     arguments = parser.parse_args()
     print("| layout | planned GiB | measured GiB | error | of it process: planned | measured | kinds, MiB |")
@@ -131,7 +132,7 @@ def main() -> int:
             print(f"| {name} | {planned:.2f} | - | - | {own:.2f} | - | {kinds} |")
             continue
         measured = measure(typed)
-        process = "-" if arguments.no_process else f"{measure(overrides_of(name, NOTHING)):.2f}"
+        process = f"{measure(overrides_of(name, NOTHING)):.2f}" if arguments.process else "-"
         error = planned / measured - 1
         worst = max(worst, abs(error))
         row = f"| {name} | {planned:.2f} | {measured:.2f} | {error:+.1%} | {own:.2f} | {process} | {kinds} |"

@@ -55,8 +55,8 @@ class Kept:
     """Numbers of one token."""
     cut: Cut
     dtype: str = "compute"
-    """``compute`` (precision.param_dtype), ``float32``, ``int64``; ``widened``: a copy in float32 that there
-    is not where that is computed in; ``norm``: float32 where a norm is made of single operations."""
+    """``compute`` (precision.param_dtype), ``float32``, ``int64``; ``widened``: a copy in float32, of what is
+    not computed in that; ``norm``: float32 where a norm is made of single operations."""
     by: Keeper = Keeper.ALL
 
 
@@ -111,11 +111,6 @@ def block_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartA
         backward=(stream, *inner.backward),
         late_backward=(*first, *attention.backward, stream, stream, whole),
     )
-
-
-def embedding_activations(config: ModelConfig) -> PartActivations:
-    """The embedding keeps token numbers; its result is the first block's input."""
-    return PartActivations((Kept("tokens", 1, Cut.WHOLE, "int64"),))
 
 
 def head_activations(config: ModelConfig) -> PartActivations:
@@ -242,8 +237,7 @@ def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:
         kept=(inner("gate"), inner("up"), inner("silu", by=Keeper.EAGER), inner("product")),
         products=(inner("gate"), inner("up"), Kept(f"{name}.w2", dim, Cut.PARTIAL)),
         forward=(inner("gate, up, silu, product", 4),),
-        # Backward multiplies the product's gradient by both factors while all three stand; the product is
-        # gone.
+        # Backward multiplies the product's gradient by both factors while these stand; the product is gone.
         backward=(inner("grads", 2),),
     )
 

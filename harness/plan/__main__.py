@@ -11,6 +11,7 @@ from harness.errors import EXIT_OK, UserError
 from harness.job import launched_ranks
 from harness.metrics.encoding import dumps
 from harness.plan.config import PlanJob
+from harness.plan.constants import Calibration
 from harness.plan.plan import Plan
 
 JSON_FLAG = "--json"
@@ -20,12 +21,14 @@ def plan(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
     """Prints the plan of a job, or of the best layouts for it; returns the exit code."""
     if launched_ranks() is not None:
         raise UserError("harness.plan is one process; start it without torchrun")
+    if job.calibrate is not None:
+        return _calibrate(Path(job.calibrate), job.calibration)
     if job.search:
         return _search(job, overrides, as_json=as_json)
     from harness.plan.make import make_plan
     from harness.plan.render import as_dict, render
 
-    made = make_plan(job.plain)
+    made = make_plan(job.plain, _calibration(job))
     if job.picture is not None:
         from harness.plan.picture import draw
 
@@ -42,7 +45,7 @@ def _search(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
     from harness.plan.search import search
     from harness.plan.space import Space
 
-    found = search(Space.of(job.plain, overrides), job.top)
+    found = search(Space.of(job.plain, overrides), job.top, _calibration(job))
     path = sweep_path(job.name, job.sweep_file)
     command = write_sweep(found, path, overrides)
     if job.picture is not None:
@@ -53,6 +56,21 @@ def _search(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
         sys.stdout.write(f"{dumps(found_as_dict(found) | {'sweep_file': path}, indent=2)}\n")
     else:
         sys.stdout.write(f"{render_found(found)}\nto measure the {len(found.best)}: {path}\n  {command}\n")
+    return EXIT_OK
+
+
+def _calibration(job: PlanJob) -> Calibration | None:
+    return None if job.calibration is None else Calibration.read(job.calibration)
+
+
+def _calibrate(folder: Path, target: str | None) -> int:
+    """Fits constants to measured runs, prints how well, and writes them."""
+    from harness.plan.calibrate import calibrate, render_fit
+
+    calibration, measured, left_out = calibrate(folder)
+    path = target or str(folder / "calibration.json")
+    calibration.write(path)
+    sys.stdout.write(f"{render_fit(calibration, measured)}\n{left_out}\nwritten: {path}\n")
     return EXIT_OK
 
 

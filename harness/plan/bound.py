@@ -14,6 +14,7 @@ from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.plan.machine import Machine
 from harness.plan.space import Point
 from harness.plan.work import Pass, Worker
+from harness.precision.linears import sort_linears
 
 KNOWN = ("compute", "tp", "cp", "ep")
 """Parts of a step that blocks make by themselves."""
@@ -66,6 +67,9 @@ class Bounds:
         self._loads: dict[Key, dict[Any, _Load]] = {}
         self._of_ranks: dict[Key, list[_Rank]] = {}
         self._parts: dict[tuple[int, int], list[Counter[Any]]] = {}
+        linear = base.precision.linear
+        converted = () if linear == "none" else sort_linears(base.model, base.precision).converted
+        self._converted = frozenset(converted)
         cores = machine.constants.cores
         # As speed.py has it, of what one core takes.
         self._chain = 1.0 if cores is None else 1 / max(1, cores // world)
@@ -102,7 +106,7 @@ class Bounds:
                 training=replace(base.training, local_batch_size=point.local_batch_size),
                 activation_checkpoint=replace(base.activation_checkpoint, mode=point.mode),
             )
-            worker = Worker(job, self._machine)
+            worker = Worker(job, self._machine, self._converted)
             firsts = {kind: layer for layer, kind in reversed(list(enumerate(self._kinds)))}
             blocks = {kind: worker.block(layer) for kind, layer in firsts.items()}
             loads: dict[Any, _Load] = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from harness.cluster.hardware import find_accelerator
@@ -97,6 +98,27 @@ def _moved(start: Calibration, logs: dict[str, float]) -> Calibration:
         for name, log in logs.items()
     }
     return replace(start, constants=replace(start.constants, **values))
+
+
+def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
+    """The constants, and how the plan meets each run with them."""
+    lines = [f"constants of {calibration.source}"]
+    for field in fields(calibration.constants):
+        value = getattr(calibration.constants, field.name)
+        if value is not None:
+            lines.append(f"  {field.name:<10} {value:.3g}")
+    errors = []
+    lines += ["", f"  {'measured':>10} {'planned':>10} {'error':>7}  tokens/s a rank"]
+    for row in rows:
+        planned = predicted_rate(row.job, calibration)
+        errors.append(planned / row.tokens_per_second_per_rank - 1)
+        axes = " x ".join(f"{a} {d}" for a, d in row.job.parallelism.degrees.items() if d > 1) or "single"
+        words = f"{axes}, {row.job.parallelism.pp_schedule}" if row.job.parallelism.pp > 1 else axes
+        measured = row.tokens_per_second_per_rank
+        lines.append(f"  {measured:>10,.1f} {planned:>10,.1f} {errors[-1]:>+7.1%}  {words}")
+    amounts = [abs(error) for error in errors]
+    lines.append(f"median error {statistics.median(amounts):.1%}, worst {max(amounts):.1%}")
+    return "\n".join(lines)
 
 
 def calibrate(folder: Path) -> tuple[Calibration, list[Measured], str]:

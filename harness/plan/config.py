@@ -27,13 +27,19 @@ class PlanJob(Job):
     """Build the job on a fake process group, in this process, and compare what it holds with the plan."""
     verify_step: bool = label(False)
     """With verify: run one step of every stage on fake tensors too."""
+    calibration: str | None = label(None)
+    """Constants of the machine to plan for, a file that ``calibrate`` wrote; null: those of published
+    runs."""
+    calibrate: str | None = label(None)
+    """A folder of measured runs: fit the constants to them, and write them to ``calibration``, or into that
+    folder as calibration.json."""
     picture: str | None = label(None)
     """A PNG to draw: memory by stage, and the pipeline's timeline; with search, of the best layout."""
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> PlanJob:
         """As a job does; a search resolves every layout by itself, and only what they share is done here."""
         self._validate_plan()
-        if self.search:
+        if self.search or self.calibrate is not None:
             return self
         super().resolve(launched_ranks=launched_ranks, gpus=gpus)
         return self

@@ -137,7 +137,13 @@ class Floors:
                 activation_checkpoint=replace(self._base.activation_checkpoint, mode=point.mode),
             )
             sizes = ActivationBytes(job)
-            kept = {kind: sizes.block(layer).kept for layer, kind in enumerate(self._kinds)}
+            # Blocks of one kind keep the same, but for those that selective_layer picks: the least counts.
+            firsts = dict.fromkeys(self._kinds, 0.0)
+            nth = job.activation_checkpoint.every_nth_layer if point.mode == "selective_layer" else 1
+            for kind in firsts:
+                layers = [layer for layer, other in enumerate(self._kinds) if other == kind][:nth]
+                firsts[kind] = min(sizes.block(layer).kept for layer in layers)
+            kept = firsts
             split = layout.tp if layout.uses_sequence_parallel else 1
             width = self._base.model.dim * BYTES[self._base.precision.param_dtype]
             self._known[key] = kept, sizes.tokens * width / split

@@ -30,7 +30,7 @@ from harness.plan.space import Point
 # Reasons that are shown one by one; the others are added up.
 _SHOWN = 6
 # Fields of the plan that no training job has.
-_OWN = ("search", "top", "sweep_file", "verify", "verify_step", "picture")
+_OWN = ("search", "top", "sweep_file", "verify", "verify_step", "calibrate", "calibration", "picture")
 
 
 def render_found(found: Found) -> str:

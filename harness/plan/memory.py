@@ -3,7 +3,7 @@
 A rank's passes are walked through in the order in which its schedule runs them: what stands at a moment is
 what stays for the whole step (parameters, optimizer state, gathered parameters of a pipeline), what
 microbatches left that wait for their backward, gradients as far as they are there, and what the pass itself
-needs at its fullest (``memory_stage.py``). The kinds of the fullest moment of all are what is reported;
+needs at its fullest (``memory_stage.py``). What is reported are the kinds of the fullest moment of all;
 maxima of different moments are never added, except where CUDA's allocator does so (``_reserved``).
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from harness.cluster.hardware import ACCELERATORS
 from harness.job import Job
-from harness.plan.memory_activations import on_cpu
+from harness.plan.memory_activations import ActivationBytes, on_cpu
 from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus, uses_fsdp
 from harness.plan.order import pipeline_order
 from harness.plan.parameters import RankParameters, parameters_of
@@ -35,7 +35,7 @@ CUDA_CONTEXT = 0.5 * GIB
 NCCL_COMMUNICATOR = 0.1 * GIB
 """Buffers of one communicator with its channels and protocols (4 MiB for each of them and peer,
 docs.nvidia.com/deeplearning/nccl, NCCL_BUFFSIZE); the allocator does not see them either."""
-CPU_PROCESS = 0.36 * GIB
+CPU_PROCESS = 0.33 * GIB
 """Resident memory of a rank on a CPU before it has a model: Python, torch and what they load."""
 
 
@@ -48,8 +48,10 @@ def rank_memory(job: Job) -> list[RankMemory]:
     layout = job.parallelism
     microbatches = job.local_batch_size // layout.pp_microbatch_size if layout.pp > 1 else 1
     order = pipeline_order(layout, job.model.n_layers, microbatches)
+    prices = ActivationBytes(job)
     return [
-        _Rank(job, parameters_of(job, rank), order[rank], microbatches).memory() for rank in range(layout.pp)
+        _Rank(job, parameters_of(job, rank), prices, order[rank], microbatches).memory()
+        for rank in range(layout.pp)
     ]
 
 
@@ -73,10 +75,15 @@ class _Rank:
     """One pipeline rank's step."""
 
     def __init__(
-        self, job: Job, parameters: RankParameters, actions: list[Action], microbatches: int
+        self,
+        job: Job,
+        parameters: RankParameters,
+        prices: ActivationBytes,
+        actions: list[Action],
+        microbatches: int,
     ) -> None:
         self.job, self.parameters, self.actions, self.microbatches = job, parameters, actions, microbatches
-        self.stages = {stage: StageMemory(job, parameters, stage) for stage in parameters.stages}
+        self.stages = {stage: StageMemory(job, parameters, stage, prices) for stage in parameters.stages}
         self.cpu, self.fsdp = on_cpu(job), uses_fsdp(job)
         self.pipelined = job.parallelism.pp > 1
 
@@ -103,8 +110,14 @@ class _Rank:
         return {
             "parameters": buffers + (0 if offloaded else self.parameters.parameter_bytes),
             "optimizer": 0.0 if offloaded else self.parameters.optimizer_bytes,
+            "activations": self._batch(),
             "communication": self._boundaries(),
         }
+
+    def _batch(self) -> float:
+        """Token numbers and labels, int64, of whole sequences, of all passes of a step."""
+        rows = self.job.global_batch_size // self.job.parallelism.data_parallel
+        return 2.0 * 8 * rows * self.job.training.seq_len
 
     def _rotation_table(self) -> float:
         """Cosines and sines of this rank's positions, float32, one table a stage."""

@@ -12,11 +12,11 @@ from harness.model.activations import (
     Kept,
     PartActivations,
     block_activations,
-    embedding_activations,
     head_activations,
     prediction_activations,
 )
 from harness.plan.parameters import BYTES
+from harness.precision.linears import sort_linears
 
 
 def on_cpu(job: Job) -> bool:
@@ -65,7 +65,13 @@ class ActivationBytes:
             Cut.ROUTED: routed,
             Cut.ROUTED_INNER: layout.tp if layout.splits_experts else routed,
         }
-        self.blocks: dict[int, PartBytes] = {}
+        self.blocks: dict[tuple[bool, bool, bool], PartBytes] = {}
+        precision = job.precision
+        converted = (
+            sort_linears(job.model, precision).converted if precision.enable_fsdp_float8_all_gather else ()
+        )
+        self.gathered_in_float8 = frozenset(converted)
+        """Names of the linears whose weights FSDP gathers in float8."""
 
     def total(self, tensors: Iterable[Kept], *, compiled: bool = False) -> float:
         """Bytes of one microbatch of all of these that blocks, compiled or not, keep."""
@@ -90,9 +96,15 @@ class ActivationBytes:
 
     def block(self, layer: int) -> PartBytes:
         """Of a decoder block, under the job's recomputation and compiler."""
-        if layer not in self.blocks:
-            self.blocks[layer] = self._block(layer)
-        return self.blocks[layer]
+        model = self.job.model
+        alike = model.has_experts(layer), model.attention.is_rotated(layer), self._is_recomputed(layer)
+        if alike not in self.blocks:
+            self.blocks[alike] = self._block(layer)
+        return self.blocks[alike]
+
+    def _is_recomputed(self, layer: int) -> bool:
+        how = self.job.activation_checkpoint
+        return how.mode != "none" and not (how.mode == "selective_layer" and layer % how.every_nth_layer)
 
     def _block(self, layer: int) -> PartBytes:
         declared = block_activations(self.job.model, layer, on_cpu=self.cpu)
@@ -118,7 +130,7 @@ class ActivationBytes:
         None when the block is not recomputed.
         """
         how = self.job.activation_checkpoint
-        if how.mode == "none" or (how.mode == "selective_layer" and layer % how.every_nth_layer):
+        if not self._is_recomputed(layer):
             return None
         entering = self.bytes_of(Kept("stream", self.job.model.dim, Cut.STREAM))
         choices = 0.0 if self.job.parallelism.splits_backward else self.total(declared.choices)
@@ -153,11 +165,10 @@ class ActivationBytes:
         return sums
 
     def embedding(self) -> PartBytes:
-        """Of the embedding, whose result is the first block's input."""
-        kept = self.total(embedding_activations(self.job.model).kept)
+        """Of the embedding: it keeps the batch alone, and its result is the first block's input."""
         stream = self.bytes_of(Kept("stream", self.job.model.dim, Cut.STREAM))
         summand = self.bytes_of(Kept("summand", self.job.model.dim, Cut.PARTIAL))
-        return PartBytes(kept, kept + stream + summand, kept + summand, kept)
+        return PartBytes(0.0, stream + summand, summand, 0.0)
 
     def head(self) -> PartBytes:
         """Of the final norm and the output projection's input, without logits."""

@@ -13,11 +13,11 @@ class LogitBytes:
     """Logits of one microbatch on a rank, from the output projection to their gradient.
 
     The plain loss (``parallelism/loss.py``) has them in param_dtype and float32, and keeps the logarithm of
-    their softmax. Backward has three tensors of float32 at once: that one, the gradient by it, and the
-    gradient by the logits. torch's loss of a split vocabulary (torch/distributed/tensor/parallel/loss.py) is
-    made of single operations, with four at once. Compiled by inductor the loss keeps the logits themselves,
-    and writes their gradient only. In chunks (``parallelism/chunked_loss.py``) only a chunk stands, and what
-    is kept are gradients: of the stream, and of the projection in float32.
+    their softmax. Backward has three tensors of float32 at once: that one, the gradient by it, and the one
+    by the logits. torch's loss of a split vocabulary (torch/distributed/tensor/parallel/loss.py) is made of
+    single operations, with four at once. Compiled by inductor the loss keeps the logits themselves, and
+    writes their gradient only. In chunks (``parallelism/chunked_loss.py``) only a chunk stands, and what is
+    kept are gradients: of the stream, and of the projection in float32.
     """
 
     def __init__(self, job: Job, activations: ActivationBytes) -> None:

@@ -5,7 +5,7 @@ are copied out of the buffer they were gathered into, so a group stands twice wh
 backward gathers the next group before it computes one; gradients are copied into the input of a
 reduce-scatter, in precision.reduce_dtype, which is kept until the next group is reduced. A pipeline keeps
 what is gathered, and adds gradients unsharded, in reduce_dtype, until all microbatches are through
-(torch/distributed/pipelining/ stage.py, backward_maybe_with_nosync and perform_reduce_grad).
+(torch/distributed/pipelining/stage.py, backward_maybe_with_nosync and perform_reduce_grad).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from harness.parallelism.stages import split_modules
 from harness.plan.memory_activations import ActivationBytes, PartBytes
 from harness.plan.memory_logits import LogitBytes
 from harness.plan.parameters import BYTES, HeldTensor, RankParameters
-from harness.precision.linears import sort_linears
 
 Bytes = dict[str, float]
 """Bytes by the kinds of memory."""
@@ -97,19 +96,14 @@ class StageMemory:
         job: the resolved job.
         parameters: what the rank holds, of all its stages.
         stage: the stage.
+        prices: bytes of activations.
     """
 
-    def __init__(self, job: Job, parameters: RankParameters, stage: int) -> None:
+    def __init__(self, job: Job, parameters: RankParameters, stage: int, prices: ActivationBytes) -> None:
         self.job, self.stage, self.fsdp = job, stage, uses_fsdp(job)
         self.pipelined = job.parallelism.pp > 1
-        self.activations = ActivationBytes(job)
+        self.activations = prices
         self.names = split_modules(job.parallelism, job.model.n_layers)[stage]
-        precision = job.precision
-        self.converted = (
-            frozenset(sort_linears(job.model, precision).converted)
-            if precision.enable_fsdp_float8_all_gather
-            else frozenset()
-        )
         groups = parameters.groups(stage)
         self.has_head = "output" in self.names
         self.logits = LogitBytes(job, self.activations) if self.has_head else None
@@ -168,7 +162,11 @@ class StageMemory:
         )
 
     def _gathered_size(self, tensor: HeldTensor, compute: int) -> int:
-        return BYTES["float8"] if tensor.name.removesuffix(".weight") in self.converted else compute
+        return (
+            BYTES["float8"]
+            if tensor.name.removesuffix(".weight") in self.activations.gathered_in_float8
+            else compute
+        )
 
     @cached_property
     def kept(self) -> Bytes:

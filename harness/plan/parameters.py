@@ -119,11 +119,9 @@ def parameters_of(job: Job, pp_rank: int) -> RankParameters:
     shapes = tensor_shapes(model)
     tensors = []
     for stage in stages:
-        holds = tuple(f"{module}." for module in modules[stage])
-        if len(modules) == 1:
-            holds += ("mtp.",)
+        holds = {*modules[stage], *(("mtp",) if len(modules) == 1 else ())}
         for name, shape in shapes.items():
-            if name.startswith(holds):
+            if _module_of(name) in holds:
                 tensors.append(_held(name, shape, stage, model, layout))
     state_dtype = job.optimizer.state_dtype or job.precision.master_dtype
     return RankParameters(
@@ -179,7 +177,13 @@ def fsdp_group(name: str, model: ModelConfig, layout: ParallelismConfig) -> str:
     return "tok_embeddings" if name.startswith("tok_embeddings") else "head"
 
 
+def _module_of(name: str) -> str:
+    """The module that a pipeline's split names: ``layers.7``, ``tok_embeddings``, ``mtp`` ..."""
+    first, rest = name.split(".", 1)
+    return f"{first}.{rest.split('.', 1)[0]}" if first == "layers" else first
+
+
 def _block_of(name: str, model: ModelConfig) -> str:
     if name.startswith("mtp."):
         return block_prefix(model, model.n_layers).rstrip(".")
-    return ".".join(name.split(".")[:2])
+    return _module_of(name)

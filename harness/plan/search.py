@@ -1,7 +1,7 @@
 """The fastest layouts of a job's ranks: each that is legal and fits is ranked, or shown to be slower.
 
 Points that cannot fit (``floor.py``) are left out. The others are taken in the order of the least time that
-they can need (``bound.py``), and planned whole, schedule and all, until none that is left can be one of the best.
+they can need (``bound.py``), and planned whole, schedule and all, until none of the rest can be a best one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from harness.cluster.hardware import ACCELERATORS
 from harness.errors import ConfigError, UserError
 from harness.plan.bound import Bounds
+from harness.plan.constants import Calibration
 from harness.plan.floor import Floors
 from harness.plan.legality import Legality
 from harness.plan.machine import machine_of
@@ -44,9 +45,9 @@ class Candidate:
         return self.plan.speed.parts
 
     @property
-    def order(self) -> tuple[float, float]:
-        """What candidates are ranked by: time, and of equals the memory."""
-        return self.seconds, self.plan.peak
+    def order(self) -> tuple[float, int, float]:
+        """What candidates are ranked by: time, and of equals the fewest axes, and then the least memory."""
+        return rounded(self.seconds), sum(degree > 1 for degree in self.point.degrees), self.plan.peak
 
 
 @dataclass
@@ -94,8 +95,13 @@ class Found:
     """Time the search took."""
 
 
-def search(space: Space, top: int) -> Found:
-    """Finds the fastest points of a space.
+def rounded(seconds: float) -> float:
+    """With four digits: a plan does not tell smaller differences from none."""
+    return float(f"{seconds:.4g}")
+
+
+def search(space: Space, top: int, calibration: Calibration | None = None) -> Found:
+    """Finds the fastest points of a space, by the defaults' constants or those of a calibration.
 
     Raises:
         UserError: none is legal, none fits, or nothing is known of the hardware.
@@ -114,7 +120,7 @@ def search(space: Space, top: int) -> Found:
     points = len(legal) + sum(lost.illegal.values())
     if not legal:
         raise _none_is_legal(space, lost)
-    ranking = Ranking(space, legal, top, lost)
+    ranking = Ranking(space, legal, top, lost, calibration)
     ranking.run()
     if not ranking.best:
         raise _none_fits(space, lost)
@@ -126,11 +132,18 @@ def search(space: Space, top: int) -> Found:
 class Ranking:
     """Ranks points that are legal."""
 
-    def __init__(self, space: Space, points: Sequence[Point], top: int, lost: Lost) -> None:
-        self.base, self.top, self.lost = space.base, top, lost
+    def __init__(
+        self,
+        space: Space,
+        points: Sequence[Point],
+        top: int,
+        lost: Lost,
+        calibration: Calibration | None,
+    ) -> None:
+        self.base, self.top, self.lost, self.calibration = space.base, top, lost, calibration
         self.best: list[Candidate] = []
         self.planned = 0
-        machine = machine_of(points[0].job(space.base))
+        machine = machine_of(points[0].job(space.base), calibration)
         if machine is None:
             rule = "a search ranks by speed, and nothing is known of what these ranks compute on"
             value = space.base.cluster.accelerator
@@ -151,7 +164,7 @@ class Ranking:
     def run(self) -> None:
         """Plans what may be among the best."""
         for number, (seconds, point) in enumerate(self._bounded):
-            if len(self.best) == self.top and seconds > self.best[-1].seconds:
+            if len(self.best) == self.top and rounded(seconds) > self.best[-1].order[0]:
                 self._dropped += [each for _, each in self._bounded[number:]]
                 break
             self._try(point)
@@ -169,7 +182,7 @@ class Ranking:
         except ConfigError as error:
             self.lost.add_illegal(error)
             return
-        plan = make_plan(job)
+        plan = make_plan(job, self.calibration)
         self.planned += 1
         if plan.memory_limit is not None and plan.peak > plan.memory_limit:
             self._note_lacking(point, plan.peak - plan.memory_limit)

@@ -9,11 +9,12 @@ from pathlib import Path
 from harness.app import guarded
 from harness.errors import EXIT_OK, UserError
 from harness.metrics.atomic import write_atomically
-from harness.report import experiment, of_runs, of_tables
+from harness.plan.constants import Calibration
+from harness.report import experiment, gpu_single, of_runs, of_tables
 from harness.report.document import Report, as_csv, markdown
 from harness.report.page import page
-from harness.report.predict import with_predictions
-from harness.report.rows import keep, load
+from harness.report.predict import CALIBRATION, calibration_of, with_predictions
+from harness.report.rows import KEPT, keep, load
 
 TABLES, CSV, PAGE = "tables.md", "table.csv", "index.html"
 
@@ -21,7 +22,13 @@ TABLES, CSV, PAGE = "tables.md", "table.csv", "index.html"
 def main() -> None:
     """Entry point of ``python -m harness.report`` and of the console script."""
     arguments = _parser().parse_args()
-    sys.exit(guarded(lambda: report(arguments.folder, out=arguments.out, runs=arguments.runs)))
+    sys.exit(
+        guarded(
+            lambda: report(
+                arguments.folder, out=arguments.out, runs=arguments.runs, calibration=arguments.calibration
+            )
+        )
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,27 +45,37 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, help="where to write; an experiment's own folder, or report/ inside the runs'"
     )
     parser.add_argument("--runs", type=Path, help="of an experiment: where runs are, if not in runs/")
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        help="what harness.plan calibrate=FOLDER wrote of the machine that measured, if it is not "
+        f"{CALIBRATION} in the folder; published machines are predicted without it",
+    )
     return parser
 
 
-def report(folder: Path, *, out: Path | None = None, runs: Path | None = None) -> int:
+def report(
+    folder: Path, *, out: Path | None = None, runs: Path | None = None, calibration: Path | None = None
+) -> int:
     """Writes the report of a folder; returns the exit code.
 
     Args:
         folder: of an experiment, or of runs.
         out: where to write; None: an experiment's folder itself, ``report/`` inside a folder of runs.
         runs: of an experiment: where its runs are looked for.
+        calibration: file of constants of the machine that measured; None: the one in the folder, if any.
 
     Raises:
         UserError: there is nothing to report on in the folder.
     """
     if experiment.is_experiment(folder):
-        made, out = _of_experiment(folder, out or folder, runs)
+        out = out or folder
+        made = _of_experiment(folder, out, runs, calibration_of(folder, calibration))
     else:
         if runs is not None:
             raise UserError(f"--runs={runs}: is for experiments; would work: python -m harness.report {runs}")
         source = _source_of(folder)
-        rows = with_predictions(load(source))
+        rows = with_predictions(load(source), calibration_of(folder, calibration))
         out = out or (folder if source != folder else folder / "report")
         out.mkdir(parents=True, exist_ok=True)
         made = of_runs.report_of(folder.resolve().name, rows, out)
@@ -73,20 +90,21 @@ def report(folder: Path, *, out: Path | None = None, runs: Path | None = None) -
 def _source_of(folder: Path) -> Path:
     """Where the rows of a folder are: of an experiment that is a program, what it has left in runs/."""
     left = Path("runs") / folder.resolve().name
-    is_program = experiment.option_of(folder) is not None and not (folder / "results.jsonl").is_file()
+    has_rows = any((folder / name).is_file() for name in (KEPT, *gpu_single.FILES))
+    is_program = experiment.option_of(folder) is not None and not has_rows
     return left if is_program and left.is_dir() else folder
 
 
-def _of_experiment(folder: Path, out: Path, runs: Path | None) -> tuple[Report, Path]:
-    tables = experiment.tables_of(folder, runs)
+def _of_experiment(folder: Path, out: Path, runs: Path | None, calibration: Calibration | None) -> Report:
+    tables = experiment.tables_of(folder, runs, calibration)
     out.mkdir(parents=True, exist_ok=True)
     measured = experiment.measured_rows(tables)
     if measured:
         keep(out, measured)
     title = folder.resolve().name
     if any(table.source for table in tables):
-        return of_tables.report_of(title, tables, out), out
-    return of_runs.report_of(title, [row for table in tables for row in table.rows], out), out
+        return of_tables.report_of(title, tables, out)
+    return of_runs.report_of(title, [row for table in tables for row in table.rows], out)
 
 
 if __name__ == "__main__":

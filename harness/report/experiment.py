@@ -12,6 +12,7 @@ from harness.config import LABEL, leaves
 from harness.errors import UserError
 from harness.job import Job
 from harness.paths import conf_dir
+from harness.plan.constants import Calibration
 from harness.report import published
 from harness.report.predict import FIGURES, machine_of, predicted
 from harness.report.published import Published, Recipe, recipe_of
@@ -75,41 +76,62 @@ def is_experiment(folder: Path) -> bool:
     return folder.is_dir() and option_of(folder) is not None and bool(spaces_of(folder))
 
 
-def tables_of(folder: Path, runs_dir: Path | None = None) -> list[Table]:
+def tables_of(
+    folder: Path, runs_dir: Path | None = None, calibration: Calibration | None = None
+) -> list[Table]:
     """The tables of an experiment, whatever of them was measured so far.
 
     Args:
         folder: a folder of ``experiments/``.
         runs_dir: where to look for runs; None: where the experiment leaves them, below this folder.
+        calibration: constants of the machine that measured.
 
     Raises:
         UserError: a point is not possible, or a published row belongs to none.
     """
-    rows = published.read(folder)
-    kept = read_kept(folder)
-    return [_table(folder, path, rows, kept, runs_dir) for path in spaces_of(folder)]
+    rows, kept = published.read(folder), read_kept(folder)
+    tables = []
+    for path in spaces_of(folder):
+        option = f"experiment={option_of(folder)}/{path.stem}"
+        jobs = _jobs_of(path, option)
+        measured = [*_runs_of(jobs[0][0], runs_dir), *kept]
+        own = [row for row in rows if row.table == path.stem]
+        tables.append(_table(path, option, jobs, own, measured, calibration))
+    return tables
 
 
-def _table(folder: Path, path: Path, rows: list[Published], kept: list[Row], runs_dir: Path | None) -> Table:
-    option = f"experiment={option_of(folder)}/{path.stem}"
+def _jobs_of(path: Path, option: str) -> list[tuple[Job, list[str]]]:
+    """The jobs of an experiment, and what each is made by.
+
+    Raises:
+        UserError: one of them cannot be.
+    """
     points = compose_points([option])
     for point in points:
         if point.job is None:
             raise UserError(f"{path}: {shortened(' '.join(point.overrides))}: {point.reason}")
-    jobs: list[Job] = [point.job for point in points]
-    measured = [*_runs_of(jobs[0], runs_dir), *kept]
-    own = [row for row in rows if row.table == path.stem]
-    found = [published.find(job, own) for job in jobs]
+    return [(point.job, point.overrides) for point in points]
+
+
+def _table(
+    path: Path,
+    option: str,
+    jobs: Sequence[tuple[Job, list[str]]],
+    own: list[Published],
+    measured: list[Row],
+    calibration: Calibration | None,
+) -> Table:
+    found = [published.find(job, own) for job, _ in jobs]
     if own and (len([row for row in found if row]) != len(own) or None in found):
         raise UserError(f"{path}: its points are not the published rows of {path.stem}, one for one")
     words = published.names([row for row in found if row]) if own else None
-    words = words or [shortened(name) for name in labels([point.overrides for point in points])]
+    words = words or [shortened(name) for name in labels([overrides for _, overrides in jobs])]
     lines, recipes = [], []
-    for job, point, row, name in zip(jobs, points, found, words, strict=True):
-        planned = {**as_planned(name, job, point.overrides), "state": NOT_MEASURED}
+    for (job, overrides), row, name in zip(jobs, found, words, strict=True):
+        planned = {**as_planned(name, job, overrides), "state": NOT_MEASURED}
         matching = _measurements(job, measured) or [planned]
         for each in matching:
-            lines.append(_joined({**each, "point": name, "table": path.stem}, job, row))
+            lines.append(_joined({**each, "point": name, "table": path.stem}, job, row, calibration))
             recipes.append(recipe_of(job))
     title = path.read_text().splitlines()[1].removeprefix("# ")
     command = f"python -m harness.train -m {option}"
@@ -126,7 +148,8 @@ def _runs_of(job: Job, runs_dir: Path | None) -> list[Row]:
 
 def _measurements(job: Job, rows: Sequence[Row]) -> list[Row]:
     """The rows that say something of a job: for each device one that completed, or else how it failed."""
-    wanted, found = workload(job), {}
+    wanted = workload(job)
+    found: dict[str, Row] = {}
     for row in rows:
         own = job_of(row)
         if own is None or workload(own) != wanted or row["state"] in ("planned", "pending"):
@@ -147,10 +170,10 @@ def workload(job: Job) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _joined(row: Row, job: Job, own: Published | None) -> Row:
+def _joined(row: Row, job: Job, own: Published | None, calibration: Calibration | None) -> Row:
     """A row with everything that is known beside its measurement."""
     machine = machine_of(row)
-    figures = predicted(job, own.accelerator if own is not None else machine)
+    figures = predicted(job, own.accelerator) if own is not None else predicted(job, machine, calibration)
     row = {**row, **{f"predicted.{name}": value for name, value in figures.items()}}
     if own is not None:
         row |= {
@@ -161,7 +184,7 @@ def _joined(row: Row, job: Job, own: Published | None) -> Row:
             "published.source": own.source,
         }
         if row["state"] == "completed":
-            expected = figures if machine == own.accelerator else predicted(job, machine)
+            expected = predicted(job, machine, calibration)
             row |= {f"expected.{name}": value for name, value in expected.items()}
     against = "published" if own is not None else "measured"
     for name in FIGURES:

@@ -59,7 +59,9 @@ def report_of(title: str, rows: Sequence[Row], folder: Path) -> Report:
     measured = [row for row in rows if row["state"] == "completed"]
     names = [plot_name(row, measured) for row in measured]
     told = _rank_in_words(measured)
-    if plots.against(folder / "predicted.png", f"{title}: predicted and measured", names, measured, told):
+    if plots.against(
+        folder / "predicted.png", f"{title}: predicted and measured", names, measured, told=told
+    ):
         sections.append(Section("Predicted and measured", [told] if told else [], picture="predicted.png"))
     sections += _knobs(rows, best)
     sections += _failures(rows)

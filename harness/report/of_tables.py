@@ -64,11 +64,16 @@ def report_of(title: str, tables: Sequence[Table], folder: Path) -> Report:
     tables = [_with_machines(table) for table in tables]
     rows = [row for table in tables for row in table.rows]
     found = {table.name: effects(_once(table)) for table in tables}
-    sections = [_errors(tables, found), _effects(tables, found)]
+    sections = [_errors(tables, found, title, folder), _effects(tables, found)]
     for table in tables:
         names = [row["point"] for row in table.rows]
-        drawn = plots.bars(folder / f"{table.name}.png", table.title, names, table.rows)
-        text = [table.title, f"Published: {table.source}. Run it: `{table.command} cluster=slurm_h100`"]
+        drawn = plots.bars(
+            folder / f"{table.name}.png", f"{in_words(table.name)}: {_subject(table)}", names, table.rows
+        )
+        text = [
+            f"{_subject(table)}.",
+            f"Published: {table.source}. Run it: `{table.command} cluster=slurm_h100`",
+        ]
         picture = f"{table.name}.png" if drawn else None
         sections.append(Section(in_words(table.name), text, Shown(_COLUMNS, table.rows), picture))
     origin = section_of(rows)
@@ -79,6 +84,11 @@ def report_of(title: str, tables: Sequence[Table], folder: Path) -> Report:
 def in_words(name: str) -> str:
     """table1 as Table 1."""
     return f"Table {name.removeprefix('table')}" if name.startswith("table") else name
+
+
+def _subject(table: Table) -> str:
+    """What a table is about: its file's first line, without the table's name."""
+    return table.title.removeprefix(f"{in_words(table.name)}: ").removesuffix(".")
 
 
 def _with_machines(table: Table) -> Table:
@@ -104,7 +114,7 @@ def _rows_once(tables: Sequence[Table]) -> list[Row]:
     return [row for table in tables for _, row in _once(table)]
 
 
-def _errors(tables: Sequence[Table], found: dict[str, list[Effect]]) -> Section:
+def _errors(tables: Sequence[Table], found: dict[str, list[Effect]], title: str, folder: Path) -> Section:
     lines = [_errors_of(in_words(table.name), _rows_once([table]), found[table.name]) for table in tables]
     overall = _errors_of("all", _rows_once(tables), [each for name in found for each in found[name]])
     columns = (
@@ -117,7 +127,13 @@ def _errors(tables: Sequence[Table], found: dict[str, list[Effect]]) -> Section:
         Column("order", "effects with the right sign"),
     )
     text = "Predicted against published, for the machine of the tables. Medians are of absolute errors."
-    return Section("Errors", [text], Shown(columns, [*lines, overall], "all"))
+    rows = _rows_once(tables)
+    names = [f"{row['table'].removeprefix('table')}: {row['point']}" for row in rows]
+    picture = "errors.png"
+    words = f"{title}: predicted and published, by table and row"
+    drawn = plots.against(folder / picture, words, names, rows, reference="published")
+    table = Shown(columns, [*lines, overall], "all")
+    return Section("Errors", [text], table, picture if drawn else None)
 
 
 def _errors_of(name: str, rows: Sequence[Row], found: Sequence[Effect]) -> Row:

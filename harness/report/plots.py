@@ -72,23 +72,32 @@ def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str,
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
 
-def against(path: Path, title: str, names: Sequence[str], rows: Sequence[Row], told: str = "") -> bool:
-    """Draws predicted over measured throughput, a point for each row that has both, named.
+def against(
+    path: Path,
+    title: str,
+    names: Sequence[str],
+    rows: Sequence[Row],
+    *,
+    reference: str = "measured",
+    told: str = "",
+) -> bool:
+    """Draws predicted over measured (or published) throughput, a point for each row that has both, named.
 
     Args:
         path: of the picture.
         title: of the picture.
         names: of the rows.
         rows: those to draw.
+        reference: what is predicted: ``measured`` or ``published`` figures.
         told: a figure to be shown in the corner, such as a rank correlation.
 
     Returns:
         whether there was anything to draw.
     """
     pairs = [
-        (name, row[f"measured.{RATE}"], row[f"predicted.{RATE}"])
+        (name, row[f"{reference}.{RATE}"], row[f"predicted.{RATE}"])
         for name, row in zip(names, rows, strict=True)
-        if row.get(f"measured.{RATE}") is not None and row.get(f"predicted.{RATE}") is not None
+        if row.get(f"{reference}.{RATE}") is not None and row.get(f"predicted.{RATE}") is not None
     ]
     if len(pairs) < 2:
         return False
@@ -96,15 +105,17 @@ def against(path: Path, title: str, names: Sequence[str], rows: Sequence[Row], t
     axis = figure.subplots()
     values = [value for _, *both in pairs for value in both]
     low, high = 0.85 * min(values), 1.1 * max(values)
-    axis.plot([low, high], [low, high], color="#bbbbbb", linewidth=1, zorder=0, label="predicted = measured")
-    measured, expected = [pair[1] for pair in pairs], [pair[2] for pair in pairs]
-    axis.scatter(measured, expected, s=22, color=COLORS["measured"], zorder=3)
+    axis.plot(
+        [low, high], [low, high], color="#bbbbbb", linewidth=1, zorder=0, label=f"predicted = {reference}"
+    )
+    known, expected = [pair[1] for pair in pairs], [pair[2] for pair in pairs]
+    axis.scatter(known, expected, s=22, color=COLORS["measured"], zorder=3)
     axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for side in (axis.xaxis, axis.yaxis):
         side.set_major_formatter(lambda value, _: f"{value:,.10g}")
         side.set_minor_formatter(lambda value, _: f"{value:,.10g}")
         side.set_tick_params(which="minor", labelsize=7)
-    axis.set_xlabel("measured tokens per second and rank")
+    axis.set_xlabel(f"{reference} tokens per second and rank")
     axis.set_ylabel("predicted tokens per second and rank")
     axis.spines[["top", "right"]].set_visible(False)
     _name_points(axis, pairs)
@@ -121,7 +132,7 @@ def _name_points(axis: Axes, pairs: Sequence[tuple[str, float, float]]) -> None:
     figure = axis.get_figure()
     assert figure is not None
     figure.canvas.draw()
-    renderer = figure.canvas.get_renderer()  # type: ignore[union-attr]
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     points = [axis.transData.transform((x, y)) for _, x, y in pairs]
     taken: list[Any] = []
     for (name, x, y), own in sorted(zip(pairs, points, strict=True), key=lambda each: tuple(each[1])):

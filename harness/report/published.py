@@ -6,6 +6,7 @@ import csv
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from harness.errors import UserError
 from harness.job import Job
@@ -137,7 +138,7 @@ def find(job: Job, rows: list[Published]) -> Published | None:
 
 
 # How what tells rows of one table from each other is called.
-_WORDS = {
+_WORDS: dict[str, dict[Any, str]] = {
     "compiled": {True: "compile", False: "eager"},
     "linear": {"none": "bf16", "float8_tensorwise": "float8"},
     "async_tp": {True: "async TP", False: "no async TP"},

@@ -75,19 +75,11 @@ def of_sweep(registry: Registry) -> list[Row]:
     """Every point of a sweep, the impossible ones too."""
     points, skipped = registry.points(), registry.skipped()
     names = labels([each.overrides for each in skipped], [point.overrides for point in points])
-    return [
-        *of_points(points),
-        *(
-            {
-                "point": shortened(name),
-                "state": "skipped",
-                "reason": each.reason,
-                "overrides": each.overrides,
-                "command": command_of(each.overrides),
-            }
-            for name, each in zip(names, skipped, strict=True)
-        ),
+    told = [
+        {"point": shortened(name), "state": "skipped", "reason": each.reason, **_typed(each.overrides)}
+        for name, each in zip(names, skipped, strict=True)
     ]
+    return [*of_points(points), *told]
 
 
 def of_points(points: Sequence[Point]) -> list[Row]:
@@ -111,8 +103,6 @@ def _of_seen(name: str, seen: Seen) -> Row:
 
 def as_planned(name: str, job: Job, overrides: list[str]) -> Row:
     """The row of a job of which nothing but its description is known."""
-    # Where somebody's runs lie is of no use to others.
-    overrides = [each for each in overrides if not each.startswith("runs_dir=")]
     return {
         "point": name,
         "state": "planned",
@@ -122,10 +112,15 @@ def as_planned(name: str, job: Job, overrides: list[str]) -> Row:
         "numerics_id": job.numerics_id,
         "name": job.name,
         "world_size": job.world_size,
-        "overrides": overrides,
-        "command": command_of(overrides),
+        **_typed(overrides),
         **flatten({"job": job.to_dict()}),
     }
+
+
+def _typed(overrides: Sequence[str]) -> Row:
+    """What a row was made by, but for the place where somebody's runs lie."""
+    own = [each for each in overrides if not each.startswith("runs_dir=")]
+    return {"overrides": own, "command": command_of(own)}
 
 
 def completed(row: Row) -> Row:

@@ -96,7 +96,7 @@ def make_sweep(
 def plan_of(rate: Callable[[Job], float], gib: float = 4.0) -> Callable[[Job], Any]:
     """A ``make_plan`` that knows the throughput of every job."""
 
-    def make_plan(job: Job) -> Any:
+    def make_plan(job: Job, calibration: Any = None) -> Any:
         tokens = rate(job)
         step = job.global_batch_size * job.training.seq_len / tokens / job.world_size
         speed = SimpleNamespace(tokens_per_second_per_rank=tokens, mfu=0.4, step_seconds=step)

@@ -82,7 +82,7 @@ def test_126_layers_in_16_stages() -> None:
 def test_a_row_without_a_point_is_noticed(
     monkeypatch: pytest.MonkeyPatch, plan_with: Callable[[Any], None]
 ) -> None:
-    plan_with(lambda job: pytest.fail("nothing is to be predicted"))
+    plan_with(lambda job, calibration: pytest.fail("nothing is to be predicted"))
     rows = [*ROWS, ROWS[0]]
     monkeypatch.setattr(published, "read", lambda folder: rows)
     with pytest.raises(UserError, match=r"table1.yaml: its points are not the published rows of table1"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import csv
+import json
 import re
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,15 @@ from typing import Any
 import pytest
 from made import DEVICE, leave, make_sweep, plan_of, rate_of, result
 
+from harness.cluster.hardware import ACCELERATORS
 from harness.compose import compose_points
 from harness.job import Job
+from harness.metrics.result import flatten
+from harness.plan.constants import Calibration, Constants
 from harness.report import experiment, published
 from harness.report.__main__ import main
-from harness.report.rows import KEPT
+from harness.report.predict import CALIBRATION, calibration_of, with_predictions
+from harness.report.rows import KEPT, as_planned
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "experiments" / "llama3_h100"
@@ -82,7 +88,8 @@ def test_a_sweep(
 ) -> None:
     seen: list[str | None] = []
 
-    def make_plan(job: Job) -> Any:
+    def make_plan(job: Job, calibration: Any) -> Any:
+        assert calibration is None
         seen.append(job.cluster.accelerator)
         return plan_of(lambda job: 1.1 * rate_of(job))(job)
 
@@ -142,8 +149,7 @@ def test_groups_of_numerics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pla
 def test_published_tables_without_a_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan_with: Put
 ) -> None:
-    """A plan that is 5 % too fast everywhere but for asynchronous tensor parallel, which it has slow things
-    down."""
+    """A plan that is 5 % too fast, and says that asynchronous tensor parallel slows things down."""
     rows = published.read(LLAMA)
 
     def rate(job: Job) -> float:
@@ -175,7 +181,7 @@ def test_published_tables_without_a_measurement(
         "6667.0",
         "8532.0",
     ]
-    assert len(Page((tmp_path / "index.html").read_text()).pictures) == 6
+    assert len(Page((tmp_path / "index.html").read_text()).pictures) == 7
     assert not (tmp_path / KEPT).exists()
 
 
@@ -188,6 +194,7 @@ def test_published_tables_with_measurements(
         return {"H100 96GB": 6000.0, "H100 SXM": 7000.0}[job.cluster.accelerator or ""]
 
     plan_with(plan_of(rate))
+    monkeypatch.setattr(experiment, "spaces_of", lambda folder: [folder / "table1.yaml"])
     runs = tmp_path / "runs"
     [_, compiled, float8] = compose_points(
         ["experiment=llama3_h100/table1", "training.steps=50", "training.seed=3", f"runs_dir={runs}"]
@@ -201,7 +208,7 @@ def test_published_tables_with_measurements(
     leave(other.job, other.overrides, result(other.job, 9999.0))
     assert run(monkeypatch, LLAMA, "--out", tmp_path, "--runs", runs) == 0
     told = capsys.readouterr().out
-    assert "18 published rows, 1 of them measured." in told
+    assert "3 published rows, 1 of them measured." in told
     assert "Predicted throughput against measured: median error 4.8%, worst -4.8% (1 rows)." in told
     text = (tmp_path / "tables.md").read_text()
     [line] = [line for line in text.splitlines() if line.startswith("| compile, bf16 | 6,667 ")][:1]
@@ -237,6 +244,61 @@ def test_a_wrong_folder_is_one_line(
     told = capsys.readouterr().err
     assert told.startswith(message) and told.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_of_experiments_has_its_rows_in_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan_with: Put
+) -> None:
+    plan_with(plan_of(lambda job: 110.0))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "gpu_single").mkdir(parents=True)
+    facts = {"device": DEVICE, "versions": {"torch": "2.x"}, "commit": None, "dirty": None}
+    row = {
+        "shape": "tiny",
+        "n_layers": None,
+        "activation_checkpoint": "full",
+        "mode": "bf16",
+        "side": "harness",
+        "round": 0,
+        "overrides": ["data=synthetic", "tokenizer=bytes", "cluster.device=cuda"],
+        "tokens_per_second": 100.0,
+        "step_seconds": 0.5,
+        "memory_gib": 2.0,
+    }
+    (tmp_path / "runs" / "gpu_single" / "facts.json").write_text(json.dumps(facts))
+    (tmp_path / "runs" / "gpu_single" / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert run(monkeypatch, ROOT / "experiments" / "gpu_single", "--out", tmp_path / "out") == 0
+    assert "throughput median error 10.0%, worst +10.0% (1 rows)" in capsys.readouterr().out
+    text = (tmp_path / "out" / "tables.md").read_text()
+    assert "| **tiny bf16 full** | single | 1 | 100.0 | 0.0% | 110.0 | +10.0% | 40.0% | 2.00 | 4.00 |" in text
+    assert "python experiments/gpu_single/run.py" in text
+
+
+def test_a_calibration_is_of_the_machine_that_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan_with: Put
+) -> None:
+    """Constants of a CPU are for rows of that CPU, and not for those of an accelerator that is known."""
+    cpu = Calibration(Constants(), replace(ACCELERATORS["H100 SXM"], name="a CPU"), source="here")
+    cpu.write(str(tmp_path / CALIBRATION))
+    plain = replace(cpu, accelerator=None)
+    plain.write(str(tmp_path / "other.json"))
+    used: list[Calibration | None] = []
+
+    def make_plan(job: Job, calibration: Calibration | None) -> Any:
+        used.append(calibration)
+        return plan_of(rate_of)(job)
+
+    plan_with(make_plan)
+    jobs = [
+        point.job for point in compose_points(["cluster.device=cpu", "data=synthetic", "training.seed=1,2"])
+    ]
+    for job, device in zip(jobs, ("x86_64 CPU, 2 cores", DEVICE), strict=True):
+        row = {**as_planned("x", job, []), **flatten(result(job, 1.0, device)), "state": "completed"}
+        with_predictions([row], calibration_of(tmp_path))
+    assert used == [cpu, None]
+    with_predictions([row], calibration_of(tmp_path, tmp_path / "other.json"))
+    assert used[2] == plain
+    assert calibration_of(tmp_path / "elsewhere") is None
 
 
 def test_layouts_of_8_cpu_ranks() -> None:
