@@ -308,7 +308,8 @@ def test_a_sweep_of_whole_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file = tmp_path / "few.yaml"
     file.write_text(
         "# @package _global_\n# Two points.\nname: few\nhydra:\n  sweeper:\n    params:\n"
-        "      points: >-\n        'parallelism.tp=2 training.local_batch_size=4',\n        'parallelism.pp=2'\n"
+        "      points: >-\n        'parallelism.tp=2 training.local_batch_size=4',\n"
+        "        'parallelism.pp=2'\n"
     )
     jobs = points_in(file, ["training.seed=1,2"], monkeypatch)
     degrees = [(job.parallelism.tp, job.parallelism.pp, job.training.seed) for job in jobs]
