@@ -165,7 +165,7 @@ def write_sweep(found: Found, path: Path, overrides: Sequence[str]) -> str:
     Raises:
         ConfigError: the file cannot be written.
     """
-    # Points say for themselves what a search moves, and what is typed comes after them.
+    # Points say for themselves what a search moves, and what is typed as well would count instead.
     moved = {
         override.split("=")[0] for override in found.best[0].point.overrides(found.space.base.parallelism)
     }

@@ -40,6 +40,10 @@ EIGHT = ["model=llama3_debug", *RANKS]
 LONG = [*EIGHT, "training.seq_len=2048", "precision=bf16"]
 EXPERTS = ["model=qwen3_moe_debug", *RANKS, "training.seq_len=1024", "precision=bf16", "parallelism.cp=1"]
 COMPILED = [*EIGHT, "training.seq_len=1024", "precision=float8_tensorwise", "compile=on"]
+LARGE = [
+    *("model=llama3_70b", "cluster=slurm_h100", "cluster.nodes=8", "training.global_batch_size=64"),
+    *("training.seq_len=8192", "precision=bf16", "parallelism.cp=1", "parallelism.dp_replicate=1"),
+]
 TIGHT = 0.45
 """GiB that some plans need and some do not."""
 
@@ -147,11 +151,18 @@ def rank(plan: Plan) -> tuple[float, int, float]:
     return float(f"{plan.speed.step_seconds:.4g}"), axes, plan.peak
 
 
-@pytest.mark.parametrize("overrides", [LONG, EXPERTS, COMPILED], ids=["dense", "experts", "compiled"])
-def test_bounds_and_floors_are_below_the_plan(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "every", "time", "size"),
+    [(LONG, 7, 0.9, 0.3), (EXPERTS, 7, 0.8, 0.1), (COMPILED, 7, 0.8, 0.3), (LARGE, 1500, 0.8, 0.7)],
+    ids=["dense", "experts", "compiled", "large"],
+)
+def test_bounds_and_floors_are_below_the_plan(
+    overrides: list[str], every: int, time: float, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And close to it: in the median they are these shares of it, for a model of many layers."""
     space = space_of(*overrides)
     legality = Legality(space.base)
-    points = [point for point in points_of(space) if legality.broken(point) is None][::7]
+    points = [point for point in points_of(space) if legality.broken(point) is None][::every]
     machine = machine_of(points[0].job(space.base))
     assert machine is not None
     # Of a device without memory, all of it lacks.
@@ -165,8 +176,8 @@ def test_bounds_and_floors_are_below_the_plan(overrides: list[str], monkeypatch:
         assert bounds.seconds(point) == pytest.approx(sum(bounds.parts(point).values()))
         sizes.append(max(floors.held_lacks(point), floors.lacks(point)) / plan.peak)
     assert max(times) <= 1 + 1e-9 and max(sizes) <= 1 + 1e-9
-    # Bounds of nothing would hold too, and spare nothing.
-    assert statistics.median(times) > 0.5 and statistics.median(sizes) > 0.5
+    assert statistics.median(times) > time
+    assert statistics.median(sizes) > size
 
 
 def test_nothing_that_is_computed_changes() -> None:
@@ -301,17 +312,3 @@ def points_in(file: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch)
     composed = compose_points(["sweep=found", *overrides])
     assert not [each.reason for each in composed if each.reason]
     return [each.job for each in composed]
-
-
-def test_a_sweep_of_whole_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not their product; another axis multiplies them."""
-    file = tmp_path / "few.yaml"
-    file.write_text(
-        "# @package _global_\n# Two points.\nname: few\nhydra:\n  sweeper:\n    params:\n"
-        "      points: >-\n        'parallelism.tp=2 training.local_batch_size=4',\n"
-        "        'parallelism.pp=2'\n"
-    )
-    jobs = points_in(file, ["training.seed=1,2"], monkeypatch)
-    degrees = [(job.parallelism.tp, job.parallelism.pp, job.training.seed) for job in jobs]
-    assert degrees == [(2, 1, 1), (2, 1, 2), (1, 2, 1), (1, 2, 2)]
-    assert [job.local_batch_size for job in jobs] == [4, 4, 8, 8]
