@@ -48,8 +48,8 @@ class _Rank:
     """Seconds of one microbatch in its stages."""
     waits: float
     """Seconds at both ends of the step in which it has nothing to do."""
-    held: tuple[tuple[Any, int], ...]
-    """Parts of the model that it has, and how often."""
+    stages: tuple[int, ...]
+    """The stages that it holds."""
 
 
 class Bounds:
@@ -83,7 +83,9 @@ class Bounds:
         """What that goes to, by those of ``PARTS`` that are known."""
         times, ranks, loads = self._of(point)
         rank = max(ranks, key=lambda rank: times * rank.busy + rank.waits)
-        columns = zip(*([count * part for part in loads[of].parts] for of, count in rank.held), strict=True)
+        stages = self._stages(point.layout(self._base.parallelism))
+        held = [pair for stage in rank.stages for pair in stages[stage].items()]
+        columns = zip(*([count * part for part in loads[of].parts] for of, count in held), strict=True)
         parts = {name: times * sum(column) for name, column in zip(KNOWN, columns, strict=True)}
         return parts | {"bubble": rank.waits}
 
@@ -134,8 +136,7 @@ class Bounds:
             busy = sum(forward[stage] + backward[stage] for stage in own)
             waits = reached[own[0]] + (left[own[0]] if one_backward else 0.0)
             if not any(other.busy >= busy and other.waits >= waits for other in ranks):
-                held = sum((stages[stage] for stage in own), Counter[Any]())
-                ranks.append(_Rank(busy, waits, tuple(held.items())))
+                ranks.append(_Rank(busy, waits, tuple(own)))
         self._of_ranks[key] = ranks
         return ranks
 

@@ -46,7 +46,9 @@ class Floors:
         """Bytes that it lacks at least with what its microbatches leave behind; 0 where it may fit."""
         layout = point.layout(self._base.parallelism)
         limit = self._limit(point, layout)
-        return 0.0 if limit is None or layout.cpu_offload else max(0.0, self._first(point, layout) - limit)
+        if limit is None or layout.cpu_offload:
+            return 0.0
+        return max(0.0, self._first(point, layout, limit) - limit)
 
     def _limit(self, point: Point, layout: ParallelismConfig) -> float | None:
         """The device's limit, which depends on what communicators there are."""
@@ -86,7 +88,7 @@ class Floors:
         gathered = computes * min(1.0, _STAGES_GATHERED / stages)
         return always, whole * (BYTES[precision.reduce_dtype] + gathered), after
 
-    def _first(self, point: Point, layout: ParallelismConfig) -> float:
+    def _first(self, point: Point, layout: ParallelismConfig, limit: float) -> float:
         """What stands with the most microbatches in flight, of the first pipeline ranks, which have most."""
         n_layers = self._base.model.n_layers
         pipeline = (layout.pp, layout.pp_schedule, num_stages(layout, n_layers), point.local_batch_size)
@@ -96,23 +98,30 @@ class Floors:
             kept, stream = self._kept(point, layout)
             modules = split_modules(layout, n_layers)
             microbatches = point.local_batch_size // point.microbatch_size if layout.pp > 1 else 1
-            order = pipeline_order(layout, n_layers, microbatches)
-            self._known[key] = max(
-                self._of_rank(layout, rank, order[rank], modules, kept, stream * microbatches)
-                for rank in range(min(2, layout.pp))
-            )
+            ranks = range(min(2, layout.pp))
+            owned = [stages_of_rank(layout, n_layers, rank) for rank in ranks]
+            # One microbatch is in flight in any order, and orders take a while to make.
+            orders = [[Action(stage, "F", 0) for stage in own] for own in owned]
+            for whole in (False, True):
+                if whole:
+                    orders = pipeline_order(layout, n_layers, microbatches)
+                self._known[key] = max(
+                    self._of_rank(layout, owned[rank], orders[rank], modules, kept, stream * microbatches)
+                    for rank in ranks
+                )
+                if self._known[key] > limit:
+                    break
         return self._known[key]  # type: ignore[no-any-return]
 
     def _of_rank(
         self,
         layout: ParallelismConfig,
-        rank: int,
+        own: Sequence[int],
         actions: Sequence[Action],
         modules: Sequence[Sequence[str]],
         kept: Mapping[Any, float],
         streams: float,
     ) -> float:
-        own = stages_of_rank(layout, self._base.model.n_layers, rank)
         layers = {stage: [int(n[7:]) for n in modules[stage] if n.startswith("layers.")] for stage in own}
         sizes = {stage: sum(kept[self._kinds[layer]] for layer in held) for stage, held in layers.items()}
         weights = [self._blocks[layer] for held in layers.values() for layer in held]

@@ -89,7 +89,9 @@ def _losers(found: Found) -> str:
     if lost.closest is not None:
         lacks, point = lost.closest
         told = _point_in_words(found, point)
-        lines.append(f"  {lost.too_large:>9,}  do not fit; the closest lacks {gib(lacks)} GiB: {told}")
+        lines.append(
+            f"  {lost.too_large:>9,}  do not fit; the closest lacks at least {gib(lacks)} GiB: {told}"
+        )
     for part, count in lost.slower.most_common():
         lines.append(f"  {count:>9,}  slower, most of all by {part_in_words(part)}")
     return "".join(f"{line}\n" for line in lines)

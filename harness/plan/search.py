@@ -47,7 +47,7 @@ class Candidate:
     @property
     def order(self) -> tuple[float, int, float]:
         """What candidates are ranked by: time, and of equals the fewest axes, and then the least memory."""
-        return rounded(self.seconds), sum(degree > 1 for degree in self.point.degrees), self.plan.peak
+        return rounded(self.seconds), self.point.axes, self.plan.peak
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Lost:
     too_large: int = 0
     """How many do not fit."""
     closest: tuple[float, Point] | None = None
-    """Of those the one that lacks least, with how many bytes."""
+    """Of those the one that lacks least as far as is known, with how many bytes at least."""
     slower: Counter[str] = field(default_factory=Counter)
     """By the part of the step in which they lose most to the best."""
 
@@ -163,11 +163,13 @@ class Ranking:
 
     def run(self) -> None:
         """Plans what may be among the best."""
-        for number, (seconds, point) in enumerate(self._bounded):
-            if len(self.best) == self.top and rounded(seconds) > self.best[-1].order[0]:
-                self._dropped += [each for _, each in self._bounded[number:]]
-                break
-            self._try(point)
+        for seconds, point in self._bounded:
+            # The least that its place among the candidates can be.
+            least = rounded(seconds), point.axes
+            if len(self.best) == self.top and least > self.best[-1].order[:2]:
+                self._dropped.append(point)
+            else:
+                self._try(point)
         self._tell_slower()
 
     def _try(self, point: Point) -> None:
@@ -246,6 +248,6 @@ def _none_fits(space: Space, lost: Lost) -> UserError:
     layout = mesh_of(point.layout(space.base.parallelism))
     return UserError(
         f"none of the {lost.too_large:,} legal ways to run {space.world} ranks fits; the closest lacks "
-        f"{gib(lacks)} GiB on its fullest rank ({layout}, {point.mode}); would work: more ranks, "
+        f"at least {gib(lacks)} GiB on its fullest rank ({layout}, {point.mode}); would work: more ranks, "
         f"precision=bf16_full, a shorter training.seq_len"
     )

@@ -260,7 +260,7 @@ def test_nothing_legal_says_what_is_wrong_most_often() -> None:
 def test_nothing_fits_says_what_lacks_least() -> None:
     space = space_of(*RANKS, "model=llama3_405b", "parallelism=fsdp_tp")
     with pytest.raises(
-        UserError, match=r"fits; the closest lacks [\d,.]+ GiB on its fullest rank .*more ranks"
+        UserError, match=r"fits; the closest lacks at least [\d,.]+ GiB on its fullest rank .*more ranks"
     ):
         search(space, 10)
 
