@@ -53,8 +53,6 @@ class Calibration:
     constants: Constants
     accelerator: Accelerator | None = None
     """Hardware that was measured, where no table has it: a CPU."""
-    network_bandwidth: float | None = None
-    """Bytes per second between its ranks, where they are on one machine's cores."""
     source: str = ""
     """What it was fitted on."""
 

@@ -75,10 +75,11 @@ def report(
         if runs is not None:
             raise UserError(f"--runs={runs}: is for experiments; would work: python -m harness.report {runs}")
         source = _source_of(folder)
-        rows = with_predictions(load(source), calibration_of(folder, calibration))
+        constants = calibration_of(folder, calibration)
+        rows = with_predictions(load(source), constants)
         out = out or (folder if source != folder else folder / "report")
         out.mkdir(parents=True, exist_ok=True)
-        made = of_runs.report_of(folder.resolve().name, rows, out)
+        made = of_runs.report_of(folder.resolve().name, rows, out, constants)
     for name, text in ((TABLES, markdown(made)), (CSV, as_csv(made)), (PAGE, page(made, out))):
         write_atomically(out / name, text.encode())
     sys.stdout.write("".join(f"{line.removeprefix('- ')}\n" for line in made.summary))
@@ -103,8 +104,8 @@ def _of_experiment(folder: Path, out: Path, runs: Path | None, calibration: Cali
         keep(out, measured)
     title = folder.resolve().name
     if any(table.source for table in tables):
-        return of_tables.report_of(title, tables, out)
-    return of_runs.report_of(title, [row for table in tables for row in table.rows], out)
+        return of_tables.report_of(title, tables, out, calibration)
+    return of_runs.report_of(title, [row for table in tables for row in table.rows], out, calibration)
 
 
 if __name__ == "__main__":

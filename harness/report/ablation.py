@@ -12,6 +12,11 @@ from harness.report.statistics import delta
 Row = dict[str, Any]
 DEFAULT = "default"
 RATE = "measured.tokens_per_second_per_rank"
+_OF_AXIS = {
+    "pp": ("parallelism.pp_",),
+    "cp": ("parallelism.cp_",),
+    "tp": ("parallelism.async_tp", "parallelism.sequence_parallel", "parallelism.loss_parallel"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,23 @@ def ablation(rows: Sequence[Row]) -> list[Knob]:
     free = {"parallelism.dp_shard"} if _fills_up(rows, knobs) else set()
     found = []
     for name, values in knobs.items():
-        others = [own for other, own in knobs.items() if other != name and other not in free]
-        alike = [i for i in range(len(rows)) if all(own[i] == own[place] for own in others)]
+        others = [(other, own) for other, own in knobs.items() if other != name and other not in free]
+        alike = [
+            i
+            for i, row in enumerate(rows)
+            if all(own[i] == own[place] or _is_idle(other, row) for other, own in others)
+        ]
         turned = [{**rows[i], "knob": values[i], "gain": delta(rows[i].get(RATE), best[RATE])} for i in alike]
         if name not in free and len({row["knob"] for row in turned}) > 1:
             turned.sort(key=lambda row: -(row.get(RATE) or 0.0))
             found.append(Knob(shortened(f"{name}=").removesuffix("="), turned))
     return found
+
+
+def _is_idle(name: str, row: Row) -> bool:
+    """Whether a knob does nothing at a point: one of an axis that has a single rank there."""
+    axis = next((axis for axis, fields in _OF_AXIS.items() if name.startswith(fields)), None)
+    return axis is not None and row.get(f"job.parallelism.{axis}") == 1
 
 
 def _fills_up(rows: Sequence[Row], knobs: dict[str, list[str]]) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import NUMERICS, leaves
+from harness.plan.constants import Calibration
 from harness.report import plots
 from harness.report.ablation import Knob, ablation, best_of
 from harness.report.document import Column, Report, Section, Table
@@ -45,13 +46,16 @@ _FAILURES = (
 )
 
 
-def report_of(title: str, rows: Sequence[Row], folder: Path) -> Report:
+def report_of(
+    title: str, rows: Sequence[Row], folder: Path, calibration: Calibration | None = None
+) -> Report:
     """Makes the report, and draws its pictures.
 
     Args:
         title: of the report.
         rows: with predictions.
         folder: where its pictures go.
+        calibration: what the predictions were made with.
     """
     rows = [_with_layout(row) for row in rows]
     best = best_of(rows)
@@ -67,7 +71,7 @@ def report_of(title: str, rows: Sequence[Row], folder: Path) -> Report:
     sections += _failures(rows)
     origin = section_of(rows)
     sections += [origin] if origin is not None else []
-    return Report(title, sections, _summary(rows, best), rows)
+    return Report(title, sections, [*_summary(rows, best), *constants_in_words(calibration)], rows)
 
 
 def _with_layout(row: Row) -> Row:
@@ -97,6 +101,8 @@ def _tables(title: str, rows: Sequence[Row], best: Row | None, folder: Path) -> 
     for number, (numerics, group) in enumerate(groups.items(), start=1):
         ordered = sorted(group, key=lambda row: -(row.get(f"measured.{RATE}") or 0.0))
         text = [told] if told else []
+        if any(row.get("measured.spread") for row in group):
+            text.append("Spread is that of the steps: 90th less 10th percentile, over the median.")
         if len(groups) > 1:
             values = ", ".join(f"{name}={figure(group[0].get(f'job.{name}'))}" for name in differ)
             text.append(f"Runs that compute the same numbers (`{numerics}`): {values}.")
@@ -187,6 +193,12 @@ def _summary(rows: Sequence[Row], best: Row | None) -> list[str]:
 def errors_in_words(errors: Errors) -> str:
     """Median and worst of some errors."""
     return f"median error {errors.median:.1%}, worst {percent(errors.worst)} ({errors.count} rows)"
+
+
+def constants_in_words(calibration: Calibration | None) -> list[str]:
+    """Where constants other than the defaults come from: a fit to the same rows is no forecast of them."""
+    told = None if calibration is None else calibration.source or "a calibration"
+    return [] if told is None else [f"- The plan's constants are those of {told}."]
 
 
 def _rank_in_words(measured: Sequence[Row]) -> str:

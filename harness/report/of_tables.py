@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.plan.constants import Calibration
 from harness.report import plots
 from harness.report.document import Column, Report, Section
 from harness.report.document import Table as Shown
 from harness.report.experiment import Table
-from harness.report.of_runs import errors_in_words
+from harness.report.of_runs import constants_in_words, errors_in_words
 from harness.report.provenance import section_of
 from harness.report.statistics import Effect, effects, errors_of
 
@@ -53,13 +54,16 @@ _OF_CSV = (
 )
 
 
-def report_of(title: str, tables: Sequence[Table], folder: Path) -> Report:
+def report_of(
+    title: str, tables: Sequence[Table], folder: Path, calibration: Calibration | None = None
+) -> Report:
     """Makes the report, and draws its pictures.
 
     Args:
         title: of the report.
         tables: of the experiment, in order.
         folder: where its pictures go.
+        calibration: what the machines that measured were predicted with.
     """
     tables = [_with_machines(table) for table in tables]
     rows = [row for table in tables for row in table.rows]
@@ -78,7 +82,9 @@ def report_of(title: str, tables: Sequence[Table], folder: Path) -> Report:
         sections.append(Section(in_words(table.name), text, Shown(_COLUMNS, table.rows), picture))
     origin = section_of(rows)
     sections += [origin] if origin is not None else []
-    return Report(title, sections, _summary(tables, found), rows, _OF_CSV)
+    return Report(
+        title, sections, [*_summary(tables, found), *constants_in_words(calibration)], rows, _OF_CSV
+    )
 
 
 def in_words(name: str) -> str:

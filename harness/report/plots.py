@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ WORDS = {
 }
 RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
 _INCHES_PER_BAR, _AROUND = 0.2, 1.5
-_PANELS = ((RATE, "tokens per second and rank", ",.0f"), (MEMORY, "peak memory of a rank, GiB", ",.1f"))
+_PANELS = ((RATE, "tokens per second and rank"), (MEMORY, "peak memory of a rank, GiB"))
 
 
 def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> bool:
@@ -40,8 +41,8 @@ def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> b
     height = _AROUND + _INCHES_PER_BAR * len(rows) * (len(kinds) + 0.8)
     figure = _figure(11, max(height, 2.6))
     panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    for axis, (fact, what, form) in zip(panels, _PANELS, strict=True):
-        _draw_bars(axis, rows, kinds, fact, form)
+    for axis, (fact, what) in zip(panels, _PANELS, strict=True):
+        _draw_bars(axis, rows, kinds, fact)
         axis.set_xlabel(what)
     panels[0].set_yticks(range(len(rows)), names)
     panels[0].invert_yaxis()
@@ -53,23 +54,35 @@ def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> b
     return True
 
 
-def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str, form: str) -> None:
+def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str) -> None:
     width = 0.8 / len(kinds)
+    most = max((row.get(f"{kind}.{fact}") or 0.0 for row in rows for kind in kinds), default=0.0)
+    form = ",.0f" if most >= 500 else ",.1f" if most >= 10 else ",.2f"
     for number, kind in enumerate(kinds):
         places = [place + (number - (len(kinds) - 1) / 2) * width for place in range(len(rows))]
         values = [row.get(f"{kind}.{fact}") for row in rows]
         lengths = [value or 0.0 for value in values]
         axis.barh(places, lengths, 0.92 * width, color=COLORS[kind], label=WORDS[kind])
-        for place, value in zip(places, values, strict=True):
+        for row, place, value in zip(rows, places, values, strict=True):
             if value is not None:
-                axis.text(value, place, f" {value:{form}}", va="center", fontsize=7)
+                reach = _draw_spread(axis, place, value, row) if (kind, fact) == ("measured", RATE) else value
+                axis.text(reach, place, f" {value:{form}}", va="center", fontsize=7)
     for place, row in enumerate(rows):
         if fact == RATE and row["state"] in ("failed", "stopped", "lost") and "measured" in kinds:
             offset = (len(kinds) - 1) / 2 * width
-            axis.text(0, place + offset, f" {row['state']}: {row.get('kind') or ''}", va="center", fontsize=7)
+            told = ": ".join(part for part in (row["state"], row.get("kind")) if part)
+            axis.text(0, place + offset, f" {told}", va="center", fontsize=7)
     axis.margins(x=0.16)
+    axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+
+
+def _draw_spread(axis: Axes, place: float, rate: float, row: Row) -> float:
+    """Draws how far apart steps were, as a line across the end of a bar; returns where it ends."""
+    half = rate * (row.get("measured.spread") or 0.0) / 2
+    axis.plot([rate - half, rate + half], [place, place], color="#1b1f24", linewidth=1)
+    return rate + half
 
 
 def against(
@@ -101,6 +114,8 @@ def against(
     ]
     if len(pairs) < 2:
         return False
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     figure = _figure(8, 6.4)
     axis = figure.subplots()
     values = [value for _, *both in pairs for value in both]
@@ -112,9 +127,9 @@ def against(
     axis.scatter(known, expected, s=22, color=COLORS["measured"], zorder=3)
     axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(FixedLocator(_ticks(low, high)))
+        side.set_minor_locator(NullLocator())
         side.set_major_formatter(lambda value, _: f"{value:,.10g}")
-        side.set_minor_formatter(lambda value, _: f"{value:,.10g}")
-        side.set_tick_params(which="minor", labelsize=7)
     axis.set_xlabel(f"{reference} tokens per second and rank")
     axis.set_ylabel("predicted tokens per second and rank")
     axis.spines[["top", "right"]].set_visible(False)
@@ -125,6 +140,18 @@ def against(
     axis.set_title(title, fontsize=11)
     _save(figure, path)
     return True
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers for a logarithmic axis, few enough to be read."""
+    from matplotlib.ticker import MaxNLocator
+
+    if high < 8 * low:
+        return [tick for tick in MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if tick > 0]
+    decades = range(int(log10(low)) - 1, int(log10(high)) + 1)
+    return [
+        tick for decade in decades for digit in (1, 2, 5) if low <= (tick := digit * 10.0**decade) <= high
+    ]
 
 
 def _name_points(axis: Axes, pairs: Sequence[tuple[str, float, float]]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.config import LABEL, leaves
 from harness.errors import UserError
 from harness.job import Job, from_dict
 from harness.metrics.mfu import mfu
@@ -189,17 +190,28 @@ def read_kept(folder: Path) -> list[Row]:
 def keep(folder: Path, rows: Iterable[Row]) -> Path:
     """Writes ``results.jsonl``: what of the rows can be told anywhere; returns its path."""
     path = folder / KEPT
-    text = "".join(json.dumps(_kept(row)) + "\n" for row in rows)
+    labels = _labels()
+    text = "".join(json.dumps(_kept(row, labels)) + "\n" for row in rows)
     path.write_text(text)
     return path
 
 
-def _kept(row: Row) -> Row:
-    dropped = ("predicted.", "expected.", "published.", "delta.", "checkpoint.", "job.runs_dir")
+def _kept(row: Row, labels: frozenset[str]) -> Row:
+    dropped = ("predicted.", "expected.", "published.", "delta.", "checkpoint.")
     return {
         key: value
         for key, value in row.items()
         # A None of the job is a value: its field may have another default.
         if (value is not None or key.startswith("job.")) and not key.startswith(dropped)
-        if key not in _NOT_KEPT
+        if key not in _NOT_KEPT and key not in labels
     }
+
+
+def _labels() -> frozenset[str]:
+    """Fields of a job that change nothing and tell nothing of where it ran."""
+    told = (name for name, role, _ in leaves(Job()) if role == LABEL)
+    return frozenset(
+        f"job.{name}"
+        for name in told
+        if not name.startswith("cluster.") and name not in ("name", "model.name")
+    )

@@ -44,6 +44,20 @@ def test_what_is_not_typed_has_the_value_of_its_job() -> None:
     }
 
 
+def test_what_does_nothing_at_a_point_does_not_tell_it_from_others() -> None:
+    """Without a pipeline there is no schedule that could differ from the best one's."""
+
+    def row(pp: int, schedule: str | None, rate: float) -> dict[str, object]:
+        typed = [f"parallelism.pp={pp}", *([f"parallelism.pp_schedule={schedule}"] if schedule else [])]
+        resolved = {"job.parallelism.pp": pp, "job.parallelism.pp_schedule": schedule or "1F1B"}
+        return {"overrides": typed, **resolved, RATE: rate, "world_size": 8, "state": "completed"}
+
+    rows = [row(8, "GPipe", 9.0), row(8, "1F1B", 8.0), row(1, None, 7.0), row(4, "1F1B", 6.0)]
+    pp, schedule = ablation(rows)
+    assert [each["knob"] for each in pp.rows] == ["8", "1"]
+    assert [each["knob"] for each in schedule.rows] == ["GPipe", "1F1B"]
+
+
 def test_without_a_measurement_there_is_no_best() -> None:
     rows = [{"overrides": ["a=1"], "state": "failed", "world_size": 1}]
     assert best_of(rows) is None

@@ -68,7 +68,8 @@ def test_the_recipes_of_december_2024() -> None:
             assert job.model.vocab_size == 128256
             assert job.parallelism.cp_method == "ring" and job.parallelism.cp_rotate_method == "allgather"
             assert job.data.kind == "synthetic"
-            assert job.parallelism.pp_microbatch_size == 1
+            assert job.parallelism.pp_microbatch_size == (4 if table == "table5" else 1)
+            assert job.compile.components == ["blocks"]
 
 
 def test_126_layers_in_16_stages() -> None:
