@@ -21,10 +21,11 @@ from harness.model.accounting import account
 from harness.model.decoder import Decoder
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.parity import ParityJob
+from harness.plan.config import PlanJob
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
-PRIMARY = {"bench": BenchJob, "convert": ConvertJob, "train": Job, "parity": ParityJob}
+PRIMARY = {"bench": BenchJob, "convert": ConvertJob, "train": Job, "parity": ParityJob, "plan": PlanJob}
 PACKAGE = "# @package _global_"
 
 

@@ -30,7 +30,7 @@ from harness.plan.space import Point
 # Reasons that are shown one by one; the others are added up.
 _SHOWN = 6
 # Fields of the plan that no training job has.
-_OWN = ("search", "top", "sweep_file", "verify", "verify_step", "picture")
+_OWN = ("search", "top", "sweep_file", "verify", "verify_step", "calibrate", "calibration", "picture")
 
 
 def render_found(found: Found) -> str:
@@ -89,7 +89,9 @@ def _losers(found: Found) -> str:
     if lost.closest is not None:
         lacks, point = lost.closest
         told = _point_in_words(found, point)
-        lines.append(f"  {lost.too_large:>9,}  do not fit; the closest lacks {gib(lacks)} GiB: {told}")
+        lines.append(
+            f"  {lost.too_large:>9,}  do not fit; the closest lacks at least {gib(lacks)} GiB: {told}"
+        )
     for part, count in lost.slower.most_common():
         lines.append(f"  {count:>9,}  slower, most of all by {part_in_words(part)}")
     return "".join(f"{line}\n" for line in lines)
@@ -165,7 +167,7 @@ def write_sweep(found: Found, path: Path, overrides: Sequence[str]) -> str:
     Raises:
         ConfigError: the file cannot be written.
     """
-    # Points say for themselves what a search moves, and what is typed comes after them.
+    # Points say for themselves what a search moves, and what is typed as well would count instead.
     moved = {
         override.split("=")[0] for override in found.best[0].point.overrides(found.space.base.parallelism)
     }

@@ -103,10 +103,15 @@ def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[l
     per_rank = stages // pp
     ours = [_Stage(index * pp, stages, pp) for index in range(per_rank)]
     of_one = SCHEDULES[name].stages_per_rank == "one"
-    made: Any = schedules.get_schedule_class(name)(ours[0] if of_one else ours, n_microbatches=microbatches)
+    # Sends, gathers and their places in between take torch ten times as long as the passes, and nobody asks.
+    bare = type("Bare", (schedules.get_schedule_class(name),), {"_prepare_schedule_with_comms": _nothing})
+    made: Any = bare(ours[0] if of_one else ours, n_microbatches=microbatches)
     order = made._get_pipeline_order() if of_one else made.pipeline_order
     ranks = [[action for step in order[rank] for action in _passes(step)] for rank in range(pp)]
     return [_numbered(actions) for actions in ranks] if of_one else ranks
+
+
+def _nothing(schedule: Any, order: Any, *more: Any, **others: Any) -> None: ...
 
 
 def _numbered(actions: list[Action]) -> list[Action]:
@@ -144,5 +149,6 @@ def _passes(step: Any) -> list[Action]:
         return []
     if step.sub_actions is not None:
         return [action for part in step.sub_actions for action in _passes(part)]
-    kind = _KINDS.get(step.computation_type.name)
+    # A search asks a million times; ``name`` is a descriptor and takes ten times as long.
+    kind = _KINDS.get(step.computation_type._name_)
     return [] if kind is None else [Action(step.stage_index, kind, step.microbatch_index)]

@@ -302,11 +302,11 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _what_to_set(plan: Plan) -> str:
-    cluster = plan.job.cluster
-    if cluster.accelerator is None and cluster.device != "cpu":
-        known = ", ".join(ACCELERATORS)
-        return f"unknown, because cluster.accelerator is null; set it to what the nodes have: {known}"
-    return "unknown: nothing is known of how fast these devices are"
+    measured = "calibration=FILE, fitted to runs of it by harness.plan calibrate=FOLDER"
+    if plan.job.cluster.device == "cpu":
+        return f"unknown, because nothing is known of this CPU; set {measured}"
+    known = ", ".join(ACCELERATORS)
+    return f"unknown, because the hardware is; set {measured}, or cluster.accelerator, to one of {known}"
 
 
 def _fits(plan: Plan) -> str:

@@ -1,7 +1,7 @@
 """The fastest layouts of a job's ranks: each that is legal and fits is ranked, or shown to be slower.
 
-Points are taken in the order of the least time that they can need (``bound.py``), which costs microseconds,
-and planned whole, schedule and all, until no point that is left can be among the best.
+Points that cannot fit (``floor.py``) are left out. The others are taken in the order of the least time that
+they can need (``bound.py``), and planned whole, schedule and all, until none of the rest can be a best one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from harness.cluster.hardware import ACCELERATORS
 from harness.errors import ConfigError, UserError
-from harness.job import Job
-from harness.plan.bound import Bound, Bounds
+from harness.plan.bound import Bounds
 from harness.plan.constants import Calibration
+from harness.plan.floor import Floors
 from harness.plan.legality import Legality
 from harness.plan.machine import machine_of
 from harness.plan.make import make_plan
@@ -39,9 +39,15 @@ class Candidate:
         return self.plan.speed.step_seconds
 
     @property
-    def order(self) -> tuple[float, float]:
-        """What candidates are ranked by: time, and of equals the memory."""
-        return self.seconds, self.plan.peak
+    def parts(self) -> dict[str, float]:
+        """What it goes to."""
+        assert self.plan.speed is not None, "a search knows its hardware"
+        return self.plan.speed.parts
+
+    @property
+    def order(self) -> tuple[float, int, float]:
+        """What candidates are ranked by: time, and of equals the fewest axes, and then the least memory."""
+        return rounded(self.seconds), self.point.axes, self.plan.peak
 
 
 @dataclass
@@ -55,7 +61,7 @@ class Lost:
     too_large: int = 0
     """How many do not fit."""
     closest: tuple[float, Point] | None = None
-    """Of those the one that lacks least, with how many bytes."""
+    """Of those the one that lacks least as far as is known, with how many bytes at least."""
     slower: Counter[str] = field(default_factory=Counter)
     """By the part of the step in which they lose most to the best."""
 
@@ -89,6 +95,11 @@ class Found:
     """Time the search took."""
 
 
+def rounded(seconds: float) -> float:
+    """With four digits: a plan does not tell smaller differences from none."""
+    return float(f"{seconds:.4g}")
+
+
 def search(space: Space, top: int, calibration: Calibration | None = None) -> Found:
     """Finds the fastest points of a space, by the defaults' constants or those of a calibration.
 
@@ -109,7 +120,7 @@ def search(space: Space, top: int, calibration: Calibration | None = None) -> Fo
     points = len(legal) + sum(lost.illegal.values())
     if not legal:
         raise _none_is_legal(space, lost)
-    ranking = Ranking(space.base, legal, top, lost, calibration)
+    ranking = Ranking(space, legal, top, lost, calibration)
     ranking.run()
     if not ranking.best:
         raise _none_fits(space, lost)
@@ -122,32 +133,51 @@ class Ranking:
     """Ranks points that are legal."""
 
     def __init__(
-        self, base: Job, points: Sequence[Point], top: int, lost: Lost, calibration: Calibration | None
+        self,
+        space: Space,
+        points: Sequence[Point],
+        top: int,
+        lost: Lost,
+        calibration: Calibration | None,
     ) -> None:
-        self.base, self.top, self.lost, self.calibration = base, top, lost, calibration
+        self.base, self.top, self.lost, self.calibration = space.base, top, lost, calibration
         self.best: list[Candidate] = []
         self.planned = 0
-        machine = machine_of(points[0].job(base), calibration)
+        machine = machine_of(points[0].job(space.base), calibration)
         if machine is None:
             rule = "a search ranks by speed, and nothing is known of what these ranks compute on"
-            raise ConfigError("cluster.accelerator", base.cluster.accelerator, rule, ACCELERATORS)
-        self._bounds = Bounds(base, machine)
-        bounded = [(self._bounds.of(point), point) for point in points]
-        self._bounded = sorted(bounded, key=lambda pair: pair[0].seconds)
+            value = space.base.cluster.accelerator
+            raise ConfigError("cluster.accelerator", value, rule, ACCELERATORS)
+        self._floors, self._bounds = Floors(space.base), Bounds(space.base, machine, space.world)
+        may_fit = []
+        for point in points:
+            lacks = self._floors.held_lacks(point)
+            if lacks:
+                lost.add_too_large(lacks, point)
+            else:
+                may_fit.append(point)
+        bounded = [(self._bounds.seconds(point), point) for point in may_fit]
+        self._bounded = sorted(bounded, key=lambda pair: pair[0])
         self._lacking: dict[tuple[object, ...], list[tuple[int, int, float]]] = {}
-        self._dropped: list[Bound | Candidate] = []
+        self._dropped: list[Point | Candidate] = []
 
     def run(self) -> None:
         """Plans what may be among the best."""
-        for number, (bound, point) in enumerate(self._bounded):
-            if len(self.best) == self.top and bound.seconds > self.best[-1].seconds:
-                self._dropped += [each for each, _ in self._bounded[number:]]
-                break
-            self._try(point)
+        for seconds, point in self._bounded:
+            # The least that its place among the candidates can be.
+            least = rounded(seconds), point.axes
+            if len(self.best) == self.top and least > self.best[-1].order[:2]:
+                self._dropped.append(point)
+            else:
+                self._try(point)
         self._tell_slower()
 
     def _try(self, point: Point) -> None:
         if self._is_known_to_lack(point):
+            return
+        lacks = self._floors.lacks(point)
+        if lacks:
+            self._note_lacking(point, lacks)
             return
         try:
             job = point.job(self.base)
@@ -182,14 +212,12 @@ class Ranking:
         if not self.best:
             return
         fastest = self.best[0]
-        bound, speed = self._bounds.of(fastest.point), fastest.plan.speed
-        assert speed is not None
+        bound = self._bounds.parts(fastest.point)
         for each in self._dropped:
             if isinstance(each, Candidate):
-                assert each.plan.speed is not None
-                parts, others = each.plan.speed.parts, speed.parts
+                parts, others = each.parts, fastest.parts
             else:
-                parts, others = each.parts, bound.parts
+                parts, others = self._bounds.parts(each), bound
             worst = max(PARTS, key=lambda part: parts.get(part, 0.0) - others.get(part, 0.0))
             self.lost.slower[worst] += 1
 
@@ -220,6 +248,6 @@ def _none_fits(space: Space, lost: Lost) -> UserError:
     layout = mesh_of(point.layout(space.base.parallelism))
     return UserError(
         f"none of the {lost.too_large:,} legal ways to run {space.world} ranks fits; the closest lacks "
-        f"{gib(lacks)} GiB on its fullest rank ({layout}, {point.mode}); would work: more ranks, "
+        f"at least {gib(lacks)} GiB on its fullest rank ({layout}, {point.mode}); would work: more ranks, "
         f"precision=bf16_full, a shorter training.seq_len"
     )

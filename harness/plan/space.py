@@ -58,6 +58,11 @@ class Point:
         return self.degrees[AXES.index("tp")]
 
     @property
+    def axes(self) -> int:
+        """Axes of the mesh that are used."""
+        return sum(degree > 1 for degree in self.degrees)
+
+    @property
     def data_parallel(self) -> int:
         """Ranks that have different sequences."""
         return self.degrees[AXES.index("dp_replicate")] * self.degrees[AXES.index("dp_shard")]

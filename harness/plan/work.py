@@ -92,7 +92,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         job, layout = self.job, self.job.parallelism
-        if job.precision.linear != "none":
+        if job.precision.linear != "none" and not self.converted:
             self.converted = frozenset(sort_linears(job.model, job.precision).converted)
         batch = layout.pp_microbatch_size if layout.pp > 1 else job.local_batch_size
         self.rows = batch * job.training.seq_len // layout.cp

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,9 @@ from harness.compose import compose_job
 from harness.errors import ConfigError
 from harness.metrics.encoding import dumps, loads
 from harness.model.accounting import account
+from harness.parallelism.config import ParallelismConfig
 from harness.plan.config import PlanJob
+from harness.plan.order import _is_whole, _read, pipeline_order
 from harness.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed, Traffic
 from harness.plan.render import as_dict, counted, figure, gib, render, seconds
 
@@ -111,7 +114,7 @@ notes
 def test_a_rank_too_full() -> None:
     plan = plan_405b()
     text = render(replace(plan, memory_limit=50 * GIB))
-    assert "fits        NO: the fullest rank takes 57.75 of 50.00 GiB, 7.75 GiB too many\n" in text
+    assert "fits        NO: the fullest rank takes 57.25 of 50.00 GiB, 7.25 GiB too many\n" in text
 
 
 def test_unknown_hardware_has_memory_and_no_time() -> None:
@@ -121,10 +124,10 @@ def test_unknown_hardware_has_memory_and_no_time() -> None:
     text = render(plan)
     assert "job         llama3_tiny on 1 rank: legal\nmesh        1 rank\n" in text
     assert "  ranks  parameters  runtime  peak\n  all         0.001     0.25  0.25\n" in text
-    assert "time        unknown, because cluster.accelerator is null; set it to what the nodes have: " in text
-    assert "H100 SXM" in text.split("time ")[1].splitlines()[0]
-    assert "fits        unknown, because the hardware is; the fullest rank takes 0.25 GiB\n" in text
-    assert "budget      100 steps, 204,800 tokens\n" in text
+    assert "\ntime    unknown, because the hardware is; set calibration=FILE, " in text
+    assert "or cluster.accelerator, to one of A100 SXM 40GB, " in text
+    assert "\nfits    unknown, because the hardware is; the fullest rank takes 0.25 GiB\n" in text
+    assert "\nbudget  100 steps, 204,800 tokens\n" in text
     assert not any(word in text for word in ("MFU", "tokens/s", "communication", "schedule", "hours"))
 
 
@@ -211,11 +214,11 @@ def test_a_job_from_the_command_line() -> None:
     assert "fits        yes" in done.stdout
 
 
-def test_json_from_the_command_line_and_a_picture(tmp_path: Path) -> None:
+def test_json_from_the_command_line_and_a_picture(first: Any, tmp_path: Path) -> None:
     """The flag may stand anywhere; the picture of a pipeline has its timeline."""
     picture = tmp_path / "plan.png"
     pipeline = ["parallelism=tp_pp", f"picture={picture}"]
-    done = command(SMALL[0], "--json", *SMALL[1:], *pipeline, XDG_CACHE_HOME=str(tmp_path))
+    done = command(SMALL[0], "--json", *SMALL[1:], *pipeline, XDG_CACHE_HOME=str(first[0]))
     assert (done.returncode, done.stderr) == (0, "")
     plain = loads(done.stdout)
     assert (plain["world_size"], plain["accelerator"], len(plain["memory"])) == (4, "H100 SXM", 2)
@@ -250,24 +253,39 @@ WITH_MODULES = (
 )
 
 
-def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(tmp_path: Path) -> None:
-    """Importing it takes longer than all of a plan may; the second has the same timeline."""
+def planned(cache: Path, *overrides: str) -> tuple[str, str]:
+    """What a plan prints, behind its exit code and whether torch was imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_MODULES, *SMALL, *overrides],
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    return done.stderr.strip(), done.stdout
 
-    def planned(*overrides: str) -> tuple[str, str]:
-        done = subprocess.run(
-            [sys.executable, "-c", WITH_MODULES, *SMALL, *overrides],
-            cwd=ROOT,
-            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-        )
-        return done.stderr.strip(), done.stdout
 
-    assert planned("parallelism=fsdp")[0] == "0 False"
-    first, again = planned("parallelism=pp"), planned("parallelism=pp")
-    assert (first[0], again[0]) == ("0 True", "0 False")
-    assert first[1] == again[1]
-    [kept] = tmp_path.rglob("1F1B-2-2-8")
-    # What a writer that was cut off leaves is not taken for an order.
-    kept.write_text(kept.read_text()[:-4])
-    assert planned("parallelism=pp") == first
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, str]]:
+    """The first plan of a schedule, and the folder that keeps the schedule."""
+    cache = tmp_path_factory.mktemp("cache")
+    return cache, planned(cache, "parallelism=pp")
+
+
+def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(first: Any, tmp_path: Path) -> None:
+    """Importing it takes longer than all of a plan may; the second has the same figures."""
+    cache, (told, text) = first
+    assert told == "0 True"
+    assert planned(cache, "parallelism=pp") == ("0 False", text)
+    assert planned(tmp_path, "parallelism=fsdp")[0] == "0 False"
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_left_of_an_order_is_not_taken_for_one(first: Any) -> None:
+    [kept] = first[0].rglob("1F1B-2-2-8")
+    assert pipeline_order(ParallelismConfig(pp=2), 6, 8) == _read(kept)
+    for text in ("", "0F0", kept.read_text()[:-4], kept.read_text().replace("0B7", "0B?")):
+        kept.with_name("part").write_text(text)
+        order = _read(kept.with_name("part"))
+        assert order is not None and not _is_whole(order, 2, 16)
+    assert _read(kept.with_name("none")) is None
