@@ -90,7 +90,7 @@ def _verify(made: Plan, *, step: bool, as_json: bool) -> int:
 
 def main() -> None:
     """Entry point of ``python -m harness.plan`` and of the console script."""
-    # Looking for garbage takes a quarter of importing torch, and a third of a search; there is little to find.
+    # Looking for garbage is a quarter of importing torch and a third of a search, and there is little.
     gc.disable()
     as_json = JSON_FLAG in sys.argv[1:]
     # Hydra knows nothing of it.
