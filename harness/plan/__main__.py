@@ -90,7 +90,8 @@ def _verify(made: Plan, *, step: bool, as_json: bool) -> int:
 
 def main() -> None:
     """Entry point of ``python -m harness.plan`` and of the console script."""
-    # Looking for garbage is a quarter of importing torch and a third of a search, and there is little.
+    # Looking for garbage takes a quarter of importing torch, and a third of a search; there is little to
+    # find.
     gc.disable()
     as_json = JSON_FLAG in sys.argv[1:]
     # Hydra knows nothing of it.

@@ -101,11 +101,11 @@ def _tables(title: str, rows: Sequence[Row], best: Row | None, folder: Path) -> 
     for number, (numerics, group) in enumerate(groups.items(), start=1):
         ordered = sorted(group, key=lambda row: -(row.get(f"measured.{RATE}") or 0.0))
         text = [told] if told else []
-        if any(row.get("measured.spread") for row in group):
-            text.append("Spread is that of the steps: 90th less 10th percentile, over the median.")
         if len(groups) > 1:
             values = ", ".join(f"{name}={figure(group[0].get(f'job.{name}'))}" for name in differ)
             text.append(f"Runs that compute the same numbers (`{numerics}`): {values}.")
+        if any(row.get("measured.spread") for row in group):
+            text.append("Spread is that of the steps: 90th less 10th percentile, over the median.")
         heading = "Runs" if len(groups) == 1 else f"Runs, group {number}"
         picture = "runs.png" if len(groups) == 1 else f"runs_{number}.png"
         names = [plot_name(row, ordered) for row in ordered]
