@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.job import Job
 from harness.model.operations import block_kinds
-from harness.parallelism.config import ParallelismConfig
+from harness.parallelism.config import AXES, ParallelismConfig
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.plan.machine import Machine
 from harness.plan.space import Point
@@ -65,19 +65,23 @@ class Bounds:
         self._base, self._machine = base, machine
         self._kinds = tuple(block_kinds(base.model))
         self._loads: dict[Key, dict[Any, _Load]] = {}
+        self._whole: dict[Key, float] = {}
         self._of_ranks: dict[Key, list[_Rank]] = {}
         self._parts: dict[tuple[int, int], list[Counter[Any]]] = {}
         linear = base.precision.linear
         converted = () if linear == "none" else sort_linears(base.model, base.precision).converted
         self._converted = frozenset(converted)
-        cores = machine.constants.cores
-        # As speed.py has it, of what one core takes.
-        self._chain = 1.0 if cores is None else 1 / max(1, cores // world)
+        self._cores, self._world = machine.constants.cores, world
 
     def seconds(self, point: Point) -> float:
         """The least time of a step of a legal point."""
         times, ranks, _ = self._of(point)
-        return max(times * rank.busy + rank.waits for rank in ranks) * self._chain
+        chain = max(times * rank.busy + rank.waits for rank in ranks)
+        if self._cores is None:
+            return chain
+        # As speed.py has it: all ranks' work on all cores, or the longest chain of it on a rank's own.
+        together = times * self._whole[self._key(point)] * self._world / point.pp / self._cores
+        return max(chain / max(1, self._cores // self._world), together)
 
     def parts(self, point: Point) -> dict[str, float]:
         """What that goes to, by those of ``PARTS`` that are known."""
@@ -96,10 +100,15 @@ class Bounds:
         key = self._load(point, layout)
         return times, self._ranks(key, layout), self._loads[key]
 
+    @staticmethod
+    def _key(point: Point) -> Key:
+        """What decides the loads of parts of the model."""
+        shards = point.degrees[AXES.index("dp_shard")] if point.ep > 1 else 0
+        return (point.tp, point.cp, shards, point.ep, point.rows, point.schedule is not None, point.mode)
+
     def _load(self, point: Point, layout: ParallelismConfig) -> Key:
         """Notes the loads of each kind of block and of the head; few of the fields that move decide them."""
-        sharing = (layout.dp_shard, layout.ep) if layout.ep > 1 else (0, 1)
-        key: Key = (layout.tp, layout.cp, *sharing, point.rows, layout.pp > 1, point.mode)
+        key = self._key(point)
         if key not in self._loads:
             base = self._base
             job = replace(
@@ -115,7 +124,10 @@ class Bounds:
                 kind: _Load.of(block.forward, block.recompute, block.inputs, block.weights)
                 for kind, block in blocks.items()
             }
-            self._loads[key] = loads | {"head": _Load.of(*worker.ends())}
+            loads["head"] = _Load.of(*worker.ends())
+            self._loads[key] = loads
+            whole = [loads[part] for part in (*self._kinds, "head")]
+            self._whole[key] = sum(load.forward + load.backward for load in whole)
         return key
 
     def _ranks(self, key: Key, layout: ParallelismConfig) -> list[_Rank]:

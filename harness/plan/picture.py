@@ -52,7 +52,8 @@ def draw(path: Path, plan: Plan) -> None:
     ranks = len(plan.memory)
     heights = [3.6, *([max(1.8, 0.36 * ranks + 1.1)] if timeline else [])]
     layout = ConstrainedLayoutEngine(hspace=0.08, h_pad=0.08)
-    figure = Figure(figsize=(_INCHES, sum(heights) + 0.9), layout=layout)
+    width = _INCHES if timeline or ranks > 4 else _INCHES * 0.6
+    figure = Figure(figsize=(width, sum(heights) + 0.9), layout=layout)
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     title = f"{plan.job.name} on {devices(plan, plan.job.world_size)}: {mesh_of(plan.job.parallelism)}"
     figure.suptitle(title, fontsize=12.5, x=0.01, ha="left", color=_INK)
@@ -74,7 +75,15 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
         axis.bar(places, sizes, bottom=bottoms, width=0.62, color=_KIND_COLORS[kind], label=kind, linewidth=0)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
     for place, top in zip(places, bottoms, strict=True):
-        axis.text(place, top, f"{top:.3g}", ha="center", va="bottom", fontsize=8.5, color=_INK)
+        axis.text(
+            place,
+            top,
+            f"{top:.1f}" if top >= 10 else f"{top:.2g}",
+            ha="center",
+            va="bottom",
+            fontsize=8.5,
+            color=_INK,
+        )
     highest = max(bottoms)
     if plan.memory_limit is not None:
         limit = plan.memory_limit / GIB
@@ -84,12 +93,13 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
         axis.annotate(
             words,
             (1, limit),
-            (-2, 3),
+            (-4, 5),
             xycoords=axis.get_yaxis_transform(),
             textcoords="offset points",
             ha="right",
             fontsize=8.5,
             color=color,
+            bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
         )
         # A limit far above says how much room there is only by being out of sight.
         highest = max(highest, limit)
@@ -124,6 +134,9 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     axis.set_ylim(len(rows) - 0.5, -0.5)
     points_wide = _INCHES * 72 * 0.8 / end
     shades = {place: min(place * 0.25, _PALEST) for place in range(64)}
+    # Edges keep neighbours of one color apart, and must not hide narrow bars.
+    widths = sorted(action.end - action.start for row in rows for action in row)
+    edge = min(0.5, 0.08 * widths[len(widths) // 2] * scale * points_wide)
     for place, row in enumerate(rows):
         held = sorted({action.stage for action in row})
         bars = [(action.start * scale, (action.end - action.start) * scale) for action in row]
@@ -131,9 +144,6 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
             to_hex(_paler(_PASSES[action.kind][1], shades[min(held.index(action.stage), 63)]))
             for action in row
         ]
-        # The edge keeps neighbours of one color apart, and must not hide narrow ones.
-        narrowest = min((width for _, width in bars), default=0.0) * points_wide
-        edge = 0.4 if narrowest > 4 else 0.0
         axis.broken_barh(bars, (place - 0.39, 0.78), facecolors=colors, edgecolor="white", linewidth=edge)
         _number(axis, row, place, scale, points_wide)
     axis.set_yticks(range(len(rows)), [f"pp {rank}" for rank in range(len(rows))], fontsize=8.5)

@@ -25,6 +25,7 @@ from harness.parallelism.config import AXES
 from harness.parallelism.stages import num_stages
 from harness.plan.bound import Bounds
 from harness.plan.config import PlanJob
+from harness.plan.constants import Calibration
 from harness.plan.floor import Floors
 from harness.plan.legality import Legality
 from harness.plan.machine import machine_of
@@ -178,6 +179,22 @@ def test_bounds_and_floors_are_below_the_plan(
     assert max(times) <= 1 + 1e-9 and max(sizes) <= 1 + 1e-9
     assert statistics.median(times) > time
     assert statistics.median(sizes) > size
+
+
+def test_ranks_that_take_turns_on_cores_are_bounded_too() -> None:
+    calibration = Calibration.read(str(ROOT / "experiments" / "cpu_layouts" / "calibration.json"))
+    space = space_of("model=llama3_debug", "cluster.device=cpu", "cluster.ranks=8")
+    legality = Legality(space.base)
+    points = [point for point in points_of(space) if legality.broken(point) is None][::9]
+    machine = machine_of(points[0].job(space.base), calibration)
+    assert machine is not None and machine.shares_cores
+    bounds, ratios = Bounds(space.base, machine, space.world), []
+    for point in points:
+        speed = make_plan(point.job(space.base), calibration).speed
+        assert speed is not None
+        ratios.append(bounds.seconds(point) / speed.step_seconds)
+    assert max(ratios) <= 1 + 1e-9
+    assert statistics.median(ratios) > 0.6
 
 
 def test_nothing_that_is_computed_changes() -> None:
