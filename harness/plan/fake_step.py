@@ -40,7 +40,10 @@ from harness.plan.plan import Action
 from harness.precision.swap import precompute_scales
 
 Figures = dict[tuple[str, ...], float]
-"""What is counted, by ("peak", phase), ("flops",), ("sent", axis), ("kept", stage) and ("rest",)."""
+"""What is counted, by ("peak", phase), ("flops",), ("sent", axis), ("kept", stage) and ("rest",); stages are
+those of the rank, from 0."""
+BACKWARD = ("backward", "late")
+"""The two phases of a backward pass, see ``drawn_out``."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +63,39 @@ class FakeStep:
     """Bytes that the rank sends in one optimizer step, by axis."""
 
 
-def fake_step(job: Job, pp_rank: int) -> FakeStep:
-    """Runs a step of the first rank of a pipeline rank.
+def fake_steps(job: Job) -> list[FakeStep]:
+    """Runs a step of the first rank of every pipeline rank, once for those that do the same.
 
-    Backward passes that a schedule splits in two are run as one. FSDP is taken to gather a stage once for all
-    microbatches, as torch's schedules have it for up to three stages a rank.
+    A backward pass that the schedule splits in two is run as one. FSDP gathers a stage once for all
+    microbatches of a pass, as torch's schedules have it for up to three stages a rank.
 
     Args:
         job: one that ``fake.stand_in`` gave.
-        pp_rank: place on the pipeline axis.
     """
-    figures = drawn_out(job, pp_rank)
+    known: dict[Any, Figures] = {}
+    steps = []
+    for pp_rank in range(job.parallelism.pp):
+        work = _work_of(job, pp_rank)
+        if work not in known:
+            known[work] = drawn_out(job, pp_rank)
+        steps.append(_summed_up(job, pp_rank, known[work]))
+    return steps
+
+
+def _work_of(job: Job, pp_rank: int) -> Any:
+    """What makes a pipeline rank's figures: two ranks of equal work have the same."""
+    names = split_modules(job.parallelism, job.model.n_layers)
+    own = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
+    microbatches = Counter(action.stage for action in _passes(job, pp_rank) if action.kind == "F")
+    work = []
+    for stage in own:
+        blocks = tuple(_kind(job, layer) for layer in _layers(names[stage]))
+        others = tuple(name for name in names[stage] if not name.startswith("layers."))
+        work.append((blocks, others, microbatches[stage], stage - 1 in own, stage + 1 in own))
+    return tuple(work)
+
+
+def _summed_up(job: Job, pp_rank: int, figures: Figures) -> FakeStep:
     one = max(value for key, value in figures.items() if key[0] == "peak")
     return FakeStep(
         peak=max(one, _peak_in_flight(job, pp_rank, figures)),
@@ -85,15 +110,16 @@ def _peak_in_flight(job: Job, pp_rank: int, figures: Figures) -> float:
     """Follows the schedule: what is kept for backward of all microbatches that are in flight adds up."""
     if job.parallelism.pp == 1:
         return 0.0
-    kept = {key[1]: value for key, value in figures.items() if key[0] == "kept"}
+    own = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
     in_flight, peak = 0.0, 0.0
     for action in _passes(job, pp_rank):
-        stage, phases = str(action.stage), ("forward",) if action.kind == "F" else ("backward", "late")
+        place = str(own.index(action.stage))
+        kept = figures["kept", place]
         # What a phase's peak was measured with, it had itself kept.
-        others = in_flight - (0.0 if action.kind == "F" else kept[stage])
-        peak = max(peak, *(others + figures.get(("peak", f"{stage} {phase}"), 0.0) for phase in phases))
+        phases, others = (("forward",), in_flight) if action.kind == "F" else (BACKWARD, in_flight - kept)
+        peak = max(peak, *(others + figures.get(("peak", f"{place} {phase}"), 0.0) for phase in phases))
         # Of a split backward the second half frees.
-        in_flight += {"F": kept[stage], "I": 0.0}.get(action.kind, -kept[stage])
+        in_flight += {"F": kept, "I": 0.0}.get(action.kind, -kept)
     return peak
 
 
@@ -105,8 +131,9 @@ def _passes(job: Job, pp_rank: int) -> list[Action]:
 # Which blocks are run.
 
 
-LEAST_BLOCKS = 3
-"""Of a part that repeats itself, at least so many blocks: FSDP gathers the next while one computes."""
+LEAST_CYCLES, LEAST_BLOCKS = 2, 3
+"""What is left of a stage that repeats itself: a first cycle and a last, and enough blocks that FSDP gathers
+the next while one computes."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +148,7 @@ class Cycle:
     def least(self) -> int:
         """Blocks of the shallowest stage that stands for it, ending within a cycle where the whole ends."""
         over = (self.blocks - self.start) % self.period
-        cycles = max(1, -(-(LEAST_BLOCKS - self.start - over) // self.period))
+        cycles = max(LEAST_CYCLES, -(-(LEAST_BLOCKS - self.start - over) // self.period))
         return min(self.blocks, self.start + over + cycles * self.period)
 
     @property
@@ -200,10 +227,10 @@ def figures_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) -> 
         parts = lay_out(job, mesh, CPU)
         indices = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
         with fake_tensors(), Meter(mesh) as meter:
-            for index, part in zip(indices, parts, strict=True):
+            for place, (index, part) in enumerate(zip(indices, parts, strict=True)):
                 without_values(part)
                 allocate(part, CPU, CPU)
-                _mark_phases(meter, part, index, cycles[index])
+                _mark_phases(meter, part, place, cycles[index])
             step = _Step(job, mesh, parts, meter)
             # The first makes what stays: optimizer state, FSDP's buffers. And DTensor runs each operation it
             # meets for the first time at its global shape, to see what comes of it.
@@ -217,7 +244,7 @@ def figures_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) -> 
                 ("flops",): meter.flops,
                 **{("peak", phase): float(peak) for phase, peak in meter.peaks.items()},
                 **{("sent", axis): sent for axis, sent in meter.sent.items()},
-                **{("kept", str(stage)): kept for stage, kept in step.kept.items()},
+                **{("kept", str(place)): kept for place, kept in step.kept.items()},
             }
 
 
@@ -226,18 +253,18 @@ def _deeper(names: list[str], depth: int | None) -> set[str]:
     return set() if depth is None else {f"layers.{layer}" for layer in _layers(names)[depth:]}
 
 
-def _mark_phases(meter: Meter, part: Decoder, stage: int, cycle: Cycle) -> None:
+def _mark_phases(meter: Meter, part: Decoder, place: int, cycle: Cycle) -> None:
     """Has a part say where it stands in a pass."""
 
     def on_gradient(phase: str) -> Any:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: meter.begin(f"{stage} {phase}"))
+                tensor.register_hook(lambda _: meter.begin(f"{place} {phase}"))
 
         return hook
 
-    part.register_forward_pre_hook(lambda *_: meter.begin(f"{stage} forward"))
+    part.register_forward_pre_hook(lambda *_: meter.begin(f"{place} forward"))
     part.register_forward_hook(on_gradient("backward"))
     blocks = list(part.blocks.values())
     if blocks:
@@ -295,18 +322,18 @@ class _Step:
         microbatches = Counter(a.stage for a in _passes(self.job, self.mesh.rank("pp")) if a.kind == "F")
         for again in (False, True):
             # The first gathers parameters, the others find them gathered.
-            for stage in stages:
+            for place, stage in enumerate(stages):
                 times = microbatches[stage.stage_index] - 1 if again else 1
                 if times:
                     self.meter.times = times * self.job.accumulation_steps
-                    self._run_microbatch(stage, [s.stage_index for s in stages])
+                    self._run_microbatch(stage, place, [s.stage_index for s in stages])
         self.meter.times = self.job.accumulation_steps
-        for stage in stages:
-            self.meter.begin(f"{stage.stage_index} late")
+        for place, stage in enumerate(stages):
+            self.meter.begin(f"{place} reduce")
             stage.perform_reduce_grad(1)
         self.meter.times = 1
 
-    def _run_microbatch(self, stage: Any, own: list[int]) -> None:
+    def _run_microbatch(self, stage: Any, place: int, own: list[int]) -> None:
         index, part, before = stage.stage_index, stage.submod, self.meter.live
         batch = self._batch(self.job.parallelism.pp_microbatch_size)
         batch = take_share(batch, self.positions)
@@ -316,7 +343,7 @@ class _Step:
             out = part(x, batch.labels_BT) if in_head else part(x)
             if part.output is not None and not in_head:
                 out = self.loss(out, batch.labels_BT)
-            self.kept[index] = self.meter.live - before
+            self.kept[place] = self.meter.live - before
             gradient = None if part.output is not None else torch.empty_like(out)
             self._send(index + 1, own, gradient)
             passed = {"stage_output": out, "output_grads": gradient, "input_values": [x]}

@@ -62,6 +62,7 @@ class Meter(TorchDispatchMode):
         self.times = 1
         self._phase = ""
         self._axis_of_group = _axes_of_groups(mesh)
+        self._experts = {mesh.experts.get_group(EXPERT).group_name} if mesh.experts is not None else set()
         self._known: dict[int, tuple[weakref.ref, list[int]]] = {}
         self._resize: Any = None
 
@@ -97,7 +98,8 @@ class Meter(TorchDispatchMode):
         name = str(func._overloadpacket)
         self.flops += self.times * _FLOPS.get(name, _nothing)(*args)
         if name in _SENT:
-            self._send(*_SENT[name](*args))
+            group, size = _SENT[name](*args)
+            self._send(group.group_name, size, exchange="all_to_all" in name)
         elif name.startswith(("c10d", "_c10d")) and name not in _SILENT:
             raise NotImplementedError(f"nobody has said what {name} sends")
         for leaf in tree_leaves(result):
@@ -105,9 +107,11 @@ class Meter(TorchDispatchMode):
                 self._book(leaf.untyped_storage())
         return result
 
-    def _send(self, group: ProcessGroup, size: float) -> None:
-        if group.size() > 1:
-            self.sent[self._axis_of_group[group.group_name]] += self.times * size
+    def _send(self, group: str, size: float, *, exchange: bool) -> None:
+        # Axes that have the whole world can be one group: rows that go to experts are exchanged.
+        axis = "ep" if exchange and group in self._experts else self._axis_of_group[group]
+        if size:
+            self.sent[axis] += self.times * size
 
     def _book(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)

@@ -29,7 +29,7 @@ from harness.parallelism.parallelize import lay_out
 from harness.parallelism.pipeline import build_schedule
 from harness.parallelism.stages import stages_of_rank
 from harness.plan.fake import CPU, fake_tensors, pretending, stand_in
-from harness.plan.fake_step import FakeStep, fake_step
+from harness.plan.fake_step import FakeStep, fake_steps
 from harness.plan.parameters import HIDDEN_DIM, HeldTensor, RankParameters, parameters_of
 from harness.plan.plan import Plan
 from harness.precision.swap import plain
@@ -94,12 +94,8 @@ def verify(plan: Plan, *, step: bool = False) -> Verified:
     problems = [f"pipeline rank {rank.pp_rank}: {problem}" for rank in ranks for problem in rank.problems]
     problems += [*_held_once(job, names), *_against_memory(plan, ranks)]
     if step:
-        ranks = [_with_step(job, rank) for rank in ranks]
+        ranks = [replace(rank, step=of_rank) for rank, of_rank in zip(ranks, fake_steps(job), strict=True)]
     return Verified(ranks, problems, notes, time.perf_counter() - start, peak_memory_gib("cpu") * GIB)
-
-
-def _with_step(job: Job, rank: VerifiedRank) -> VerifiedRank:
-    return replace(rank, step=fake_step(job, rank.pp_rank))
 
 
 def _held_once(job: Job, names: Counter[str]) -> Iterator[str]:
