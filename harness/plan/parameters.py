@@ -9,12 +9,14 @@ the other ranks to the same length in memory, and in what it gathers and reduces
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from harness.job import Job
 from harness.model.config import ModelConfig
-from harness.model.shapes import block_prefix, is_buffer, is_expert, tensor_shapes
+from harness.model.shapes import Shapes, block_prefix, is_buffer, is_expert, tensor_shapes
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import split_modules, stages_of_rank
 
@@ -76,7 +78,7 @@ class RankParameters:
     state_bytes: int
     """Bytes of one number of the optimizer's running means."""
 
-    @property
+    @cached_property
     def held(self) -> int:
         """Parameters that it holds, as numbers; buffers do not count."""
         return sum(tensor.held_elements for tensor in self.tensors if not tensor.is_buffer)
@@ -111,19 +113,30 @@ class RankParameters:
         return groups
 
 
-def parameters_of(job: Job, pp_rank: int) -> RankParameters:
-    """What the fullest of the ranks of a pipeline rank holds."""
+def shapes_by_module(model: ModelConfig) -> dict[str, Shapes]:
+    """Every tensor's shape, by the modules that a pipeline's split names, and ``mtp``."""
+    modules: dict[str, Shapes] = {}
+    for name, shape in tensor_shapes(model).items():
+        modules.setdefault(_module_of(name), {})[name] = shape
+    return modules
+
+
+def parameters_of(job: Job, pp_rank: int, by_module: Mapping[str, Shapes] | None = None) -> RankParameters:
+    """What the fullest of the ranks of a pipeline rank holds.
+
+    Args:
+        job: the resolved job.
+        pp_rank: the pipeline rank.
+        by_module: what ``shapes_by_module`` gives, for who asks for many ranks.
+    """
     model, layout = job.model, job.parallelism
     stages = tuple(stages_of_rank(layout, model.n_layers, pp_rank))
     modules = split_modules(layout, model.n_layers)
-    shapes = tensor_shapes(model)
+    shapes = shapes_by_module(model) if by_module is None else by_module
     tensors = []
     for stage in stages:
-        holds = tuple(f"{module}." for module in modules[stage])
-        if len(modules) == 1:
-            holds += ("mtp.",)
-        for name, shape in shapes.items():
-            if name.startswith(holds):
+        for module in (*modules[stage], *(("mtp",) if len(modules) == 1 else ())):
+            for name, shape in shapes.get(module, {}).items():
                 tensors.append(_held(name, shape, stage, model, layout))
     state_dtype = job.optimizer.state_dtype or job.precision.master_dtype
     return RankParameters(
@@ -167,7 +180,7 @@ def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
 
 def fsdp_group(name: str, model: ModelConfig, layout: ParallelismConfig) -> str:
     """The module with which ``parallelism/fsdp.py`` gathers a tensor."""
-    in_block = name.startswith("layers.") or name.startswith("mtp.block.")
+    in_block = name.startswith(("layers.", "mtp.block."))
     if in_block:
         block = _block_of(name, model)
         # Laid out in another way, they are a group of their own.
@@ -179,7 +192,13 @@ def fsdp_group(name: str, model: ModelConfig, layout: ParallelismConfig) -> str:
     return "tok_embeddings" if name.startswith("tok_embeddings") else "head"
 
 
+def _module_of(name: str) -> str:
+    """The module that a pipeline's split names: ``layers.7``, ``tok_embeddings``, ``mtp`` ..."""
+    first, rest = name.split(".", 1)
+    return f"{first}.{rest.split('.', 1)[0]}" if first == "layers" else first
+
+
 def _block_of(name: str, model: ModelConfig) -> str:
     if name.startswith("mtp."):
         return block_prefix(model, model.n_layers).rstrip(".")
-    return ".".join(name.split(".")[:2])
+    return _module_of(name)

@@ -1,0 +1,224 @@
+"""Memory of every pipeline rank at its fullest moment, in closed form (no torch but for a pipeline's order).
+
+A rank's passes are walked through in the order in which its schedule runs them: what stands at a moment is
+what stays for the whole step (parameters, optimizer state, gathered parameters of a pipeline), what
+microbatches left that wait for their backward, gradients as far as they are there, and what the pass itself
+needs at its fullest (``memory_stage.py``). What is reported are the kinds of the fullest moment of all;
+maxima of different moments are never added, except where CUDA's allocator does so (``_reserved``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.cluster.hardware import ACCELERATORS
+from harness.job import Job
+from harness.plan.memory_activations import ActivationBytes, on_cpu
+from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus, uses_fsdp
+from harness.plan.order import pipeline_order
+from harness.plan.parameters import RankParameters, parameters_of, shapes_by_module
+from harness.plan.plan import KINDS, Action, RankMemory
+
+GIB = 2**30
+MIB = 2**20
+
+FRAGMENTATION = 0.15
+"""What CUDA's caching allocator reserves beyond what is allocated at the fullest moment, as a share of it:
+blocks that are free, but too small for what is asked for. It is what GMLake's authors found on average in
+training runs, of up to 33 % (arXiv:2401.08156, abstract); nothing is fitted."""
+CUBLAS_WORKSPACE = 32 * MIB
+"""Of cuBLAS on Hopper, for each stream that multiplies (docs.nvidia.com/cuda/cublas, cublasSetWorkspace)."""
+HBM_LEFT = 0.99
+"""Share of HBM that the driver leaves to programs (``cluster/hardware.py``, memory_gib)."""
+CUDA_CONTEXT = 0.5 * GIB
+"""Context and kernels of a process with torch's libraries loaded; the allocator does not see it."""
+NCCL_COMMUNICATOR = 0.1 * GIB
+"""Buffers of one communicator with its channels and protocols (4 MiB for each of them and peer,
+docs.nvidia.com/deeplearning/nccl, NCCL_BUFFSIZE); the allocator does not see them either."""
+CPU_PROCESS = 0.33 * GIB
+"""Resident memory of a rank on a CPU before it has a model: Python, torch and what they load."""
+
+
+def rank_memory(job: Job) -> list[RankMemory]:
+    """The fullest moment of the ranks of every pipeline rank.
+
+    Args:
+        job: the resolved job.
+    """
+    layout = job.parallelism
+    microbatches = job.local_batch_size // layout.pp_microbatch_size if layout.pp > 1 else 1
+    order = pipeline_order(layout, job.model.n_layers, microbatches)
+    prices, shapes = ActivationBytes(job), shapes_by_module(job.model)
+    return [
+        _Rank(job, parameters_of(job, rank, shapes), prices, order[rank], microbatches).memory()
+        for rank in range(layout.pp)
+    ]
+
+
+def memory_limit(job: Job) -> float | None:
+    """Bytes of a device that allocations of a run can have; None for unknown hardware.
+
+    What the driver, the context and NCCL take is no part of what ``torch.cuda.max_memory_reserved`` counts,
+    and none of the plan's.
+    """
+    name = job.cluster.accelerator
+    if name is None or on_cpu(job):
+        return None
+    layout = job.parallelism
+    axes = [layout.pp, layout.dp_replicate, layout.parameter_shards, layout.cp, layout.tp, layout.ep]
+    communicators = 1 + sum(degree > 1 for degree in axes) if job.world_size > 1 else 0
+    total = ACCELERATORS[name].memory_gib * GIB * HBM_LEFT
+    return total - CUDA_CONTEXT - communicators * NCCL_COMMUNICATOR
+
+
+class _Rank:
+    """One pipeline rank's step."""
+
+    def __init__(
+        self,
+        job: Job,
+        parameters: RankParameters,
+        prices: ActivationBytes,
+        actions: list[Action],
+        microbatches: int,
+    ) -> None:
+        self.job, self.parameters, self.actions, self.microbatches = job, parameters, actions, microbatches
+        self.stages = {stage: StageMemory(job, parameters, stage, prices) for stage in parameters.stages}
+        self.cpu, self.fsdp = on_cpu(job), uses_fsdp(job)
+        self.pipelined = job.parallelism.pp > 1
+
+    def memory(self) -> RankMemory:
+        fullest = heaviest(self._moments())
+        kinds = {kind: float(fullest.get(kind, 0.0)) for kind in KINDS}
+        if not self.cpu:
+            kinds = self._reserved(kinds)
+        kinds["runtime"] += self._runtime(kinds)
+        return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds)
+
+    def _moments(self) -> Iterator[Bytes]:
+        always = self._always()
+        passes = self.job.accumulation_steps
+        # The first pass finds no gradients, and the second finds what all others do.
+        for number in {0, min(1, passes - 1), passes - 1}:
+            yield from (plus(always, moment) for moment in self._pass(number, last=number + 1 == passes))
+        yield plus(always, {"gradients": self._gradients_after(passes)}, self._update())
+
+    def _always(self) -> Bytes:
+        """What stays for the whole step; after the first one the optimizer has its state."""
+        offloaded = self.job.parallelism.cpu_offload and not self.cpu
+        buffers = self.parameters.buffer_bytes + self._rotation_table()
+        return {
+            "parameters": buffers + (0 if offloaded else self.parameters.parameter_bytes),
+            "optimizer": 0.0 if offloaded else self.parameters.optimizer_bytes,
+            "activations": self._batch(),
+            "communication": self._boundaries(),
+        }
+
+    def _batch(self) -> float:
+        """Token numbers and labels, int64, of whole sequences, of all passes of a step."""
+        rows = self.job.global_batch_size // self.job.parallelism.data_parallel
+        return 2.0 * 8 * rows * self.job.training.seq_len
+
+    def _rotation_table(self) -> float:
+        """Cosines and sines of this rank's positions, float32, one table a stage."""
+        length = self.job.training.seq_len / self.job.parallelism.cp
+        return len(self.stages) * 4 * length * self.job.model.rotated_width
+
+    def _boundaries(self) -> float:
+        """What a pipeline's stages receive into, for all microbatches (PipelineStage, args_recv_info)."""
+        if not self.pipelined:
+            return 0.0
+        last = self.job.parallelism.pp > 1 and max(s.has_head for s in self.stages.values())
+        entering = sum(stage.boundary for index, stage in self.stages.items() if index > 0)
+        leaving = sum(stage.boundary for stage in self.stages.values() if not (last and stage.has_head))
+        return self.microbatches * (entering + leaving)
+
+    def _pass(self, number: int, *, last: bool) -> Iterator[Bytes]:
+        """The fullest moments of the passes over one local batch."""
+        reduces = self.fsdp and not self.pipelined and (self.job.parallelism.parameter_shards > 1 or last)
+        sharded_before = self._sharded_after(number)
+        waiting: dict[tuple[int, int], Bytes] = {}
+        ran: set[int] = set()
+        accumulated = {stage: self._accumulated_after(number, stage) for stage in self.stages}
+        for action in self.actions:
+            stage = self.stages[action.stage]
+            ran.add(action.stage)
+            key = (action.stage, action.microbatch)
+            between = {
+                "gathered": self._gathered(ran),
+                "gradients": sharded_before + sum(accumulated.values()),
+            }
+            if action.kind == "F":
+                yield plus(between, *waiting.values(), stage.forward)
+                waiting[key] = stage.kept
+                continue
+            others = [kept for other, kept in waiting.items() if other != key]
+            there = sharded_before > 0 if reduces else accumulated[action.stage] > 0
+            yield plus(between, *others, stage.backward(gradients_there=there, accumulates=not reduces))
+            if action.kind == "I":
+                waiting[key] = stage.kept_for_weights
+                continue
+            del waiting[key]
+            if not reduces:
+                accumulated[action.stage] = stage.accumulated
+        if self.pipelined and self.fsdp:
+            # Group by group, so that whole gradients go as their shards come.
+            yield {
+                "gathered": self._gathered(ran),
+                "gradients": sharded_before + sum(accumulated.values()),
+                "communication": max(stage.reduction for stage in self.stages.values()),
+            }
+
+    def _gathered(self, ran: set[int]) -> float:
+        """Parameters that a pipeline has gathered: its schedule keeps those of three stages at most."""
+        if not self.pipelined:
+            return 0.0
+        return sum(sorted((self.stages[stage].resident for stage in ran), reverse=True)[:3])
+
+    def _accumulated_after(self, passes: int, stage: int) -> float:
+        """Unsharded gradients of a stage that earlier passes left."""
+        layout = self.job.parallelism
+        unsharded = not self.fsdp or (layout.parameter_shards == 1 and not self.pipelined)
+        return self.stages[stage].accumulated if passes and unsharded else 0.0
+
+    def _sharded_after(self, passes: int) -> float:
+        """Gradients of shards that earlier passes left."""
+        layout = self.job.parallelism
+        scattered = self.fsdp and (layout.parameter_shards > 1 or self.pipelined)
+        return self.parameters.gradient_bytes if passes and scattered else 0.0
+
+    def _gradients_after(self, passes: int) -> float:
+        if self.job.optimizer.in_backward:
+            return 0.0
+        return self.parameters.gradient_bytes
+
+    def _update(self) -> Bytes:
+        """What the optimizer needs beside parameters, gradients and state while it updates."""
+        largest = max(t.held_elements for t in self.parameters.tensors)
+        how = self.job.optimizer.implementation
+        if "bfloat16" in (self.job.precision.master_dtype, self.job.optimizer.state_dtype):
+            return {"runtime": 5 * 4 * largest}  # optimizer/adamw.py: value, means, gradient and root
+        if how == "foreach":
+            return {"runtime": float(self.parameters.parameter_bytes)}  # roots of all second moments
+        return {"runtime": 2.0 * 4 * largest if how == "for-loop" else 0.0}
+
+    def _reserved(self, kinds: Bytes) -> Bytes:
+        """What CUDA's allocator has reserved then, whose lists of free blocks are the streams' own.
+
+        FSDP2 allocates the gradients of shards on the stream that reduces, and what it gathers into on the
+        one that gathers (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). Freed, this memory is
+        of no use to other streams, so it is reserved at any moment, whether it is in use then or not.
+        """
+        kinds = dict(kinds)
+        if not self.fsdp or self.job.parallelism.cpu_offload:
+            return kinds
+        there = self._sharded_after(self.job.accumulation_steps - 1)
+        kinds["gradients"] += self.parameters.gradient_bytes - there
+        kinds["gathered"] += max(stage.buffers for stage in self.stages.values())
+        return kinds
+
+    def _runtime(self, kinds: Bytes) -> float:
+        if self.cpu:
+            return CPU_PROCESS
+        own = self.parameters.gradient_bytes if self.fsdp else 0.0
+        return FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE

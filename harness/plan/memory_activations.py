@@ -1,0 +1,182 @@
+"""Bytes that the parts of a model keep of one microbatch, as layout, recomputation and compiler have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from harness.job import Job
+from harness.model.activations import (
+    Cut,
+    Keeper,
+    Kept,
+    PartActivations,
+    block_activations,
+    head_activations,
+    prediction_activations,
+)
+from harness.plan.parameters import BYTES
+from harness.precision.linears import sort_linears
+
+
+def on_cpu(job: Job) -> bool:
+    """Whether a plan is for ranks that compute on a CPU.
+
+    ``auto`` is taken for GPUs where the cluster is said to have some, and for this machine's CPU elsewhere.
+    """
+    device = job.cluster.device
+    return device == "cpu" or (device == "auto" and job.cluster.accelerator is None)
+
+
+def tokens_at_once(job: Job) -> int:
+    """Tokens of one microbatch that a rank sees, before tensor parallel splits them."""
+    layout = job.parallelism
+    rows = layout.pp_microbatch_size if layout.pp > 1 else job.local_batch_size
+    return rows * job.training.seq_len // layout.cp
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """Bytes of activations of one part and one microbatch."""
+
+    kept: float
+    """From forward to backward."""
+    forward: float
+    """At the fullest moment of its forward, what is kept included."""
+    backward: float
+    """At the fullest moment of its backward, recomputed tensors included."""
+    late_backward: float
+    """In the second half of its backward: of a block, in attention."""
+
+
+class ActivationBytes:
+    """Prices declarations for a job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.tokens, self.cpu = job, tokens_at_once(job), on_cpu(job)
+        layout = job.parallelism
+        stream = layout.tp if layout.uses_sequence_parallel else 1
+        routed = 1 if layout.splits_experts else stream
+        self.degree = {
+            Cut.STREAM: stream,
+            Cut.WHOLE: 1,
+            Cut.PARTIAL: 1,
+            Cut.INNER: layout.tp,
+            Cut.ROUTED: routed,
+            Cut.ROUTED_INNER: layout.tp if layout.splits_experts else routed,
+        }
+        self.blocks: dict[tuple[bool, bool, bool], PartBytes] = {}
+        precision = job.precision
+        converted = (
+            sort_linears(job.model, precision).converted if precision.enable_fsdp_float8_all_gather else ()
+        )
+        self.gathered_in_float8 = frozenset(converted)
+        """Names of the linears whose weights FSDP gathers in float8."""
+
+    def total(self, tensors: Iterable[Kept], *, compiled: bool = False) -> float:
+        """Bytes of one microbatch of all of these that blocks, compiled or not, keep."""
+        return sum(self.bytes_of(each) for each in tensors if self._keeps(each, compiled))
+
+    def bytes_of(self, tensor: Kept) -> float:
+        """Bytes of one microbatch of a tensor on a rank."""
+        return self.tokens * tensor.width * self._size(tensor) / self.degree[tensor.cut]
+
+    def _size(self, tensor: Kept) -> int:
+        compute = BYTES[self.job.precision.param_dtype]
+        if tensor.dtype == "norm":
+            return 4 if self.cpu else compute
+        if tensor.dtype == "widened":
+            return 0 if compute == 4 else 4
+        return {"compute": compute, "float32": 4, "int64": 8}[tensor.dtype]
+
+    def _keeps(self, tensor: Kept, compiled: bool) -> bool:
+        if tensor.by is Keeper.ALL:
+            return True
+        return not compiled and (tensor.by is Keeper.EAGER or self.cpu)
+
+    def block(self, layer: int) -> PartBytes:
+        """Of a decoder block, under the job's recomputation and compiler."""
+        model = self.job.model
+        alike = model.has_experts(layer), model.attention.is_rotated(layer), self._is_recomputed(layer)
+        if alike not in self.blocks:
+            self.blocks[alike] = self._block(layer)
+        return self.blocks[alike]
+
+    def _is_recomputed(self, layer: int) -> bool:
+        how = self.job.activation_checkpoint
+        return how.mode != "none" and not (how.mode == "selective_layer" and layer % how.every_nth_layer)
+
+    def _block(self, layer: int) -> PartBytes:
+        declared = block_activations(self.job.model, layer, on_cpu=self.cpu)
+        # Where rows travel to experts, blocks are compiled in pieces (compile.py), whose seams keep the rest.
+        compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
+        whole = self.total(declared.kept, compiled=compiled)
+        recomputed = self._recomputed(declared, layer, compiled=compiled)
+        stream = self.bytes_of(Kept("stream", self.job.model.dim, Cut.STREAM))
+        partial = self.bytes_of(Kept("summand", self.job.model.dim, Cut.PARTIAL))
+        gradients = self.total(declared.backward, compiled=compiled)
+        late = self.total(declared.late_backward, compiled=compiled)
+        if recomputed is None:
+            return PartBytes(whole, whole + stream + partial, whole + gradients, late)
+        kept, beside = recomputed
+        standing = self.total(declared.forward, compiled=compiled)
+        return PartBytes(kept, kept + standing, whole + beside + gradients, late + beside)
+
+    def _recomputed(
+        self, declared: PartActivations, layer: int, *, compiled: bool
+    ) -> tuple[float, float] | None:
+        """What a recomputed block keeps, and what of that stands beside everything recomputed.
+
+        None when the block is not recomputed.
+        """
+        how = self.job.activation_checkpoint
+        if not self._is_recomputed(layer):
+            return None
+        entering = self.bytes_of(Kept("stream", self.job.model.dim, Cut.STREAM))
+        choices = 0.0 if self.job.parallelism.splits_backward else self.total(declared.choices)
+        if how.mode == "memory_budget":
+            # torch's partitioner fills a budget that is a share of what it would keep without one, above
+            # what it has to keep (torch/_functorch/partitioners.py, choose_saved_values_set).
+            everything = self.total(declared.kept, compiled=True)
+            return entering + how.memory_budget * (everything - entering), 0.0
+        if how.mode != "selective_op":
+            return entering + choices, 0.0
+        saved = [*declared.dear, *self._collectives(), *self._products(declared, compiled=compiled)]
+        among = {tensor.name for tensor in declared.kept}
+        beside = sum(self.bytes_of(tensor) for tensor in saved if tensor.name not in among)
+        return entering + self.total(declared.choices) + self.total(saved), beside
+
+    def _products(self, declared: PartActivations, *, compiled: bool) -> list[Kept]:
+        """The matrix products that recomputation of single operations keeps."""
+        nth = self.job.activation_checkpoint.save_every_nth_matmul
+        kept = [tensor for i, tensor in enumerate(declared.products, 1) if nth and i % nth == 0]
+        if compiled and self.job.parallelism.tp > 1:
+            # The compiler sees that nobody needs a summand whose sum is kept.
+            kept = [tensor for tensor in kept if tensor.cut is not Cut.PARTIAL]
+        return kept
+
+    def _collectives(self) -> list[Kept]:
+        """Results of collectives that it keeps: those that are summed or exchanged, not gathered."""
+        model, layout = self.job.model, self.job.parallelism
+        sums = [Kept(f"sum {i}", model.dim, Cut.STREAM) for i in range(2)] if layout.tp > 1 else []
+        if layout.ep > 1:
+            rows = model.moe.top_k * model.dim
+            sums += [Kept(f"exchange {i}", rows, Cut.ROUTED) for i in range(2)]
+        return sums
+
+    def embedding(self) -> PartBytes:
+        """Of the embedding: it keeps the batch alone, and its result is the first block's input."""
+        stream = self.bytes_of(Kept("stream", self.job.model.dim, Cut.STREAM))
+        summand = self.bytes_of(Kept("summand", self.job.model.dim, Cut.PARTIAL))
+        return PartBytes(0.0, stream + summand, summand, 0.0)
+
+    def head(self) -> PartBytes:
+        """Of the final norm and the output projection's input, without logits."""
+        declared = head_activations(self.job.model)
+        kept = self.total(declared.kept) * (1 + self.job.model.mtp.depth)
+        return PartBytes(kept, kept, kept + self.total(declared.backward), kept)
+
+    def prediction(self) -> PartBytes:
+        """Of multi-token prediction, without its block."""
+        kept = self.total(prediction_activations(self.job.model).kept)
+        return PartBytes(kept, kept, kept, kept)

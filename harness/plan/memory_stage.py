@@ -1,0 +1,305 @@
+"""Memory of the passes of one pipeline stage: what every module needs while it runs, and leaves behind.
+
+FSDP2's part is read from its source (torch/distributed/fsdp/_fully_shard, torch 2.13): gathered parameters
+are copied out of the buffer they were gathered into, so a group stands twice while it computes in forward;
+backward gathers the next group before it computes one; gradients are copied into the input of a
+reduce-scatter, in precision.reduce_dtype, which is kept until the next group is reduced. A pipeline keeps
+what is gathered, and adds gradients unsharded, in reduce_dtype, until all microbatches are through
+(torch/distributed/pipelining/stage.py, backward_maybe_with_nosync and perform_reduce_grad).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from harness.job import Job
+from harness.parallelism.config import ParallelismConfig
+from harness.parallelism.stages import split_modules
+from harness.plan.memory_activations import ActivationBytes, PartBytes
+from harness.plan.memory_logits import LogitBytes
+from harness.plan.parameters import BYTES, HeldTensor, RankParameters
+
+Bytes = dict[str, float]
+"""Bytes by the kinds of memory."""
+
+
+def plus(*parts: Bytes) -> Bytes:
+    """The sum, kind by kind."""
+    total: Bytes = {}
+    for part in parts:
+        for kind, size in part.items():
+            total[kind] = total.get(kind, 0.0) + size
+    return total
+
+
+def heaviest(moments: Iterable[Bytes]) -> Bytes:
+    """The moment with the most bytes in all."""
+    return max(moments, key=lambda moment: sum(moment.values()), default={})
+
+
+def uses_fsdp(job: Job) -> bool:
+    """Whether FSDP2 manages the parameters (``parallelism/fsdp.py``, needs_fsdp)."""
+    layout = job.parallelism
+    of_experts = layout.expert_shards if job.model.moe.enabled and layout.lays_out_experts else 1
+    replicas = layout.dp_replicate * max(layout.parameter_shards, of_experts)
+    return replicas > 1 or job.precision.needs_fsdp or layout.cpu_offload
+
+
+def frees_after_forward(layout: ParallelismConfig) -> bool:
+    """Whether blocks free gathered parameters after forward (``parallelism/fsdp.py``)."""
+    if layout.parameter_shards == 1:
+        return False
+    if layout.reshard_after_forward == "default":
+        return layout.pp == 1
+    return layout.reshard_after_forward == "always"
+
+
+@dataclass(frozen=True)
+class ModuleParameters:
+    """Bytes of what is gathered together, one group of FSDP's or two with experts of their own."""
+
+    gathered: float
+    """Whole, as they are computed with."""
+    buffer: float
+    """What they are gathered into; 0 where they are not sharded."""
+    gradients: float
+    """Whole, as backward computes them."""
+    first_gradients: float
+    """Those of them that are there at the fullest moment of backward."""
+    late_gradients: float
+    """Those that are there when backward is in attention."""
+    accumulated: float
+    """Whole, as they are added up over passes."""
+    reduced: float
+    """The input of the reduce-scatter."""
+    sharded: float
+    """Gradients of the shards."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One step of a stage's forward."""
+
+    name: str
+    part: PartBytes
+    parameters: ModuleParameters
+    freed: bool
+    """Whether what is gathered is freed after forward."""
+
+
+class StageMemory:
+    """The passes of one stage on the fullest of its ranks, for one microbatch.
+
+    Args:
+        job: the resolved job.
+        parameters: what the rank holds, of all its stages.
+        stage: the stage.
+        prices: bytes of activations.
+    """
+
+    def __init__(self, job: Job, parameters: RankParameters, stage: int, prices: ActivationBytes) -> None:
+        self.job, self.stage, self.fsdp = job, stage, uses_fsdp(job)
+        self.pipelined = job.parallelism.pp > 1
+        self.activations = prices
+        self.names = split_modules(job.parallelism, job.model.n_layers)[stage]
+        groups = parameters.groups(stage)
+        self.has_head = "output" in self.names
+        self.logits = LogitBytes(job, self.activations) if self.has_head else None
+        self._backward: dict[tuple[bool, bool], Bytes] = {}
+        self.modules = [self._module(name, part, groups) for name, part in self._parts()]
+
+    def _parts(self) -> list[tuple[str, PartBytes]]:
+        parts = []
+        for name in self.names:
+            if name == "tok_embeddings":
+                parts.append((name, self.activations.embedding()))
+            elif name.startswith("layers."):
+                parts.append((name, self.activations.block(int(name.split(".")[1]))))
+        if self.has_head and self.job.model.mtp.depth:
+            parts.append(("mtp", self.activations.prediction()))
+            parts.append(("mtp.block", self.activations.block(self.job.model.n_layers)))
+        if self.has_head:
+            parts.append(("head", self.activations.head()))
+        return parts
+
+    def _module(self, name: str, part: PartBytes, groups: dict[str, list[HeldTensor]]) -> Module:
+        tensors = [tensor for group in (name, f"{name}.experts") for tensor in groups.get(group, [])]
+        if name == "head":
+            tensors += groups.get("root", [])
+        layout = self.job.parallelism
+        always = layout.reshard_after_forward == "always"
+        freed = frees_after_forward(layout) and (name != "head" or always)
+        return Module(name, part, self._parameters(tensors), freed)
+
+    def _parameters(self, tensors: list[HeldTensor]) -> ModuleParameters:
+        layout, precision = self.job.parallelism, self.job.precision
+        compute, reduce = BYTES[precision.param_dtype], BYTES[precision.reduce_dtype]
+        master = BYTES[precision.master_dtype]
+        # FSDP pads shards to the first one's length.
+        padded = {
+            tensor.name: tensor.held_elements
+            * (layout.expert_shards if ".experts." in tensor.name else layout.parameter_shards)
+            for tensor in tensors
+        }
+        elements = sum(tensor.gathered_elements for tensor in tensors)
+        sharded = float(master * sum(tensor.held_elements for tensor in tensors))
+        first = sum(t.gathered_elements for t in tensors if t.name.endswith((".w2", ".w2.weight")))
+        late = sum(t.gathered_elements for t in tensors if ".attention." not in t.name)
+        if not self.fsdp:
+            own = master * elements
+            return ModuleParameters(0, 0, own, master * first, master * late, own, 0, sharded)
+        gathered = sum(self._gathered_size(t, compute) * padded[t.name] for t in tensors)
+        return ModuleParameters(
+            gathered=gathered,
+            buffer=gathered if layout.parameter_shards > 1 else 0,
+            gradients=compute * elements,
+            first_gradients=compute * first,
+            late_gradients=compute * late,
+            accumulated=reduce * elements,
+            reduced=reduce * sum(padded.values()),
+            sharded=sharded,
+        )
+
+    def _gathered_size(self, tensor: HeldTensor, compute: int) -> int:
+        return (
+            BYTES["float8"]
+            if tensor.name.removesuffix(".weight") in self.activations.gathered_in_float8
+            else compute
+        )
+
+    @cached_property
+    def kept(self) -> Bytes:
+        """What a microbatch leaves behind between its forward and its backward."""
+        held = {"activations": sum(module.part.kept for module in self.modules)}
+        if self.pipelined and self.stage > 0:
+            # The first block's input is the buffer it was received in, which is counted with the boundaries.
+            held["activations"] -= min(self.boundary, self.modules[0].part.kept)
+        if self.pipelined and not self.has_head:
+            held["activations"] += self.boundary  # the schedule holds a stage's output
+        return plus(held, {"logits": self.logits.kept} if self.logits is not None else {})
+
+    @cached_property
+    def kept_for_weights(self) -> Bytes:
+        """What is left where backward has gone to the inputs, and weights are still to come.
+
+        Recomputed blocks have all of their tensors then.
+        """
+        return {"activations": sum(max(module.part.kept, module.part.backward) for module in self.modules)}
+
+    @cached_property
+    def boundary(self) -> float:
+        """The stream of one microbatch, as it goes from stage to stage."""
+        layout = self.job.parallelism
+        split = layout.tp if layout.uses_sequence_parallel else 1
+        size = BYTES[self.job.precision.param_dtype]
+        return self.activations.tokens * self.job.model.dim * size / split
+
+    @property
+    def resident(self) -> float:
+        """Gathered bytes that stay from forward to backward; in a pipeline until the step is over."""
+        return sum(m.parameters.gathered for m in self.modules if self.pipelined or not m.freed)
+
+    @property
+    def accumulated(self) -> float:
+        """Unsharded gradients of all modules."""
+        return sum(module.parameters.accumulated for module in self.modules)
+
+    @property
+    def sharded(self) -> float:
+        """Gradients of the shards of all modules."""
+        return sum(module.parameters.sharded for module in self.modules)
+
+    @property
+    def buffers(self) -> float:
+        """The largest two neighbouring modules' buffers: one is copied out of while the next arrives."""
+        sizes = [module.parameters.buffer for module in self.modules]
+        return max(one + next_one for one, next_one in zip(sizes, [*sizes[1:], 0.0], strict=True))
+
+    @cached_property
+    def forward(self) -> Bytes:
+        """The fullest moment of a forward pass, above what stood before it.
+
+        In a pipeline parameters stand gathered already.
+        """
+        moments, held, gathered = [], 0.0, 0.0
+        for module in self.modules:
+            own = module.parameters.gathered
+            buffer = 0.0 if self.pipelined else own + module.parameters.buffer
+            moments.append({"activations": held + module.part.forward, "gathered": gathered + buffer})
+            held += module.part.kept
+            gathered += 0.0 if module.freed or self.pipelined else own
+        if self.logits is not None:
+            moments.append(
+                {"activations": held, "gathered": gathered, "logits": self.logits.forward},
+            )
+        return heaviest(moments)
+
+    def backward(self, *, gradients_there: bool, accumulates: bool) -> Bytes:
+        """The fullest moment of a backward pass, above what stood before it without the pass's own kept.
+
+        Args:
+            gradients_there: whether gradients of earlier passes are (they are counted by the caller).
+            accumulates: whether gradients stay unsharded.
+        """
+        how = gradients_there, accumulates
+        if how not in self._backward:
+            self._backward[how] = heaviest(self._backward_moments(*how))
+        return self._backward[how]
+
+    def _backward_moments(self, gradients_there: bool, accumulates: bool) -> list[Bytes]:
+        moments = []
+        held = self.kept.get("activations", 0.0)
+        gathered = 0.0 if self.pipelined else self.resident
+        done = waiting = 0.0  # gradients of the modules behind; the reduce-scatter under way
+        if self.logits is not None:
+            moments.append({"activations": held, "gathered": gathered, "logits": self.logits.backward})
+        for index in range(len(self.modules) - 1, -1, -1):
+            module = self.modules[index]
+            part, own = module.part, module.parameters
+            before = self.modules[index - 1] if index else None
+            arriving = 0.0
+            if self.fsdp and not self.pipelined:
+                gathered += own.gathered if module.freed else 0.0
+                arriving = before.parameters.buffer if before is not None and before.freed else 0.0
+            held -= part.kept
+            standing = {"gathered": gathered + arriving, "communication": waiting}
+            for activations, gradients in (
+                (part.backward, own.first_gradients),
+                (part.late_backward, own.late_gradients),
+                (0.0, own.gradients),
+            ):
+                logits = self.logits.gradient if self.logits is not None and module.name == "head" else 0.0
+                moment = {
+                    "activations": held + activations,
+                    "gradients": done + self._new(gradients, gradients_there and not self.fsdp),
+                    "logits": logits,
+                }
+                moments.append(plus(standing, moment))
+            if not self.pipelined:
+                gathered -= own.gathered
+            if accumulates:
+                if self.fsdp and own.accumulated != own.gradients:
+                    # Converted tensor by tensor; the other copy goes as this one comes.
+                    standing = {"gathered": gathered + arriving, "communication": waiting}
+                    moments.append(plus(standing, {"gradients": done + own.gradients + own.accumulated}))
+                done += 0.0 if gradients_there else own.accumulated
+            else:
+                standing = {"gathered": gathered + arriving, "communication": own.reduced}
+                both = {"activations": held, "gradients": done + own.gradients + own.sharded}
+                moments.append(plus(standing, both))
+                waiting = own.reduced
+                done += 0.0 if gradients_there else own.sharded
+        return moments
+
+    @staticmethod
+    def _new(gradients: float, added_in_place: bool) -> float:
+        """Bytes of gradients that are new; each is gone once it is added to one that is there."""
+        return gradients / 4 if added_in_place else gradients
+
+    @property
+    def reduction(self) -> float:
+        """The largest input of a reduce-scatter, and the one before it."""
+        sizes = sorted((module.parameters.reduced for module in self.modules), reverse=True)
+        return sum(sizes[:2]) if self.fsdp else 0.0
