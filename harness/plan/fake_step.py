@@ -42,8 +42,8 @@ from harness.precision.swap import precompute_scales
 Figures = dict[tuple[str, ...], float]
 """What is counted, by ("peak", phase), ("flops",), ("sent", axis), ("kept", stage) and ("rest",); stages are
 those of the rank, from 0."""
-BACKWARD = ("backward", "late")
-"""The two phases of a backward pass, see ``drawn_out``."""
+FORWARD, BACKWARD = ("early forward", "late forward"), ("early backward", "late backward")
+"""The phases of passes, see ``drawn_out``."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _peak_in_flight(job: Job, pp_rank: int, figures: Figures) -> float:
         place = str(own.index(action.stage))
         kept = figures["kept", place]
         # What a phase's peak was measured with, it had itself kept.
-        phases, others = (("forward",), in_flight) if action.kind == "F" else (BACKWARD, in_flight - kept)
+        phases, others = (FORWARD, in_flight) if action.kind == "F" else (BACKWARD, in_flight - kept)
         peak = max(peak, *(others + figures.get(("peak", f"{place} {phase}"), 0.0) for phase in phases))
         # Of a split backward the second half frees.
         in_flight += {"F": kept, "I": 0.0}.get(action.kind, -kept)
@@ -131,9 +131,8 @@ def _passes(job: Job, pp_rank: int) -> list[Action]:
 # Which blocks are run.
 
 
-LEAST_CYCLES, LEAST_BLOCKS = 2, 3
-"""What is left of a stage that repeats itself: a first cycle and a last, and enough blocks that FSDP gathers
-the next while one computes."""
+LEAST_BLOCKS = 2
+"""Blocks behind the first cycle, at least: one's backward runs while another's gradients are reduced."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class Cycle:
     def least(self) -> int:
         """Blocks of the shallowest stage that stands for it, ending within a cycle where the whole ends."""
         over = (self.blocks - self.start) % self.period
-        cycles = max(LEAST_CYCLES, -(-(LEAST_BLOCKS - self.start - over) // self.period))
+        cycles = 1 + max(1, -(-(LEAST_BLOCKS - over) // self.period))
         return min(self.blocks, self.start + over + cycles * self.period)
 
     @property
@@ -172,9 +171,9 @@ def drawn_out(job: Job, pp_rank: int) -> Figures:
     """The figures of a step with all blocks, from steps with few.
 
     Every figure is linear in the number of cycles of each stage: counts because equal blocks count the same,
-    and peaks because a phase's peak falls on the same moment whatever the depth. The phases are chosen so:
-    forward and the loss; backward down to the first cycle, at whose start all activations are there; the rest
-    of it, at whose end all gradients are; the update.
+    and peaks because a phase's peak falls on the same moment whatever the depth. Passes have two phases each,
+    which a block divides, the last of the first cycle: forward up to it, and on to the loss, when all
+    activations are there; backward down to it, and on to the end, when all gradients are.
     """
     stages = split_modules(job.parallelism, job.model.n_layers)
     own = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
@@ -232,8 +231,7 @@ def figures_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) -> 
                 allocate(part, CPU, CPU)
                 _mark_phases(meter, part, place, cycles[index])
             step = _Step(job, mesh, parts, meter)
-            # The first makes what stays: optimizer state, FSDP's buffers. And DTensor runs each operation it
-            # meets for the first time at its global shape, to see what comes of it.
+            # The first step makes what stays: optimizer state, and buffers of FSDP's.
             step.run()
             gc.collect()
             meter.reset()
@@ -256,19 +254,23 @@ def _deeper(names: list[str], depth: int | None) -> set[str]:
 def _mark_phases(meter: Meter, part: Decoder, place: int, cycle: Cycle) -> None:
     """Has a part say where it stands in a pass."""
 
+    def begin(phase: str) -> None:
+        meter.begin(f"{place} {phase}")
+
     def on_gradient(phase: str) -> Any:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: meter.begin(f"{place} {phase}"))
+            tensor.register_hook(lambda _: begin(phase))
 
         return hook
 
-    part.register_forward_pre_hook(lambda *_: meter.begin(f"{place} forward"))
-    part.register_forward_hook(on_gradient("backward"))
+    part.register_forward_pre_hook(lambda *_: begin(FORWARD[0]))
+    part.register_forward_hook(on_gradient(BACKWARD[0]))
     blocks = list(part.blocks.values())
     if blocks:
-        blocks[min(cycle.start + cycle.period, len(blocks)) - 1].register_forward_hook(on_gradient("late"))
+        dividing = blocks[min(cycle.start + cycle.period, len(blocks)) - 1]
+        dividing.register_forward_hook(on_gradient(BACKWARD[1]))
+        dividing.register_forward_hook(lambda *_: begin(FORWARD[1]))
 
 
 class _Step:

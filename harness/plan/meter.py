@@ -10,13 +10,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -64,7 +67,8 @@ class Meter(TorchDispatchMode):
         self._axis_of_group = _axes_of_groups(mesh)
         self._experts = {mesh.experts.get_group(EXPERT).group_name} if mesh.experts is not None else set()
         self._known: dict[int, tuple[weakref.ref, list[int]]] = {}
-        self._resize: Any = None
+        self._counts = True
+        self._undo = ExitStack()
 
     def begin(self, phase: str) -> None:
         """Says what comes next; the phase goes on where it was left."""
@@ -76,31 +80,46 @@ class Meter(TorchDispatchMode):
         self.peaks, self.flops, self.sent, self.times = {}, 0.0, Counter(), 1
 
     def __enter__(self) -> Any:
-        original = self._resize = torch.UntypedStorage.resize_
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         # FSDP frees and allocates what it gathers so, and no operation shows it.
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = original(storage, size)
+            result = resize(storage, size)
             self._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        # DTensor runs an operation at its global shape to see what comes of it: nothing that a rank does.
+        def propagate_(*args: Any) -> Any:
+            self._counts = False
+            try:
+                return propagate(*args)
+            finally:
+                self._counts = True
+
+        self._undo = ExitStack()
+        self._undo.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
+        name = "_propagate_tensor_meta_non_cached"
+        self._undo.enter_context(patch.object(ShardingPropagator, name, propagate_))
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._undo.close()
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _LOCAL for kind in types):
             return NotImplemented
-        result = func(*args, **(kwargs or {}))
+        if not self._counts:
+            return func(*args, **(kwargs or {}))
         name = str(func._overloadpacket)
+        if name == "_c10d_functional.wait_tensor":
+            return args[0]  # as it does with values; without, it makes another tensor
+        result = func(*args, **(kwargs or {}))
         self.flops += self.times * _FLOPS.get(name, _nothing)(*args)
         if name in _SENT:
             group, size = _SENT[name](*args)
             self._send(group.group_name, size, exchange="all_to_all" in name)
-        elif name.startswith(("c10d", "_c10d")) and name not in _SILENT:
+        elif name.startswith(("c10d", "_c10d")):
             raise NotImplementedError(f"nobody has said what {name} sends")
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
@@ -274,4 +293,3 @@ _SENT: dict[str, Callable[..., tuple[ProcessGroup, float]]] = {
     "harness.ring_attention": _ring_sends,
     "harness.ring_attention_backward": _ring_backward_sends,
 }
-_SILENT = {"_c10d_functional.wait_tensor"}

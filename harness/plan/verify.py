@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from harness.job import Job
+from harness.loop.setup import silence_known_noise
 from harness.metrics.memory import GIB, peak_memory_gib
 from harness.model.decoder import Decoder
 from harness.model.shapes import is_expert, parameter_shapes
@@ -30,6 +31,7 @@ from harness.parallelism.pipeline import build_schedule
 from harness.parallelism.stages import stages_of_rank
 from harness.plan.fake import CPU, fake_tensors, pretending, stand_in
 from harness.plan.fake_step import FakeStep, fake_steps
+from harness.plan.meter import WORLD
 from harness.plan.parameters import HIDDEN_DIM, HeldTensor, RankParameters, parameters_of
 from harness.plan.plan import Plan
 from harness.precision.swap import plain
@@ -43,6 +45,8 @@ class VerifiedRank:
     stages: tuple[int, ...]
     parameter_bytes: int
     """Bytes of its parameters, sharded."""
+    buffer_bytes: int
+    """Bytes of what is no parameter: rotation tables, positions, biases that balance experts."""
     gradient_bytes: int
     """Bytes of their gradients, once all are there."""
     optimizer_bytes: int
@@ -83,6 +87,7 @@ def verify(plan: Plan, *, step: bool = False) -> Verified:
         ConfigError: the job cannot be built.
     """
     start = time.perf_counter()
+    silence_known_noise()
     job, notes = stand_in(plan.job)
     if step and not plan.job.data.attend_across_documents:
         notes.append("the step is one of whole sequences: where documents end is not known without data")
@@ -98,6 +103,41 @@ def verify(plan: Plan, *, step: bool = False) -> Verified:
     return Verified(ranks, problems, notes, time.perf_counter() - start, peak_memory_gib("cpu") * GIB)
 
 
+def render_verified(verified: Verified, plan: Plan) -> list[str]:
+    """What came of building a job, for a person, line by line."""
+    dtensors = sum(rank.dtensors for rank in verified.ranks)
+    count = f"{len(verified.ranks)} of {plan.job.world_size} ranks"
+    used = f"{verified.seconds:.0f} s, {verified.memory / GIB:.1f} GiB of this process"
+    agrees = f"{len(verified.problems)} problems" if verified.problems else "agrees with the plan"
+    lines = [f"really built, without values: {count}, {dtensors:,} DTensors; {agrees} ({used})"]
+    lines += [f"  problem: {problem}" for problem in verified.problems]
+    axes = sorted({axis for rank in verified.ranks if rank.step for axis in rank.step.sent} - {WORLD})
+    header = ["pipeline rank", "stages", "parameters", "gradients", "optimizer"]
+    if any(rank.step for rank in verified.ranks):
+        header += ["between steps", "peak alive", "planned peak", "TFLOPs"]
+        header += [f"{axis} sent" for axis in axes]
+    rows = [_row(rank, said.peak, axes) for rank, said in zip(verified.ranks, plan.memory, strict=True)]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        lines.append("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    if axes:
+        lines.append("  a step on fake tensors; planned peaks have what an allocator and a process add")
+    return [*lines, "  in GiB", *(f"  note: {note}" for note in verified.notes)]
+
+
+def _row(rank: VerifiedRank, planned_peak: float, axes: list[str]) -> list[str]:
+    sizes = [rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes]
+    row = [str(rank.pp_rank), ",".join(map(str, rank.stages)), *map(_gib, sizes)]
+    if rank.step is None:
+        return row
+    row += map(_gib, (rank.step.rest, rank.step.peak, planned_peak))
+    return [*row, f"{rank.step.flops / 1e12:,.4g}", *(_gib(rank.step.sent.get(axis, 0.0)) for axis in axes)]
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f}"
+
+
 def _held_once(job: Job, names: Counter[str]) -> Iterator[str]:
     """Problems of the split: parameters that no stage has, that several have, or that are not the model's."""
     of_model = parameter_shapes(job.model)
@@ -107,10 +147,22 @@ def _held_once(job: Job, names: Counter[str]) -> Iterator[str]:
 
 
 def _against_memory(plan: Plan, ranks: Sequence[VerifiedRank]) -> Iterator[str]:
-    """Problems of the plan's memory."""
+    """Problems of the plan's memory: who holds which stages, and what stays between steps."""
     for said, built in zip(plan.memory, ranks, strict=True):
+        where = f"pipeline rank {built.pp_rank}"
         if said.stages != built.stages:
-            yield f"pipeline rank {built.pp_rank}: holds stages {built.stages}, the plan says {said.stages}"
+            yield f"{where}: holds stages {built.stages}, the plan says {said.stages}"
+        if plan.job.parallelism.cpu_offload:
+            continue  # what lies in the host's memory is no part of the device's
+        if built.problems:
+            continue  # they say more
+        planned, least = said.kinds["parameters"], built.parameter_bytes
+        if not least <= planned <= least + built.buffer_bytes:
+            most = f"{least:,} bytes, and {built.buffer_bytes:,} of buffers"
+            yield f"{where}: parameters are {most}; the plan's memory has {planned:,.0f}"
+        planned, least = said.kinds["optimizer"], built.optimizer_bytes
+        if planned != least:
+            yield f"{where}: optimizer state is {least:,} bytes; the plan's memory has {planned:,.0f}"
 
 
 def _build(job: Job, pp_rank: int) -> tuple[VerifiedRank, list[str]]:
@@ -124,17 +176,20 @@ def _build(job: Job, pp_rank: int) -> tuple[VerifiedRank, list[str]]:
         problems = list(_layout_problems(job, mesh, named, said))
         if job.parallelism.pp > 1:
             problems += _schedule_problems(job, mesh, parts)
-        optimizer_bytes, gradient_bytes, found = _optimizer_state(job, parts)
+        # What is laid out otherwise than it should be may not be something that an optimizer takes.
+        optimizer_bytes, gradient_bytes, found = (0, 0, []) if problems else _optimizer_state(job, parts)
         rank = VerifiedRank(
             pp_rank,
             tuple(stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)),
             parameter_bytes=sum(_bytes(parameter) for _, parameter in named),
+            buffer_bytes=sum(_bytes(buffer) for part in parts for buffer in part.buffers()),
             gradient_bytes=gradient_bytes,
             optimizer_bytes=optimizer_bytes,
             dtensors=sum(isinstance(parameter, DTensor) for _, parameter in named),
             problems=[*problems, *found],
         )
-    rank.problems.extend(_byte_problems(rank, said))
+    if not problems:
+        rank.problems.extend(_byte_problems(rank, said))
     if in_stage > 1 and any(_is_uneven(parameter) for _, parameter in named):
         with pretending(first + in_stage - 1, job.world_size):
             mesh = build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled)
