@@ -53,8 +53,7 @@ class RoundedAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
-        state["step"] += 1
-        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        step, (beta1, beta2) = self._count(state), group["betas"]
         kept = [_local(plain(each)) for each in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         value, mean, square = (each.float() for each in kept)
         gradient = _local(parameter.grad).float()  # type: ignore[arg-type]
@@ -67,6 +66,12 @@ class RoundedAdamW(torch.optim.Optimizer):
             # What is float32 was updated in place.
             if target.dtype != torch.float32:
                 target.copy_(computed)
+
+    @staticmethod
+    def _count(state: dict[str, Any]) -> float:
+        """The number of this step, from 1."""
+        state["step"] += 1
+        return float(state["step"])
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,7 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+import torch
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from harness.model.decoder import Decoder
 from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
@@ -19,6 +25,12 @@ from harness.parallelism.config import ParallelismConfig
 
 # A choice made twice could be made differently.
 CHOICES = {"aten.topk.default"}
+# Where experts are a group of FSDP's with hooks of its own, torch's annotations for profilers are operations
+# inside a block, and recomputing it there are others: parameters have been gathered before.
+SAC_IGNORED_OPS |= {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 # Operations by name: some exist only once the module that registers them has been imported.
 KEPT = {
     # Attention costs the most to recompute and its result is small.

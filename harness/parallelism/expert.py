@@ -122,8 +122,7 @@ class ExpertExchange(Exchange):
     def forward(self, x_RC: Tensor, load_E: Tensor, experts: Experts) -> Tensor:
         given = load_E.view(self.ranks, -1)
         got = wait_tensor(all_to_all_single(load_E, None, None, self.group)).view(self.ranks, -1)
-        # Lengths have to be known to whoever sends: the one place where the host waits for the device.
-        sent, received = torch.stack((given.sum(1), got.sum(1))).tolist()
+        sent, received = self._lengths(given, got, x_RC.shape[0])
         x_SC = all_to_all_single_autograd(x_RC, received, sent, self.group)
         # By rank and then by expert, as they come, to by expert.
         expert_S = torch.arange(got.shape[1], device=got.device).repeat(self.ranks)
@@ -132,3 +131,11 @@ class ExpertExchange(Exchange):
         place_S = inverse_of(order_S)
         out_SC = permute(experts(permute(x_SC, order_S, place_S), got.sum(0)), place_S, order_S)
         return all_to_all_single_autograd(out_SC, sent, received, self.group)
+
+    def _lengths(self, given: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int]]:
+        """How many of so many rows go to each rank, and how many come from it.
+
+        They have to be known to whoever sends: the one place where the host waits for the device.
+        """
+        sent, received = torch.stack((given.sum(1), got.sum(1))).tolist()
+        return sent, received

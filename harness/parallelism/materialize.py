@@ -21,9 +21,7 @@ def materialize(part: Decoder, seed: int, device: torch.device, parameter_device
             that offloading does not change a run.
         parameter_device: where parameters live.
     """
-    part.to_empty(device=parameter_device)
-    part.tie_embeddings()
-    part.materialize_buffers(device)
+    allocate(part, device, parameter_device)
     with torch.no_grad():
         for name, parameter in part.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -35,6 +33,13 @@ def materialize(part: Decoder, seed: int, device: torch.device, parameter_device
             for row, expert in enumerate(ranges[0]):
                 full = draw(f"{name}.{expert}", shape[1:], part.config, seed, device)
                 local[row].copy_(full[_slices(ranges[1:])])
+
+
+def allocate(part: Decoder, device: torch.device, parameter_device: torch.device) -> None:
+    """Gives a part its memory, and buffers their values."""
+    part.to_empty(device=parameter_device)
+    part.tie_embeddings()
+    part.materialize_buffers(device)
 
 
 def local_ranges(parameter: Tensor) -> list[range]:

@@ -49,8 +49,8 @@ def build_schedule(
             index,
             total,
             device,
-            input_args=_boundary(job, mesh, part, index, entering=True),
-            output_args=_boundary(job, mesh, part, index, entering=False),
+            input_args=boundary(job, mesh, part, index, entering=True),
+            output_args=boundary(job, mesh, part, index, entering=False),
             group=mesh.group("pp"),
         )
         for index, part in zip(stages_of_rank(layout, n_layers, mesh.rank("pp")), parts, strict=True)
@@ -118,7 +118,7 @@ def _forward_of(action: _Action) -> list[_Action]:
     return [action] if action.computation_type in _FORWARD_TYPES else []
 
 
-def _boundary(job: Job, mesh: Mesh, part: Decoder, index: int, entering: bool) -> Tensor:
+def boundary(job: Job, mesh: Mesh, part: Decoder, index: int, entering: bool) -> Tensor:
     """An example, without values, of what enters or leaves a stage on this rank, one microbatch of it.
 
     Said here, it spares torch a trial forward and backward pass to find out. What requires a gradient

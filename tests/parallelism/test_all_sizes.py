@@ -7,8 +7,6 @@ alone, not from the layout code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -17,8 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.compose import compose_job
 from harness.job import Job
@@ -29,6 +25,7 @@ from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.materialize import local_ranges
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import lay_out
+from harness.plan.fake import pretending
 
 CPU = torch.device("cpu")
 SEQ_LEN = 2048
@@ -137,19 +134,6 @@ def composed(model: str, degrees: str) -> Job:
             f"training.global_batch_size={batch * data_parallel}",
         ]
     )
-
-
-@contextmanager
-def pretending(rank: int, world_size: int) -> Iterator[None]:
-    """This process is a rank of a world whose other ranks are not there; afterwards it is none."""
-    _clear_sharding_prop_cache()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        # Cached sharding decisions hold meshes of groups that are gone.
-        _clear_sharding_prop_cache()
 
 
 def laid_out(job: Job, rank: int) -> list[Decoder]:

@@ -1,0 +1,350 @@
+"""The same job, really built: what every pipeline rank holds, on a pretended world, against the plan.
+
+Laying out, the optimizer and the schedule are those of training. Values are left out, and ranks that hold the
+same as another: of each pipeline rank the first is built, and the last where shards are uneven.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from harness.job import Job
+from harness.loop.setup import silence_known_noise
+from harness.metrics.memory import GIB, peak_memory_gib
+from harness.model.decoder import Decoder
+from harness.model.shapes import is_expert, parameter_shapes
+from harness.optimizer.build import build_optimizer
+from harness.parallelism.fsdp import needs_fsdp
+from harness.parallelism.loss import TokenLoss
+from harness.parallelism.materialize import allocate
+from harness.parallelism.mesh import EXPERT, EXPERT_SHARD, EXPERT_TENSOR, SHARD, Mesh, build_mesh
+from harness.parallelism.parallelize import lay_out
+from harness.parallelism.pipeline import build_schedule
+from harness.parallelism.stages import stages_of_rank
+from harness.plan.fake import CPU, fake_tensors, pretending, stand_in
+from harness.plan.fake_step import FakeStep, fake_steps
+from harness.plan.meter import WORLD
+from harness.plan.parameters import HIDDEN_DIM, HeldTensor, RankParameters, parameters_of
+from harness.plan.plan import Plan
+from harness.precision.swap import plain
+
+
+@dataclass(frozen=True)
+class VerifiedRank:
+    """What the first rank of a pipeline rank holds, as it was built."""
+
+    pp_rank: int
+    stages: tuple[int, ...]
+    parameter_bytes: int
+    """Bytes of its parameters, sharded."""
+    buffer_bytes: int
+    """Bytes of what is no parameter: rotation tables, positions, biases that balance experts."""
+    gradient_bytes: int
+    """Bytes of their gradients, once all are there."""
+    optimizer_bytes: int
+    """Bytes of what the optimizer has made for them."""
+    dtensors: int
+    """Parameters that are DTensors; the others lie whole on the rank."""
+    problems: list[str] = field(default_factory=list)
+    """Where it is not what the plan says."""
+    step: FakeStep | None = None
+    """What a step takes, where one was run."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of building a job."""
+
+    ranks: list[VerifiedRank]
+    """One for each pipeline rank."""
+    problems: list[str]
+    """Everything that is not what the plan says, of ranks and of all together; empty when all agrees."""
+    notes: list[str]
+    """What had to be left out or replaced, for there is no GPU."""
+    seconds: float
+    """Time it took."""
+    memory: float
+    """Peak of this process's resident memory, bytes."""
+
+
+def verify(plan: Plan, *, step: bool = False) -> Verified:
+    """Builds what every pipeline rank of a plan's job holds and compares.
+
+    Args:
+        plan: the plan.
+        step: whether to run a step of each pipeline rank too, on fake tensors.
+
+    Raises:
+        UserError: this process is a rank already.
+        ConfigError: the job cannot be built.
+    """
+    start = time.perf_counter()
+    silence_known_noise()
+    job, notes = stand_in(plan.job)
+    if step and not plan.job.data.attend_across_documents:
+        notes.append("the step is one of whole sequences: where documents end is not known without data")
+    ranks, names = [], Counter[str]()
+    for pp_rank in range(job.parallelism.pp):
+        rank, held = _build(job, pp_rank)
+        names.update(held)
+        ranks.append(rank)
+    problems = [f"pipeline rank {rank.pp_rank}: {problem}" for rank in ranks for problem in rank.problems]
+    problems += [*_held_once(job, names), *_against_memory(plan, ranks)]
+    if step:
+        ranks = [replace(rank, step=of_rank) for rank, of_rank in zip(ranks, fake_steps(job), strict=True)]
+    return Verified(ranks, problems, notes, time.perf_counter() - start, peak_memory_gib("cpu") * GIB)
+
+
+def render_verified(verified: Verified, plan: Plan) -> list[str]:
+    """What came of building a job, for a person, line by line."""
+    dtensors = sum(rank.dtensors for rank in verified.ranks)
+    count = f"{len(verified.ranks)} of {plan.job.world_size} ranks"
+    used = f"{verified.seconds:.0f} s, {verified.memory / GIB:.1f} GiB of this process"
+    agrees = f"{len(verified.problems)} problems" if verified.problems else "agrees with the plan"
+    lines = [f"really built, without values: {count}, {dtensors:,} DTensors; {agrees} ({used})"]
+    lines += [f"  problem: {problem}" for problem in verified.problems]
+    axes = sorted({axis for rank in verified.ranks if rank.step for axis in rank.step.sent} - {WORLD})
+    header = ["pipeline rank", "stages", "parameters", "gradients", "optimizer"]
+    if any(rank.step for rank in verified.ranks):
+        header += ["between steps", "peak alive", "planned peak", "TFLOPs"]
+        header += [f"{axis} sent" for axis in axes]
+    rows = [_row(rank, said.peak, axes) for rank, said in zip(verified.ranks, plan.memory, strict=True)]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        lines.append("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    if axes:
+        lines.append("  a step on fake tensors; planned peaks have what an allocator and a process add")
+    return [*lines, "  in GiB", *(f"  note: {note}" for note in verified.notes)]
+
+
+def _row(rank: VerifiedRank, planned_peak: float, axes: list[str]) -> list[str]:
+    sizes = [rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes]
+    row = [str(rank.pp_rank), ",".join(map(str, rank.stages)), *map(_gib, sizes)]
+    if rank.step is None:
+        return row
+    row += map(_gib, (rank.step.rest, rank.step.peak, planned_peak))
+    return [*row, f"{rank.step.flops / 1e12:,.4g}", *(_gib(rank.step.sent.get(axis, 0.0)) for axis in axes)]
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f}"
+
+
+def _held_once(job: Job, names: Counter[str]) -> Iterator[str]:
+    """Problems of the split: parameters that no stage has, that several have, or that are not the model's."""
+    of_model = parameter_shapes(job.model)
+    for name in [*of_model, *(name for name in names if name not in of_model)]:
+        if names[name] != 1 or name not in of_model:
+            yield f"{name}: {names[name]} stages hold it, the model has {int(name in of_model)}"
+
+
+def _against_memory(plan: Plan, ranks: Sequence[VerifiedRank]) -> Iterator[str]:
+    """Problems of the plan's memory: who holds which stages, and what stays between steps."""
+    for said, built in zip(plan.memory, ranks, strict=True):
+        where = f"pipeline rank {built.pp_rank}"
+        if said.stages != built.stages:
+            yield f"{where}: holds stages {built.stages}, the plan says {said.stages}"
+        if plan.job.parallelism.cpu_offload:
+            continue  # what lies in the host's memory is no part of the device's
+        if built.problems:
+            continue  # they say more
+        planned, least = said.kinds["parameters"], built.parameter_bytes
+        if not least <= planned <= least + built.buffer_bytes:
+            most = f"{least:,} bytes, and {built.buffer_bytes:,} of buffers"
+            yield f"{where}: parameters are {most}; the plan's memory has {planned:,.0f}"
+        planned, least = said.kinds["optimizer"], built.optimizer_bytes
+        if planned != least:
+            yield f"{where}: optimizer state is {least:,} bytes; the plan's memory has {planned:,.0f}"
+
+
+def _build(job: Job, pp_rank: int) -> tuple[VerifiedRank, list[str]]:
+    """Builds the first rank of a pipeline rank, and the last where shards are uneven; with the names."""
+    said, in_stage = parameters_of(job, pp_rank), job.world_size // job.parallelism.pp
+    first = pp_rank * in_stage
+    with pretending(first, job.world_size):
+        mesh = build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled)
+        parts = lay_out(job, mesh, CPU)
+        named = [pair for part in parts for pair in part.named_parameters()]
+        problems = list(_layout_problems(job, mesh, named, said))
+        if job.parallelism.pp > 1:
+            problems += _schedule_problems(job, mesh, parts)
+        # What is laid out otherwise than it should be may not be something that an optimizer takes.
+        optimizer_bytes, gradient_bytes, found = (0, 0, []) if problems else _optimizer_state(job, parts)
+        rank = VerifiedRank(
+            pp_rank,
+            tuple(stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)),
+            parameter_bytes=sum(_bytes(parameter) for _, parameter in named),
+            buffer_bytes=sum(_bytes(buffer) for part in parts for buffer in part.buffers()),
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=optimizer_bytes,
+            dtensors=sum(isinstance(parameter, DTensor) for _, parameter in named),
+            problems=[*problems, *found],
+        )
+    if not problems:
+        rank.problems.extend(_byte_problems(rank, said))
+    if in_stage > 1 and any(_is_uneven(parameter) for _, parameter in named):
+        with pretending(first + in_stage - 1, job.world_size):
+            mesh = build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled)
+            last = [pair for part in lay_out(job, mesh, CPU) for pair in part.named_parameters()]
+            rank.problems.extend(f"last rank: {found}" for found in _layout_problems(job, mesh, last, said))
+    return rank, [name for name, _ in named]
+
+
+def _is_uneven(parameter: Tensor) -> bool:
+    """Whether other ranks hold less of it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    pieces = prod(
+        size
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        if not placement.is_replicate()
+    )
+    return parameter.to_local().numel() * pieces != parameter.numel()
+
+
+def _layout_problems(
+    job: Job, mesh: Mesh, named: Sequence[tuple[str, Tensor]], said: RankParameters
+) -> Iterator[str]:
+    """Problems of shapes, placements and formats."""
+    tensors = {tensor.name: tensor for tensor in said.tensors if not tensor.is_buffer}
+    for name in tensors.keys() - {name for name, _ in named}:
+        yield f"{name}: is not there"
+    for name, parameter in named:
+        if name not in tensors:
+            yield f"{name}: is not the stage's"
+            continue
+        for what, built, expected in _compared(job, mesh, parameter, tensors[name]):
+            if built != expected:
+                yield f"{name}: {what} is {built}, expected {expected}"
+
+
+def _compared(
+    job: Job, mesh: Mesh, parameter: Tensor, tensor: HeldTensor
+) -> Iterator[tuple[str, object, object]]:
+    """What a parameter is and what it should be, in words."""
+    yield "format", str(parameter.dtype).removeprefix("torch."), job.precision.master_dtype
+    yield "shape", tuple(parameter.shape), tensor.whole
+    expected = _splits(job, mesh, tensor)
+    built: dict[str, tuple[int, int | None]] = {}
+    places: dict[str, int] = {}
+    if isinstance(parameter, DTensor):
+        axes, on = parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh
+        dims = [getattr(placement, "dim", None) for placement in parameter.placements]
+        built = dict(zip(axes, zip(on.shape, dims, strict=True), strict=True))
+        places = dict(zip(axes, on.get_coordinate() or (), strict=True))
+        parameter = parameter.to_local()
+    yield "ranks and dimension of every axis", built, expected
+    if built == expected:
+        yield "shape here", tuple(parameter.shape), _own_shape(tensor.whole, expected, places)
+        if not any(places.values()):
+            yield "shape on the first rank", tuple(parameter.shape), tensor.sharded
+
+
+def _splits(job: Job, mesh: Mesh, tensor: HeldTensor) -> dict[str, tuple[int, int | None]]:
+    """Ranks of every mesh axis that a parameter lies on, and the dimension that they share, if any.
+
+    In the order of the mesh: replicas, FSDP, and inside of it tensor or expert parallel.
+    """
+    layout, axes = job.parallelism, dict[str, tuple[int, int | None]]()
+    expert, sharded = is_expert(tensor.name), needs_fsdp(layout, job.precision, mesh)
+    if sharded and layout.dp_replicate > 1:
+        axes["dp_replicate"] = layout.dp_replicate, None
+    if expert and layout.lays_out_experts:
+        if sharded:
+            shared = next((dim for dim in (0, 1) if tensor.gathered[dim] != tensor.sharded[dim]), 0)
+            axes[EXPERT_SHARD] = layout.expert_shards, shared
+        if layout.ep > 1:
+            axes[EXPERT] = layout.ep, 0
+        if layout.splits_experts:
+            axes[EXPERT_TENSOR] = layout.tp, HIDDEN_DIM.get(tensor.name.rsplit(".", 1)[1])
+        return axes
+    if sharded:
+        whole = not expert or tensor.gathered[0] % layout.expert_shards == 0
+        axes[SHARD] = layout.parameter_shards, 0 if whole else 1
+    if layout.tp > 1:
+        pairs = enumerate(zip(tensor.whole, tensor.gathered, strict=True))
+        axes["tp"] = layout.tp, next((dim for dim, (all_, here) in pairs if all_ != here), None)
+    return axes
+
+
+def _own_shape(
+    whole: tuple[int, ...], axes: dict[str, tuple[int, int | None]], places: dict[str, int]
+) -> tuple[int, ...]:
+    """The shape of a rank's piece: FSDP, the outer axis, shares what the inner ones have cut."""
+    shape = list(whole)
+    for axis, (ranks, dim) in reversed(axes.items()):
+        if dim is not None:
+            # As torch.chunk cuts: pieces of equal length while there are rows, then a shorter one, then none.
+            longest = -(-shape[dim] // ranks)
+            shape[dim] = max(0, min(longest, shape[dim] - longest * places[axis]))
+    return tuple(shape)
+
+
+def _schedule_problems(job: Job, mesh: Mesh, parts: list[Decoder]) -> list[str]:
+    """Makes torch's schedule, which refuses what it cannot run, and asks for its stages."""
+    schedule = build_schedule(job, mesh, parts, TokenLoss(job.model.vocab_size, None), CPU)
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    built = [stage.stage_index for stage in stages]
+    expected = stages_of_rank(job.parallelism, job.model.n_layers, mesh.rank("pp"))
+    return [] if built == expected else [f"torch's schedule has stages {built}, expected {expected}"]
+
+
+def _optimizer_state(job: Job, parts: list[Decoder]) -> tuple[int, int, list[str]]:
+    """Has the optimizer make its state, from gradients as FSDP leaves them.
+
+    Returns:
+        Bytes of the state, bytes of the gradients, and problems.
+    """
+    problems = []
+    with fake_tensors():
+        for part in parts:
+            allocate(part, CPU, CPU)
+        named = [pair for part in parts for pair in part.named_parameters()]
+        optimizer = build_optimizer(job.optimizer, named)
+        for _, parameter in named:
+            parameter.grad = torch.empty_like(plain(parameter))
+        gradient_bytes = sum(_bytes(p.grad) for _, p in named if p.grad is not None)
+        optimizer.step()
+        dtype, state_bytes = getattr(torch, job.optimizer.state_dtype or "float32"), 0
+        for name, parameter in named:
+            state = optimizer.state[parameter]
+            state_bytes += sum(map(_bytes, state.values()))
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key not in state:
+                    problems.append(f"{name}: the optimizer has made no {key}")
+                elif _is_like(state[key], parameter) != (True, dtype):
+                    problems.append(f"{name}: {key} is not placed as the parameter is, or not {dtype}")
+    return state_bytes, gradient_bytes, problems
+
+
+def _is_like(state: Tensor, parameter: Tensor) -> tuple[bool, torch.dtype]:
+    """Whether it has a parameter's shape and placements; its format."""
+    like = state.shape == parameter.shape and isinstance(state, DTensor) == isinstance(parameter, DTensor)
+    if like and isinstance(state, DTensor) and isinstance(parameter, DTensor):
+        like = state.placements == parameter.placements and state.device_mesh == parameter.device_mesh
+        like = like and state.to_local().shape == parameter.to_local().shape
+    return like, state.dtype
+
+
+def _byte_problems(rank: VerifiedRank, said: RankParameters) -> Iterator[str]:
+    """Problems of the sums."""
+    for what, built, planned in (
+        ("parameters", rank.parameter_bytes, said.parameter_bytes),
+        ("gradients", rank.gradient_bytes, said.gradient_bytes),
+        ("optimizer state", rank.optimizer_bytes, said.optimizer_bytes),
+    ):
+        if built != planned:
+            yield f"{what} are {built:,} bytes, the plan says {planned:,}"
+
+
+def _bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
