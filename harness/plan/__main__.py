@@ -84,7 +84,7 @@ def _verify(made: Plan, *, step: bool, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(f"{dumps(dataclasses.asdict(verified), indent=2)}\n")
     else:
-        sys.stdout.write(render_verified(verified))
+        sys.stdout.write("\n".join(render_verified(verified, made)) + "\n")
     return EXIT_OK
 
 
