@@ -1,76 +1,45 @@
-"""The rows of torchtitan's tables of December 2024, each with the overrides that make its job.
-
-Figures come from ``experiments/llama3_h100/published.csv``. What the tables leave open is as torchtitan had
-it then: the loss was not compiled ("causes CUDA errors, turning off for now", train.py), and a pipeline whose
-microbatches are not said ran as many as it has ranks (pipeline_parallel_microbatches), so those of table 5
-are of four sequences each. Throughput says the same: interleaving gains 28 %, which is what 8 microbatches
-over 8 ranks give, (8 + 7) / (8 + 7 / 2) = 1.30; with 32 of one sequence it would be 1.10.
-"""
+"""The rows of torchtitan's tables of December 2024, each with its job of experiments/llama3_h100."""
 
 from __future__ import annotations
 
-import csv
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-CSV = Path(__file__).resolve().parents[2] / "experiments" / "llama3_h100" / "published.csv"
+from harness.compose import compose_points
+from harness.job import Job
+from harness.report.published import Published, find, read
 
-RECIPE = (
-    *("data=synthetic", "tokenizer=bytes", "checkpoint=disabled", "cluster=slurm", "precision=bf16"),
-    *("cluster.ranks_per_node=8", "model.max_seq_len=262144", "training.steps=1000"),
-)
-FLOAT8 = (
-    "precision=float8_tensorwise",
-    "precision.enable_fsdp_float8_all_gather=true",
-    "precision.precompute_float8_dynamic_scale_for_fsdp=true",
-)
-COMPILE = ("compile=on", "compile.components=[blocks]")
-MODELS = {"llama3.1-8B": "llama3_8b", "llama3.1-70B": "llama3_70b", "llama3.1-405B": "llama3_405b"}
-DEGREES = {"FSDP": "dp_shard", "TP": "tp", "PP": "pp", "CP": "cp"}
-RECOMPUTED = {"selective": "selective_op", "full": "full"}
+FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "llama3_h100"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published row."""
+    """One published row, and the job on the machine it was measured on."""
 
-    name: str
-    overrides: tuple[str, ...]
-    memory_gib: float
-    tps: float
-    """Tokens per second and GPU."""
+    published: Published
+    job: Job
 
-
-def _row(line: dict[str, str]) -> Row:
-    degrees = dict(_degree(word) for word in line["parallel_layout"].split())
-    batch = int(line["local_batch_size"])
-    overrides = [
-        *RECIPE,
-        f"model={MODELS[line['model']]}",
-        f"training.seq_len={line['seq_len']}",
-        f"training.local_batch_size={batch}",
-        f"training.global_batch_size={batch * degrees['dp_shard']}",
-        f"activation_checkpoint={RECOMPUTED[line['ac_mode']]}",
-        *(f"parallelism.{axis}={degree}" for axis, degree in degrees.items()),
-    ]
-    overrides += FLOAT8 if line["quantization"] == "float8_tensorwise" else ()
-    overrides += COMPILE if line["compile"] == "yes" else ()
-    overrides += ["parallelism.async_tp=true"] if line["async_tp"] == "yes" else []
-    if "pp" in degrees:
-        overrides += [
-            f"parallelism.pp_schedule={line['pp_schedule']}",
-            f"parallelism.pp_microbatch_size={batch // degrees['pp']}",
-        ]
-    words = [line["model"].removeprefix("llama3.1-"), line["parallel_layout"], line["seq_len"]]
-    words += [line["quantization"], "compile" if line["compile"] == "yes" else "eager"]
-    words += ["async"] * (line["async_tp"] == "yes") + [line["pp_schedule"]] * bool(line["pp_schedule"])
-    return Row(" ".join(words), tuple(overrides), float(line["memory_gib"]), float(line["tps_per_gpu"]))
+    @property
+    def name(self) -> str:
+        """Where it stands, and what tells it from the others there."""
+        of = self.published.recipe
+        words = [self.published.table, self.published.layout, str(of.seq_len), of.linear, of.schedule]
+        return " ".join([*words, "compile" * of.compiled, "async" * of.async_tp])
 
 
-def _degree(word: str) -> tuple[str, int]:
-    letters = word.rstrip("0123456789")
-    return DEGREES[letters], int(word[len(letters) :])
+def _rows() -> list[Row]:
+    found = []
+    published = read(FOLDER)
+    for table in sorted({row.table for row in published}):
+        own = [row for row in published if row.table == table]
+        for point in compose_points([f"experiment=llama3_h100/{table}"]):
+            assert point.job is not None, point.reason
+            row = find(point.job, own)
+            assert row is not None, point.overrides
+            cluster = dataclasses.replace(point.job.cluster, accelerator=row.accelerator)
+            found.append(Row(row, dataclasses.replace(point.job, cluster=cluster)))
+    return found
 
 
-with CSV.open(newline="") as _file:
-    ROWS = [_row(line) for line in csv.DictReader(_file)]
+ROWS = _rows()
