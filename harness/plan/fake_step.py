@@ -286,7 +286,7 @@ class _Step:
             if part.output is not None and job.training.loss_chunks > 1:
                 part.output.loss = ChunkedLoss(self.loss, job.training.loss_chunks, vocabulary, None)
         self.balance = Balance(job, parts, CPU)
-        named = [pair for part in parts for pair in part.named_parameters()]
+        named: list[tuple[str, Tensor]] = [pair for part in parts for pair in part.named_parameters()]
         self.parameters = [parameter for _, parameter in named]
         self.optimizer = build_optimizer(job.optimizer, named)
         in_backward = job.optimizer.in_backward
@@ -294,7 +294,7 @@ class _Step:
         layout, self.positions = job.parallelism, None
         if layout.cp > 1:
             self.positions = local_positions(layout, job.training.seq_len, mesh.rank("cp"))
-        self.schedule = None if layout.pp == 1 else build_schedule(job, mesh, parts, self.loss, CPU)
+        self.schedule: Any = None if layout.pp == 1 else build_schedule(job, mesh, parts, self.loss, CPU)
 
     def run(self) -> None:
         precision = self.job.precision

@@ -130,7 +130,7 @@ class Meter(TorchDispatchMode):
         # Axes that have the whole world can be one group: rows that go to experts are exchanged.
         axis = "ep" if exchange and group in self._experts else self._axis_of_group[group]
         if size:
-            self.sent[axis] += self.times * size
+            self.sent[axis] += round(self.times * size)
 
     def _book(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -166,7 +166,9 @@ def _axes_of_groups(mesh: Mesh) -> dict[str, str]:
     if mesh.context is not None:
         axes[mesh.context.group_name] = "cp"
     for device_mesh in (mesh.experts, mesh.device_mesh):
-        for name in () if device_mesh is None else device_mesh.mesh_dim_names or ():
+        if device_mesh is None:
+            continue
+        for name in device_mesh.mesh_dim_names or ():
             axes[device_mesh.get_group(name).group_name] = _AXES[name]
     return axes
 
