@@ -107,6 +107,11 @@ def _really(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def stages_in(schedule: Any) -> list[Any]:
+    """torch's stages in one of its schedules."""
+    return getattr(schedule, "_stages", None) or [schedule._stage]
+
+
 def without_values(part: Decoder) -> None:
     """Replaces, in a model part, what needs values or a GPU's kernel."""
     for module in part.modules():

@@ -33,7 +33,7 @@ from harness.parallelism.mesh import Mesh, build_mesh
 from harness.parallelism.parallelize import lay_out
 from harness.parallelism.pipeline import boundary, build_schedule
 from harness.parallelism.stages import split_modules, stages_of_rank
-from harness.plan.fake import CPU, fake_tensors, pretending, without_values
+from harness.plan.fake import CPU, fake_tensors, pretending, stages_in, without_values
 from harness.plan.meter import Meter
 from harness.plan.order import pipeline_order
 from harness.plan.plan import Action
@@ -52,7 +52,8 @@ class FakeStep:
 
     peak: float
     """Most bytes of tensors alive. With a pipeline: while as many microbatches are in flight as the schedule
-    has; of each, what forward leaves for backward is counted, measured on one."""
+    has. What forward leaves for backward is counted for each of them, measured on one; what stages receive
+    into, which torch allocates for all microbatches at once, is left out."""
     peak_of_one: float
     """The same with one microbatch in flight; without a pipeline, the same as ``peak``."""
     rest: float
@@ -286,15 +287,15 @@ class _Step:
             if part.output is not None and job.training.loss_chunks > 1:
                 part.output.loss = ChunkedLoss(self.loss, job.training.loss_chunks, vocabulary, None)
         self.balance = Balance(job, parts, CPU)
-        named: list[tuple[str, Tensor]] = [pair for part in parts for pair in part.named_parameters()]
-        self.parameters = [parameter for _, parameter in named]
+        named = [pair for part in parts for pair in part.named_parameters()]
+        self.parameters: list[Tensor] = [parameter for _, parameter in named]
         self.optimizer = build_optimizer(job.optimizer, named)
         in_backward = job.optimizer.in_backward
         self.updater = UpdateInBackward(self.optimizer, self.parameters, mesh, CPU) if in_backward else None
         layout, self.positions = job.parallelism, None
         if layout.cp > 1:
             self.positions = local_positions(layout, job.training.seq_len, mesh.rank("cp"))
-        self.schedule: Any = None if layout.pp == 1 else build_schedule(job, mesh, parts, self.loss, CPU)
+        self.schedule = None if layout.pp == 1 else build_schedule(job, mesh, parts, self.loss, CPU)
 
     def run(self) -> None:
         precision = self.job.precision
@@ -320,7 +321,7 @@ class _Step:
 
     def _run_stages(self) -> None:
         """With one: every stage takes a microbatch at a time, forward and at once backward."""
-        stages = getattr(self.schedule, "_stages", None) or [self.schedule._stage]
+        stages = stages_in(self.schedule)
         microbatches = Counter(a.stage for a in _passes(self.job, self.mesh.rank("pp")) if a.kind == "F")
         for again in (False, True):
             # The first gathers parameters, the others find them gathered.

@@ -8,7 +8,7 @@ one forward pass of a module before its backward. What is seen here are the oper
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -61,7 +61,7 @@ class Meter(TorchDispatchMode):
         self.live = 0
         self.peaks: dict[str, int] = {}
         self.flops = 0.0
-        self.sent: Counter[str] = Counter()
+        self.sent: dict[str, float] = defaultdict(float)
         self.times = 1
         self._phase = ""
         self._axis_of_group = _axes_of_groups(mesh)
@@ -77,7 +77,7 @@ class Meter(TorchDispatchMode):
 
     def reset(self) -> None:
         """Forgets all but what is alive."""
-        self.peaks, self.flops, self.sent, self.times = {}, 0.0, Counter(), 1
+        self.peaks, self.flops, self.sent, self.times = {}, 0.0, defaultdict(float), 1
 
     def __enter__(self) -> Any:
         resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
@@ -130,7 +130,7 @@ class Meter(TorchDispatchMode):
         # Axes that have the whole world can be one group: rows that go to experts are exchanged.
         axis = "ep" if exchange and group in self._experts else self._axis_of_group[group]
         if size:
-            self.sent[axis] += round(self.times * size)
+            self.sent[axis] += self.times * size
 
     def _book(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -165,9 +165,7 @@ def _axes_of_groups(mesh: Mesh) -> dict[str, str]:
     axes = {dist.group.WORLD.group_name: WORLD}  # type: ignore[union-attr]
     if mesh.context is not None:
         axes[mesh.context.group_name] = "cp"
-    for device_mesh in (mesh.experts, mesh.device_mesh):
-        if device_mesh is None:
-            continue
+    for device_mesh in filter(None, (mesh.experts, mesh.device_mesh)):
         for name in device_mesh.mesh_dim_names or ():
             axes[device_mesh.get_group(name).group_name] = _AXES[name]
     return axes

@@ -29,7 +29,7 @@ from harness.parallelism.mesh import EXPERT, EXPERT_SHARD, EXPERT_TENSOR, SHARD,
 from harness.parallelism.parallelize import lay_out
 from harness.parallelism.pipeline import build_schedule
 from harness.parallelism.stages import stages_of_rank
-from harness.plan.fake import CPU, fake_tensors, pretending, stand_in
+from harness.plan.fake import CPU, fake_tensors, pretending, stages_in, stand_in
 from harness.plan.fake_step import FakeStep, fake_steps
 from harness.plan.meter import WORLD
 from harness.plan.parameters import HIDDEN_DIM, HeldTensor, RankParameters, parameters_of
@@ -291,8 +291,7 @@ def _own_shape(
 def _schedule_problems(job: Job, mesh: Mesh, parts: list[Decoder]) -> list[str]:
     """Makes torch's schedule, which refuses what it cannot run, and asks for its stages."""
     schedule = build_schedule(job, mesh, parts, TokenLoss(job.model.vocab_size, None), CPU)
-    stages = getattr(schedule, "_stages", None) or [schedule._stage]
-    built = [stage.stage_index for stage in stages]
+    built = [stage.stage_index for stage in stages_in(schedule)]
     expected = stages_of_rank(job.parallelism, job.model.n_layers, mesh.rank("pp"))
     return [] if built == expected else [f"torch's schedule has stages {built}, expected {expected}"]
 
