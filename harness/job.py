@@ -67,6 +67,14 @@ class Job:
         return Path(self.runs_dir) / self.name / self.id
 
     @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP has anything to shard, replicate, cast or offload."""
+        layout = self.parallelism
+        of_experts = layout.expert_shards if self.model.moe.enabled and layout.lays_out_experts else 1
+        replicas = layout.dp_replicate * max(layout.parameter_shards, of_experts)
+        return replicas > 1 or self.precision.needs_fsdp or layout.cpu_offload
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.parallelism.world_size

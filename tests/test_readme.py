@@ -17,6 +17,8 @@ from harness.download import DownloadJob
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.parity import ParityJob
+from harness.plan.config import PlanJob
+from harness.report.__main__ import _parser as _report_parser
 from harness.sweep.__main__ import _parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +46,11 @@ def test_harness_commands_compose(command: str, monkeypatch: pytest.MonkeyPatch)
         arguments = _parser().parse_args(words[module + 1 :])
         assert str(arguments.folder).startswith("runs/")
         return
-    schemas = {"bench": BenchJob, "parity": ParityJob, "convert": ConvertJob, "download": DownloadJob}
+    if verb == "report":
+        folder = _report_parser().parse_args(words[module + 1 :]).folder
+        assert str(folder).startswith("runs/") or (ROOT / folder).is_dir()
+        return
+    schemas = {"plan": PlanJob, "bench": BenchJob, "parity": ParityJob, "convert": ConvertJob, "download": DownloadJob}
     schema, name = schemas.get(verb, Job), verb
     if words[0] == "torchrun":
         monkeypatch.setenv("RANK", "0")

@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from harness.model.config import ModelConfig
-from harness.model.shapes import block_shapes, is_buffer, is_expert
-
-# By the last parts of a weight's name, how tensor parallel splits it; modules say the same in their sharding.
-# What is in neither list every rank multiplies whole.
-_COLUMN: tuple[str, ...] = (
-    *("wq", "wk", "wv", "wq_b", "wkv_b", "feed_forward.w1", "feed_forward.w3"),
-    *("shared_experts.w1", "shared_experts.w3", "experts.w1", "experts.w3"),
-)
-_ROW = ("wo", "feed_forward.w2", "shared_experts.w2", "experts.w2")
+from harness.model.shapes import block_shapes, is_buffer, is_expert, linear_split
 
 
 @dataclass(frozen=True)
@@ -102,7 +94,7 @@ def block_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations
                 "moe.experts" if is_expert(name) else stem,
                 inputs=shape[-1],
                 outputs=shape[-2],
-                split=_split(stem),
+                split=linear_split(stem),
                 experts=experts,
                 copies=model.moe.top_k if is_expert(name) else 1,
             )
@@ -136,9 +128,3 @@ def block_weights(model: ModelConfig, layer: int) -> tuple[int, int]:
     sizes = {name: prod(shape) for name, shape in block_shapes(model, layer).items() if not is_buffer(name)}
     experts = sum(size for name, size in sizes.items() if is_expert(name))
     return experts, sum(sizes.values()) - experts
-
-
-def _split(stem: str) -> str:
-    if stem.endswith(_COLUMN):
-        return "column"
-    return "row" if stem.endswith(_ROW) else "none"

@@ -7,6 +7,9 @@ from harness.model.config import ModelConfig
 BALANCE_BIAS = "moe.balance_bias"
 """The one tensor that is kept and no optimizer updates; float32 always."""
 
+_COLUMN = {"wq", "wk", "wv", "wq_b", "wkv_b", "w1", "w3", "output"}
+_ROW = {"wo", "w2"}
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -40,6 +43,19 @@ def is_buffer(name: str) -> bool:
 def is_expert(name: str) -> bool:
     """Whether a tensor has the values of all experts of a block, stacked along its first dimension."""
     return ".moe.experts." in f".{name}"
+
+
+def linear_split(name: str) -> str:
+    """How tensor parallelism splits a linear or the experts: what their modules say in ``sharding``.
+
+    Args:
+        name: of the linear, or of one of the experts' stacks, without ``.weight``.
+
+    Returns:
+        ``column``: by outputs, ``row``: by inputs, ``none``: every rank has all of it.
+    """
+    last = name.rpartition(".")[2]
+    return "column" if last in _COLUMN else "row" if last in _ROW else "none"
 
 
 def block_prefix(config: ModelConfig, layer: int) -> str:

@@ -28,13 +28,6 @@ from harness.parallelism.mesh import EXPERT_SHARD, SHARD, Mesh
 from harness.precision.config import PrecisionConfig
 
 
-def needs_fsdp(layout: ParallelismConfig, precision: PrecisionConfig, mesh: Mesh) -> bool:
-    """Whether anything is sharded, replicated, cast or offloaded."""
-    of_experts = layout.expert_shards if mesh.experts is not None else 1
-    replicas = layout.dp_replicate * max(layout.parameter_shards, of_experts)
-    return replicas > 1 or precision.needs_fsdp or layout.cpu_offload
-
-
 def apply_fsdp(
     part: Decoder, mesh: Mesh, layout: ParallelismConfig, precision: PrecisionConfig, device: torch.device
 ) -> None:

@@ -13,7 +13,7 @@ from harness.parallelism.activation_checkpoint import apply_activation_checkpoin
 from harness.parallelism.compile import apply_compile, prepare_compiler
 from harness.parallelism.context import apply_context_parallel
 from harness.parallelism.expert import apply_expert_parallel
-from harness.parallelism.fsdp import apply_fsdp, needs_fsdp
+from harness.parallelism.fsdp import apply_fsdp
 from harness.parallelism.materialize import materialize
 from harness.parallelism.mesh import Mesh
 from harness.parallelism.stages import split_modules, stages_of_rank
@@ -89,7 +89,7 @@ def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
         if outside:
             recompute()
         # FSDP last: it manages whatever parameters and wrappers the others have left.
-        if needs_fsdp(layout, job.precision, mesh):
+        if job.uses_fsdp:
             apply_fsdp(part, mesh, layout, job.precision, device)
         parts.append(part)
     return parts

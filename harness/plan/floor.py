@@ -15,7 +15,6 @@ from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.plan.memory import FRAGMENTATION, memory_limit
 from harness.plan.memory_activations import ActivationBytes
-from harness.plan.memory_stage import uses_fsdp
 from harness.plan.order import pipeline_order
 from harness.plan.parameters import BYTES
 from harness.plan.plan import Action
@@ -81,7 +80,7 @@ class Floors:
         state = BYTES[optimizer.state_dtype or precision.master_dtype]
         always = held * (BYTES[precision.master_dtype] + 2 * state)
         after = 0.0 if optimizer.in_backward else held * BYTES[precision.master_dtype]
-        if layout.pp == 1 or not uses_fsdp(replace(self._base, parallelism=layout)):
+        if layout.pp == 1 or not replace(self._base, parallelism=layout).uses_fsdp:
             return always, 0.0, after
         stages = num_stages(layout, self._base.model.n_layers) / layout.pp
         computes = 1 if precision.enable_fsdp_float8_all_gather else BYTES[precision.param_dtype]

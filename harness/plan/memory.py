@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from harness.cluster.hardware import ACCELERATORS
 from harness.job import Job
 from harness.plan.memory_activations import ActivationBytes, on_cpu
-from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus, uses_fsdp
+from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus
 from harness.plan.order import pipeline_order
 from harness.plan.parameters import RankParameters, parameters_of, shapes_by_module
 from harness.plan.plan import KINDS, Action, RankMemory
@@ -84,7 +84,7 @@ class _Rank:
     ) -> None:
         self.job, self.parameters, self.actions, self.microbatches = job, parameters, actions, microbatches
         self.stages = {stage: StageMemory(job, parameters, stage, prices) for stage in parameters.stages}
-        self.cpu, self.fsdp = on_cpu(job), uses_fsdp(job)
+        self.cpu, self.fsdp = on_cpu(job), job.uses_fsdp
         self.pipelined = job.parallelism.pp > 1
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
 

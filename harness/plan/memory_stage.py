@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from harness.job import Job
-from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import split_modules
 from harness.plan.memory_activations import ActivationBytes, PartBytes
 from harness.plan.memory_logits import LogitBytes
@@ -38,23 +37,6 @@ def plus(*parts: Bytes) -> Bytes:
 def heaviest(moments: Iterable[Bytes]) -> Bytes:
     """The moment with the most bytes in all."""
     return max(moments, key=lambda moment: sum(moment.values()), default={})
-
-
-def uses_fsdp(job: Job) -> bool:
-    """Whether FSDP2 manages the parameters (``parallelism/fsdp.py``, needs_fsdp)."""
-    layout = job.parallelism
-    of_experts = layout.expert_shards if job.model.moe.enabled and layout.lays_out_experts else 1
-    replicas = layout.dp_replicate * max(layout.parameter_shards, of_experts)
-    return replicas > 1 or job.precision.needs_fsdp or layout.cpu_offload
-
-
-def frees_after_forward(layout: ParallelismConfig) -> bool:
-    """Whether blocks free gathered parameters after forward (``parallelism/fsdp.py``)."""
-    if layout.parameter_shards == 1:
-        return False
-    if layout.reshard_after_forward == "default":
-        return layout.pp == 1
-    return layout.reshard_after_forward == "always"
 
 
 @dataclass(frozen=True)
@@ -101,7 +83,7 @@ class StageMemory:
     """
 
     def __init__(self, job: Job, parameters: RankParameters, stage: int, prices: ActivationBytes) -> None:
-        self.job, self.stage, self.fsdp = job, stage, uses_fsdp(job)
+        self.job, self.stage, self.fsdp = job, stage, job.uses_fsdp
         self.pipelined = job.parallelism.pp > 1
         self.activations = prices
         self.names = split_modules(job.parallelism, job.model.n_layers)[stage]
@@ -131,7 +113,7 @@ class StageMemory:
             tensors += groups.get("root", [])
         layout = self.job.parallelism
         always = layout.reshard_after_forward == "always"
-        freed = frees_after_forward(layout) and (name != "head" or always)
+        freed = layout.reshards_after_forward and (name != "head" or always)
         return Module(name, part, self._parameters(tensors), freed)
 
     def _parameters(self, tensors: list[HeldTensor]) -> ModuleParameters:

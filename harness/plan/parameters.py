@@ -16,17 +16,13 @@ from math import prod
 
 from harness.job import Job
 from harness.model.config import ModelConfig
-from harness.model.shapes import Shapes, block_prefix, is_buffer, is_expert, tensor_shapes
+from harness.model.shapes import Shapes, block_prefix, is_buffer, is_expert, linear_split, tensor_shapes
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import split_modules, stages_of_rank
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 """Bytes of a number in each format."""
 
-COLUMN = ("wq.weight", "wk.weight", "wv.weight", "wq_b.weight", "wkv_b.weight", "w1.weight", "w3.weight")
-"""Matrices whose rows tensor parallelism splits; so it does with their biases, the tables and sinks."""
-ROW = ("wo.weight", "w2.weight")
-"""Matrices whose columns it splits; their biases are whole."""
 HIDDEN_DIM = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b3": 1}
 """Dimension of an expert's tensors that ranks split which share it (``expert.py``, HIDDEN_DIMS)."""
 
@@ -160,11 +156,12 @@ def _held(
 
 
 def _of_tensor_parallel(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
-    if name.endswith(ROW):
+    linear, _, kind = name.rpartition(".")
+    split = linear_split(linear)
+    if split == "row" and kind == "weight":
         return _cut(shape, 1, tp)
-    of_column = name.endswith((*COLUMN, *(weight.replace(".weight", ".bias") for weight in COLUMN)))
-    of_table = name in ("tok_embeddings.weight", "output.weight")
-    return _cut(shape, 0, tp) if of_column or of_table or name.endswith("attention.sinks") else shape
+    of_table = name == "tok_embeddings.weight"
+    return _cut(shape, 0, tp) if split == "column" or of_table or kind == "sinks" else shape
 
 
 def _of_expert_parallel(name: str, shape: tuple[int, ...], layout: ParallelismConfig) -> tuple[int, ...]:

@@ -22,7 +22,6 @@ from harness.metrics.memory import GIB, peak_memory_gib
 from harness.model.decoder import Decoder
 from harness.model.shapes import is_expert, parameter_shapes
 from harness.optimizer.build import build_optimizer
-from harness.parallelism.fsdp import needs_fsdp
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.materialize import allocate
 from harness.parallelism.mesh import EXPERT, EXPERT_SHARD, EXPERT_TENSOR, SHARD, Mesh, build_mesh
@@ -254,7 +253,7 @@ def _splits(job: Job, mesh: Mesh, tensor: HeldTensor) -> dict[str, tuple[int, in
     In the order of the mesh: replicas, FSDP, and inside of it tensor or expert parallel.
     """
     layout, axes = job.parallelism, dict[str, tuple[int, int | None]]()
-    expert, sharded = is_expert(tensor.name), needs_fsdp(layout, job.precision, mesh)
+    expert, sharded = is_expert(tensor.name), job.uses_fsdp
     if sharded and layout.dp_replicate > 1:
         axes["dp_replicate"] = layout.dp_replicate, None
     if expert and layout.lays_out_experts:

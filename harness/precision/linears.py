@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from harness.errors import ConfigError, divisors
 from harness.model.config import ModelConfig
-from harness.model.shapes import parameter_shapes
+from harness.model.shapes import linear_split, parameter_shapes
 from harness.precision.config import GROUPED, PrecisionConfig
 
-# Linears that tensor parallelism splits by input features; the others are split by output features.
-SPLIT_BY_INPUT = ("attention.wo", "feed_forward.w2", "shared_experts.w2")
 EXPERTS = ".moe.experts"
 
 
@@ -114,7 +112,7 @@ def check_layout(
     """
     shapes = linear_shapes(model) | expert_shapes(model)
     split = {
-        name: (shapes[name][1 if name.endswith(SPLIT_BY_INPUT) else 0], _block(name, precision))
+        name: (shapes[name][1 if linear_split(name) == "row" else 0], _block(name, precision))
         for name in linears.converted
         if splits_experts or not is_experts(name)
     }

@@ -14,10 +14,10 @@ from harness.errors import ConfigError
 from harness.job import Job
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
+from harness.model.shapes import linear_split
 from harness.model.sharding import Split
 from harness.precision.config import FLOAT8, PrecisionConfig
 from harness.precision.linears import (
-    SPLIT_BY_INPUT,
     check_layout,
     is_small,
     linear_shapes,
@@ -43,7 +43,7 @@ def test_shapes_are_the_decoders(tied: bool) -> None:
         for name, split in getattr(parent, "sharding", {}).items():
             declared[f"{parent_name}.{name}".removeprefix(".")] = split
     by_input = {name for name in modules if declared[name] is Split.ROW}
-    assert by_input == {name for name in modules if name.endswith(SPLIT_BY_INPUT)}
+    assert by_input == {name for name in modules if linear_split(name) == "row"}
 
 
 @pytest.mark.parametrize("linear", ["float8_tensorwise", "float8_rowwise"])
