@@ -166,10 +166,16 @@ def test_nothing_is_left_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 FOR_GPUS = [
-    ("llama3_debug", "tp=8 async_tp=true", "compile=on", "precision=float8_tensorwise"),
+    ("llama3_debug", "tp=2 async_tp=true", "compile=on", "precision=float8_tensorwise", "model.n_layers=1"),
     ("llama3_debug", "dp_shard=8", "training.attention=flex", "training.loss_chunks=4"),
     ("llama3_debug", "dp_shard=8", "precision=float8_rowwise", "activation_checkpoint=selective_op"),
-    ("gpt_oss_debug", "dp_shard=8 ep=8", "training.attention=flex", "precision=bf16_full"),
+    (
+        "gpt_oss_debug",
+        "dp_shard=8 ep=8",
+        "training.attention=flex",
+        "precision=bf16_full",
+        "model.n_layers=2",
+    ),
 ]
 
 
@@ -199,16 +205,16 @@ def tokens_of(job: Job) -> int:
 FLOPS = ["", "dp_shard=4", "tp=2", "dp_shard=2 tp=2", "pp=2 dp_shard=2", "cp=2", "cp=2 cp_method=ulysses"]
 
 
-@pytest.mark.parametrize("degrees", rest_is_thorough(FLOPS, "", "tp=2", "pp=2 dp_shard=2", "cp=2"))
+@pytest.mark.parametrize("degrees", rest_is_thorough(FLOPS, "tp=2", "pp=2 dp_shard=2", "cp=2"))
 def test_flops_are_the_ranks_share_of_the_closed_form(degrees: str) -> None:
-    job = job_of("llama3_tiny", *layout_of(degrees), "training.local_batch_size=2")
+    job = job_of("llama3_tiny", *layout_of(degrees), "training.local_batch_size=2", "model.n_layers=2")
     in_stage = job.world_size // job.parallelism.pp
     assert sum(step.flops for step in fake_steps(job)) * in_stage == pytest.approx(flops_of(job), rel=1e-9)
 
 
 def test_flops_of_experts_and_latents() -> None:
     """Beside the closed form: outputs of a token's experts are weighed in a matrix product."""
-    job = job_of("deepseek_v3_debug", *layout_of("dp_shard=4 ep=4"))
+    job = job_of("deepseek_v3_debug", *layout_of("dp_shard=4 ep=4"), "model.n_layers=2")
     weighing = 2.0 * job.model.moe.top_k * job.model.dim * len(job.model.expert_layers) * tokens_of(job)
     [step] = fake_steps(job)
     assert step.flops * 4 == pytest.approx(flops_of(job) + weighing, rel=1e-9)
@@ -216,7 +222,7 @@ def test_flops_of_experts_and_latents() -> None:
 
 def test_recomputation_counts() -> None:
     """All of a block's forward pass but its last product, which backward does not ask for."""
-    job = job_of("llama3_tiny", "activation_checkpoint=full")
+    job = job_of("llama3_tiny", "activation_checkpoint=full", "model.n_layers=2")
     model, tokens = job.model, tokens_of(job)
     head = 6.0 * model.vocab_size * model.dim * tokens
     last = 2.0 * model.dim * model.ffn_hidden_dim * model.n_layers * tokens
@@ -237,7 +243,7 @@ def test_bytes_that_fsdp_sends() -> None:
 
 
 def test_bytes_that_tensor_parallel_sends() -> None:
-    job = job_of("llama3_tiny", *layout_of("tp=2"))
+    job = job_of("llama3_tiny", *layout_of("tp=2"), "model.n_layers=2")
     model, tokens, of_others = job.model, tokens_of(job), 1 / 2
     stream = 4 * tokens * model.dim
     # Into and out of attention and feed-forward; out of the embedding, into the head; and all of it back.
@@ -255,7 +261,7 @@ def test_bytes_between_stages_and_to_experts() -> None:
     rows = 2 * job.training.seq_len
     for step in fake_steps(job):
         assert step.sent["pp"] == 4 * rows * job.model.dim
-        # Rows of each of two blocks go to the experts and come back, and so do their gradients.
+        # Rows of each of the two blocks go to the experts and come back, and so do their gradients.
         counts = 8 * job.model.moe.num_experts * 2 * 2
         assert step.sent["ep"] == (2 * 4 * 4 * rows * job.model.moe.top_k * job.model.dim + counts) / 2
 
@@ -264,13 +270,13 @@ DEEP = [
     ("llama3_tiny", "dp_shard=4", "model.n_layers=8"),
     ("llama3_tiny", "dp_shard=2 tp=2", "model.n_layers=8", "activation_checkpoint=full", "precision=bf16"),
     ("llama3_tiny", "", "model.n_layers=9", "activation_checkpoint=selective_layer"),
-    ("deepseek_v3_debug", "dp_shard=4 ep=4", "model.n_layers=9", "activation_checkpoint=full"),
+    ("deepseek_v3_debug", "dp_shard=4 ep=4", "model.n_layers=6", "activation_checkpoint=full"),
     ("gpt_oss_debug", "dp_shard=4", "model.n_layers=9"),
     ("llama3_tiny", "pp=2 dp_shard=2 pp_schedule=Interleaved1F1B", "model.n_layers=18"),
 ]
 
 
-@pytest.mark.parametrize("case", rest_is_thorough(DEEP, DEEP[0], DEEP[3]), ids="-".join)
+@pytest.mark.parametrize("case", rest_is_thorough(DEEP, DEEP[3]), ids="-".join)
 def test_steps_of_few_blocks_stand_for_all(case: tuple[str, ...]) -> None:
     model, degrees, *rest = case
     job = job_of(model, *layout_of(degrees), *rest, "training.local_batch_size=2")
@@ -299,7 +305,7 @@ PEAKS = [
 ]
 
 
-@pytest.mark.parametrize("case", rest_is_thorough(PEAKS, *PEAKS[:2]), ids="-".join)
+@pytest.mark.parametrize("case", rest_is_thorough(PEAKS, PEAKS[1]), ids="-".join)
 def test_peaks_are_those_of_the_plans_memory(case: tuple[str, ...]) -> None:
     """The plan's closed form, without what a process takes, and the tensors that are really made."""
     model, degrees, *rest = case
@@ -319,7 +325,7 @@ BIG = {
 }
 
 
-@pytest.mark.parametrize("name", rest_is_thorough(BIG, "llama3_8b on 8"))
+@pytest.mark.parametrize("name", rest_is_thorough(BIG))
 def test_big(name: str) -> None:
     model, degrees, batch = BIG[name]
     job = compose_job(
