@@ -50,7 +50,8 @@ def test_harness_commands_compose(command: str, monkeypatch: pytest.MonkeyPatch)
         folder = _report_parser().parse_args(words[module + 1 :]).folder
         assert str(folder).startswith("runs/") or (ROOT / folder).is_dir()
         return
-    schemas = {"plan": PlanJob, "bench": BenchJob, "parity": ParityJob, "convert": ConvertJob, "download": DownloadJob}
+    schemas = {"bench": BenchJob, "parity": ParityJob, "convert": ConvertJob, "download": DownloadJob}
+    schemas["plan"] = PlanJob
     schema, name = schemas.get(verb, Job), verb
     if words[0] == "torchrun":
         monkeypatch.setenv("RANK", "0")
