@@ -4,7 +4,7 @@ A rank's passes are walked through in the order in which its schedule runs them:
 what stays for the whole step (parameters, optimizer state, gathered parameters of a pipeline), what
 microbatches left that wait for their backward, gradients as far as they are there, and what the pass itself
 needs at its fullest (``memory_stage.py``). What is reported are the kinds of the fullest moment of all;
-maxima of different moments are never added, except where CUDA's allocator does so (``_reserved``).
+maxima of different moments are never added, except where CUDA's allocator does so (``_settled``).
 """
 
 from __future__ import annotations
@@ -86,14 +86,27 @@ class _Rank:
         self.stages = {stage: StageMemory(job, parameters, stage, prices) for stage in parameters.stages}
         self.cpu, self.fsdp = on_cpu(job), uses_fsdp(job)
         self.pipelined = job.parallelism.pp > 1
+        self.offloaded = job.parallelism.cpu_offload and not self.cpu
 
     def memory(self) -> RankMemory:
-        fullest = heaviest(self._moments())
+        fullest = heaviest(self._settled(moment) for moment in self._moments())
         kinds = {kind: float(fullest.get(kind, 0.0)) for kind in KINDS}
-        if not self.cpu:
-            kinds = self._reserved(kinds)
         kinds["runtime"] += self._runtime(kinds)
         return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds)
+
+    def _settled(self, moment: Bytes) -> Bytes:
+        """A moment by the kinds that are shown, as CUDA's allocator has it, whose lists are the streams' own.
+
+        FSDP2 allocates the gradients of shards on the stream that reduces, and what it gathers into on the
+        one that gathers (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). Freed, this memory is
+        of no use to other streams, so it is reserved at any moment, whether it is in use then or not.
+        """
+        shards, buffers = moment.get("shards", 0.0), moment.get("buffers", 0.0)
+        if self.fsdp and not self.cpu:
+            shards = self._gradients()
+            buffers = max(stage.buffers for stage in self.stages.values())
+        settled = {kind: size for kind, size in moment.items() if kind in KINDS}
+        return plus(settled, {"gradients": shards, "gathered": buffers})
 
     def _moments(self) -> Iterator[Bytes]:
         always = self._always()
@@ -101,15 +114,14 @@ class _Rank:
         # The first pass finds no gradients, and the second finds what all others do.
         for number in {0, min(1, passes - 1), passes - 1}:
             yield from (plus(always, moment) for moment in self._pass(number, last=number + 1 == passes))
-        yield plus(always, {"gradients": self._gradients_after(passes)}, self._update())
+        yield plus(always, {"shards": self._gradients()}, self._update())
 
     def _always(self) -> Bytes:
         """What stays for the whole step; after the first one the optimizer has its state."""
-        offloaded = self.job.parallelism.cpu_offload and not self.cpu
         buffers = self.parameters.buffer_bytes + self._rotation_table()
         return {
-            "parameters": buffers + (0 if offloaded else self.parameters.parameter_bytes),
-            "optimizer": 0.0 if offloaded else self.parameters.optimizer_bytes,
+            "parameters": buffers + (0 if self.offloaded else self.parameters.parameter_bytes),
+            "optimizer": 0.0 if self.offloaded else self.parameters.optimizer_bytes,
             "activations": self._batch(),
             "communication": self._boundaries(),
         }
@@ -128,10 +140,9 @@ class _Rank:
         """What a pipeline's stages receive into, for all microbatches (PipelineStage, args_recv_info)."""
         if not self.pipelined:
             return 0.0
-        last = self.job.parallelism.pp > 1 and max(s.has_head for s in self.stages.values())
         entering = sum(stage.boundary for index, stage in self.stages.items() if index > 0)
-        leaving = sum(stage.boundary for stage in self.stages.values() if not (last and stage.has_head))
-        return self.microbatches * (entering + leaving)
+        returning = sum(stage.boundary for stage in self.stages.values() if not stage.has_head)
+        return self.microbatches * (entering + returning)
 
     def _pass(self, number: int, *, last: bool) -> Iterator[Bytes]:
         """The fullest moments of the passes over one local batch."""
@@ -146,7 +157,8 @@ class _Rank:
             key = (action.stage, action.microbatch)
             between = {
                 "gathered": self._gathered(ran),
-                "gradients": sharded_before + sum(accumulated.values()),
+                "gradients": sum(accumulated.values()),
+                "shards": sharded_before,
             }
             if action.kind == "F":
                 yield plus(between, *waiting.values(), stage.forward)
@@ -165,7 +177,8 @@ class _Rank:
             # Group by group, so that whole gradients go as their shards come.
             yield {
                 "gathered": self._gathered(ran),
-                "gradients": sharded_before + sum(accumulated.values()),
+                "gradients": sum(accumulated.values()),
+                "shards": sharded_before,
                 "communication": max(stage.reduction for stage in self.stages.values()),
             }
 
@@ -185,10 +198,11 @@ class _Rank:
         """Gradients of shards that earlier passes left."""
         layout = self.job.parallelism
         scattered = self.fsdp and (layout.parameter_shards > 1 or self.pipelined)
-        return self.parameters.gradient_bytes if passes and scattered else 0.0
+        return self._gradients() if passes and scattered else 0.0
 
-    def _gradients_after(self, passes: int) -> float:
-        if self.job.optimizer.in_backward:
+    def _gradients(self) -> float:
+        """Gradients of shards, on the device, once backward is over."""
+        if self.job.optimizer.in_backward or self.offloaded:
             return 0.0
         return self.parameters.gradient_bytes
 
@@ -202,23 +216,8 @@ class _Rank:
             return {"runtime": float(self.parameters.parameter_bytes)}  # roots of all second moments
         return {"runtime": 2.0 * 4 * largest if how == "for-loop" else 0.0}
 
-    def _reserved(self, kinds: Bytes) -> Bytes:
-        """What CUDA's allocator has reserved then, whose lists of free blocks are the streams' own.
-
-        FSDP2 allocates the gradients of shards on the stream that reduces, and what it gathers into on the
-        one that gathers (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). Freed, this memory is
-        of no use to other streams, so it is reserved at any moment, whether it is in use then or not.
-        """
-        kinds = dict(kinds)
-        if not self.fsdp or self.job.parallelism.cpu_offload:
-            return kinds
-        there = self._sharded_after(self.job.accumulation_steps - 1)
-        kinds["gradients"] += self.parameters.gradient_bytes - there
-        kinds["gathered"] += max(stage.buffers for stage in self.stages.values())
-        return kinds
-
     def _runtime(self, kinds: Bytes) -> float:
         if self.cpu:
             return CPU_PROCESS
-        own = self.parameters.gradient_bytes if self.fsdp else 0.0
+        own = self._gradients() if self.fsdp else 0.0
         return FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE

@@ -58,7 +58,8 @@ class LogitBytes:
         copy = FLOAT32 if self.compute < FLOAT32 else 0
         product = self.compute * weight if copy else 0
         self.kept = self.streams * FLOAT32 * weight + self.compute * stream
-        self.forward = self.kept + max((self.compute + copy) * chunk, self.compute * chunk + product)
+        # The gradient of the chunk before stands until the next one's is there.
+        self.forward = self.kept + self.compute * chunk + max((self.compute + copy) * chunk, product)
         # The kept gradients are multiplied by the loss's own, out of place.
         self.backward = self.kept + FLOAT32 * weight + (FLOAT32 + self.compute) * stream / self.streams
         self.gradient = 0.0

@@ -22,7 +22,8 @@ from harness.plan.memory_logits import LogitBytes
 from harness.plan.parameters import BYTES, HeldTensor, RankParameters
 
 Bytes = dict[str, float]
-"""Bytes by the kinds of memory."""
+"""Bytes by the kinds of memory. Two are kept apart because they lie with other streams of CUDA: ``shards``,
+the gradients of shards, and ``buffers``, what FSDP gathers into."""
 
 
 def plus(*parts: Bytes) -> Bytes:
@@ -144,7 +145,8 @@ class StageMemory:
             for tensor in tensors
         }
         elements = sum(tensor.gathered_elements for tensor in tensors)
-        sharded = float(master * sum(tensor.held_elements for tensor in tensors))
+        offloaded = layout.cpu_offload and not self.activations.cpu
+        sharded = 0.0 if offloaded else float(master * sum(tensor.held_elements for tensor in tensors))
         first = sum(t.gathered_elements for t in tensors if t.name.endswith((".w2", ".w2.weight")))
         late = sum(t.gathered_elements for t in tensors if ".attention." not in t.name)
         if not self.fsdp:
@@ -226,8 +228,10 @@ class StageMemory:
         moments, held, gathered = [], 0.0, 0.0
         for module in self.modules:
             own = module.parameters.gathered
-            buffer = 0.0 if self.pipelined else own + module.parameters.buffer
-            moments.append({"activations": held + module.part.forward, "gathered": gathered + buffer})
+            moment = {"activations": held + module.part.forward, "gathered": gathered}
+            if not self.pipelined:
+                moment = plus(moment, {"gathered": own, "buffers": module.parameters.buffer})
+            moments.append(moment)
             held += module.part.kept
             gathered += 0.0 if module.freed or self.pipelined else own
         if self.logits is not None:
@@ -252,7 +256,9 @@ class StageMemory:
         moments = []
         held = self.kept.get("activations", 0.0)
         gathered = 0.0 if self.pipelined else self.resident
-        done = waiting = 0.0  # gradients of the modules behind; the reduce-scatter under way
+        at_once = self.job.optimizer.in_backward  # gradients are used and gone
+        # Gradients of the modules behind, whole and in shards; the reduce-scatter under way.
+        whole = shards = waiting = 0.0
         if self.logits is not None:
             moments.append({"activations": held, "gathered": gathered, "logits": self.logits.backward})
         for index in range(len(self.modules) - 1, -1, -1):
@@ -264,7 +270,7 @@ class StageMemory:
                 gathered += own.gathered if module.freed else 0.0
                 arriving = before.parameters.buffer if before is not None and before.freed else 0.0
             held -= part.kept
-            standing = {"gathered": gathered + arriving, "communication": waiting}
+            standing = {"gathered": gathered, "buffers": arriving, "shards": shards, "communication": waiting}
             for activations, gradients in (
                 (part.backward, own.first_gradients),
                 (part.late_backward, own.late_gradients),
@@ -273,24 +279,22 @@ class StageMemory:
                 logits = self.logits.gradient if self.logits is not None and module.name == "head" else 0.0
                 moment = {
                     "activations": held + activations,
-                    "gradients": done + self._new(gradients, gradients_there and not self.fsdp),
+                    "gradients": whole + self._new(gradients, gradients_there and not self.fsdp),
                     "logits": logits,
                 }
                 moments.append(plus(standing, moment))
             if not self.pipelined:
                 gathered -= own.gathered
+            standing |= {"gathered": gathered, "activations": held}
             if accumulates:
                 if self.fsdp and own.accumulated != own.gradients:
                     # Converted tensor by tensor; the other copy goes as this one comes.
-                    standing = {"gathered": gathered + arriving, "communication": waiting}
-                    moments.append(plus(standing, {"gradients": done + own.gradients + own.accumulated}))
-                done += 0.0 if gradients_there else own.accumulated
+                    moments.append(plus(standing, {"gradients": whole + own.gradients + own.accumulated}))
+                whole += 0.0 if gradients_there or at_once else own.accumulated
             else:
-                standing = {"gathered": gathered + arriving, "communication": own.reduced}
-                both = {"activations": held, "gradients": done + own.gradients + own.sharded}
-                moments.append(plus(standing, both))
-                waiting = own.reduced
-                done += 0.0 if gradients_there else own.sharded
+                standing["communication"] = waiting = own.reduced
+                moments.append(plus(standing, {"gradients": own.gradients, "shards": own.sharded}))
+                shards += 0.0 if gradients_there or at_once else own.sharded
         return moments
 
     @staticmethod

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments" / "memory"))
 
 import measure
+import plan_check
 from published_rows import ROWS
 
 from harness.compose import compose_job
@@ -216,3 +217,10 @@ def test_a_device_has_less_room_than_its_name_says() -> None:
     limit = memory_limit(job)
     assert limit is not None and 77 < limit / GIB < 79
     assert memory_limit(job_of(*TINY)) is None
+
+
+def test_the_experiment_has_jobs_of_every_axis() -> None:
+    jobs = [job_of(*plan_check.overrides_of(name, plan_check.MODEL)) for name in plan_check.CASES]
+    for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"):
+        assert any(getattr(job.parallelism, axis) > 1 for job in jobs), axis
+    assert all(memory_limit(job) is None and peak(job) < 2 * GIB for job in jobs)
