@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -45,11 +46,14 @@ def pretending(rank: int, world_size: int) -> Iterator[None]:
             "would work: a process that is none"
         )
     _clear_sharding_prop_cache()
+    # torch puts the rank before every line of an uncaught error, for good.
+    says_errors = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = says_errors
         # Cached sharding decisions hold meshes of groups that are gone.
         _clear_sharding_prop_cache()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -160,9 +161,10 @@ def test_nothing_is_left_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("in the middle")
 
     monkeypatch.setattr(module, "_optimizer_state", fail)
+    before = sys.excepthook
     with pytest.raises(RuntimeError, match="in the middle"):
         verified("llama3_tiny", "dp_shard=2")
-    assert not dist.is_initialized()
+    assert not dist.is_initialized() and sys.excepthook is before
 
 
 FOR_GPUS = [
