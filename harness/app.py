@@ -12,12 +12,10 @@ from typing import Any
 
 from harness.compose import (
     Composed,
-    check_overrides,
     compose_points,
     job_from_config,
     register_schema,
     translated,
-    with_own_keys,
 )
 from harness.errors import (
     EXIT_BUG,
@@ -27,6 +25,7 @@ from harness.errors import (
     UserError,
 )
 from harness.job import Job
+from harness.overrides import check_overrides, with_own_keys
 from harness.paths import conf_dir
 
 VALUE_FLAGS = (

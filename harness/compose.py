@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
-import functools
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from harness.errors import ConfigError, UserError
 from harness.job import Job, from_dict, launched_ranks
+from harness.overrides import (
+    OVERRIDE,
+    check_overrides,
+    fields_of,
+    groups,
+    is_value,
+    options_of,
+    reject_unknown_keys,
+    unknown_field,
+    with_own_keys,
+)
 from harness.paths import conf_dir
-
-_OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?$", re.DOTALL)
-
-_NUMBER = re.compile(r"^\s*(nan|inf)\s*$", re.IGNORECASE)
 
 _UNSAID = (
     "full_key:",
@@ -113,7 +116,7 @@ def compose_points(
     bases: dict[tuple[str, ...], Any] = {}
 
     def compose_point(point: list[str]) -> Any:
-        values = [override for override in point if _is_value(override)]
+        values = [override for override in point if is_value(override)]
         rest = tuple(override for override in point if override not in values)
         try:
             if rest not in bases:
@@ -164,30 +167,12 @@ def _listed_points(text: str, schema: type) -> list[list[str]]:
     return [with_own_keys(line, schema) for line in lines]
 
 
-def _is_value(override: str) -> bool:
-    """Whether an override sets a field, and so does not decide which files are composed."""
-    match = _OVERRIDE.match(override)
-    if match is None or match["sign"] is not None or match["key"].startswith("hydra"):
-        return False
-    return match["key"] not in _groups()
-
-
-def _groups() -> dict[str, Path]:
-    """The groups of conf/ and their folders."""
-    return _groups_in(conf_dir())
-
-
-@functools.cache
-def _groups_in(folder: str) -> dict[str, Path]:
-    return {path.name: path for path in Path(folder).iterdir() if path.is_dir()}
-
-
 def option_values(group: str) -> dict[str, dict[str, Any]]:
     """What the files of a group say, by option; for those that have no defaults of their own."""
     from omegaconf import OmegaConf
 
-    folder = _groups()[group]
-    loaded = {option: OmegaConf.load(folder / f"{option}.yaml") for option in _options(folder)}
+    folder = groups()[group]
+    loaded = {option: OmegaConf.load(folder / f"{option}.yaml") for option in options_of(folder)}
     return {option: cast("dict[str, Any]", OmegaConf.to_container(of)) for option, of in loaded.items()}
 
 
@@ -211,82 +196,6 @@ def job_from_config(config: Any, schema: type = Job) -> Any:
     return from_dict(schema, plain).resolve(launched_ranks=launched_ranks())
 
 
-def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
-    """Refuses overrides that name no group, option or field, before Hydra is even imported.
-
-    Raises:
-        UserError: with a did-you-mean.
-    """
-    # A verb without a training job has fields only.
-    groups = _groups() if issubclass(schema, Job) else {}
-    for override in overrides:
-        match = _OVERRIDE.match(override)
-        if match is None or (match["value"] is None and match["sign"] != "~"):
-            raise UserError(f"{override}: not an override; would work: field=value or group=option")
-        sign, key, value = match["sign"], match["key"].split("@")[0], match["value"]
-        if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            continue
-        if key not in groups:
-            _check_field(key, value, schema, list(groups), sign)
-        elif value is not None and "{" not in value:
-            if sign in ("+", "++"):
-                raise UserError(f"{override}: a group is chosen without {sign}; would work: {key}={value}")
-            _check_options(key, value, groups[key])
-        elif sign == "~" and key in _fields(schema):
-            raise UserError(
-                f"{override}: every job has one; would work: {key}={' or '.join(_options(groups[key]))}"
-            )
-
-
-def with_own_keys(overrides: Iterable[str], schema: type = Job) -> list[str]:
-    """The overrides as Hydra takes them.
-
-    Before keys of mappings, the user's own, it wants ``++``; around an option that it would read as a number
-    (debug=nan) it wants quotes.
-    """
-    return [
-        f"++{override}" if _is_own_key(override, schema) else _with_quotes(override) for override in overrides
-    ]
-
-
-def _with_quotes(override: str) -> str:
-    match = _OVERRIDE.match(override)
-    if match is None or match["value"] is None or match["key"] not in _groups():
-        return override
-    options = [f"'{option}'" if _NUMBER.match(option) else option for option in match["value"].split(",")]
-    return f"{match['sign'] or ''}{match['key']}={','.join(options)}"
-
-
-def _is_own_key(override: str, schema: type) -> bool:
-    """Whether a plain override sets a mapping, or a key of one."""
-    match = _OVERRIDE.match(override)
-    current = schema
-    for name in match["key"].split(".") if match is not None and match["sign"] is None else ():
-        if not dataclasses.is_dataclass(current) or name not in _fields(current):
-            return False
-        hint = get_type_hints(current)[name]
-        if get_origin(hint) is dict:
-            return True
-        current = _fields(current)[name]
-    return False
-
-
-def reject_unknown_keys(plain: dict[str, Any], schema: type, prefix: str = "") -> None:
-    """Walks a composed config and refuses every key that the dataclasses do not have.
-
-    Structured configs refuse unknown keys of files and plain overrides, but ``+key=value`` goes through.
-
-    Raises:
-        ConfigError: with a did-you-mean.
-    """
-    fields = _fields(schema)
-    for name, value in plain.items():
-        if name not in fields:
-            raise _unknown(prefix + name, value, name, fields, prefix)
-        if fields[name] is not None and isinstance(value, dict):
-            reject_unknown_keys(value, fields[name], f"{prefix}{name}.")
-
-
 def translated(error: BaseException, schema: type = Job) -> UserError:
     """What Hydra or OmegaConf has to say, on one line and in the words of the other errors."""
     from hydra.errors import MissingConfigException, OverrideParseException
@@ -294,7 +203,7 @@ def translated(error: BaseException, schema: type = Job) -> UserError:
 
     chain = _chain(error)
     text = "; ".join(dict.fromkeys(part for each in chain[:2] for part in _lines(each)))
-    typed = _OVERRIDE.match(_after(text, "Error merging override ", "; "))
+    typed = OVERRIDE.match(_after(text, "Error merging override ", "; "))
     place = _after(text, "In '", "'")
     place = f" (in {place}.yaml)" if place and place != "train" else ""
     for each in chain:
@@ -312,8 +221,8 @@ def translated(error: BaseException, schema: type = Job) -> UserError:
         if isinstance(each, ConfigKeyError) and dataclasses.is_dataclass(each.object_type):
             if place and key in ("experiment", "sweep"):
                 return UserError(f"{text.split(':')[0]}: the file must begin with '# @package _global_'")
-            known, prefix = _fields(each.object_type), key.removesuffix(str(each.key))
-            return UserError(f"{_unknown(key, None, str(each.key), known, prefix)}{place}")
+            known, prefix = fields_of(each.object_type), key.removesuffix(str(each.key))
+            return UserError(f"{unknown_field(key, None, str(each.key), known, prefix)}{place}")
         if isinstance(each, ValidationError):
             # An element of a list knows only its index; the override it came with knows the field.
             if key.isdigit():
@@ -378,74 +287,3 @@ def _in_words(kind: Any, key: str) -> str:
         return "a list of lists, like [[a,b],[c]]" if get_origin(inner) is list else "a list, like [a,b]"
     simple = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
     return simple.get(kind, "a mapping, like {a: b}")
-
-
-def _options(folder: Path) -> list[str]:
-    """The options of a group: its YAML files."""
-    return sorted(str(p.relative_to(folder))[: -len(".yaml")] for p in folder.rglob("*.yaml"))
-
-
-def _check_options(group: str, value: str, folder: Path) -> None:
-    """Refuses options that the group does not have; a sweep's comma list and globs are left to Hydra."""
-    options = _options(folder)
-    if "(" in value or value.strip() == "[]":
-        return
-    for option in (o.strip().removesuffix(".yaml") for o in value.strip("[]'\" ").split(",")):
-        if option not in options:
-            close = difflib.get_close_matches(option, options, n=1)
-            hint = f"did you mean {close[0]}? options" if close else "options"
-            raise UserError(f"{group}={option}: no such option; {hint}: {', '.join(options) or 'none'}")
-
-
-def _check_field(key: str, value: str | None, schema: type, groups: list[str], sign: str | None) -> None:
-    """Refuses a dotted name that leads to no field, and signs that a field does not take."""
-    prefix, current = "", schema
-    names = key.split(".")
-    for depth, name in enumerate(names):
-        fields = _fields(current)
-        if name not in fields:
-            known = {**fields, **(dict.fromkeys(groups) if depth == 0 else {})}
-            raise _unknown(key, value, name, known, prefix, _namesakes(schema, names[-1]))
-        inner = fields[name]
-        if depth + 1 < len(names):
-            if get_origin(get_type_hints(current)[name]) is dict:
-                return  # its keys are the user's own
-            if inner is None:
-                raise ConfigError(key, value, f"{prefix}{name} is a value and has no fields")
-            prefix, current = f"{prefix}{name}.", inner
-    if sign == "~":
-        works = "" if _fields(current)[names[-1]] else f"; would work: {key}=value"
-        raise UserError(f"~{key}: a field cannot be taken away{works}")
-    if sign == "+":
-        raise UserError(f"+{key}={value}: the field is there already; would work: {key}={value}")
-
-
-def _namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
-    """Dotted names of the fields that are called ``name`` anywhere in the job."""
-    found = []
-    for field, inner in _fields(schema).items():
-        found += [prefix + field] if field == name else []
-        found += _namesakes(inner, name, f"{prefix}{field}.") if inner is not None else []
-    return found
-
-
-def _unknown(
-    key: str, value: Any, name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = ()
-) -> UserError:
-    close = [prefix + c for c in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
-    where = prefix.rstrip(".") or "the job"
-    works = f"did you mean {' or '.join(close)}?" if close else f"{where} has: {', '.join(sorted(known))}"
-    shown = "" if value is None else f"={value}"
-    return UserError(f"{key}{shown}: no such field; {works}")
-
-
-def _fields(schema: type) -> dict[str, Any]:
-    """Field names of a dataclass, each with its own dataclass, or None for a plain value."""
-    hints = get_type_hints(schema)
-    return {
-        field.name: next(
-            (t for t in (hints[field.name], *get_args(hints[field.name])) if dataclasses.is_dataclass(t)),
-            None,
-        )
-        for field in dataclasses.fields(schema)
-    }

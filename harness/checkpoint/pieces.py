@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from harness.checkpoint.formats import Source, TensorFacts
 from harness.model.config import ModelConfig
 from harness.model.families.core import Piece, Shape
-from harness.model.huggingface import hf_tensors, our_tensors
+from harness.model.huggingface import hf_tensors
 from harness.model.shapes import tensor_shapes
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
@@ -123,12 +123,3 @@ def _half(theirs: Tensor, piece: Piece, shape: Shape) -> Tensor:
 def whole(shape: Shape) -> list[range]:
     """All indices of every dimension."""
     return [range(size) for size in shape]
-
-
-def from_theirs(model: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of ours out of theirs in memory."""
-    shapes = tensor_shapes(model)
-    for name, pieces in our_tensors(model).items():
-        out = torch.empty(shapes[name], dtype=theirs[pieces[0].theirs].dtype)
-        fill(out, pieces, shapes[name], whole(shapes[name]), lambda key, part: theirs[key][part])
-        yield name, out

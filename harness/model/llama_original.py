@@ -75,13 +75,6 @@ def permute_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(rows, columns)
 
 
-def unpermute_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
-    """Rows of wq or wk from our order to Meta's, [O, I]; the inverse of ``permute_rope``."""
-    rows, columns = weight_OI.shape
-    halves = weight_OI.reshape(n_heads, 2, rows // n_heads // 2, columns)
-    return halves.transpose(1, 2).reshape(rows, columns)
-
-
 def merge(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
     """One whole parameter in our layout, out of what each file has of it.
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from harness.app import run_verb
-from harness.errors import EXIT_OK, UserError
+from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import launched_ranks
 from harness.metrics.encoding import dumps
 from harness.plan.config import PlanJob
@@ -61,7 +61,18 @@ def _search(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
 
 
 def _calibration(job: PlanJob) -> Calibration | None:
-    return None if job.calibration is None else Calibration.read(job.calibration)
+    """The constants to plan with, if others than the defaults.
+
+    Raises:
+        ConfigError: they are of one machine, and the job says that it runs on another.
+    """
+    if job.calibration is None:
+        return None
+    read, named = Calibration.read(job.calibration), job.cluster.accelerator
+    if read.accelerator is not None and named is not None:
+        rule = f"is of {read.accelerator.name}, and cluster.accelerator is {named}"
+        raise ConfigError("calibration", job.calibration, rule, "null, or cluster.accelerator=null")
+    return read
 
 
 def _calibrate(folder: Path, target: str | None) -> int:

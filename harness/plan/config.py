@@ -21,8 +21,7 @@ class PlanJob(Job):
     top: int = label(10)
     """With search: layouts that are shown and written into the sweep file."""
     sweep_file: str | None = label(None)
-    """With search: the sweep that measures the best; null is sweeps/<name>-search.yaml, where there is a
-    folder sweeps, else <name>-search.yaml."""
+    """With search: the sweep that measures the best; null is sweeps/search/<name>.yaml."""
     verify: bool = label(False)
     """Build the job on a fake process group, in this process, and compare what it holds with the plan."""
     verify_step: bool = label(False)
@@ -57,11 +56,16 @@ class PlanJob(Job):
             raise ConfigError(
                 "verify", True, rule, "verify=false, then verify=true for the layout you choose"
             )
+        for name in ("search", "verify", "picture"):
+            if self.calibrate is not None and getattr(self, name):
+                rule = "fits constants to runs and looks at no job"
+                raise ConfigError("calibrate", self.calibrate, rule, f"calibrate alone, then {name} without")
         if self.verify_step and not self.verify:
             raise ConfigError("verify_step", True, "is a part of verify", "verify=true verify_step=true")
         if self.sweep_file is not None and not self.search:
             raise ConfigError("sweep_file", self.sweep_file, "is what a search writes", "search=true")
-        for name, suffix in (("picture", ".png"), ("sweep_file", ".yaml")):
+        written = [("picture", ".png"), ("sweep_file", ".yaml")]
+        for name, suffix in (*written, *([("calibration", ".json")] if self.calibrate is not None else [])):
             path = getattr(self, name)
             if path is None:
                 continue

@@ -31,17 +31,17 @@ class Constants:
     """Share of the 16-bit peak that fused attention reaches: FlashAttention-2's on an H100 (arXiv:2407.08608,
     abstract)."""
     memory: float = 0.85
-    """Share of the memory's bandwidth that passes over tensors reach."""
+    """Share of the memory's bandwidth that passes over tensors reach; assumed."""
     link: float = 0.75
     """Share of a node's links that NCCL's collectives reach (nccl-tests: 330 to 370 of 450 GB/s)."""
     network: float = 0.85
-    """Share of the network that they reach."""
+    """Share of the network that they reach; assumed."""
     latency: float = 20e-6
-    """Seconds that a collective takes however small it is."""
+    """Seconds that a collective takes however small it is; assumed."""
     async_tp: float = 0.5
-    """Share of tensor parallel's collectives that asynchronous tensor parallel hides."""
+    """Share of tensor parallel's collectives that asynchronous tensor parallel hides; assumed."""
     launch: float = 3e-6
-    """Seconds that a kernel takes however small it is; on a CPU, an operation."""
+    """Seconds that a kernel takes however small it is; on a CPU, an operation; assumed."""
     cores: int | None = None
     """Cores that all ranks of a node share, where they do: a CPU. None: each has a device to itself."""
 

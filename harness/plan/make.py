@@ -38,12 +38,8 @@ def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
 def _notes(job: Job, machine: Machine | None) -> list[str]:
     """What the figures leave out."""
     notes = []
-    if machine is None:
-        notes.append(
-            "no time: the hardware is unknown; would work: cluster.accelerator='H100 SXM', or "
-            "calibration=FILE for what harness.plan calibrate=FOLDER measured"
-        )
-    elif machine.network_bandwidth is None and job.world_size > machine.ranks_per_node:
+    across_nodes = machine is not None and job.world_size > machine.ranks_per_node
+    if machine is not None and across_nodes and machine.network_bandwidth is None:
         notes.append("the network counts as fast as links within a node: cluster.network_gbps is not set")
     if job.model.moe.enabled and not job.model.moe.force_balance:
         notes.append("experts count as loaded evenly")

@@ -36,16 +36,6 @@ class Sharing:
     held: float
     """Parameters of the block that the rank keeps."""
 
-    @property
-    def gathering(self) -> float:
-        """Seconds of gathering."""
-        return sum(moved.seconds for moved in self.gather)
-
-    @property
-    def reducing(self) -> float:
-        """Seconds of reducing."""
-        return sum(moved.seconds for moved in self.reduce)
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -271,7 +261,8 @@ class StepModel:
             add(stage.once, self.passes)
         parts["optimizer"] = self.update_seconds(stages)
         if self.layout.pp > 1:
-            sends = len(self.order[rank]) * self.passes
+            # Gradients of weights stay where they are.
+            sends = sum(action.kind != "W" for action in self.order[rank]) * self.passes
             moved.append((self._send, sends))
             if self.machine.shares_cores:
                 parts["pp"] += self._send.seconds * sends

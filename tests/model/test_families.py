@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from harness.checkpoint.formats import TensorFacts
 from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
-from harness.checkpoint.pieces import from_theirs
+from harness.checkpoint.pieces import fill, whole
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.families import ALL
+from harness.model.huggingface import our_tensors
 from harness.model.shapes import is_buffer, tensor_shapes
 
 transformers = pytest.importorskip("transformers")
@@ -145,6 +147,15 @@ def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 def test_every_family_is_tried() -> None:
     assert {case.family for case in CASES.values()} == set(ALL) - {"llama"}
+
+
+def from_theirs(model: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of ours out of theirs in memory."""
+    shapes = tensor_shapes(model)
+    for name, pieces in our_tensors(model).items():
+        out = torch.empty(shapes[name], dtype=theirs[pieces[0].theirs].dtype)
+        fill(out, pieces, shapes[name], whole(shapes[name]), lambda key, part: theirs[key][part])
+        yield name, out
 
 
 @pytest.mark.parametrize("case", CASES)

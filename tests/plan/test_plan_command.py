@@ -177,6 +177,11 @@ def test_units() -> None:
         (["sweep_file=a.yaml"], "^sweep_file=a.yaml: is what a search writes; would work: search=true"),
         (["search=true", "sweep_file=a.txt"], r"^sweep_file=a.txt: must end in \.yaml"),
         (["picture=plan.pdf"], r"^picture=plan.pdf: must end in \.png; would work: plan.png"),
+        (
+            ["calibrate=runs", "search=true"],
+            "^calibrate=runs: .*looks at no job; would work: calibrate",
+        ),
+        (["calibrate=runs", "calibration=nowhere/c.json"], "^calibration=nowhere/c.json: there is no folder"),
         (["picture=nowhere/plan.png"], "^picture=nowhere/plan.png: there is no folder nowhere"),
     ],
 )
@@ -194,6 +199,14 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         capture_output=True,
         text=True,
     )
+
+
+def test_calibration_of_other_hardware() -> None:
+    measured = "experiments/cpu_layouts/calibration.json"
+    result = command("model=llama3_debug", "cluster=slurm_h100", f"calibration={measured}")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"error: calibration={measured}: is of ")
+    assert "and cluster.accelerator is H100 SXM; would work: null, or cluster.acc" in result.stderr
 
 
 SMALL = ["model=llama3_debug", "cluster=slurm_h100", "training.global_batch_size=8"]

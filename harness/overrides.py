@@ -1,0 +1,184 @@
+"""What is typed: overrides are held against the dataclasses and the files of conf/ before Hydra sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from harness.errors import ConfigError, UserError
+from harness.job import Job
+from harness.paths import conf_dir
+
+OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?$", re.DOTALL)
+
+_NUMBER = re.compile(r"^\s*(nan|inf)\s*$", re.IGNORECASE)
+
+
+def is_value(override: str) -> bool:
+    """Whether an override sets a field, and so does not decide which files are composed."""
+    match = OVERRIDE.match(override)
+    if match is None or match["sign"] is not None or match["key"].startswith("hydra"):
+        return False
+    return match["key"] not in groups()
+
+
+def groups() -> dict[str, Path]:
+    """The groups of conf/ and their folders."""
+    return _groups_in(conf_dir())
+
+
+@functools.cache
+def _groups_in(folder: str) -> dict[str, Path]:
+    return {path.name: path for path in Path(folder).iterdir() if path.is_dir()}
+
+
+def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
+    """Refuses overrides that name no group, option or field, before Hydra is even imported.
+
+    Raises:
+        UserError: with a did-you-mean.
+    """
+    # A verb without a training job has fields only.
+    known_groups = groups() if issubclass(schema, Job) else {}
+    for override in overrides:
+        match = OVERRIDE.match(override)
+        if match is None or (match["value"] is None and match["sign"] != "~"):
+            raise UserError(f"{override}: not an override; would work: field=value or group=option")
+        sign, key, value = match["sign"], match["key"].split("@")[0], match["value"]
+        if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+            continue
+        if key not in known_groups:
+            _check_field(key, value, schema, list(known_groups), sign)
+        elif value is not None and "{" not in value:
+            if sign in ("+", "++"):
+                raise UserError(f"{override}: a group is chosen without {sign}; would work: {key}={value}")
+            _check_options(key, value, known_groups[key])
+        elif sign == "~" and key in fields_of(schema):
+            options = " or ".join(options_of(known_groups[key]))
+            raise UserError(f"{override}: every job has one; would work: {key}={options}")
+
+
+def with_own_keys(overrides: Iterable[str], schema: type = Job) -> list[str]:
+    """The overrides as Hydra takes them.
+
+    Before keys of mappings, the user's own, it wants ``++``; around an option that it would read as a number
+    (debug=nan) it wants quotes.
+    """
+    return [
+        f"++{override}" if _is_own_key(override, schema) else _with_quotes(override) for override in overrides
+    ]
+
+
+def _with_quotes(override: str) -> str:
+    match = OVERRIDE.match(override)
+    if match is None or match["value"] is None or match["key"] not in groups():
+        return override
+    options = [f"'{option}'" if _NUMBER.match(option) else option for option in match["value"].split(",")]
+    return f"{match['sign'] or ''}{match['key']}={','.join(options)}"
+
+
+def _is_own_key(override: str, schema: type) -> bool:
+    """Whether a plain override sets a mapping, or a key of one."""
+    match = OVERRIDE.match(override)
+    current = schema
+    for name in match["key"].split(".") if match is not None and match["sign"] is None else ():
+        if not dataclasses.is_dataclass(current) or name not in fields_of(current):
+            return False
+        hint = get_type_hints(current)[name]
+        if get_origin(hint) is dict:
+            return True
+        current = fields_of(current)[name]
+    return False
+
+
+def reject_unknown_keys(plain: dict[str, Any], schema: type, prefix: str = "") -> None:
+    """Walks a composed config and refuses every key that the dataclasses do not have.
+
+    Structured configs refuse unknown keys of files and plain overrides, but ``+key=value`` goes through.
+
+    Raises:
+        ConfigError: with a did-you-mean.
+    """
+    fields = fields_of(schema)
+    for name, value in plain.items():
+        if name not in fields:
+            raise unknown_field(prefix + name, value, name, fields, prefix)
+        if fields[name] is not None and isinstance(value, dict):
+            reject_unknown_keys(value, fields[name], f"{prefix}{name}.")
+
+
+def options_of(folder: Path) -> list[str]:
+    """The options of a group: its YAML files."""
+    return sorted(str(p.relative_to(folder))[: -len(".yaml")] for p in folder.rglob("*.yaml"))
+
+
+def _check_options(group: str, value: str, folder: Path) -> None:
+    """Refuses options that the group does not have; a sweep's comma list and globs are left to Hydra."""
+    options = options_of(folder)
+    if "(" in value or value.strip() == "[]":
+        return
+    for option in (o.strip().removesuffix(".yaml") for o in value.strip("[]'\" ").split(",")):
+        if option not in options:
+            close = difflib.get_close_matches(option, options, n=1)
+            hint = f"did you mean {close[0]}? options" if close else "options"
+            raise UserError(f"{group}={option}: no such option; {hint}: {', '.join(options) or 'none'}")
+
+
+def _check_field(key: str, value: str | None, schema: type, groups: list[str], sign: str | None) -> None:
+    """Refuses a dotted name that leads to no field, and signs that a field does not take."""
+    prefix, current = "", schema
+    names = key.split(".")
+    for depth, name in enumerate(names):
+        fields = fields_of(current)
+        if name not in fields:
+            known = {**fields, **(dict.fromkeys(groups) if depth == 0 else {})}
+            raise unknown_field(key, value, name, known, prefix, _namesakes(schema, names[-1]))
+        inner = fields[name]
+        if depth + 1 < len(names):
+            if get_origin(get_type_hints(current)[name]) is dict:
+                return  # its keys are the user's own
+            if inner is None:
+                raise ConfigError(key, value, f"{prefix}{name} is a value and has no fields")
+            prefix, current = f"{prefix}{name}.", inner
+    if sign == "~":
+        works = "" if fields_of(current)[names[-1]] else f"; would work: {key}=value"
+        raise UserError(f"~{key}: a field cannot be taken away{works}")
+    if sign == "+":
+        raise UserError(f"+{key}={value}: the field is there already; would work: {key}={value}")
+
+
+def _namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
+    """Dotted names of the fields that are called ``name`` anywhere in the job."""
+    found = []
+    for field, inner in fields_of(schema).items():
+        found += [prefix + field] if field == name else []
+        found += _namesakes(inner, name, f"{prefix}{field}.") if inner is not None else []
+    return found
+
+
+def unknown_field(
+    key: str, value: Any, name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = ()
+) -> UserError:
+    """The error for ``name``, which is none of ``known``, at the dotted ``key``; with what was meant."""
+    close = [prefix + c for c in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
+    where = prefix.rstrip(".") or "the job"
+    works = f"did you mean {' or '.join(close)}?" if close else f"{where} has: {', '.join(sorted(known))}"
+    shown = "" if value is None else f"={value}"
+    return UserError(f"{key}{shown}: no such field; {works}")
+
+
+def fields_of(schema: type) -> dict[str, Any]:
+    """Field names of a dataclass, each with its own dataclass, or None for a plain value."""
+    hints = get_type_hints(schema)
+    return {
+        field.name: next(
+            (t for t in (hints[field.name], *get_args(hints[field.name])) if dataclasses.is_dataclass(t)),
+            None,
+        )
+        for field in dataclasses.fields(schema)
+    }
