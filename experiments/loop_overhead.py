@@ -10,6 +10,7 @@ about 100 ms on one slow core. Prints one line; with ``--output`` also writes it
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -38,6 +39,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
     parser.add_argument("overrides", nargs="*", help="what is to be different from the job of 100 ms a step")
     arguments = parser.parse_args()
+    if arguments.steps <= WARMUP:
+        parser.error(f"--steps must be more than {WARMUP}: the first {WARMUP} are not counted")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_text("What the loop costs beside the training. " * 5000)
         data = [f"data.paths=[{folder}/*.txt]", f"data.cache_dir={folder}"]
@@ -122,6 +125,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
 def clocked(function: Any, total: list[float]) -> Any:
     """The function, with its seconds added to ``total[0]``."""
 
+    @functools.wraps(function)  # and what the scheduler marked it with
     def call(*args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         value = function(*args, **kwargs)

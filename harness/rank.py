@@ -144,6 +144,7 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
 
     device = pick_device(job)
     set_up_process(job)
+    kept = device.type == "cpu" and process.keep_freed_memory()
     if device.type == "cuda" and job.world_size > 1:
         # NCCL writes its recorder's file there from C++, which makes no folders.
         (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
@@ -155,7 +156,7 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
             folder.set_status("running")
             run.recorder = _open_recorder(job, folder)
             run.recorder.message(describe(job, folder, device))
-            run.recorder.message(process.describe(job, device.type))
+            run.recorder.message(process.describe(job, device.type, keeps_memory=kept))
         run.trainer = Trainer(job, folder, Engine(job, device), run.recorder, started)
         reason = run.trainer.train()
         if "RANK" in os.environ:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from harness.job import Job
 from harness.loop import process
 from harness.loop.setup import set_up_process
 
+ROOT = Path(__file__).parents[2]
 OURS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
@@ -76,11 +78,38 @@ def test_one_line_tells_what_is_in_force(environment: dict[str, str]) -> None:
         "process: float32 products in high precision, PYTORCH_ALLOC_CONF=expandable_segments:True, "
         "TORCH_NCCL_ASYNC_ERROR_HANDLING=3"
     )
+    assert process.describe(job(), "cpu", keeps_memory=True).endswith("precision, freed memory is kept")
+
+
+BLOCKS_TWICE = """
+import resource
+from harness.loop.process import keep_freed_memory
+done = keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [b"x" * (64 << 20) for _ in range(2)]
+    del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(done, faults(), faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+@pytest.mark.parametrize(
+    "theirs", [{}, {"MALLOC_ARENA_MAX": "2"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}]
+)
+def test_what_is_freed_is_kept(environment: dict[str, str], theirs: dict[str, str]) -> None:
+    plain = {name: value for name, value in environment.items() if not name.startswith(("MALLOC_", "GLIBC"))}
+    command = [sys.executable, "-c", BLOCKS_TWICE]
+    output = subprocess.run(command, env=plain | theirs, cwd=ROOT, check=True, capture_output=True, text=True)
+    done, first, second = output.stdout.split()
+    assert (done == "True") == (not theirs)
+    assert int(second) < int(first) / 100 if done == "True" else int(second) > int(first) / 2
 
 
 def test_it_can_be_set_before_torch_is_imported() -> None:
     code = "import sys, harness.rank, harness.loop.process; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_matmul_precision_is_the_jobs(environment: dict[str, str]) -> None:
