@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -31,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from harness.errors import ConfigError
 from harness.model.moe import MoE
-from harness.model.sharding import Split
+from harness.model.sharding import Split, own_part
 from harness.parallelism.config import ParallelismConfig
 from harness.precision.tensor import float8_style, region_cast
 
@@ -86,6 +87,36 @@ class RegionParallel(ParallelStyle):
         return module
 
 
+class VocabularyParallel(ParallelStyle):
+    """An embedding by rows of its table: every rank looks up what it has, and the ranks add up.
+
+    On plain local tensors. torch's RowwiseParallel has no rule for the gradient of a table split by rows
+    (torch/distributed/tensor/_ops/_embedding_ops.py), so every rank would make that of the whole table: for
+    Llama 3 70B in bfloat16 2.1 GB, where over eight ranks it is 0.26.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding), "what is looked up is an embedding"
+        rows_per_rank = -(-module.num_embeddings // device_mesh.size())
+        first_row = rows_per_rank * device_mesh.get_local_rank()
+
+        def look_up(tokens_BT: Tensor) -> Tensor:
+            table_VC = own_part(module, "weight")
+            rows_BT = tokens_BT - first_row
+            elsewhere_BT = (rows_BT < 0) | (rows_BT >= len(table_VC))
+            own_BTC = F.embedding(rows_BT.masked_fill(elsewhere_BT, 0), table_VC)
+            own_BTC = own_BTC.masked_fill(elsewhere_BT.unsqueeze(-1), 0)
+            partial = DTensor.from_local(own_BTC, device_mesh, (Partial(),), run_check=False)
+            return partial.redistribute(placements=(self.stream,)).to_local()
+
+        module.forward = look_up  # type: ignore[method-assign, assignment]
+        return distribute_module(module, device_mesh, _split_rows)
+
+
 class LossInHeadParallel(ParallelStyle):
     """The output projection by vocabulary, where it computes the loss: on plain local tensors.
 
@@ -98,16 +129,17 @@ class LossInHeadParallel(ParallelStyle):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-            weight = distribute_tensor(module.weight, mesh, [Shard(0)])  # type: ignore[arg-type]
-            module.register_parameter("weight", nn.Parameter(weight))
-
         def gather(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
             local = DTensor.from_local(inputs[0], mesh, (self.stream,), run_check=False)
             whole = local.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
             return (whole, *inputs[1:])
 
-        return distribute_module(module, device_mesh, split, gather)  # type: ignore[arg-type]
+        return distribute_module(module, device_mesh, _split_rows, gather)  # type: ignore[arg-type]
+
+
+def _split_rows(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    weight = distribute_tensor(module.weight, mesh, [Shard(0)])  # type: ignore[arg-type]
+    module.register_parameter("weight", nn.Parameter(weight))
 
 
 def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
@@ -147,7 +179,7 @@ def apply_tensor_parallel(
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
     styles: dict[Split, Callable[[], ParallelStyle | None]] = {
-        Split.VOCABULARY: lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        Split.VOCABULARY: lambda: VocabularyParallel(stream),
         Split.COLUMN: ColwiseParallel,
         Split.ROW: lambda: RowwiseParallel(output_layouts=stream),
         Split.NORM: lambda: (

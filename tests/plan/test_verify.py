@@ -302,12 +302,13 @@ PEAKS = [
     ("llama3_debug", ""),
     ("llama3_debug", "dp_shard=4", "precision=bf16", "activation_checkpoint=full"),
     ("llama3_debug", "tp=4"),
+    ("llama3_debug", "tp=4", "model.vocab_size=65536", "model.dim=2048", "training.global_batch_size=1"),
     ("llama3_debug", "pp=2 dp_shard=2"),
     ("deepseek_v3_debug", "dp_shard=4 ep=4"),
 ]
 
 
-@pytest.mark.parametrize("case", rest_is_thorough(PEAKS, PEAKS[1]), ids="-".join)
+@pytest.mark.parametrize("case", rest_is_thorough(PEAKS, PEAKS[1], PEAKS[3]), ids="-".join)
 def test_peaks_are_those_of_the_plans_memory(case: tuple[str, ...]) -> None:
     """The plan's closed form, without what a process takes, and the tensors that are really made."""
     model, degrees, *rest = case
