@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -61,20 +62,72 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
     Raises:
         UserError: one line that says which override, field or value is wrong, and what would work.
     """
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-
     overrides = list(overrides)
-    check_overrides(overrides, schema)
-    overrides = with_own_keys(overrides, schema)
-    register_schema(schema)
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=conf_dir(), version_base="1.3"):
+    check_overrides(overrides, schema)  # before Hydra is imported
+    with Composer(config_name, schema) as composer:
+        return composer.job(overrides)
+
+
+class Composer:
+    """Composes many jobs of one primary config, inside ``with``.
+
+    Hydra takes a fifth of a second for a job. Jobs that choose the same options of groups are composed once,
+    and the values in which they differ are put into copies of that.
+
+    Args:
+        config_name: the primary config, a file of conf/.
+        schema: dataclass of the jobs.
+    """
+
+    def __init__(self, config_name: str = "train", schema: type = Job) -> None:
+        self.config_name, self.schema = config_name, schema
+        self._bases: dict[tuple[str, ...], Any] = {}
+        self._hydra = ExitStack()
+
+    def __enter__(self) -> Composer:
+        from hydra import initialize_config_dir
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        register_schema(self.schema)
+        GlobalHydra.instance().clear()
+        self._hydra.enter_context(initialize_config_dir(config_dir=conf_dir(), version_base="1.3"))
+        self.parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self._hydra.close()
+
+    def job(self, overrides: Iterable[str]) -> Any:
+        """One job, as ``compose_job`` gives it.
+
+        Raises:
+            UserError: one line that says which override, field or value is wrong, and what would work.
+        """
+        overrides = list(overrides)
+        check_overrides(overrides, self.schema)
+        return self.point(with_own_keys(overrides, self.schema))
+
+    def point(self, overrides: list[str]) -> Any:
+        """The same, of overrides that are checked and spelled for Hydra."""
+        from hydra import compose
+        from hydra._internal.config_loader_impl import ConfigLoaderImpl
+
         try:
-            config = compose(config_name=config_name, overrides=overrides)
+            values, rest = [], []
+            for typed, parsed in zip(overrides, self.parser.parse_overrides(overrides), strict=True):
+                # Hydra says what is wrong with several values of one.
+                if is_value(typed) and not parsed.is_sweep_override():
+                    values.append(parsed)
+                else:
+                    rest.append(typed)
+            if tuple(rest) not in self._bases:
+                self._bases[tuple(rest)] = compose(config_name=self.config_name, overrides=rest)
+            config = copy.deepcopy(self._bases[tuple(rest)])
+            ConfigLoaderImpl._apply_overrides_to_config(values, config)
         except Exception as error:
-            raise translated(error, schema) from error
-    return job_from_config(config, schema)
+            raise translated(error, self.schema) from error
+        return job_from_config(config, self.schema)
 
 
 @dataclass(frozen=True)
@@ -91,9 +144,6 @@ def compose_points(
 ) -> list[Composed]:
     """Composes every point of a multirun, as Hydra's own sweeper spells them out.
 
-    Hydra takes a fifth of a second for a job. Points that choose the same options of groups are composed
-    once, and the values in which they differ are put into copies of that.
-
     Args:
         overrides: as typed; several values of one, by commas, are an axis.
         config_name: the primary config, a file of conf/.
@@ -102,36 +152,17 @@ def compose_points(
     Raises:
         UserError: something is wrong with the overrides whatever the point.
     """
-    from hydra import compose, initialize_config_dir
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra import compose
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
 
     overrides = list(overrides)
     check_overrides(overrides, schema)
     typed = with_own_keys(overrides, schema)
-    register_schema(schema)
-    GlobalHydra.instance().clear()
-    bases: dict[tuple[str, ...], Any] = {}
-
-    def compose_point(point: list[str]) -> Any:
-        values = [override for override in point if is_value(override)]
-        rest = tuple(override for override in point if override not in values)
-        try:
-            if rest not in bases:
-                bases[rest] = compose(config_name=config_name, overrides=list(rest))
-            config = copy.deepcopy(bases[rest])
-            ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides(values), config)
-        except Exception as error:
-            raise translated(error, schema) from error
-        return job_from_config(config, schema)
-
     points = []
-    with initialize_config_dir(config_dir=conf_dir(), version_base="1.3"):
-        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    with Composer(config_name, schema) as composer:
+        read = composer.parser.parse_overrides
         try:
-            once = [str(o.input_line) for o in parser.parse_overrides(typed) if not o.is_sweep_override()]
+            once = [str(o.input_line) for o in read(typed) if not o.is_sweep_override()]
             shared = compose(config_name=config_name, overrides=once, return_hydra_config=True)
             params = dict(shared.hydra.sweeper.params or {})
             listed = _listed_points(params.pop(POINTS, ""), schema)
@@ -139,9 +170,7 @@ def compose_points(
             spelled = [
                 point
                 for own in listed or [[]]
-                for point in BasicSweeper.split_arguments(
-                    parser.parse_overrides([*axes, *own, *typed]), None
-                )[0]
+                for point in BasicSweeper.split_arguments(read([*axes, *own, *typed]), None)[0]
             ]
         except UserError:
             raise
@@ -149,7 +178,7 @@ def compose_points(
             raise translated(error, schema) from error
         for point in spelled:
             try:
-                points.append(Composed(point, compose_point(point)))
+                points.append(Composed(point, composer.point(point)))
             except UserError as error:
                 points.append(Composed(point, None, str(error)))
     return points

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.app import run_verb
-from harness.compose import compose_job
+from harness.compose import Composer
 from harness.config import label, part
 from harness.errors import EXIT_OK, ConfigError
 from harness.job import Job, differing_numerics
@@ -251,14 +251,15 @@ def compose_layouts(
         if name not in matrix:
             raise ConfigError("parity.layouts", name, "no such layout", sorted(matrix))
     jobs: dict[str, tuple[int, Job]] = {}
-    for name in config.layouts or matrix:
-        composed = compose_job([*overrides, *matrix[name].split()], config_name="parity", schema=ParityJob)
-        job = Job(**{field.name: getattr(composed, field.name) for field in dataclasses.fields(Job)})
-        first = next(iter(jobs.values()), (0, job))[1]
-        differing = differing_numerics(first, job)
-        if differing:
-            raise ConfigError("parity.matrix", name, f"changes the numerics: {', '.join(differing)}")
-        jobs[name] = (job.world_size, job)
+    with Composer("parity", ParityJob) as composer:
+        for name in config.layouts or matrix:
+            composed = composer.job([*overrides, *matrix[name].split()])
+            job = Job(**{field.name: getattr(composed, field.name) for field in dataclasses.fields(Job)})
+            first = next(iter(jobs.values()), (0, job))[1]
+            differing = differing_numerics(first, job)
+            if differing:
+                raise ConfigError("parity.matrix", name, f"changes the numerics: {', '.join(differing)}")
+            jobs[name] = (job.world_size, job)
     return jobs
 
 

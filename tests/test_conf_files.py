@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from harness.bench import BenchJob
-from harness.compose import compose_job
+from harness.compose import Composer, compose_job
 from harness.convert import ConvertJob
 from harness.download import DownloadJob
 from harness.errors import ConfigError
@@ -175,10 +175,11 @@ def test_parity_matrix() -> None:
     """Every layout of the matrix is a legal job that differs from one process only in its execution."""
     base = compose_job([], config_name="parity", schema=ParityJob)
     assert len(base.parity.matrix) > 30
-    for layout, overrides in base.parity.matrix.items():
-        job = compose_job(overrides.split(), config_name="parity", schema=ParityJob)
-        assert job.numerics_id == base.numerics_id, layout
-        assert job.id != base.id, layout
+    with Composer("parity", ParityJob) as composer:
+        for layout, overrides in base.parity.matrix.items():
+            job = composer.job(overrides.split())
+            assert job.numerics_id == base.numerics_id, layout
+            assert job.id != base.id, layout
 
 
 def test_models_hold_only_fields_of_the_model() -> None:
