@@ -29,8 +29,8 @@ train: $(READY)  ## train a small Llama on the Python standard library's sources
 # Only the other part has tests of eight ranks, of which two at once would starve each other.
 BESIDE := tests/slurm tests/cluster tests/sweep tests/model tests/data tests/parallelism/test_all_sizes.py \
 	tests/optimizer tests/plan tests/report tests/test_adding_a_model.py tests/test_bench.py tests/test_conf_files.py \
-	tests/test_convert.py tests/test_convert_families.py tests/test_download.py tests/test_experiments.py \
-	tests/test_notebooks.py tests/test_readme.py tests/test_user_errors.py
+	tests/test_convert.py tests/test_convert_families.py tests/test_experiments.py tests/test_notebooks.py \
+	tests/test_readme.py tests/test_user_errors.py
 test: lint  ## lint, then run the tests
 	@log=$$(mktemp); \
 	$(BIN)/python -m pytest --durations=25 $(BESIDE) > $$log 2>&1 & beside=$$!; \
