@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from resumable_runs import SMALL
+from tiers import rest_is_thorough
 from torch.distributed.checkpoint.planner import SavePlan
 
 from harness.checkpoint import save
@@ -159,7 +160,7 @@ def test_excluded_parts_are_not_taken_once(tmp_path: Path) -> None:
     assert losses_of(folder) == changed
 
 
-@pytest.mark.parametrize("part", ["optimizer", "rng"])
+@pytest.mark.parametrize("part", rest_is_thorough(["optimizer", "rng"], "optimizer"))
 def test_every_part_can_be_left_out(tmp_path: Path, part: str) -> None:
     _, folder = start(tmp_path, "checkpoint.interval=4")
     whole = losses_of(folder)

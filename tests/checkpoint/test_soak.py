@@ -8,10 +8,10 @@ import math
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tiers import rest_is_thorough
 
 from harness.cluster.local import launch
 from harness.compose import compose_job
@@ -24,26 +24,21 @@ import faults
 import soak
 
 
+@pytest.mark.parametrize("mode", rest_is_thorough(["sync", "async"], "sync"))
 def test_killed_and_resumed_is_the_run_that_was_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     layout = "fsdp 2"
     monkeypatch.setitem(soak.LAYOUTS, layout, ["parallelism=fsdp", "parallelism.dp_shard=2"])
-    draws = {"sync": random.Random("inside saving"), "async": random.Random("2")}
+    draw = random.Random("inside saving" if mode == "sync" else "2")
     inside_saving = [soak.Kill("saving", fraction=1.0, ordinal=2, delay=0.0, victim="all")]
-    kills = {"sync": inside_saving, "async": soak.draw_kills(draws["async"])[:1]}
-    # How checkpoints are written does not show in the numbers: one reference does for both.
-    reference = soak.make_reference(tmp_path / "reference", layout, "sync")
-
-    def run(mode: str) -> soak.Report:
-        return soak.Soak(tmp_path / mode, layout, mode, reference).run(kills[mode], draws[mode])
-
-    with ThreadPoolExecutor(2) as workers:
-        reports = list(workers.map(run, ["sync", "async"]))
-    for report in reports:
-        assert report.problems == [] and len(report.kills) == 1
-    assert reports[0].kills == [("saving", "all")]
-    assert (reports[0].half_written, reports[0].named, reports[0].lost) == (1, 1, [soak.INTERVAL])
+    kills = inside_saving if mode == "sync" else soak.draw_kills(draw)[:1]
+    reference = soak.make_reference(tmp_path / "reference", layout, mode)
+    report = soak.Soak(tmp_path / mode, layout, mode, reference).run(kills, draw)
+    assert report.problems == [] and len(report.kills) == 1
+    if mode == "sync":
+        assert report.kills == [("saving", "all")]
+        assert (report.half_written, report.named, report.lost) == (1, 1, [soak.INTERVAL])
 
 
 def test_a_run_that_differs_is_found(tmp_path: Path) -> None:

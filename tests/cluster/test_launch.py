@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from launching import LONG, TWO_RANKS, Launch, until
+from tiers import rest_is_thorough
 
 from harness.errors import (
     EXIT_BUG,
@@ -96,7 +97,7 @@ def test_a_bug_in_one_rank_ends_the_others_at_once(launch: Start) -> None:
     assert job.ranks() == {}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", rest_is_thorough([0, 1], 1))
 def test_a_killed_rank_is_the_cause_and_not_its_peers(launch: Start, rank: int) -> None:
     job = launch(*TWO_RANKS, *LONG)
     job.wait_for_step()
@@ -112,7 +113,7 @@ def test_a_killed_rank_is_the_cause_and_not_its_peers(launch: Start, rank: int) 
     assert job.ranks() == {}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", rest_is_thorough([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_a_stop_request_ends_all_ranks_at_one_step(launch: Start, number: signal.Signals) -> None:
     job = launch(*TWO_RANKS, *LONG, "metrics.log_interval=1")
     job.wait_for_step()

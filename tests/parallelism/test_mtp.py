@@ -165,7 +165,7 @@ LAYOUTS = [
 ]
 
 
-CORE = ["cp_ulysses", "fsdp_ep_compiled", "fsdp_tp_chunked_loss"]
+CORE = ["cp_ulysses", "fsdp_ep_compiled"]
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(LAYOUTS, *CORE))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from precision_runs import Outcome, trace_with_float8_gathers, train
 from rounding import E4M3, E5M2, difference, rounded, rounded_in_blocks
+from tiers import rest_is_thorough
 from torch import nn
 
 from harness.cluster.pool import RankPool
@@ -175,7 +176,7 @@ def assert_same(left: list[Outcome], right: list[Outcome]) -> None:
         assert all(torch.equal(a.weights[name], weight) for name, weight in b.weights.items())
 
 
-@pytest.mark.parametrize("layout", ["fsdp_tp", "hsdp"])
+@pytest.mark.parametrize("layout", rest_is_thorough(["fsdp_tp", "hsdp"], "fsdp_tp"))
 def test_gathering_weights_in_float8(pool: RankPool, layout: str) -> None:
     """Bitwise what casting after the gather gives, in float32; and scales computed ahead change nothing."""
     tensorwise = (*precision_of("float8_tensorwise"), *f"parallelism={layout}".split())
@@ -185,7 +186,7 @@ def test_gathering_weights_in_float8(pool: RankPool, layout: str) -> None:
     assert_same(gathered, outcomes(pool, *tensorwise, "precision.enable_fsdp_float8_all_gather=true", ahead))
 
 
-@pytest.mark.parametrize("linear", ["float8_tensorwise", "mxfp8"])
+@pytest.mark.parametrize("linear", rest_is_thorough(["float8_tensorwise", "mxfp8"], "float8_tensorwise"))
 def test_recomputed_and_compiled_it_stays_the_same(pool: RankPool, linear: str) -> None:
     float8 = (*precision_of(linear, "bfloat16"), "parallelism=fsdp", "model.n_layers=2")
     plain = outcomes(pool, *float8)
