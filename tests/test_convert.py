@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from peak_memory import bytes_of_converting
+from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.checkpoint import formats, progress
@@ -665,12 +666,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), [("hf", "dcp"), ("llama", "dcp"), ("dcp", "hf"), ("dcp", "dcp"), ("dcp", "torch")]
-)
-def test_memory_is_that_of_a_few_tensors(
-    source: str, target: str, wide: dict[str, Path], tmp_path: Path
-) -> None:
+WAYS = [("hf", "dcp"), ("llama", "dcp"), ("dcp", "hf"), ("dcp", "dcp"), ("dcp", "torch")]
+
+
+@pytest.mark.parametrize("way", rest_is_thorough(WAYS, *WAYS[:3]), ids="-".join)
+def test_memory_is_that_of_a_few_tensors(way: tuple[str, str], wide: dict[str, Path], tmp_path: Path) -> None:
+    source, target = way
     large = wide[f"{source}-large"]
     size = sum(file.stat().st_size for file in large.iterdir())
     assert size > 200e6

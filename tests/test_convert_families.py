@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peak_memory import bytes_of_converting
+from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.checkpoint.catalog import open_checkpoint
@@ -281,9 +282,12 @@ def test_metas_files_are_llamas(tmp_path: Path) -> None:
 WIDE = ["model.dim=256", "model.ffn_hidden_dim=512", "model.moe.hidden_dim=192", "model.n_layers=16"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("way", ["hf-dcp", "dcp-hf"])
-def test_memory_is_that_of_a_few_tensors(family: str, way: str, tmp_path: Path) -> None:
+CASES = [(family, way) for family in ("qwen3_moe", "gpt_oss") for way in ("hf-dcp", "dcp-hf")]
+
+
+@pytest.mark.parametrize("case", rest_is_thorough(CASES, CASES[0], CASES[3]), ids="-".join)
+def test_memory_is_that_of_a_few_tensors(case: tuple[str, str], tmp_path: Path) -> None:
+    family, way = case
     source, target = way.split("-")
     overrides = [f"model={family}_debug", "model.moe.num_experts=16", *WIDE]
     for name, layers in (("small", 2), ("large", 16)):
