@@ -69,7 +69,7 @@ def loss_of(model: torch.nn.Module, job: Job) -> float:
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels_BT.flatten()))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "fsdp_tp_pp", "fsdp_float8"))
 @pytest.mark.parametrize("dtype", rest_is_thorough([torch.float32, torch.bfloat16], torch.float32), ids=str)
 def test_training_starts_from_safetensors(
     pool: RankPool, tmp_path: Path, layout: str, dtype: torch.dtype
@@ -86,7 +86,7 @@ def test_training_starts_from_safetensors(
         assert outcome.losses[1] == pytest.approx(expected, rel=tolerance)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "fsdp_tp_pp", "fsdp_float8"))
 def test_training_ends_in_safetensors(pool: RankPool, tmp_path: Path, layout: str) -> None:
     """Every layout exports the same model, which transformers runs as we do."""
     options = ("checkpoint.last_save_model_only=true", "checkpoint.last_save_in_hf=true", "training.steps=3")
