@@ -188,10 +188,11 @@ def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
     The error is already recorded; whatever goes wrong here must not take its place.
     """
     try:
-        if code == EXIT_INTERRUPTED:
+        error = folder.first_error()
+        # torchrun asks the peers of a rank that has failed to stop: a consequence, and not the cause.
+        if code == EXIT_INTERRUPTED and (error is None or error["exit_code"] == EXIT_INTERRUPTED):
             folder.conclude(job, "interrupted", code, run.facts())
         else:
-            error = folder.first_error()
             folder.conclude(job, "failed", error["exit_code"] if error else code, run.facts())
     except Exception:
         traceback.print_exc()
