@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import LONG, TWO_RANKS, Launch, until
 from test_launch import GONE_SECONDS, patch_rank
 
-from harness.errors import EXIT_BUG, EXIT_RESUMABLE, EXIT_USER
+from harness.compose import compose_job
+from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER
+from harness.rank import Run, _end_failed_run
+from harness.run_folder import RunFolder
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness.train")
 
@@ -70,3 +75,20 @@ def test_a_killed_torchrun_leaves_no_orphans(torchrun: Callable[..., Launch]) ->
     job.process.send_signal(signal.SIGKILL)
     assert until(lambda: job.ranks() == {}, GONE_SECONDS) < GONE_SECONDS
     assert job.read("result.json")["error.type"] == "LauncherGone"
+
+
+@pytest.mark.parametrize("peer_failed", [False, True])
+def test_the_row_of_a_rank_that_is_stopped_names_the_peer_that_failed(
+    tmp_path: Path, peer_failed: bool
+) -> None:
+    """Stopped before training has begun, rank 0 sees nothing but the interruption."""
+    job = compose_job(["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", f"runs_dir={tmp_path}"])
+    folder = RunFolder(job.run_dir)
+    folder.begin(job, [])
+    if peer_failed:
+        folder.record_error(1, LookupError("broken here"))
+    folder.record_error(0, KeyboardInterrupt())
+    _end_failed_run(job, folder, Run(), EXIT_INTERRUPTED)
+    row = json.loads((folder.path / "result.json").read_text())
+    expected = ("failed", EXIT_BUG) if peer_failed else ("interrupted", EXIT_INTERRUPTED)
+    assert (row["exit_reason"], row["exit_code"]) == expected
