@@ -410,7 +410,12 @@ DAMAGES = [
         r"step-8 cannot be used: it was not finished",
     ),
     damage("unrelated files and folders beside and in it", put_unrelated, 8),
-    damage("a file called `step-99` beside it", put_file_named_like_a_checkpoint, 8),
+    damage(
+        "a file called `step-99` beside it",
+        put_file_named_like_a_checkpoint,
+        8,
+        r"step-99 cannot be used: it was not finished: there is no manifest\.json; using .*step-8",
+    ),
     damage("a copy called `backup-of-step-12` beside it", put_backup, 8),
     damage(
         "one rank's file deleted",

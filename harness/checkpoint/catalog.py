@@ -9,7 +9,7 @@ files hold is checked against checksums when it is read (harness/checkpoint/stor
 
 from __future__ import annotations
 
-import json
+import errno
 import re
 import uuid
 from collections.abc import Iterator
@@ -19,17 +19,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import fsspec
-import xxhash
 
+from harness.checkpoint.manifest import MANIFEST, METADATA, UnknownFormat, decode_manifest
 from harness.errors import UserError
 from harness.locks import Held, lock
-from harness.metrics.encoding import dumps
 
-MANIFEST = "manifest.json"
-METADATA = ".metadata"
 SUPERSEDED = "superseded"
 LOCK = ".lock"
-FORMAT = 1
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -57,7 +53,7 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """The step it was written after."""
-        return int(self.manifest["step"])
+        return self.manifest["step"]
 
     @property
     def holds(self) -> str:
@@ -95,12 +91,11 @@ class CheckpointFolder:
         return f"{self.path}/step-{step}"
 
     def steps(self) -> list[int]:
-        """Steps that there is a folder for, complete or not, ascending."""
+        """Steps that have an entry ``step-<n>``, ascending: complete or not, a folder, a file or a link."""
         self._fs.invalidate_cache()
         if not self._fs.isdir(self._root):
             return []
-        entries = self._fs.ls(self._root, detail=True)
-        names = [_name(entry["name"]) for entry in entries if entry["type"] == "directory"]
+        names = [_name(path) for path in self._fs.ls(self._root, detail=False)]
         return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
     def find(self, step: int) -> Checkpoint:
@@ -239,6 +234,10 @@ def remove(path: str) -> None:
         OSError: it cannot be removed.
     """
     fs, root = _open_url(path)
+    link = _local(path, "")
+    if link is not None and link.is_symlink():
+        link.unlink()  # what it points to is not ours, and may not exist
+        return
     if fs.exists(f"{root}/{MANIFEST}"):
         fs.rm_file(f"{root}/{MANIFEST}")
     if fs.exists(root):
@@ -290,18 +289,6 @@ def is_foreign(path: str) -> bool:
     return bool(fs.exists(f"{root}/{METADATA}")) and not fs.exists(f"{root}/{MANIFEST}")
 
 
-def encode_manifest(manifest: dict[str, Any]) -> bytes:
-    """The manifest as it is written: JSON with a checksum over itself."""
-    body = {"format": FORMAT, **manifest}
-    # Through JSON once: what is checked later is what JSON makes of it.
-    body = json.loads(dumps(body))
-    return json.dumps({**body, "checksum": _checksum(body)}, indent=1).encode() + b"\n"
-
-
-def _checksum(body: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
-
-
 def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
     """Reads and checks the manifest by itself."""
     try:
@@ -309,16 +296,15 @@ def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise UnfinishedCheckpoint(f"it was not finished: there is no {MANIFEST}") from None
     except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ELOOP):
+            raise DamagedCheckpoint(f"{MANIFEST} is no file") from None
         raise UserError(f"{root}/{MANIFEST}: cannot be read: {error}") from error
     try:
-        manifest = json.loads(content)
-        if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):
-            raise ValueError("it does not have the checksum it was written with")
+        return decode_manifest(content)
+    except UnknownFormat as error:
+        raise DamagedCheckpoint(str(error)) from None
     except ValueError as error:
         raise DamagedCheckpoint(f"{MANIFEST} is damaged: {error}") from None
-    if manifest["format"] != FORMAT:
-        raise DamagedCheckpoint(f"it has format {manifest['format']}, and this version reads {FORMAT}")
-    return manifest
 
 
 def _sizes(fs: Any, root: str) -> dict[str, int]:

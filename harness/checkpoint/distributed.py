@@ -8,7 +8,6 @@ error, ^C included, into one of their own.
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,12 @@ from torch.futures import Future
 
 from harness.checkpoint.catalog import METADATA, DamagedCheckpoint
 from harness.checkpoint.formats import EMBEDDING, HEAD, Source, TensorFacts, refuse_untied
-from harness.checkpoint.storage import CHECKSUM, Reader, Writer
+from harness.checkpoint.manifest import CHECKSUM
+from harness.checkpoint.metadata import first_line
+from harness.checkpoint.storage import Reader, Writer
+from harness.checkpoint.torchtitan import from_torchtitan
 from harness.errors import UserError
 from harness.model.config import ModelConfig
-from harness.model.llama_original import permute_rope
 from harness.model.shapes import tensor_shapes
 
 _SHOWN = 3  # names in one line of error
@@ -38,9 +39,7 @@ class DistributedSource:
 
     Args:
         path: the checkpoint's folder or fsspec URL.
-        manifest: what it says of itself. Empty for one of other software; torchtitan's is meant, which has
-            our names and, for Llama 2 and 3 like Meta's files, rows of wq and wk in the order of interleaved
-            pairs (``_permute`` in torchtitan/models/llama3/model/state_dict_adapter.py).
+        manifest: what it says of itself. Empty for one of other software, which is read as torchtitan's.
         model: what it must hold.
 
     Raises:
@@ -75,12 +74,7 @@ class DistributedSource:
         tensor = self._read(self._prefix + name)
         if name == EMBEDDING and self._model.tied_embeddings and self._prefix + HEAD in self._found:
             refuse_untied(tensor, self._read(self._prefix + HEAD), self._path)
-        swapped = self._foreign and self._model.family == "llama"
-        if swapped and name.endswith(".wq.weight"):
-            return permute_rope(tensor, self._model.n_heads)
-        if swapped and name.endswith(".wk.weight"):
-            return permute_rope(tensor, self._model.n_kv_heads)
-        return tensor
+        return from_torchtitan(name, tensor, self._model) if self._foreign else tensor
 
     def _read(self, key: str) -> Tensor:
         facts = self._found[key]
@@ -89,15 +83,15 @@ class DistributedSource:
         planner.set_up_planner({key: tensor}, self._metadata, is_coordinator=True)
         try:
             self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise DamagedCheckpoint(f"{key} cannot be read: {_first_line(error)}") from error
+        except OSError as error:
+            raise DamagedCheckpoint(f"{key} cannot be read: {first_line(error)}") from error
         return tensor
 
     def _read_metadata(self) -> Metadata:
         try:
             metadata = self._reader.read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
-            raise DamagedCheckpoint(f"{METADATA} cannot be read: {_first_line(error)}") from error
+        except OSError as error:
+            raise DamagedCheckpoint(f"{METADATA} cannot be read: {first_line(error)}") from error
         if self._foreign and any(hasattr(place, CHECKSUM) for place in metadata.storage_data.values()):
             raise DamagedCheckpoint("the harness wrote it and did not finish it: the manifest is missing")
         return metadata
@@ -119,10 +113,6 @@ class DistributedSource:
                 )
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def write_distributed(source: Source, folder: Path, manifest: Mapping[str, Any]) -> None:
     """Writes a checkpoint that training starts from on any layout; one tensor is in memory at a time.
 
@@ -134,7 +124,19 @@ def write_distributed(source: Source, folder: Path, manifest: Mapping[str, Any])
     Raises:
         OSError: the folder cannot be written to; RuntimeError with one in its context, from torch.save.
     """
-    planner, writer = _LazyPlanner(source), _StreamingWriter(str(folder), dict(manifest))
+    _write(source, _StreamingWriter(str(folder), dict(manifest)))
+
+
+def write_plain(source: Source, folder: Path) -> None:
+    """Writes a checkpoint as torch's own writer does, without checksums and without a manifest.
+
+    Args and errors are those of ``write_distributed``.
+    """
+    _write(source, _OneByOne(str(folder)))
+
+
+def _write(source: Source, writer: _OneByOne) -> None:
+    planner = _LazyPlanner(source)
     planner.set_up_planner(
         {name: torch.empty(f.shape, dtype=f.dtype, device="meta") for name, f in source.tensors.items()},
         writer.storage_meta(),

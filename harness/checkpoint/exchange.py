@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from harness.checkpoint.catalog import MANIFEST, encode_manifest, open_checkpoint
+from harness.checkpoint.catalog import open_checkpoint
 from harness.checkpoint.distributed import DistributedSource
 from harness.checkpoint.formats import TensorFacts
 from harness.checkpoint.huggingface import HuggingFaceSource, finish_huggingface, write_huggingface
-from harness.checkpoint.storage import CHECKSUM, write_last
+from harness.checkpoint.manifest import CHECKSUM, MANIFEST, encode_manifest
+from harness.checkpoint.storage import write_last
 from harness.checkpoint.together import Together
 from harness.errors import UserError
 from harness.job import Job

@@ -10,7 +10,6 @@ is a function that takes a source and a path. Any source goes to any writer:
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +21,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from harness.errors import MachineError, UserError
+from harness.errors import DISK_FULL, MachineError, UserError
 from harness.model.shapes import is_buffer
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
-
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -111,6 +108,38 @@ class Watched:
         return tensor
 
 
+class Inspected:
+    """A source that counts values that are not finite, by tensor.
+
+    Args:
+        source: what is read.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.tensors = source.tensors
+        self.not_finite: dict[str, int] = {}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        tensor = self._source.read(name)
+        # The extremes of a tensor with a NaN are NaN. They need no second tensor of this size.
+        if tensor.numel() and not all(extreme.isfinite() for extreme in tensor.aminmax()):
+            self.not_finite[name] = int((~tensor.isfinite()).sum())
+        return tensor
+
+    def warning(self) -> str | None:
+        """A sentence about the tensors read so far; None where all values were finite."""
+        if not self.not_finite:
+            return None
+        name, values = next(iter(self.not_finite.items()))
+        of = torch.Size(self.tensors[name].shape).numel()
+        return (
+            f"{len(self.not_finite)} of {len(self.tensors)} tensors hold NaN or infinite values, "
+            f"{name} in {values} of its {of}; they were written as they are"
+        )
+
+
 def total_bytes(source: Source) -> int:
     """Bytes of all tensors of a source."""
     return sum(facts.nbytes for facts in source.tensors.values())
@@ -179,7 +208,7 @@ def _storage_errors(target: Path) -> Iterator[None]:
         cause = next((each for each in chain if isinstance(each, OSError) and each.errno is not None), None)
         if cause is None:
             raise
-        if cause.errno in _DISK_FULL:
+        if cause.errno in DISK_FULL:
             raise MachineError(f"{target}: the disk is full, or a quota is; nothing was written") from error
         # Where nothing else is named it is the target that failed.
         place = target if cause.filename is None else cause.filename

@@ -42,6 +42,7 @@ from harness.model.huggingface import (
     hf_config,
     our_tensors,
     own_name,
+    read_object,
 )
 from harness.model.shapes import is_buffer, tensor_shapes
 
@@ -49,6 +50,7 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_SHOWN_CHARACTERS = 40  # of a wrong value in one line of error
 _HEADER_UNIT = 8  # bytes; values then begin where any of the formats is aligned
 
 
@@ -65,7 +67,7 @@ class HuggingFaceSource:
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._folder, self._tied = folder, model.tied_embeddings
-        check_hf_config(model, _read_json(folder / CONFIG))
+        check_hf_config(model, read_object(folder / CONFIG))
         self._pieces, self._copies = our_tensors(model), copied_tensors(model)
         self._places: dict[str, tuple[Path, str]] = {}
         found: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -164,11 +166,16 @@ def _torch_dtype(name: str, file: Path) -> torch.dtype:
 def _weight_files(folder: Path) -> list[Path]:
     """The files that transformers would read, which may lie beside the same weights in another format."""
     if (folder / INDEX).exists():
-        index = _read_json(folder / INDEX)
+        index = read_object(folder / INDEX)
         if not isinstance(index.get("weight_map"), dict):
             raise UserError(f"{folder / INDEX}: has no weight_map")
-        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
-        missing = [file.name for file in files if not file.is_file()]
+        names = list(index["weight_map"].values())
+        for name in names:
+            if not isinstance(name, str) or not name.endswith(".safetensors"):
+                shown = json.dumps(name)[:_SHOWN_CHARACTERS]
+                raise UserError(f"{folder / INDEX}: weight_map has {shown} where the name of a file belongs")
+        files = [folder / name for name in sorted(set(names))]
+        missing = [file.name for file in files if not _is_file(file)]
         if missing:
             raise UserError(
                 f"{folder}: {missing[0]} is missing, one of {len(files)} files that {INDEX} names"
@@ -177,16 +184,11 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _is_file(file: Path) -> bool:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no object")
-    except FileNotFoundError:
-        raise UserError(f"{file}: is missing") from None
-    except ValueError as error:
-        raise UserError(f"{file}: cannot be read as JSON: {error}") from None
-    return content
+        return file.is_file()
+    except OSError:  # a name that is too long
+        return False
 
 
 def write_huggingface(

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from harness.checkpoint.formats import EMBEDDING, HEAD, TensorFacts, refuse_untied
+from harness.checkpoint.metadata import load_failure
 from harness.errors import UserError
 from harness.model.config import ModelConfig
+from harness.model.huggingface import read_object
 from harness.model.llama_original import is_buffer, merge
 from harness.model.shapes import parameter_shapes
 
@@ -97,8 +99,7 @@ def _load(file: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        reason = " ".join(str(error).split("\n")[0].split())
-        raise UserError(f"{file}: cannot be read as a file of weights: {reason}") from None
+        raise UserError(f"{file}: {load_failure(error)}") from None
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise UserError(f"{file}: holds something else than named tensors")
     return {name: tensor for name, tensor in content.items() if not is_buffer(name)}
@@ -110,10 +111,11 @@ def check_params(model: ModelConfig, file: Path) -> None:
     Raises:
         UserError: one line that names every field that differs.
     """
-    try:
-        says = {**_DEFAULTS, **json.loads(file.read_text(encoding="utf-8"))}
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file}: cannot be read as JSON: {error}") from None
+    says = {**_DEFAULTS, **read_object(file)}
+    for name in ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier"):
+        wanted = (int, float, type(None)) if name == "ffn_dim_multiplier" else int
+        if not isinstance(says[name], wanted) or (name == "multiple_of" and says[name] < 1):
+            raise UserError(f"{file}: {name} {json.dumps(says[name])} is no such number")
     theta = says.get("rope_theta", _OLD_THETA)
     scaling = "llama3" if says["use_scaled_rope"] else "none"
     pairs = {

@@ -207,5 +207,5 @@ def _ranks(checkpoint: Checkpoint) -> str:
     """Who wrote a checkpoint: how many ranks, in which layout."""
     layout = (checkpoint.job or {}).get("parallelism", {})
     axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
-    degrees = " x ".join(f"{axis} {layout[axis]}" for axis in axes if (layout.get(axis) or 1) > 1)
-    return degrees or "one rank"
+    degrees = {axis: layout[axis] for axis in axes if isinstance(layout.get(axis), int)}
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,11 +21,14 @@ from harness.checkpoint.catalog import (
 from harness.config import NUMERICS, leaves
 from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import Job
+from harness.metrics.encoding import read_object
 
 # Names folders of other layouts of the same experiment, whose checkpoints a run may go on from.
 CONTINUES = "continues.json"
 # How many checkpoints are tried, from the newest on, before a person is asked.
 FALLBACKS = 5
+# How many runs of the same name are looked at for one that was perhaps meant.
+SIBLINGS = 20
 
 
 @dataclass(frozen=True)
@@ -115,21 +117,28 @@ def _refuse_starting_over(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def _others_with_other_numerics(job: Job, run_dir: Path) -> list[str]:
-    """A note of the last run of the same name that computes something else and has not come to its end.
+    """A note of a run of the same name that this one was perhaps meant to go on from.
 
-    A changed field makes another run, which begins at the beginning; not everybody means that.
+    A changed field makes another run, which begins at the beginning; not everybody means that. It is the last
+    run if that has not come to its end, or one that differs in its number of steps only.
     """
     stopped = [
         path
         for path in run_dir.parent.iterdir()
         if path != run_dir and (path / "job.json").is_file() and (path / "checkpoints").is_dir()
     ]
-    for path in sorted(stopped, key=lambda each: (each / "job.json").stat().st_mtime, reverse=True)[:1]:
+    last_first = sorted(stopped, key=lambda each: (each / "job.json").stat().st_mtime, reverse=True)
+    for index, path in enumerate(last_first[:SIBLINGS]):
         newest = next(iter(CheckpointFolder(str(path / "checkpoints")).complete(1)[0]), None)
         names = differing(job, newest) if newest is not None else []
-        if newest is not None and names and newest.step < int((newest.job or {})["training"]["steps"]):
+        if newest is None or not names:
+            continue
+        was_stopped = newest.step < _saved(newest).get("training.steps", 0)
+        is_extended = names == ["training.steps"] and newest.step < job.training.steps
+        if is_extended or (was_stopped and index == 0):
+            how = "stopped" if was_stopped else "ended"
             return [
-                f"this is a new run: {path} stopped after step {newest.step} with {_in_words(job, newest)}; "
+                f"this is a new run: {path} {how} after step {newest.step} with {_in_words(job, newest)}; "
                 f"to go on from it: checkpoint.initial_load_path={newest.path} "
                 f"checkpoint.initial_load_model_only=false checkpoint.allow_changed=[{','.join(names)}]"
             ]
@@ -148,12 +157,14 @@ def is_finished(job: Job, run_dir: Path) -> bool:
     """Whether the job has completed in its run folder, and its last checkpoint is still there."""
     if not job.checkpoint.enable or not job.checkpoint.resume or job.checkpoint.load_step >= 0:
         return False
-    try:
-        result = json.loads((run_dir / "result.json").read_text())
-        last = CheckpointFolder(folder_of(job, run_dir)).find(job.training.steps)
-    except (OSError, ValueError, DamagedCheckpoint):
+    from harness.run_folder import RunFolder
+
+    if RunFolder(run_dir).row.get("exit_reason") != "completed":
         return False
-    return result.get("exit_reason") == "completed" and last.step == job.training.steps
+    try:
+        return CheckpointFolder(folder_of(job, run_dir)).find(job.training.steps).step == job.training.steps
+    except DamagedCheckpoint:
+        return False
 
 
 def tell_finished(job: Job, run_dir: Path) -> int:
@@ -271,10 +282,19 @@ def _from_load_step(job: Job, own: list[Checkpoint], folder: str) -> list[Checkp
 
 
 def _continued(run_dir: Path) -> list[str]:
+    """Checkpoint folders of other layouts that the controller has named.
+
+    Raises:
+        UserError: the file that names them is damaged. To ignore it could mean to start from step 0.
+    """
+    path = run_dir / CONTINUES
     try:
-        return list(json.loads((run_dir / CONTINUES).read_text())["folders"])
+        folders = read_object(path).get("folders")
     except FileNotFoundError:
         return []
+    if not isinstance(folders, list) or not all(isinstance(each, str) for each in folders):
+        raise UserError(f"{path}: damaged: folders is not a list of paths")
+    return folders
 
 
 def _initial(job: Job, path: str) -> Checkpoint:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import mmap
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,14 +17,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, cast
 
-import torch
 import xxhash
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFileSystem
 from torch.distributed.checkpoint.filesystem import FileSystem as LocalFileSystem
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -37,17 +35,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from harness.checkpoint.catalog import (
-    MANIFEST,
-    METADATA,
-    DamagedCheckpoint,
-    check_files,
-    encode_manifest,
-    is_url,
-    make_room,
-)
-
-CHECKSUM = "xxh3_128"
+from harness.checkpoint.catalog import METADATA, DamagedCheckpoint, check_files, is_url, make_room
+from harness.checkpoint.entry import Entry
+from harness.checkpoint.manifest import CHECKSUM, MANIFEST, encode_manifest
+from harness.checkpoint.metadata import parse_metadata
 
 
 @dataclass
@@ -257,17 +248,18 @@ class Reader(FileSystemReader):
         self.manifest = manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's metadata.
+        """Return DCP's metadata. torch's own method runs code that a forged file names.
 
         Raises:
-            DamagedCheckpoint: it is not what was written.
+            DamagedCheckpoint: the file is not what was written, or no metadata.
         """
-        if self.manifest:
-            with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as stream:
-                found = xxhash.xxh3_128_hexdigest(stream.read())
-            if found != self.manifest["files"][METADATA][CHECKSUM]:
-                raise DamagedCheckpoint(f"{METADATA} does not have the checksum it was written with")
-        return super().read_metadata(*args, **kwargs)
+        with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as stream:
+            content = stream.read()
+        if self.manifest and xxhash.xxh3_128_hexdigest(content) != self.manifest["files"][METADATA][CHECKSUM]:
+            raise DamagedCheckpoint(f"{METADATA} does not have the checksum it was written with")
+        metadata = parse_metadata(content)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads what the plan asks for, entry by entry in the order of the files.
@@ -279,7 +271,12 @@ class Reader(FileSystemReader):
         """
         wanted: dict[tuple[str, int, int], list[ReadItem]] = {}
         for item in plan.items:
-            place = self.storage_data[item.storage_index]
+            place = self.storage_data.get(item.storage_index)
+            if place is None:
+                raise DamagedCheckpoint(f"{METADATA} does not say where {item.storage_index.fqn} lies")
+            if item.type == LoadItemType.BYTE_IO:
+                # torch's planner would unpickle it.
+                raise DamagedCheckpoint(f"{item.storage_index.fqn} is no tensor in this checkpoint")
             wanted.setdefault((place.relative_path, place.offset, place.length), []).append(item)
         for relative_path, entries in itertools.groupby(sorted(wanted), key=itemgetter(0)):
             path = self.fs.concat_path(self.path, relative_path)
@@ -292,98 +289,12 @@ class Reader(FileSystemReader):
         return done
 
     def _read_entry(self, file: Any, place: Any, items: list[ReadItem], planner: LoadPlanner) -> None:
-        stream = _Entry(file, place)
-        if items[0].type == LoadItemType.BYTE_IO:
-            content = stream.read()
-            stream.verify()
-            planner.load_bytes(items[0], io.BytesIO(content))
-            return
-        try:
-            tensor = torch.load(cast("IO[bytes]", stream), map_location="cpu", weights_only=True)
-        except Exception:
-            stream.verify()  # damage makes torch say many things
-            raise
-        stream.verify()
+        stream = Entry(file, place)
+        tensor = stream.load()
         for item in items:
             target = planner.resolve_tensor(item).detach()
-            target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+            part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+            if part.shape != target.shape:
+                raise DamagedCheckpoint(f"{stream.span}: the tensor has shape {list(tensor.shape)}")
+            target.copy_(part)
             planner.commit_tensor(item, target)
-
-
-def _view(file: Any, offset: int, length: int) -> memoryview:
-    """A part of an open file; of a local one without copying it."""
-    try:
-        handle = file.fileno()
-    except (AttributeError, OSError):
-        file.seek(offset)
-        return memoryview(file.read(length))
-    start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    available = max(0, min(length, os.fstat(handle).st_size - offset))
-    if not available:
-        return memoryview(b"")
-    size = offset - start + available
-    # Faulted in at once: hashing and copying would take a fault for every few pages.
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    mapped = mmap.mmap(handle, size, flags=flags, prot=mmap.PROT_READ, offset=start)
-    return memoryview(mapped)[offset - start :]
-
-
-# What is hashed right after it was copied, while it is still in the processor's cache.
-_BLOCK = 1 << 18
-
-
-class _Entry(io.RawIOBase):
-    """One entry of a file, to be read like a file and checked on the way.
-
-    Args:
-        file: the open file.
-        place: DCP's account of where the entry lies, with its checksum if there is one.
-
-    Raises:
-        DamagedCheckpoint: the file ends before the entry does.
-    """
-
-    def __init__(self, file: Any, place: Any) -> None:
-        self._place, self._end = place, place.offset + place.length
-        self._view, self._position = _view(file, place.offset, place.length), 0
-        self._digest, self._hashed = xxhash.xxh3_128(), 0
-        if len(self._view) != place.length:
-            raise DamagedCheckpoint(f"{place.relative_path} ends before byte {self._end}")
-
-    def verify(self) -> None:
-        """Raises DamagedCheckpoint unless the entry has the checksum it was written with, if any."""
-        wanted = getattr(self._place, CHECKSUM, None)
-        if wanted is None:
-            return
-        self._digest.update(self._view[self._hashed :])
-        self._hashed = len(self._view)
-        if self._digest.hexdigest() != wanted:
-            raise DamagedCheckpoint(
-                f"{self._place.relative_path}: bytes {self._place.offset} to {self._end} do not have the "
-                "checksum they were written with"
-            )
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        start, end = self._position, min(self._position + len(buffer), len(self._view))
-        self._position = end
-        if end - start < _BLOCK or start < self._hashed:
-            buffer[: end - start] = self._view[start:end]
-            return end - start
-        self._digest.update(self._view[self._hashed : start])
-        for begin in range(start, end, _BLOCK):
-            block = self._view[begin : min(begin + _BLOCK, end)]
-            buffer[begin - start : begin - start + len(block)] = block
-            self._digest.update(block)
-        self._hashed = end
-        return end - start
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._view)}[whence]
-        self._position = base + offset
-        return self._position

@@ -267,6 +267,18 @@ def test_a_changed_job_is_told_of_the_one_before(tmp_path: Path, capsys: pytest.
     assert result_of(other)["start_step"] == 0
 
 
+def test_a_longer_job_is_told_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, first = start(tmp_path)
+    code, longer = start(tmp_path, "training.steps=10", "metrics.console=plain")
+    said = capsys.readouterr().out
+    assert code == EXIT_OK and result_of(longer)["start_step"] == 0
+    assert f"{first.path} ended after step 8 with training.steps=8 there and 10 here; to go on" in said
+    # What it names works.
+    named = said.split("to go on from it: ")[1].split("\n")[0].split()[:3]
+    code, longer = start(tmp_path / "again", "training.steps=10", *named)
+    assert code == EXIT_OK and result_of(longer)["start_step"] == 8
+
+
 def test_seed_checkpoint(tmp_path: Path) -> None:
     _, plain = start(tmp_path / "plain")
     code, folder = start(tmp_path, "checkpoint.create_seed_checkpoint=true")

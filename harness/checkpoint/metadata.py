@@ -1,0 +1,218 @@
+"""DCP's ``.metadata``, read without running code that it names.
+
+torch reads the file with ``pickle.load``, which imports and calls whatever the file names. Here the pickle
+can only make the records below. torch's objects are built from them, one field at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from harness.checkpoint.catalog import METADATA, DamagedCheckpoint
+from harness.checkpoint.manifest import CHECKSUM
+
+T = TypeVar("T")
+
+
+def parse_metadata(content: bytes) -> Metadata:
+    """Return the metadata that the file ``.metadata`` holds.
+
+    Fields that reading does not need are left out.
+
+    Raises:
+        DamagedCheckpoint: the content is no metadata, or names something that metadata never holds.
+    """
+    try:
+        return _metadata(_Unpickler(io.BytesIO(content)).load())
+    except DamagedCheckpoint:
+        raise
+    except Exception as error:  # damaged bytes make pickle raise almost anything
+        raise DamagedCheckpoint(f"{METADATA} cannot be read: {first_line(error)}") from error
+
+
+def load_failure(error: BaseException) -> str:
+    """Return on one line why ``torch.load(weights_only=True)`` refuses a file."""
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if named is not None:
+        return _untrusted(named[1])
+    # torch's own advice is to load the file without the restriction.
+    text = "it is no pickle of tensors" if isinstance(error, pickle.UnpicklingError) else first_line(error)
+    return f"cannot be read: {text}"
+
+
+def _untrusted(name: str) -> str:
+    return f"is not to be trusted: it names {name!r}, which no checkpoint needs; nothing of it was run"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+class _Record:
+    """The state of one pickled object. Each subclass corresponds to one of torch's classes."""
+
+    state: Any = None
+
+    def __new__(cls, *_arguments: Any) -> _Record:
+        return super().__new__(cls)
+
+    # A forged file can also set the state of the class. That call fails, because it has no `self`.
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Metadata(_Record):
+    pass
+
+
+class _Tensor(_Record):
+    pass
+
+
+class _Properties(_Record):
+    pass
+
+
+class _Chunk(_Record):
+    pass
+
+
+class _Bytes(_Record):
+    pass
+
+
+class _Index(_Record):
+    pass
+
+
+class _Place(_Record):
+    pass
+
+
+class _Unused(_Record):
+    """A value that reading does not need: a memory format, a layout, a path."""
+
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"
+_KNOWN: dict[tuple[str, str], Any] = {
+    (_MODULE, "Metadata"): _Metadata,
+    (_MODULE, "TensorStorageMetadata"): _Tensor,
+    (_MODULE, "BytesStorageMetadata"): _Bytes,
+    (_MODULE, "ChunkStorageMetadata"): _Chunk,
+    (_MODULE, "TensorProperties"): _Properties,
+    (_MODULE, "MetadataIndex"): _Index,
+    (_MODULE, "StorageMeta"): _Unused,
+    (_MODULE, "_MEM_FORMAT_ENCODING"): _Unused,
+    (_BEFORE_2_3, "TensorProperties"): _Properties,
+    (_BEFORE_2_3, "MEM_FORMAT_ENCODING"): _Unused,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
+    ("torch.serialization", "_get_layout"): _Unused,
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): dict,
+    ("builtins", "getattr"): _Unused,  # Python 3.11.0 pickles a member of an enum with it
+    # Python 3.13 has classes of paths in a module of their own.
+    **{
+        (module, name): _Unused
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = _KNOWN.get((module, name))
+        if known is None and module == "torch":
+            known = vars(torch).get(name)
+            known = known if isinstance(known, torch.dtype) else None
+        if known is None:
+            raise DamagedCheckpoint(f"{METADATA} {_untrusted(f'{module}.{name}')}")
+        return known
+
+
+def _metadata(record: Any) -> Metadata:
+    fields = _fields(record, _Metadata)
+    entries = _checked(fields["state_dict_metadata"], dict, "state_dict_metadata")
+    places = _checked(fields["storage_data"], dict, "storage_data")
+    return Metadata(
+        {_checked(name, str, "a name"): _entry(name, value) for name, value in entries.items()},
+        storage_data={_index(key): _place(value) for key, value in places.items()},
+    )
+
+
+def _entry(name: str, record: Any) -> STORAGE_TYPES:
+    if isinstance(record, _Bytes):
+        return BytesStorageMetadata()
+    fields = _fields(record, _Tensor)
+    properties = _checked(fields["properties"], _Properties, "properties").state
+    # A tuple of torch's: dtype, layout, requires_grad, memory format, pinned.
+    dtype = _checked(_checked(properties, tuple, "properties")[0], torch.dtype, "dtype")
+    size = _size(fields["size"])
+    chunks = [_chunk(chunk) for chunk in _checked(fields["chunks"], list, "chunks")]
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        _refuse(f"the chunks of {name} are not the whole tensor")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+
+def _chunk(record: Any) -> ChunkStorageMetadata:
+    fields = _fields(record, _Chunk)
+    return ChunkStorageMetadata(_size(fields["offsets"]), _size(fields["sizes"]))
+
+
+def _index(record: Any) -> MetadataIndex:
+    fields = _fields(record, _Index)
+    offset = fields.get("offset")
+    return MetadataIndex(
+        _checked(fields["fqn"], str, "fqn"), None if offset is None else _size(offset), fields.get("index")
+    )
+
+
+def _place(record: Any) -> _StorageInfo:
+    fields = _fields(record, _Place)
+    file = _checked(fields["relative_path"], str, "relative_path")
+    if "/" in file or file in ("", ".", ".."):
+        _refuse(f"{file!r} is no file of the checkpoint's folder")
+    place = _StorageInfo(file, _count(fields["offset"]), _count(fields["length"]))
+    if CHECKSUM in fields:
+        setattr(place, CHECKSUM, _checked(fields[CHECKSUM], str, CHECKSUM))
+    return place
+
+
+def _size(value: Any) -> torch.Size:
+    if any(length < 0 for length in _checked(value, torch.Size, "a size")):
+        _refuse(f"a size is negative: {list(value)}")
+    return value
+
+
+def _count(value: Any) -> int:
+    return value if _checked(value, int, "a position") >= 0 else _refuse("a position is negative")
+
+
+def _fields(record: Any, kind: type[_Record]) -> dict[str, Any]:
+    return _checked(_checked(record, kind, "an object").state, dict, "the state of an object")
+
+
+def _checked(value: Any, kind: type[T], what: str) -> T:
+    return value if isinstance(value, kind) else _refuse(f"{what} is {type(value).__name__.strip('_')}")
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise DamagedCheckpoint(f"{METADATA} is damaged: {reason}")

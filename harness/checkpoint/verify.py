@@ -1,0 +1,157 @@
+"""Compares the files of checkpoints with the checksums they were written with.
+
+Every file is read once, front to back, several at a time. torch is imported only to name damaged entries.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import xxhash
+
+from harness.checkpoint.catalog import (
+    Checkpoint,
+    CheckpointFolder,
+    DamagedCheckpoint,
+    UnfinishedCheckpoint,
+    is_foreign,
+    is_url,
+    open_checkpoint,
+    reading,
+)
+from harness.checkpoint.manifest import CHECKSUM, MANIFEST, METADATA
+from harness.errors import UserError
+
+_BLOCK = 1 << 24
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of comparing one checkpoint.
+
+    Attributes:
+        path: its folder.
+        state: ``ok``, ``damaged``, or ``unfinished`` (it never was a checkpoint).
+        reason: what is wrong.
+        files: how many files were read.
+        nbytes: how many bytes that was.
+        seconds: how long it took.
+    """
+
+    path: str
+    state: str
+    reason: str = ""
+    files: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def describe(self) -> str:
+        """One line."""
+        if self.state != "ok":
+            return f"{self.path}: {self.state}: {self.reason}"
+        rate = self.nbytes / 1e9 / max(self.seconds, 1e-9)
+        return f"{self.path}: ok: {self.files} files, {self.nbytes / 1e9:.3f} GB ({rate:.2f} GB/s)"
+
+
+def paths_in(folder: str) -> list[str]:
+    """The checkpoints that a path names: itself, or all of a checkpoint folder or a run.
+
+    Raises:
+        UserError: there are none, or other software wrote it.
+    """
+    for each in _checkpoint_folders(folder):
+        steps = CheckpointFolder(each).steps()
+        if steps:
+            return [CheckpointFolder(each).path_of(step) for step in steps]
+    if is_foreign(folder):
+        raise UserError(f"{folder}: it has no {MANIFEST}, so there are no checksums to compare with")
+    try:
+        return [open_checkpoint(folder).path]
+    except UnfinishedCheckpoint:
+        works = "a checkpoint (step-<n>), a folder of them, or a run folder"
+        raise UserError(f"{folder}: there is no checkpoint; would work: {works}") from None
+    except DamagedCheckpoint:
+        return [folder]
+
+
+def _checkpoint_folders(folder: str) -> Iterator[str]:
+    """Where the checkpoints of a path may lie."""
+    if not is_url(folder) and (Path(folder) / "job.json").is_file():
+        from harness.checkpoint.resume import folder_of
+        from harness.job import Job
+
+        yield folder_of(Job.read(Path(folder) / "job.json"), Path(folder))
+    yield f"{folder.rstrip('/')}/checkpoints"
+    yield folder
+
+
+def verify(path: str) -> Verdict:
+    """Compares one checkpoint; it is not removed meanwhile."""
+    started = time.perf_counter()
+    try:
+        checkpoint = open_checkpoint(path)
+        with reading(path):
+            problems = _compare(checkpoint)
+    except UnfinishedCheckpoint as error:
+        return Verdict(path, "unfinished", str(error))
+    except DamagedCheckpoint as error:
+        return Verdict(path, "damaged", str(error))
+    if problems:
+        return Verdict(path, "damaged", "; ".join(problems))
+    sizes = [facts["size"] for facts in checkpoint.manifest["files"].values()]
+    return Verdict(path, "ok", "", len(sizes), sum(sizes), time.perf_counter() - started)
+
+
+def _compare(checkpoint: Checkpoint) -> list[str]:
+    """Problems of the contents, a line for each file."""
+    fs, root = fsspec.url_to_fs(checkpoint.path)
+    files = checkpoint.manifest["files"]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        found = list(threads.map(lambda name: _checksum(fs, f"{root}/{name}"), files))
+    wrong = [name for name, each in zip(files, found, strict=True) if each != files[name][CHECKSUM]]
+    return [_describe(checkpoint, fs, root, name, METADATA in wrong) for name in wrong]
+
+
+def _checksum(fs: Any, path: str) -> str:
+    digest = xxhash.xxh3_128()
+    try:
+        with fs.open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    except OSError as error:
+        return f"unreadable: {error.strerror or error}"
+    return digest.hexdigest()
+
+
+def _describe(checkpoint: Checkpoint, fs: Any, root: str, name: str, blind: bool) -> str:
+    """One file's damage, with the entries that it hit where the metadata can be trusted to say them."""
+    found = _checksum(fs, f"{root}/{name}")
+    if found.startswith("unreadable"):
+        return f"{name}: {found}"
+    text = f"{name} does not have the checksum it was written with"
+    if blind or checkpoint.holds == "hf":
+        return text
+    hit = list(_damaged_entries(checkpoint, fs, root, name))
+    more = f" and {len(hit) - _SHOWN} more" if len(hit) > _SHOWN else ""
+    return f"{text}: {', '.join(hit[:_SHOWN])}{more}" if hit else f"{text}, outside of its entries"
+
+
+def _damaged_entries(checkpoint: Checkpoint, fs: Any, root: str, name: str) -> Iterator[str]:
+    from harness.checkpoint.storage import Reader
+
+    storage_data = Reader(checkpoint.path, checkpoint.manifest).read_metadata().storage_data
+    with fs.open(f"{root}/{name}", "rb") as file:
+        for index, place in storage_data.items():
+            if place.relative_path != name:
+                continue
+            file.seek(place.offset)
+            if xxhash.xxh3_128_hexdigest(file.read(place.length)) != getattr(place, CHECKSUM, None):
+                yield f"{index.fqn} (bytes {place.offset} to {place.offset + place.length})"

@@ -1,0 +1,46 @@
+"""``python -m harness.verify FOLDER...``: compares checkpoints with the checksums they were written with.
+
+A folder is a run's, a folder of checkpoints, or one checkpoint. Exit code 0: all are as they were written; 3:
+one is damaged, or a folder has none that is complete; 2: there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from harness.app import guarded
+from harness.errors import EXIT_MACHINE, EXIT_OK
+
+
+def main() -> None:
+    """Entry point of ``python -m harness.verify`` and of the console script."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.verify", description="Compares checkpoints with their checksums."
+    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run folder, or a checkpoint")
+    parser.add_argument("--newest", action="store_true", help="only the newest checkpoint of each folder")
+    arguments = parser.parse_args()
+    sys.exit(guarded(lambda: verify_all(arguments.folders, newest=arguments.newest)))
+
+
+def verify_all(folders: Sequence[str], *, newest: bool) -> int:
+    """Compares the checkpoints of folders and prints a line for each; returns the exit code."""
+    from harness.checkpoint.verify import paths_in, verify
+
+    code = EXIT_OK
+    for folder in folders:
+        states = []
+        for path in paths_in(folder)[-1:] if newest else paths_in(folder):
+            verdict = verify(path)
+            states.append(verdict.state)
+            sys.stdout.write(f"{verdict.describe()}\n")
+            sys.stdout.flush()
+        if "damaged" in states or "ok" not in states:
+            code = EXIT_MACHINE
+    return code
+
+
+if __name__ == "__main__":
+    main()

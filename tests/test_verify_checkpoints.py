@@ -1,0 +1,137 @@
+"""``harness.verify``: which file and which entry of a checkpoint is damaged."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from harness.checkpoint.storage import Reader, Writer
+from harness.checkpoint.verify import verify
+from harness.compose import compose_job
+from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
+from harness.run_folder import RunFolder
+from harness.sweep.__main__ import main as sweep_main
+from harness.sweep.registry import Point, Registry
+from harness.verify import main
+
+MANIFEST = {"step": 4, "holds": "model", "state": {}, "options": {}}
+
+
+def write(folder: Path, step: int) -> Path:
+    path = folder / f"step-{step}"
+    state = {"a": torch.arange(1000.0), "b": torch.ones(1000)}
+    dcp.save(state, storage_writer=Writer(str(path), {**MANIFEST, "step": step}), no_dist=True)
+    return path
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["harness.verify", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_a_flipped_bit_is_found_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    write(run_dir / "checkpoints", 2)
+    path = write(run_dir / "checkpoints", 4)
+    assert run(monkeypatch, run_dir) == EXIT_OK
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1] for line in told] == ["ok", "ok"]
+    assert "2 files, 0.000 GB" in told[0]
+    [place] = [
+        place
+        for index, place in Reader(str(path), {}).read_metadata().storage_data.items()
+        if index.fqn == "b"
+    ]
+    flip(path / "__0_0.distcp", place.offset + place.length - 1)
+    for folder in (run_dir, run_dir / "checkpoints", path):
+        assert run(monkeypatch, folder) == EXIT_MACHINE
+        said = capsys.readouterr().out.splitlines()[-1]
+        assert (
+            f"{path}: damaged: __0_0.distcp does not have the checksum it was written with: b (bytes " in said
+        )
+        assert "a (bytes" not in said
+    assert run(monkeypatch, "--newest", run_dir) == EXIT_MACHINE
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_what_else_can_be_damaged(tmp_path: Path) -> None:
+    path = write(tmp_path, 4)
+    flip(path / ".metadata", 9)
+    assert verify(str(path)).reason == ".metadata does not have the checksum it was written with"
+    (path / "__0_0.distcp").unlink()
+    assert verify(str(path)).reason == "__0_0.distcp is missing"
+    (path / "manifest.json").write_text("{}")
+    assert verify(str(path)).state == "damaged"
+    (path / "manifest.json").unlink()
+    assert verify(str(path)).state == "unfinished"
+
+
+def test_a_half_written_checkpoint_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 2)
+    (tmp_path / "step-4").mkdir()
+    assert run(monkeypatch, tmp_path) == EXIT_OK
+    assert run(monkeypatch, "--newest", tmp_path) == EXIT_MACHINE
+
+
+def test_a_checkpoint_folder_outside_of_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = compose_job(["model=llama3_tiny", "data=synthetic", f"checkpoint.folder={tmp_path}/elsewhere"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.json").write_text(job.to_json())
+    write(tmp_path / "elsewhere", 4)
+    assert run(monkeypatch, tmp_path / "run") == EXIT_OK
+    assert "elsewhere/step-4: ok" in capsys.readouterr().out
+
+
+def test_no_checkpoint_is_the_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, tmp_path) == EXIT_USER
+    assert "there is no checkpoint; would work: " in capsys.readouterr().err
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path / "foreign"), no_dist=True)
+    assert run(monkeypatch, tmp_path / "foreign") == EXIT_USER
+    assert "there are no checksums to compare with" in capsys.readouterr().err
+
+
+def test_a_sweep_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry = Registry(tmp_path / "sweep")
+    registry.path.mkdir()
+    points = []
+    for seed, enable in ((1, "true"), (2, "true"), (3, "false")):
+        typed = [f"training.seed={seed}", f"checkpoint.enable={enable}"]
+        job = compose_job(
+            ["model=llama3_tiny", "data=synthetic", f"runs_dir={tmp_path}", "name=sweep", *typed]
+        )
+        folder = RunFolder(job.run_dir)
+        folder.plan(job, typed)
+        folder.set_status("completed")
+        points.append(Point(job.id, job.run_dir, typed))
+    registry.add(points, [])
+    paths = [write(point.run_dir / "checkpoints", 4) for point in points[:2]]
+    command = ["harness.sweep", "status", str(registry.path), "--verify"]
+    monkeypatch.setattr(sys, "argv", command)
+    for code in (EXIT_OK, EXIT_MACHINE):
+        with pytest.raises(SystemExit) as ended:
+            sweep_main()
+        assert ended.value.code == code
+        said = capsys.readouterr().out
+        assert f"{paths[0]}: ok" in said and f"{points[2].run_dir}: there is no checkpoint" in said
+        flip(paths[1] / "__0_0.distcp", 600)
+    assert f"{paths[1]}: damaged: __0_0.distcp" in said
