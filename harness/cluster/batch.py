@@ -1,313 +1,158 @@
-"""The process that SLURM starts on the first node of a job: it starts the ranks, and settles their end.
+"""The command of a job's sbatch script: ``python -m harness.cluster.batch RUN_DIR``.
 
-It is to a SLURM job what the controller is to one on this machine: it holds the run folder and the store at
-which the ranks meet, waits for ``srun``, records ranks that ended without a word, and completes the run's
-row. When the ranks were told to stop and have saved, it puts the job back into the queue, under the same id.
+In a job array it is ``--list FILE``: line i of the file is the run folder of task i. The process runs
+``harness.cluster.attempt``, which it imports last: until then it needs little of the harness, so that it can
+record in the run folder that the code cannot be imported.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
-import re
-import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
-from harness.cluster import queue
-from harness.cluster.outcome import RankDied, last_words, settle
-from harness.cluster.ticket import Ticket
-from harness.errors import (
-    EXIT_BUG,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_RESUMABLE,
-    STOPPED,
-    MachineError,
-    UserError,
-)
-from harness.failures import VICTIMS, kind_of_text
-from harness.job import Job
-from harness.rank import STARTED, leave
-from harness.run_folder import RunFolder
-
-POLL_SECONDS = 0.2
-# A node that is gone keeps its locks for as long as its lease lasts: 90 s with NFS.
-HOLD_SECONDS = 180.0
-# How long SLURM's controller may be too busy to say what a job's state is.
-ANSWER_SECONDS, RETRY_SECONDS = 60.0, 5.0
-SRUN_LOG = "srun.err"
-
-SUPERSEDED = "SUPERSEDED"
-# States of a job that SLURM is taking its nodes from, whatever its processes end with.
-_TAKEN = {"PENDING", "REQUEUED", "COMPLETING", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "CANCELLED", SUPERSEDED}
+# SLURM sends them to this process too; they are for the ranks.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
-class BatchJob:
-    """What submitit calls in the job; it never returns, because it ends the process with the run's exit code.
-
-    Args:
-        run_dir: absolute path of the run folder.
-    """
-
-    def __init__(self, run_dir: str) -> None:
-        self.run_dir = run_dir
-
-    def __call__(self) -> None:
-        try:
-            code = run(RunFolder(Path(self.run_dir)), Allocation.here())
-        except UserError as error:
-            sys.stderr.write(f"error: {error}\n")
-            code = error.exit_code
-        except Exception:
-            traceback.print_exc()
-            code = EXIT_BUG
-        leave(code)
-
-
-class Allocation:
-    """What SLURM has given this job.
+class Received:
+    """Takes the signals that ask the ranks to stop, and passes them on.
 
     Attributes:
-        job_id: as ``squeue`` prints it.
-        restarts: how often the job was started before.
+        process: the id of srun while it runs, which forwards signals to the ranks.
+        last: the last signal that came; None before one came.
     """
-
-    def __init__(self, job_id: str, restarts: int) -> None:
-        self.job_id, self.restarts = job_id, restarts
-
-    @classmethod
-    def here(cls) -> Allocation:
-        """The one this process runs in."""
-        array = os.environ.get("SLURM_ARRAY_JOB_ID")
-        ident = (
-            os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-        )
-        return cls(ident, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
-
-    def state(self) -> str:
-        """SLURM's word for the job's state; SUPERSEDED when it has started the job again elsewhere.
-
-        UNKNOWN when it does not say; in the middle of a mass preemption it may be too busy for a while.
-        """
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while True:
-            try:
-                said = queue.describe(self.job_id)
-            except queue.SlurmError as error:
-                if time.monotonic() < deadline:
-                    time.sleep(RETRY_SECONDS)
-                    continue
-                sys.stderr.write(f"WARNING the state of this job is not known: {error}\n")
-                return "UNKNOWN"
-            if int(said.get("Restarts", "0")) > self.restarts:
-                return SUPERSEDED
-            return said.get("JobState", "UNKNOWN")
-
-
-def run(folder: RunFolder, allocation: Allocation) -> int:
-    """Runs the job that is described in a folder; returns its exit code."""
-    started = time.time()
-    _survive_signals()
-    job = _begin(folder, allocation)
-    try:
-        code = _run_ranks(job, folder, allocation, started)
-    except Exception as error:
-        folder.record_error(None, error)
-        code = error.exit_code if isinstance(error, MachineError) else EXIT_BUG
-    if allocation.state() == SUPERSEDED:
-        return code  # the folder is another attempt's
-    code = settle(job, folder, code)
-    if code not in STOPPED or allocation.state() not in ("RUNNING", "TIMEOUT", "UNKNOWN"):
-        return code  # where SLURM takes the nodes it also decides whether the job comes back
-    if not _is_worth_another(folder):
-        folder.record_error(None, NoProgress())
-        return settle(job, folder, NoProgress.exit_code)
-    return _go_on_later(job, folder, allocation)
-
-
-def _is_worth_another(folder: RunFolder) -> bool:
-    """Whether this attempt or the one before has finished a step; a third in vain would be no better."""
-    attempts = [path for path in (folder.path / "attempts").glob("*") if path.name.isdigit()]
-    earlier = max(attempts, key=lambda path: int(path.name), default=None)
-    if earlier is None:
-        return True
-    rows = (folder.row, RunFolder(earlier).row)
-    return any((row.get("step") or 0) > (row.get("start_step") or 0) for row in rows)
-
-
-def _survive_signals() -> None:
-    """SLURM's signals reach this process too; they are meant for the ranks, and this one outlives them."""
-    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
-        # Not SIG_IGN, which srun and the ranks would inherit.
-        signal.signal(number, lambda *_: None)
-
-
-def _begin(folder: RunFolder, allocation: Allocation) -> Job:
-    """Takes the folder, which whoever submitted the job may hold for another moment; returns its job."""
-    ticket = Ticket.read(folder.path)
-    assert ticket is not None, "written before the job was submitted"
-    job = Job.from_json((folder.path / "job.json").read_text())
-    deadline = time.monotonic() + HOLD_SECONDS
-    while True:
-        try:
-            folder.begin_again(job)
-            break
-        except UserError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(POLL_SECONDS)
-    Ticket(ticket.name, ticket.index, allocation.job_id, allocation.restarts).write(folder.path)
-    return job
-
-
-def _run_ranks(job: Job, folder: RunFolder, allocation: Allocation, started: float) -> int:
-    """Starts the ranks, waits for them, and records those that ended without a word; returns an exit code."""
-    logs = folder.path / "logs"
-    with _store() as port, (logs / SRUN_LOG).open("ab") as log:
-        environment = {**os.environ, **rank_environment(job, port, started)}
-        done = subprocess.run(srun_command(job, folder.path), env=environment, stderr=log)
-    error = folder.first_error()
-    if error is not None and error["kind"] not in VICTIMS:
-        return int(error["exit_code"])
-    code = folder.row.get("exit_code")
-    if code in (EXIT_OK, *STOPPED):
-        return int(code)
-    if allocation.state() in _TAKEN:
-        return EXIT_INTERRUPTED  # what ranks say of each other while SLURM ends them is no cause
-    dead = _dead_ranks((logs / SRUN_LOG).read_text(errors="replace"), logs)
-    silent = [each for each in dead if not folder.has_error_of(each[0])] or dead
-    # The first that ended takes the others along, unless one's log says why it had to.
-    told = [each for each in silent if each[1].kind not in ("unknown", *VICTIMS)]
-    rank, died = next(iter(told or silent), (None, StepFailed(done.returncode, logs)))
-    folder.record_error(rank, died)
-    return died.exit_code
-
-
-class NoProgress(MachineError):
-    """The time was up, or somebody else needed the nodes, before a step was done; twice in a row."""
-
-    kind = "preempted"
 
     def __init__(self) -> None:
+        self.process: int | None = None
+        self.last: int | None = None
+
+    def install(self) -> None:
+        """Handles the signals from here on."""
+        # Not SIG_IGN, which srun and the ranks would inherit.
+        signal.signal(signal.SIGCONT, lambda *_: None)
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def forward_to(self, process: int) -> None:
+        """Sends the signals to a process from here on, and the one that came before it started."""
+        self.process = process
+        if self.last is not None:
+            self._send(self.last)
+
+    def _handle(self, number: int, _frame: object) -> None:
+        self.last = number
+        if self.process is not None:
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        assert self.process is not None
+        try:
+            os.kill(self.process, number)
+        except ProcessLookupError:
+            self.process = None
+
+
+def main() -> NoReturn:
+    """Runs the job; ends with the run's exit code."""
+    received = Received()
+    received.install()
+    options = _parse()
+    run_dir = Path(options.run_dir or _task_of(options.list))
+    if options.setup_failed is not None:
+        failed = SetupFailed(options.line, options.setup_failed)
+        sys.stderr.write(f"error: {failed}\n")
+        _record(run_dir, failed, "user", 2)
+    try:
+        _check_code(options.code)
+        from harness.cluster.attempt import run_and_leave
+    except WrongCode as error:
+        sys.stderr.write(f"error: {error}\n")
+        _record(run_dir, error, "machine", 3)
+    except Exception as error:
+        traceback.print_exc()
+        _record(run_dir, error, "bug", 1)
+    else:
+        run_and_leave(run_dir, received)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m harness.cluster.batch")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("run_dir", nargs="?", help="the run folder")
+    where.add_argument("--list", help="file with a run folder in each line, for a job array")
+    parser.add_argument("--code", help="folder from which the harness has to be imported")
+    parser.add_argument("--setup-failed", type=int, help="record that cluster.setup ended with this code")
+    parser.add_argument("--line", help="the line of cluster.setup that failed")
+    return parser.parse_args()
+
+
+def _task_of(path: str) -> str:
+    """The run folder of this task of the array."""
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    lines = Path(path).read_text().splitlines()
+    if task is None or not 0 <= int(task) < len(lines):
+        sys.exit(f"error: {path} lists the runs of an array of {len(lines)} tasks, and this is task {task}")
+    return lines[int(task)]
+
+
+class SetupFailed(Exception):
+    """A line of ``cluster.setup`` failed on the first node."""
+
+    def __init__(self, line: str, code: int) -> None:
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         super().__init__(
-            "told to stop before its first step was done, twice in a row; would work: a longer cluster.time, "
-            "a smaller cluster.signal_seconds"
+            f"cluster.setup={line.strip()}: this line ended with exit code {code} on {node}; would work: a "
+            f"line that succeeds, or '|| true' behind it"
         )
 
 
-class StepFailed(MachineError):
-    """srun failed, and no rank has said why."""
-
-    def __init__(self, code: int, logs: Path) -> None:
-        said = last_words(logs / SRUN_LOG)
-        self.kind = kind_of_text(said) or "unknown"
-        super().__init__(f"srun ended with exit code {code}{said}")
+class WrongCode(Exception):
+    """The harness is not the one that the job was submitted with."""
 
 
-def _go_on_later(job: Job, folder: RunFolder, allocation: Allocation) -> int:
-    """Puts a job that was told to stop and has saved back into the queue."""
-    if allocation.restarts >= job.cluster.max_requeues:
-        return EXIT_RESUMABLE
-    folder.set_status("requeued", restarts=allocation.restarts + 1)
-    folder.release()
-    try:
-        queue.requeue(allocation.job_id)
-    except queue.SlurmError as error:
-        folder.set_status("interrupted", exit_code=EXIT_RESUMABLE)
-        sys.stderr.write(f"WARNING this job could not be put back into the queue: {error}\n")
-    return EXIT_RESUMABLE
+def _check_code(wanted: str | None) -> None:
+    """Raises WrongCode if the copy of the code is gone, and Python has found another harness."""
+    found = Path(__file__).resolve().parents[2]
+    if wanted is not None and found != Path(wanted).resolve():
+        raise WrongCode(
+            f"the job was submitted with the code in {wanted}, which is not there any more; Python found the "
+            f"harness in {found}. Submit the job again"
+        )
 
 
-@contextmanager
-def _store() -> Iterator[int]:
-    """Keeps the store at which the ranks meet; yields its port, which is free because the system chose it."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
-    del store
-
-
-def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
-    """What all ranks are told; their places come from srun.
-
-    Args:
-        job: the resolved job.
-        port: of the store, on this node.
-        started: time.time() at which the job was started.
-    """
-    _, local = job.cluster.nodes_for(job.world_size)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = job.cluster.threads_per_rank or job.cluster.cpus_per_rank or max(1, cores // local)
-    return {
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_WORLD_SIZE": str(local),
-        "MASTER_ADDR": job.cluster.env.get("MASTER_ADDR", socket.gethostname()),
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        STARTED: str(started),
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000"),  # see openmp_environment
-        "OMP_NUM_THREADS": job.cluster.env.get("OMP_NUM_THREADS", str(threads)),
+def _record(run_dir: Path, error: Exception, kind: str, code: int) -> NoReturn:
+    """Writes the error and the run's row, and exits; the modules that usually do may be the broken ones."""
+    if _read(run_dir / "status.json").get("state") == "completed":
+        sys.exit(code)  # the script was submitted again by hand, and the run needs no further attempt
+    now = {"time": time.time(), "host": socket.gethostname()}
+    shown = {"kind": kind, "type": type(error).__name__, "rank": None, "step": None, "message": str(error)}
+    trace = "".join(traceback.format_exception(error))
+    earlier = _read(run_dir / "result.json") or {"name": _read(run_dir / "job.json").get("name")}
+    row = {**earlier, "id": run_dir.name, "exit_reason": "failed", "exit_code": code}
+    files = {
+        "errors/controller.json": {**now, **shown, "where": None, "exit_code": code, "traceback": trace},
+        "result.json": {**row, **{f"error.{key}": value for key, value in shown.items()}},
+        "status.json": {**now, "state": "failed", "pid": os.getpid(), "exit_code": code},
     }
+    for name, content in files.items():
+        path = run_dir / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    sys.exit(code)
 
 
-def srun_command(job: Job, run_dir: Path) -> list[str]:
-    """The command that starts a job's ranks: one task each, ended together."""
-    config = job.cluster
-    nodes, local = config.nodes_for(job.world_size)
-    logs = str(run_dir / "logs").replace("%", "%%")
-    command = [
-        "srun",
-        f"--nodes={nodes}",
-        f"--ntasks={job.world_size}",
-        f"--ntasks-per-node={local}",
-        # Not every version hands it on from sbatch, and data loaders would share one core.
-        *([f"--cpus-per-task={config.cpus_per_rank}"] if config.cpus_per_rank else []),
-        "--kill-on-bad-exit=1",
-        # Rank 0 may have much to write when the others are through.
-        "--wait=0",
-        # sbatch may have been told to export nothing.
-        "--export=ALL",
-        "--mpi=none",
-        "--unbuffered",
-        "--open-mode=append",
-        f"--output={logs}/rank%t.out",
-        f"--error={logs}/rank%t.err",
-        *config.srun_args,
-    ]
-    container = shlex.split(config.container or "")
-    return [
-        *command,
-        *container,  # options of srun, or a command around Python
-        config.python or sys.executable,
-        "-u",
-        "-m",
-        "harness.rank",
-        str(run_dir),
-    ]
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file; empty if it is not there."""
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
-# srun: error: node2: tasks 2-3: Killed; also Exited with exit code 1, Segmentation fault, Out Of Memory.
-_TASKS = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+)")
-
-
-def _dead_ranks(said: str, logs: Path) -> list[tuple[int, RankDied]]:
-    """Ranks that srun names, in the order in which they ended."""
-    memory = "out_of_memory" if kind_of_text(said) == "out_of_memory" else None
-    found: list[tuple[int, RankDied]] = []
-    for tasks, how in _TASKS.findall(said):
-        for part in tasks.split(","):
-            first, _, last = part.partition("-")
-            for rank in range(int(first), int(last or first) + 1):
-                hint = (
-                    ": killed from outside, or for want of memory" if how == "Killed" and not memory else ""
-                )
-                found.append((rank, RankDied(rank, f"'{how}'", logs, hint=hint, kind=memory)))
-    return found
+if __name__ == "__main__":
+    main()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.cluster.hardware import ACCELERATORS
+from harness.cluster.options import check_sbatch, check_srun
 from harness.config import execution, label
 from harness.errors import ConfigError
 
@@ -54,14 +56,28 @@ class ClusterConfig:
     """SLURM's --constraint."""
     exclude: str | None = label(None)
     """SLURM's --exclude: nodes not to use."""
-    time: str = label("1:00:00")
-    """SLURM's --time, in its own forms: minutes, h:m:s, d-h:m:s. A job that needs longer goes on after it."""
+    time: str | None = label("1:00:00")
+    """SLURM's --time: minutes, h:m:s, d-h:m:s; a longer job goes on after it. Null: the partition's limit."""
     cpus_per_rank: int | None = label(None)
     """SLURM's --cpus-per-task; null means one, unless the partition says otherwise."""
     mem: str | None = label(None)
     """SLURM's --mem for a node, e.g. 500G; 0 is all of it, null the partition's default."""
     gpu_type: str | None = label(None)
     """Type in --gpus-per-node=TYPE:N, where nodes have several; null asks for any."""
+    gres: bool = label(False)
+    """Ask for GPUs by --gres=gpu:TYPE:N in place of --gpus-per-node, for sites that know only that."""
+    gpu_bind: str | None = label(None)
+    """SLURM's --gpu-bind, e.g. closest or single:1; null lets each rank see all GPUs of its node."""
+    distribution: str | None = label("block:block")
+    """SLURM's --distribution; with block:block neighbouring ranks share a socket, as neighbouring GPUs do.
+    Null is SLURM's default, which deals ranks out to the sockets in turn."""
+    socket_ifname: str | None = label(None)
+    """Network interface of NCCL's and gloo's sockets (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g. bond0."""
+    ib_hca: str | None = label(None)
+    """InfiniBand adapters that NCCL uses (NCCL_IB_HCA), e.g. mlx5_0,mlx5_3; null means all."""
+    node_check: str = label("off")
+    """Before ranks start, check each node's GPUs, memory and run folder: off; fail: a bad node ends the job;
+    exclude: the job goes back into the queue without it."""
     exclusive: bool = label(False)
     """SLURM's --exclusive: whole nodes, whoever else could fit."""
     sbatch: dict[str, Any] = label(factory=dict)
@@ -69,7 +85,8 @@ class ClusterConfig:
     srun_args: list[str] = label(factory=list)
     """Further options of srun, by which the ranks are started."""
     setup: list[str] = label(factory=list)
-    """Lines of shell run on the first node before anything else, e.g. module load cuda."""
+    """Lines of shell run on the first node before anything else, e.g. module load cuda; one that fails ends
+    the job."""
     env: dict[str, str] = label(factory=dict)
     """Environment of the job, e.g. {NCCL_DEBUG: INFO}."""
     container: str | None = label(None)
@@ -81,13 +98,15 @@ class ClusterConfig:
     max_requeues: int = label(100)
     """How often a job that was preempted or out of time goes back into the queue by itself; 0 is never."""
     max_running: int = label(16)
-    """Points of a sweep with nodes of one shape that may run at once."""
+    """Points of a sweep that may run on SLURM at once, whatever their shapes."""
     snapshot: bool = label(True)
     """Run the code as it is now, copied beside the run, and not as it will be when the job starts."""
     wait: bool = label(False)
     """Follow the job to its end; ^C stops the following, not the job."""
     dry_run: bool = label(False)
     """Show what would be submitted, and what it may cost, and submit nothing."""
+    parsable: bool = label(False)
+    """Print only the ids of submitted jobs on stdout, as sbatch --parsable does; the rest goes to stderr."""
     confirm_gpu_hours: float = label(100.0)
     """Ask before submitting what may cost more than this (ranks x time limit; of CPU ranks, rank-hours)."""
 
@@ -111,13 +130,13 @@ class ClusterConfig:
         return self.ranks_per_node
 
     @property
-    def minutes(self) -> int:
-        """The time limit in minutes, rounded up.
+    def minutes(self) -> int | None:
+        """The time limit in minutes, rounded up; None where it is the partition's.
 
         Raises:
             ConfigError: it has none of SLURM's forms.
         """
-        return minutes_of(self.time)
+        return None if self.time is None else minutes_of(self.time)
 
     def validate(self) -> None:
         """Raises ConfigError for values that no job can have."""
@@ -149,21 +168,24 @@ class ClusterConfig:
     def _validate_slurm(self) -> None:
         if self.ranks_per_node is None:
             raise ConfigError("cluster.ranks_per_node", None, "SLURM has to be told", "8, GPUs of a node")
-        if self.signal_seconds >= self.minutes * 60:
+        if self.minutes is not None and self.signal_seconds >= self.minutes * 60:
             raise ConfigError(
                 "cluster.signal_seconds",
                 self.signal_seconds,
                 f"must be less than cluster.time={self.time}, or a job is told to stop as it starts",
                 f"at most {self.minutes * 60 - 1}",
             )
-        for option in self.sbatch:
-            if option.replace("-", "_") in _OWN_OPTIONS:
-                works = f"cluster.{_OWN_OPTIONS[option.replace('-', '_')]}"
-                raise ConfigError(f"cluster.sbatch.{option}", self.sbatch[option], "has its own field", works)
-            value = self.sbatch[option]
-            if value is False or not isinstance(value, bool | int | float | str):
-                rule, works = "must be one value, or true for an option without one", "quotes around commas"
-                raise ConfigError(f"cluster.sbatch.{option}", value, rule, works)
+        for name, (pattern, rule, works) in _FORMS.items():
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(pattern, value):
+                raise ConfigError(f"cluster.{name}", value, rule, works)
+        for name in self.env:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ConfigError(
+                    f"cluster.env.{name}", self.env[name], "no name of a variable", "NCCL_DEBUG"
+                )
+        check_sbatch(self.sbatch, gres=self.gres)
+        check_srun(self.srun_args)
         try:
             shlex.split(self.container or "")
         except ValueError as error:
@@ -194,7 +216,7 @@ class ClusterConfig:
     def validate_gpus(self, gpus: int, ranks: int) -> None:
         """Raises ConfigError when this machine has not the GPUs that the ranks need, one each."""
         if self.device == "cuda" and gpus == 0:
-            raise ConfigError("cluster.device", "cuda", "this machine has no NVIDIA GPU", ["cpu", "auto"])
+            raise ConfigError("cluster.device", "cuda", f"{node_name()} has no NVIDIA GPU", ["cpu", "auto"])
         if self.device != "cpu" and 0 < gpus < ranks:
             raise ConfigError(
                 "cluster.device",
@@ -202,6 +224,11 @@ class ClusterConfig:
                 f"the layout takes {ranks} ranks, one GPU each, and this machine has {gpus}",
                 f"cpu, or degrees of parallelism that multiply to at most {gpus}",
             )
+
+
+def node_name() -> str:
+    """The name of this machine, as SLURM calls it inside a job."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def count_gpus() -> int:
@@ -212,18 +239,26 @@ def count_gpus() -> int:
     return len([p for p in Path("/dev").glob("nvidia*") if p.name[len("nvidia") :].isdigit()])
 
 
-# Options of sbatch that follow from fields of their own.
-_OWN_OPTIONS = {
-    **{name: name for name in ("partition", "account", "qos", "constraint", "exclude", "time", "nodes")},
-    **{name: name for name in ("mem", "exclusive")},
-    "ntasks": "ranks",
-    "ntasks_per_node": "ranks_per_node",
-    "cpus_per_task": "cpus_per_rank",
-    "gpus_per_node": "ranks_per_node",
-    "array": "max_running",
-    "signal": "signal_seconds",
-    "requeue": "max_requeues",
-    "no_requeue": "max_requeues",
+# Pattern, rule and examples of fields that SLURM, NCCL and gloo read.
+_FORMS = {
+    "distribution": (
+        r"block(:(block|cyclic|fcyclic|\*)){0,2}",
+        "must begin with block, because ranks of a node are neighbours in the layout",
+        "block:block, block:cyclic, null",
+    ),
+    "gpu_bind": (r"[\w:,.-]+", "must be a value of SLURM's --gpu-bind", "closest, single:1, null"),
+    "socket_ifname": (
+        r"[\w.-]+(,[\w.-]+)*",
+        "must be whole names of interfaces, as gloo takes them; NCCL's other forms are set by "
+        "cluster.env.NCCL_SOCKET_IFNAME",
+        "bond0, ib0,ib1",
+    ),
+    "ib_hca": (
+        r"[=^]{0,2}[\w.-]+(:\d+)?(,[\w.-]+(:\d+)?)*",
+        "must have the form of NCCL_IB_HCA",
+        "mlx5, mlx5_0,mlx5_3, '^mlx5_1'",
+    ),
+    "node_check": (r"off|fail|exclude", "no such check of nodes", "off, fail, exclude"),
 }
 
 _TIME = re.compile(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from harness.cluster.outcome import account_of, settle
-from harness.cluster.queue import LIVE, Queued, SlurmError, last_state, queue
+from harness.cluster.outcome import account_of, last_words, settle
+from harness.cluster.queue import ENDED as ENDED_JOB
+from harness.cluster.queue import Queued, SlurmError, jobs, last_states
 from harness.cluster.ticket import Ticket
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, MachineError
 from harness.job import Job
@@ -24,7 +26,7 @@ ENDED = ("completed", "interrupted", "failed")
 def queued(run_dir: Path) -> Queued | None:
     """The SLURM job that a run is in the queue as; None if there is none."""
     ticket = Ticket.read(run_dir)
-    return None if ticket is None else ticket.find(queue())
+    return None if ticket is None else ticket.find(jobs().live)
 
 
 def job_id_of(run_dir: Path) -> str | None:
@@ -36,13 +38,18 @@ def job_id_of(run_dir: Path) -> str | None:
 class JobLost(MachineError):
     """A SLURM job that is over without having left its row."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        state = None if ticket.job_id is None else last_state(ticket.job_id)
+    def __init__(self, ticket: Ticket, state: str | None) -> None:
         # SLURM keeps no record of a waiting task of an array that is cancelled.
         self.kind = "cancelled" if ticket.cancelled else _KINDS.get(state or "", "unknown")
         named = f"SLURM job {ticket.job_id}" if ticket.job_id else f"the SLURM job {ticket.name}"
         said = f"SLURM says {state}" if state else "SLURM does not know it any more"
-        super().__init__(f"{named} is over and has not said what became of it; {said}")
+        log = last_words(slurm_log(ticket)) if ticket.logs and ticket.job_id else ""
+        super().__init__(f"{named} is over and has not said what became of it; {said}{log}")
+
+
+def slurm_log(ticket: Ticket) -> Path:
+    """Return the path of what the job's script prints."""
+    return Path(ticket.logs or "") / f"{ticket.job_id}_0_log.out"
 
 
 _KINDS = {
@@ -56,16 +63,36 @@ _KINDS = {
 }
 
 
-def is_live(ticket: Ticket) -> bool:
-    """Whether SLURM says that a job is not over, which need not be in this user's queue."""
-    return ticket.job_id is not None and last_state(ticket.job_id) in LIVE
+def state_of(ticket: Ticket) -> str | None:
+    """The state SLURM has for a job, which need not be in this user's queue; None if it knows none."""
+    return None if ticket.job_id is None else last_states([ticket.job_id]).get(ticket.job_id)
 
 
-def settle_lost(job: Job, folder: RunFolder, ticket: Ticket) -> int:
-    """Writes down what can be known of a run whose job is over without a word; returns its exit code."""
-    lost = JobLost(ticket)
+def is_live(state: str | None) -> bool:
+    """Whether a job in a state is not over."""
+    return state is not None and state not in ENDED_JOB
+
+
+def settle_lost(
+    job: Job, folder: RunFolder, ticket: Ticket, state: str | None, *, quiet: bool = False
+) -> int:
+    """Write the row of a run whose job is over without one; return its exit code.
+
+    A job that was cancelled is interrupted and has not failed.
+
+    Args:
+        job: the resolved job.
+        folder: its run folder, held by this process.
+        ticket: of the SLURM job.
+        state: SLURM's word for how the job ended; None if it does not know.
+        quiet: print nothing.
+    """
+    lost = JobLost(ticket, state)
+    if lost.kind == "cancelled":
+        replace(ticket, cancelled=True).write(folder.path)
+        return settle(job, folder, EXIT_INTERRUPTED, quiet=quiet)
     folder.record_error(None, lost)
-    return settle(job, folder, lost.exit_code)
+    return settle(job, folder, lost.exit_code, quiet=quiet)
 
 
 def follow(job: Job, folder: RunFolder) -> int:
@@ -81,8 +108,10 @@ def follow(job: Job, folder: RunFolder) -> int:
                     found = queued(folder.path)
                     is_gone = gone_since is not None and now - gone_since > LAST_WORDS_SECONDS
                     ticket = Ticket.read(folder.path)
-                    if found is None and is_gone and ticket is not None and not is_live(ticket):
-                        return settle_lost(job, folder, ticket)
+                    if found is None and is_gone and ticket is not None:
+                        state = state_of(ticket)
+                        if not is_live(state):
+                            return settle_lost(job, folder, ticket, state)
                 except SlurmError as error:
                     sys.stderr.write(f"WARNING {error}\n")
                     time.sleep(QUEUE_SECONDS)
@@ -101,6 +130,8 @@ def _tell_end(job: Job, folder: RunFolder) -> int:
     error = folder.first_error() if folder.state == "failed" else None
     if error is not None:
         sys.stderr.write(account_of(error, job.world_size, folder))
+    if folder.stop_reason is not None:
+        sys.stderr.write(f"{folder.stop_reason}\n")
     return int(folder.row.get("exit_code", EXIT_OK))
 
 

@@ -16,19 +16,29 @@ LAST_WORDS_SECONDS = 3.0
 
 
 def end_with_parent(parent: int, last_words: Callable[[], None] | None = None) -> None:
-    """Ends this process, and the children in its process group, when ``parent`` is no longer its parent.
-
-    A killed controller can end nobody, so its ranks have to notice by themselves. A daemon thread watches,
-    because the main thread may be inside a collective that never returns.
+    """End this process, and the children in its process group, when ``parent`` is no longer its parent.
 
     Args:
         parent: process id of the starter, as the starter knows it: a process that asked for its own parent
             only now would take whoever adopted it for its parent.
         last_words: called once before the end, for a few seconds at most.
     """
+    end_when(lambda: os.getppid() != parent, last_words)
+
+
+def end_when(is_gone: Callable[[], bool], last_words: Callable[[], None] | None = None) -> None:
+    """End this process, and the children in its process group, when its starter is gone.
+
+    A killed controller cannot end its ranks, so they have to notice by themselves. A daemon thread watches,
+    because the main thread may be inside a collective that never returns.
+
+    Args:
+        is_gone: tells whether the starter is gone; polled.
+        last_words: called once before the end, for a few seconds at most.
+    """
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while not is_gone():
             time.sleep(POLL_SECONDS)
         if last_words is not None:
             # In a thread of its own: a file system that hangs must not keep an orphan alive.

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 from harness.cluster.outcome import RankDied, memory_kills, settle
 from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED
 from harness.job import Job
-from harness.loop.signals import StopRequest, stop_signals_interrupt
+from harness.loop.signals import (
+    StopRequest,
+    ignore_stop_signals,
+    stop_signals_ignored,
+    stop_signals_interrupt,
+)
 from harness.rank import CONTROLLER, STARTED, run_rank
 from harness.run_folder import RunFolder
 
@@ -29,7 +34,7 @@ POLL_SECONDS = 0.05
 LEAVING_SECONDS = 2.0
 
 
-def launch(job: Job, folder: RunFolder, *, apart: bool = False) -> int:
+def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bool = False) -> int:
     """Runs the job to its end and tells what became of it; returns the exit code.
 
     A single rank runs in this process, where a debugger can follow it; several run as children that end
@@ -39,6 +44,8 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False) -> int:
         job: the resolved job.
         folder: its run folder, begun.
         apart: make a child of a single rank too, so that it leaves no traces in this process.
+        ends_process: ignore the stop signals for good when the ranks have ended, because this process ends
+            with the exit code that the run's row has.
     """
     started = time.time()
     try:
@@ -50,8 +57,11 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False) -> int:
         # Of the launching itself; errors of ranks are recorded by the ranks.
         folder.record_error(None, error)
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_BUG
+    if ends_process:
+        ignore_stop_signals()
     try:
-        return settle(job, folder, code)
+        with stop_signals_ignored():
+            return settle(job, folder, code)
     finally:
         folder.release()
 

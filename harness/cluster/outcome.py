@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.resume import can_resume
+from harness.cluster.absent import absent_ranks
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RESUMABLE, STOPPED, MachineError
 from harness.failures import VICTIMS, kind_of_text
 from harness.job import Job
@@ -90,16 +91,19 @@ def _count_memory_kills() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
-def settle(job: Job, folder: RunFolder, code: int) -> int:
-    """Shows the cause, completes the run's row where no rank could, and decides the exit code."""
+def settle(job: Job, folder: RunFolder, code: int, *, quiet: bool = False) -> int:
+    """Shows the cause unless quiet, completes the run's row where no rank could, decides the exit code."""
     error = folder.first_error() if code != EXIT_OK else None
     if code in STOPPED and error is not None and error["kind"] in VICTIMS:
         # Ranks that stop or are killed at different moments make errors of each other; nothing went wrong.
         error = None
+    if error is not None and error["kind"] == "collective_timeout":
+        error = _name_absent(folder, error)
     if error is not None:
         code = error["exit_code"]
-        sys.stderr.write(account_of(error, job.world_size, folder))
-        sys.stderr.flush()
+        if not quiet:
+            sys.stderr.write(account_of(error, job.world_size, folder))
+            sys.stderr.flush()
     if code == EXIT_INTERRUPTED and can_resume(job, folder.path):
         code = EXIT_RESUMABLE  # not from where it was stopped, but from a checkpoint before
     reason = "completed" if code == EXIT_OK else "interrupted" if code in STOPPED else "failed"
@@ -109,6 +113,18 @@ def settle(job: Job, folder: RunFolder, code: int) -> int:
         # The cause is told; that it could not be written down comes second.
         traceback.print_exc()
     return code
+
+
+def _name_absent(folder: RunFolder, error: dict[str, Any]) -> dict[str, Any]:
+    """Add the ranks that were waited for to the error of the rank that waited."""
+    absent = absent_ranks(folder.path, error)
+    if not absent or "absent_ranks" in error:
+        return error
+    who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
+    message = f"{who} did not come to the collective that rank {error['rank']} waited in: {error['message']}"
+    error = {**error, "message": message, "absent_ranks": absent}
+    folder.rewrite_error(error)
+    return error
 
 
 def account_of(error: dict[str, Any], world_size: int, folder: RunFolder) -> str:

@@ -1,7 +1,8 @@
 """A pool of ranks that stay up between jobs: starting eight Pythons per layout is what makes a matrix slow.
 
 Each job gets fresh process groups over the first ranks of the pool. After a job that failed or hung the
-ranks are started anew, because gloo's connections do not survive an error.
+pool starts new ranks, because gloo's connections do not survive an error. Ranks are forked from a server
+process that has imported torch once (multiprocessing's ``forkserver``), so a new rank costs milliseconds.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from harness.cluster.lifeline import end_with_parent
+from harness.cluster.lifeline import end_when
 from harness.errors import HarnessError
 from harness.failures import is_consequence
 
 # After the first failure of a job: time for the others to tell theirs, which may be the cause.
 HEARING_SECONDS = 0.5
+# What the server imports before it forks ranks; the engine imports torch and nearly all of the harness.
+_PRELOADED = ["harness.loop.engine", "harness.loop.batches"]
 
 
 class RankFailed(HarnessError):
@@ -95,10 +98,11 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="harness-pool-")
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, os.getpid()), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
             with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
                 process.start()
             theirs.close()
@@ -171,11 +175,13 @@ def _forget_meshes() -> None:
     gc.collect()
 
 
-def _serve(rank: int, connection: Connection, owner: int) -> None:
-    """The life of a rank: wait for a job, do it, answer."""
+def _serve(rank: int, connection: Connection) -> None:
+    """Run jobs as one rank of the pool until the owner closes the connection."""
     # A ^C on the terminal reaches the ranks too; their owner decides, and they end with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(owner)
+    owner = mp.parent_process()
+    assert owner is not None
+    end_when(lambda: not owner.is_alive())
     import torch
     import torch.distributed as dist
 

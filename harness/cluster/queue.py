@@ -1,26 +1,36 @@
-"""What SLURM's commands say of its jobs. Imports no torch.
+"""SLURM's commands: list jobs, ask for their states, requeue and cancel them. Imports no torch.
 
 A job id here is as ``squeue`` prints it: ``123``, or ``123_4`` for a task of an array.
 """
 
 from __future__ import annotations
 
+import functools
 import getpass
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from harness.cluster.config import minutes_of
 from harness.errors import MachineError, UserError
 
 COMMAND_SECONDS = 60
+# sbatch tries for a minute to reach a scheduler that does not answer.
+ANSWER_SECONDS = 5
+UPDATE_ATTEMPTS = 5
+LONGEST_COMMAND = 200  # characters of a command that a message repeats
 _SEPARATOR = "|"
 
 
 @dataclass(frozen=True)
 class Queued:
-    """A job in the queue.
+    """A job as squeue lists it.
 
     Attributes:
         id: its id.
@@ -40,16 +50,57 @@ class Queued:
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
 
 
-# States of a job that has not come to its end, whoever owns it.
-LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "STOPPED", "RESIZING")
+# States of a job that is over (slurm.schedmd.com/squeue.html, JOB STATE CODES).
+ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+)
+
+
+class Jobs:
+    """Jobs that one call of squeue has listed, with those that ended within the last minutes.
+
+    Args:
+        listed: the jobs; a task of an array is a job.
+    """
+
+    def __init__(self, listed: Iterable[Queued]) -> None:
+        self.states = {}
+        self._by_id: dict[str, Queued] = {}
+        self._by_name: dict[str, list[Queued]] = defaultdict(list)
+        for job in listed:
+            self.states[job.id] = job.state
+            if job.state not in ENDED:
+                self._by_id[job.id] = job
+                self._by_name[job.name].append(job)
+
+    @property
+    def live(self) -> list[Queued]:
+        """Jobs that are not over."""
+        return list(self._by_id.values())
+
+    def candidates(self, job_id: str | None, name: str) -> list[Queued]:
+        """Jobs that are not over and have this id, or this name where no id is given."""
+        if job_id is None:
+            return self._by_name[name]
+        return [self._by_id[job_id]] if job_id in self._by_id else []
 
 
 class SlurmError(MachineError):
-    """A command of SLURM failed."""
+    """A command of SLURM failed.
+
+    Attributes:
+        lines: what the command printed.
+    """
+
+    def __init__(self, message: str, lines: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.lines = lines
 
 
 def require_slurm() -> None:
     """Raises UserError where SLURM's commands are missing."""
+    _require_configuration()
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise UserError(
             "cluster.kind=slurm: there is no sbatch here; would work: a login node of the cluster, "
@@ -57,14 +108,51 @@ def require_slurm() -> None:
         )
 
 
-def queue() -> list[Queued]:
-    """This user's jobs that are not over, tasks of arrays one by one.
+def _require_configuration() -> None:
+    """Raises UserError if the configuration is not there; SLURM's commands would wait a minute for it."""
+    path = os.environ.get("SLURM_CONF")
+    if path and not os.access(path, os.R_OK):
+        raise UserError(f"SLURM_CONF={path}: this file cannot be read")
+
+
+def submit_script(script: Path) -> str:
+    """Submit a script by sbatch; return the job's number.
+
+    Raises:
+        UserError: SLURM refuses the job, or sbatch cannot read SLURM's configuration.
+        SlurmError: the scheduler does not answer.
+    """
+    command = ["sbatch", "--parsable", str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        where = os.environ.get("SLURM_CONF")
+        said = f" (SLURM_CONF={where})" if where else ""
+        sys.stderr.write(f"waiting for sbatch, which has not reached the scheduler yet{said}\n")
+        out, err = process.communicate()
+    number, _, _ = out.strip().partition(";")  # the name of the cluster may follow
+    if process.returncode != 0 or not number.isdigit():
+        said = " ".join((err or out).split()) or f"exit code {process.returncode}"
+        if "Unable to contact slurm controller" in said or "Socket timed out" in said:
+            raise SlurmError(f"sbatch: {said}")
+        raise UserError(f"sbatch refuses the job: {said}")
+    return number
+
+
+def jobs() -> Jobs:
+    """List this user's jobs.
 
     Raises:
         SlurmError: the scheduler does not answer.
     """
+    _require_configuration()
+    return Jobs(_listed(f"--user={getpass.getuser()}"))
+
+
+def _listed(which: str) -> list[Queued]:
     form = _SEPARATOR.join(("%i", "%j", "%T", "%r"))
-    lines = _run("squeue", "--noheader", "--array", f"--user={getpass.getuser()}", f"--format={form}")
+    lines = _run("squeue", "--noheader", "--array", "--states=all", which, f"--format={form}")
     # A name may hold anything, so it is what is left between the others.
     found = []
     for line in lines.splitlines():
@@ -87,23 +175,73 @@ def describe(job_id: str) -> dict[str, str]:
         if "Invalid job id" in str(error) or f"Job {job_id} not found" in str(error):
             return {}
         raise
-    return dict(part.split("=", 1) for part in text.split() if "=" in part)
+    return _facts(text)
 
 
-def last_state(job_id: str) -> str | None:
-    """The state a job is in or ended with: from the controller, or else from accounting if there is any.
+def last_states(job_ids: Sequence[str]) -> dict[str, str]:
+    """The states of jobs of any user, by id, running or over; a job that SLURM has forgotten is missing.
+
+    The controller is asked first, then the accounting database if there is one; one question each.
 
     Raises:
         SlurmError: the scheduler does not answer.
     """
-    state = describe(job_id).get("JobState")
-    if state is None and shutil.which("sacct") is not None:
-        try:
-            words = _run("sacct", "--noheader", "--parsable2", "-X", "--format=State", "-j", job_id).split()
-        except SlurmError:
-            return None  # sacct is there, and accounting is not
-        state = words[0] if words else None  # CANCELLED by 1000
-    return state
+    if not job_ids:
+        return {}
+    try:
+        states = Jobs(_listed(f"--jobs={','.join(job_ids)}")).states
+    except SlurmError as error:
+        if "Invalid job id" not in str(error):  # what squeue says if it knows none of them
+            raise
+        states = {}
+    unknown = [job_id for job_id in job_ids if job_id not in states]
+    return {**_accounted(unknown), **states}
+
+
+def _accounted(job_ids: Sequence[str]) -> dict[str, str]:
+    """The states of jobs in the accounting database; empty where there is none."""
+    if not job_ids or shutil.which("sacct") is None:
+        return {}
+    try:
+        lines = _run(
+            "sacct", "--noheader", "--parsable2", "-X", "--format=JobID,State", "-j", ",".join(job_ids)
+        )
+    except SlurmError:
+        return {}  # sacct is there, and accounting is not
+    pairs = (line.split(_SEPARATOR, 1) for line in lines.splitlines() if _SEPARATOR in line)
+    return {job_id: state.split()[0] for job_id, state in pairs if state}  # CANCELLED by 1000
+
+
+# What SLURM makes of a limit that is UNLIMITED.
+UNLIMITED_MINUTES = 365 * 24 * 60
+
+
+@functools.cache
+def partition_minutes(partition: str | None) -> int:
+    """The time limit in minutes of a job that names none: the partition's default, or else its largest.
+
+    Args:
+        partition: one, or several with commas between, the longest of which counts; None is the default one.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    wanted, limits = (partition or "").split(","), []
+    for line in _run("scontrol", "show", "partition", "--oneliner").splitlines():
+        facts = _facts(line)
+        if facts["PartitionName"] in wanted or (partition is None and facts.get("Default") == "YES"):
+            limit = facts.get("DefaultTime", "NONE")
+            limits.append(facts.get("MaxTime", "UNLIMITED") if limit == "NONE" else limit)
+    return max(map(_minutes, limits), default=UNLIMITED_MINUTES)
+
+
+def _minutes(limit: str) -> int:
+    return UNLIMITED_MINUTES if limit == "UNLIMITED" else minutes_of(limit)
+
+
+def _facts(line: str) -> dict[str, str]:
+    """The values of a line of ``scontrol show --oneliner``."""
+    return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 
 def requeue(job_id: str) -> None:
@@ -115,18 +253,61 @@ def requeue(job_id: str) -> None:
     _run("scontrol", "requeue", job_id)
 
 
-def cancel(job_ids: Iterable[str]) -> None:
-    """Ends jobs, waiting or running.
+def own_nodes() -> list[str]:
+    """The nodes of the allocation that this process runs in.
 
     Raises:
-        SlurmError: one of them cannot be.
+        SlurmError: the scheduler does not answer.
     """
-    for job_id in job_ids:
+    return _run("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+
+
+def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
+    """Put the running job that this process belongs to back into the queue, and exclude nodes from it.
+
+    SLURM takes the exclusion from a job that waits only. It does not start this one while it has processes.
+
+    Raises:
+        SlurmError: it cannot be.
+    """
+    before = describe(job_id).get("ExcNodeList", "(null)")
+    excluded = ",".join([*nodes] if before == "(null)" else [before, *nodes])
+    requeue(job_id)
+    for attempt in range(UPDATE_ATTEMPTS):
         try:
-            _run("scancel", job_id)
-        except SlurmError as error:
-            if "Invalid job id" not in str(error):  # or else it has just ended by itself
+            _run("scontrol", "update", f"jobid={job_id}", f"excnodelist={excluded}")
+            return
+        except SlurmError:  # SLURM's signal to the job's processes has ended scontrol
+            if attempt == UPDATE_ATTEMPTS - 1:
                 raise
+            time.sleep(1.0)
+
+
+def cancel(job_ids: Sequence[str]) -> None:
+    """End jobs, waiting or running, by one call of scancel; those that have just ended are left as they are.
+
+    Raises:
+        SlurmError: one of them cannot be ended.
+    """
+    if not job_ids:
+        return
+    try:
+        _run("scancel", *_as_arrays(job_ids))
+    except SlurmError as error:
+        complaints = [line for line in error.lines if "Invalid job id" not in line]
+        if complaints:
+            raise SlurmError(f"scancel: {complaints[0]}", complaints) from None
+
+
+def _as_arrays(job_ids: Sequence[str]) -> list[str]:
+    """Ids with the tasks of each array in one: ``5_[0,1,7]``, which scancel ends by one message."""
+    tasks: dict[str, list[str]] = defaultdict(list)
+    for job_id in job_ids:
+        array, _, task = job_id.partition("_")
+        tasks[array].append(task)
+    return [
+        array if numbers == [""] else f"{array}_[{','.join(numbers)}]" for array, numbers in tasks.items()
+    ]
 
 
 def _run(*command: str) -> str:
@@ -142,6 +323,7 @@ def _run(*command: str) -> str:
         raise SlurmError(f"{command[0]}: no answer within {COMMAND_SECONDS} s") from None
     if done.returncode != 0:
         # scontrol says on its stdout that it does not know a task of an array.
-        said = " ".join((done.stderr.strip() or done.stdout).split()) or f"exit code {done.returncode}"
-        raise SlurmError(f"{' '.join(command)}: {said}")
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        said = " ".join(" ".join(lines).split()) or f"exit code {done.returncode}"
+        raise SlurmError(f"{command[0]} {' '.join(command[1:])[:LONGEST_COMMAND]}: {said}", lines)
     return done.stdout

@@ -1,13 +1,16 @@
 """Jobs as SLURM gets them: resources from the layout, one sbatch script, submitted by submitit.
 
-submitit writes the script, submits it, and calls ``harness.cluster.batch`` in it: one process on the first
-node, which starts the ranks by ``srun``, one task for each, and settles what becomes of them.
+The script runs ``harness.cluster.batch``: one process on the first node, which starts the ranks by ``srun``,
+one task for each. All that it reads is written before it is submitted, so it can be submitted again
+by hand: ``sbatch RUN_DIR/slurm/job.sh``.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,15 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.cluster.batch import BatchJob
-from harness.cluster.queue import SlurmError, require_slurm
+from harness.cluster.config import ClusterConfig
+from harness.cluster.queue import partition_minutes, require_slurm, submit_script
 from harness.cluster.snapshot import snapshot_path, take_snapshot
 from harness.cluster.ticket import Ticket
-from harness.errors import UserError
+from harness.errors import ConfigError
 from harness.job import Job
-
-# bash would end at SIGTERM, and SLURM then kills what the script has started, before it has settled anything.
-_SURVIVE_TERM = "trap : TERM"
+from harness.metrics.atomic import write_atomically
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,15 @@ class Shape:
         nodes: number of nodes.
         ranks_per_node: ranks on each of them.
         options: the options of sbatch, sorted.
-        setup: lines of shell before the job.
-        max_running: how many jobs of an array may run at once.
+        exports: lines of shell that set the job's environment.
+        setup: the user's lines of shell before the job.
     """
 
     nodes: int
     ranks_per_node: int
     options: tuple[tuple[str, Any], ...]
+    exports: tuple[str, ...]
     setup: tuple[str, ...]
-    max_running: int
 
     def describe(self) -> str:
         """E.g. ``2 nodes x 8 ranks``."""
@@ -73,26 +74,46 @@ def shape_of(job: Job) -> Shape:
         "signal": f"USR2@{config.signal_seconds}",
     }
     if config.device == "cuda":
-        kind = f"{config.gpu_type}:" if config.gpu_type else ""
-        options["gpus-per-node"] = f"{kind}{ranks_per_node}"
+        gpus = f"{config.gpu_type}:{ranks_per_node}" if config.gpu_type else str(ranks_per_node)
+        options |= {"gres": f"gpu:{gpus}"} if config.gres else {"gpus-per-node": gpus}
     options["requeue" if config.max_requeues else "no-requeue"] = True
     options.update(config.sbatch)
-    exports = [f"export {name}={shlex.quote(str(value))}" for name, value in config.env.items()]
     return Shape(
         nodes,
         ranks_per_node,
         tuple(sorted((name, value) for name, value in options.items() if value is not None)),
-        (_SURVIVE_TERM, *exports, *config.setup),
-        config.max_running,
+        tuple(f"export {name}={shlex.quote(str(value))}" for name, value in _environment(config).items()),
+        tuple(config.setup),
     )
 
 
-def device_hours(job: Job) -> float:
-    """The most a job may cost until its time limit: its ranks, or whole nodes if it has them for itself."""
-    nodes, ranks_per_node = job.cluster.nodes_for(job.world_size)
-    if job.cluster.exclusive and job.cluster.ranks_per_node is not None:
-        ranks_per_node = job.cluster.ranks_per_node
-    return nodes * ranks_per_node * job.cluster.minutes / 60
+def _environment(config: ClusterConfig) -> dict[str, Any]:
+    """The variables of a job; the user's own win over those that follow from other fields."""
+    network = {} if config.ib_hca is None else {"NCCL_IB_HCA": config.ib_hca}
+    if config.socket_ifname is not None:
+        # Without the equals sign NCCL takes a name for the beginning of names; gloo does not.
+        network["NCCL_SOCKET_IFNAME"] = f"={config.socket_ifname}"
+        network["GLOO_SOCKET_IFNAME"] = config.socket_ifname
+    return {**network, **config.env}
+
+
+def device_hours(job: Job) -> float | None:
+    """The most a job may cost until its time limit: its ranks, or whole nodes if it has them for itself.
+
+    Returns:
+        None if the limit is the partition's and there is no SLURM here to ask for it.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    config = job.cluster
+    nodes, ranks_per_node = config.nodes_for(job.world_size)
+    if config.exclusive and config.ranks_per_node is not None:
+        ranks_per_node = config.ranks_per_node
+    minutes = config.minutes
+    if minutes is None and shutil.which("scontrol") is not None:
+        minutes = partition_minutes(config.partition or os.environ.get("SBATCH_PARTITION"))
+    return None if minutes is None else nodes * ranks_per_node * minutes / 60
 
 
 class Submission:
@@ -103,23 +124,71 @@ class Submission:
         run_dirs: their run folders, begun with the state ``submitted`` when ``submit`` is called.
         home: the folder of the run or the sweep, which takes SLURM's logs and the copy of the code.
         name: what SLURM calls it; by it the job is found again if this process dies at the wrong moment.
+        at_once: how many of them may run at once; None means what ``cluster.max_running`` says.
+        after: ids of jobs that have to end first, whatever their end.
     """
 
-    def __init__(self, jobs: Sequence[Job], run_dirs: Sequence[Path], home: Path, name: str) -> None:
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        run_dirs: Sequence[Path],
+        home: Path,
+        name: str,
+        *,
+        at_once: int | None = None,
+        after: Sequence[str] = (),
+    ) -> None:
         shapes = {shape_of(job) for job in jobs}
         assert len(shapes) == 1, "jobs of one array have one shape"
         self.jobs, self.run_dirs = jobs, [path.absolute() for path in run_dirs]
         self.home, self.name, self.shape = home.absolute(), name, shapes.pop()
+        self.at_once = min(job.cluster.max_running for job in jobs) if at_once is None else at_once
+        self.after = after
         # Not a folder for each job: SLURM opens its output before submitit could make it.
         self.folder = self.home / "slurm"
+        # Whether sbatch was started: the job may then be in the queue, whatever becomes of this process.
+        self.is_asked = False
+        # A sweep's folder takes several.
+        self._stem = "job" if self.run_dirs == [self.home] else Path(name).name
 
-    def script(self) -> str:
-        """The sbatch script, as it would be submitted."""
+    def script(self, *, planned: bool = False) -> str:
+        """The sbatch script.
+
+        Args:
+            planned: nothing is in the run folder yet. SLURM then writes its log into the working folder: it
+                opens the log before it starts the script, and a job whose log it cannot open says nothing.
+        """
         from submitit.slurm.slurm import _make_sbatch_string
 
-        command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(self.folder))}"
-        count: dict[str, Any] = {"map_count": len(self.jobs)} if len(self.jobs) > 1 else {}
-        return _make_sbatch_string(command=command, folder=self.folder, **count, **self._parameters())
+        several = len(self.jobs) > 1
+        log = "%A_%a_0_log.out" if several else "%j_0_log.out"  # submitit's names
+        folder = str(self.folder).replace("%", "%%")
+        parameters = self._parameters()
+        parameters["additional_parameters"]["output"] = f"slurm-{log}" if planned else f"{folder}/{log}"
+        count: dict[str, Any] = {"map_count": len(self.jobs)} if several else {}
+        text: str = _make_sbatch_string(
+            command=f"exec {self._command()}", folder=self.folder, **count, **parameters
+        )
+        return text
+
+    @property
+    def script_path(self) -> Path:
+        """Where ``submit`` writes the script."""
+        return self.folder / f"{self._stem}.sh"
+
+    @property
+    def _list_path(self) -> Path:
+        """Where ``submit`` writes the run folders of an array, one a line."""
+        return self.folder / f"{self._stem}.runs"
+
+    def _command(self) -> str:
+        """The command that runs the job."""
+        several = len(self.jobs) > 1
+        command = [sys.executable, "-u", "-m", "harness.cluster.batch"]
+        command += ["--list", str(self._list_path)] if several else [str(self.run_dirs[0])]
+        if self.jobs[0].cluster.snapshot:
+            command += ["--code", str(snapshot_path(self.home))]
+        return shlex.join(command)
 
     def submit(self) -> list[str]:
         """Submits; returns the job ids, in the order of the jobs.
@@ -129,48 +198,106 @@ class Submission:
             SlurmError: SLURM cannot be talked to.
         """
         require_slurm()
-        from submitit import SlurmExecutor
-        from submitit.core.utils import FailedJobError, FailedSubmissionError
-
+        check_shell(self.shape.setup)
         if self.jobs[0].cluster.snapshot:
             take_snapshot(self.home)
         self.folder.mkdir(parents=True, exist_ok=True)
-        tickets = [Ticket(self.name, i if len(self.jobs) > 1 else None) for i in range(len(self.jobs))]
+        several = len(self.jobs) > 1
+        tickets = [
+            Ticket(self.name, i if several else None, logs=str(self.folder)) for i in range(len(self.jobs))
+        ]
         for run_dir, ticket in zip(self.run_dirs, tickets, strict=True):
             ticket.write(run_dir)
-        executor = SlurmExecutor(folder=self.folder)
-        executor.update_parameters(**self._parameters())
-        try:
-            with _environment_for_submitting(self.shape):
-                submitted = executor.submit_array([BatchJob(str(path)) for path in self.run_dirs])
-        except FailedJobError as error:  # what submitit makes of a command that fails
-            raise UserError(f"sbatch refuses the job: {' '.join(str(error).split())}") from error
-        except FailedSubmissionError as error:
-            raise SlurmError(" ".join(str(error).split())) from error
-        ids = [str(each.job_id) for each in submitted]
+        # All that the job reads is written before it is submitted: this process may die at any moment.
+        if several:
+            write_atomically(self._list_path, "".join(f"{path}\n" for path in self.run_dirs).encode())
+        write_atomically(self.script_path, self.script().encode())
+        self.is_asked = True
+        number = self._sbatch()
+        ids = [f"{number}_{ticket.index}" if several else number for ticket in tickets]
         for run_dir, ticket, ident in zip(self.run_dirs, tickets, ids, strict=True):
             # The job may have started meanwhile, and says the same and more.
             if (Ticket.read(run_dir) or ticket).job_id is None:
                 replace(ticket, job_id=ident).write(run_dir)
         return ids
 
+    def _sbatch(self) -> str:
+        """Submits the script; returns the job's number."""
+        with _environment_for_submitting(self.shape):
+            return submit_script(self.script_path)
+
     def _parameters(self) -> dict[str, Any]:
-        config = self.jobs[0].cluster
-        setup = list(self.shape.setup)
-        if config.snapshot:
-            code = shlex.quote(str(snapshot_path(self.home)))
-            # PYTHONSAFEPATH, or else `python -m` would look into the working folder first.
-            setup.append(f"export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1")
         return {
             "job_name": self.name,
             "use_srun": False,
             "stderr_to_stdout": True,
-            "array_parallelism": self.shape.max_running,
-            "setup": setup,
-            # submitit would name a key that clusters without accounting by key refuse.
+            "array_parallelism": self.at_once,
+            "setup": self._setup(),
+            # submitit would ask for five minutes where no time is given, and name a key that clusters without
+            # accounting by key refuse.
+            "time": None,
             "wckey": None,
-            "additional_parameters": dict(self.shape.options),
+            "additional_parameters": self._options(),
         }
+
+    def _options(self) -> dict[str, Any]:
+        options = dict(self.shape.options)
+        if self.after:
+            own = [options["dependency"]] if "dependency" in options else []
+            options["dependency"] = ",".join([*own, f"afterany:{':'.join(self.after)}"])
+        return options
+
+    def _setup(self) -> list[str]:
+        """The lines of the script before its command."""
+        several = len(self.jobs) > 1
+        needed = self._list_path if several else self.run_dirs[0] / "job.json"
+        missing = f"error: {needed} is missing: submit the job with the harness, and without cluster.dry_run"
+        lines = [
+            # Signals that would end bash before the job's process, which handles them, takes its place.
+            "trap : TERM USR2",
+            f"[ -f {shlex.quote(str(needed))} ] || {{ echo {shlex.quote(missing)} >&2; exit 2; }}",
+            *self.shape.exports,
+        ]
+        code = ""
+        if self.jobs[0].cluster.snapshot:
+            path = shlex.quote(str(snapshot_path(self.home)))
+            # PYTHONSAFEPATH, or else `python -m` would look into the working folder first.
+            code = f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1"
+        if self.shape.setup:
+            lines += [*_BEFORE_SETUP.format(code=code or ":", command=self._command()).splitlines()]
+            lines += [*self.shape.setup, *_AFTER_SETUP.splitlines()]
+        return [*lines, code] if code else lines
+
+
+# A line that fails ends the job, and the harness records which one it was. DEBUG sees a line before it runs,
+# but not the lines of functions and of files that it reads; the EXIT trap itself counts as line 1. A job that
+# is cancelled has no failed line.
+_BEFORE_SETUP = """\
+setup_failed() {{
+  trap - EXIT DEBUG
+  [ "$1" = 143 ] && exit 143
+  {code}
+  exec {command} --setup-failed "$1" --line="$(sed -n "$2p" "$0")"
+}}
+trap 'setup_failed $? $setup_line' EXIT
+trap '[ "$LINENO" = 1 ] || setup_line=$LINENO' DEBUG
+set -e
+# cluster.setup"""
+_AFTER_SETUP = """\
+# end of cluster.setup
+set +e
+trap - EXIT DEBUG"""
+
+
+def check_shell(lines: Sequence[str]) -> None:
+    """Raises ConfigError for lines of ``cluster.setup`` that bash cannot read."""
+    bash = shutil.which("bash")
+    if not lines or bash is None:
+        return
+    done = subprocess.run([bash, "-n"], input="\n".join(lines) + "\n", capture_output=True, text=True)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()[0].partition(": ")[2]
+        raise ConfigError("cluster.setup", list(lines), f"bash cannot read it: {said}")
 
 
 # The user's own defaults for sbatch, which count where the job says nothing.

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 import sys
 
-from harness.cluster.follow import follow, job_id_of, queued
-from harness.cluster.queue import Queued
-from harness.cluster.slurm import Submission, device_hours
-from harness.errors import EXIT_OK, UserError
+from harness.cluster.follow import follow, is_live, job_id_of, queued, settle_lost, state_of
+from harness.cluster.inputs import require_inputs
+from harness.cluster.queue import Queued, describe, jobs, require_slurm
+from harness.cluster.slurm import Submission, device_hours, shape_of
+from harness.cluster.ticket import Ticket
+from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import Job
 from harness.run_folder import RunFolder
+
+# States of a run whose job has not said how it ended.
+UNFINISHED = ("submitted", "starting", "running", "requeued")
 
 
 def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
@@ -21,29 +26,69 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
     """
     submission = Submission([job], [folder.path], folder.path, f"{job.name}.{job.id}")
     if job.cluster.dry_run:
-        sys.stdout.write(f"{submission.script()}\n# {submission.shape.describe()}, {cost_in_words([job])}\n")
+        script = submission.script(planned=True)
+        sys.stdout.write(f"{script}\n# {submission.shape.describe()}, {cost_in_words([job])}\n")
         return EXIT_OK
-    found = _queued_unless_failed(folder)
+    require_slurm()
+    found = _queued_unless_failed(folder, submission)
     if found is None:
         confirm([job])
         folder.hold()
         # Another controller may have been quicker.
-        found = _queued_unless_failed(folder)
+        found = _queued_unless_failed(folder, submission)
         if found is None:
+            _close_lost(job, folder)
             submit(submission, [folder], [overrides], adopt=True)
         folder.release()
+    there = job if found is None else Job.from_json((folder.path / "job.json").read_text())
     how = "submitted" if found is None else f"already submitted ({found.state})"
-    sys.stdout.write(
-        f"{job.name}: {how} as job {job_id_of(folder.path)}, {submission.shape.describe()}, "
-        f"{cost_in_words([job])}\nrun folder {folder.path}\n"
+    ident = job_id_of(folder.path)
+    words = (
+        f"{job.name}: {how} as job {ident}, {shape_of(there).describe()}, {cost_in_words([there])}"
+        f"{_kept_in_words(there, job)}\nrun folder {folder.path}\n"
     )
+    if job.cluster.parsable:
+        sys.stderr.write(words)
+        words = f"{ident}\n"
+    sys.stdout.write(words)
     sys.stdout.flush()
     return follow(job, folder) if job.cluster.wait else EXIT_OK
 
 
-def _queued_unless_failed(folder: RunFolder) -> Queued | None:
-    """The job in the queue, unless it has failed and is only being cleaned up."""
+def _kept_in_words(submitted: Job, typed: Job) -> str:
+    """The options of sbatch that a job keeps though others are typed now; empty if there are none."""
+    before, now = dict(shape_of(submitted).options), dict(shape_of(typed).options)
+    kept = [name for name in sorted({**before, **now}) if before.get(name) != now.get(name)]
+    words = ", ".join(f"{name}={before[name]}" if name in before else f"no {name}" for name in kept)
+    return f"; it keeps {words}, scancel it first to change that" if kept else ""
+
+
+def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued | None:
+    """The job in the queue, unless it has failed and is only being cleaned up.
+
+    Raises:
+        UserError: the job is there and its run folder was removed; it would fail when it starts.
+    """
+    if Ticket.read(folder.path) is None:
+        found = Ticket(submission.name).find(jobs().live)
+        # A job of that name may have another runs_dir. SLURM's answer ends at a space.
+        output = "" if found is None else describe(found.id).get("StdOut", "")
+        if found is not None and output and f"{submission.folder}/".startswith(output.rpartition("/")[0]):
+            raise UserError(
+                f"{folder.path}: SLURM job {found.id} ({found.state}) is this run's, and the run folder was "
+                f"removed meanwhile; would work: scancel {found.id}, and then the same command"
+            )
+        return None
     return None if folder.state == "failed" else queued(folder.path)
+
+
+def _close_lost(job: Job, folder: RunFolder) -> None:
+    """Write and show how the job before this one ended, if it is over without a row."""
+    ticket = Ticket.read(folder.path)
+    if ticket is not None and ticket.job_id is not None and folder.state in UNFINISHED:
+        state = state_of(ticket)
+        if not is_live(state):
+            settle_lost(job, folder, ticket, state)
 
 
 def submit(
@@ -52,21 +97,38 @@ def submit(
     """Makes the run folders ready, submits, and lets the folders go; returns the job ids.
 
     Raises:
-        UserError: a folder is in use or cannot be written, there is no SLURM here, or it refuses the job.
+        UserError: a file that a job reads is missing, a folder is in use or cannot be written, there is no
+            SLURM here, or it refuses the job.
         SlurmError: SLURM cannot be talked to.
     """
+    for job in submission.jobs:
+        require_inputs(job)
     try:
         for job, folder, own in zip(submission.jobs, folders, overrides, strict=True):
             folder.begin(job, own, adopt=adopt, state="submitted")
         return submission.submit()
-    except Exception:
-        for folder in folders:
-            if folder.state == "submitted":
-                folder.set_status("planned")
+    except BaseException as error:
+        # After ^C the job may be in the queue, where its name finds it.
+        if isinstance(error, Exception) or not submission.is_asked:
+            _withdraw(folders)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{submission.home}: what the job needs cannot be written, so it is not submitted: {error}"
+            ) from error
         raise
     finally:
         for folder in folders:
             folder.release()
+
+
+def _withdraw(folders: list[RunFolder]) -> None:
+    """Set the status of runs whose job was not submitted."""
+    for folder in folders:
+        try:
+            if folder.state == "submitted":
+                folder.set_status("planned")
+        except OSError as error:
+            sys.stderr.write(f"WARNING {folder.path}: status.json cannot be written: {error}\n")
 
 
 def cost_in_words(jobs: list[Job]) -> str:
@@ -74,7 +136,16 @@ def cost_in_words(jobs: list[Job]) -> str:
     unit = "rank-hours" if jobs[0].cluster.device == "cpu" else "GPU-hours"
     kinds = sorted({job.cluster.accelerator for job in jobs if job.cluster.accelerator})
     of = f" ({', '.join(kinds)})" if kinds else ""
-    return f"at most {sum(map(device_hours, jobs)):.4g} {unit}{of}"
+    hours = _hours(jobs)
+    if hours is None:
+        return f"{unit} up to the partition's time limit, which is not known here{of}"
+    return f"at most {hours:.4g} {unit}{of}"
+
+
+def _hours(jobs: list[Job]) -> float | None:
+    """The most that jobs may cost; None if a time limit is not known."""
+    hours = [device_hours(job) for job in jobs]
+    return sum(each for each in hours if each is not None) if None not in hours else None
 
 
 def confirm(jobs: list[Job]) -> None:
@@ -83,7 +154,11 @@ def confirm(jobs: list[Job]) -> None:
     Raises:
         UserError: the answer is no, or there is nobody to ask.
     """
-    limit, hours = min(job.cluster.confirm_gpu_hours for job in jobs), sum(map(device_hours, jobs))
+    limit, hours = min(job.cluster.confirm_gpu_hours for job in jobs), _hours(jobs)
+    if hours is None:
+        raise ConfigError(
+            "cluster.time", None, "there is no scontrol here to ask for the partition's limit", "4:00:00"
+        )
     if hours <= limit:
         return
     if not sys.stdin.isatty():

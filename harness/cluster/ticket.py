@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.cluster.queue import Queued
+from harness.config import from_dict
+from harness.errors import ConfigError, UserError
+from harness.metrics.encoding import read_object
 from harness.metrics.result import write_json_atomically
 
 FILE = "slurm/job.json"
@@ -23,6 +25,7 @@ class Ticket:
         job_id: as ``squeue`` prints it; None as long as SLURM has not answered.
         restarts: how often SLURM has started it again.
         cancelled: whether somebody asked the harness to cancel it.
+        logs: folder of what SLURM itself logs of the job; None in files of earlier versions.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Ticket:
     job_id: str | None = None
     restarts: int = 0
     cancelled: bool = False
+    logs: str | None = None
 
     def write(self, run_dir: Path) -> None:
         """Writes it into a run folder.
@@ -43,11 +47,23 @@ class Ticket:
 
     @classmethod
     def read(cls, run_dir: Path) -> Ticket | None:
-        """The ticket of a run folder; None if it was never submitted."""
+        """The ticket of a run folder; None if it was never submitted.
+
+        Raises:
+            UserError: it cannot be read, or is damaged.
+        """
+        path = run_dir / FILE
         try:
-            return cls(**json.loads((run_dir / FILE).read_text()))
+            plain = read_object(path)
         except FileNotFoundError:
             return None
+        if "name" not in plain:
+            raise UserError(f"{path}: damaged: name is missing")
+        try:
+            ticket: Ticket = from_dict(cls, plain)
+        except ConfigError as error:
+            raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
+        return ticket
 
     def find(self, queue: Iterable[Queued]) -> Queued | None:
         """The job in the queue; None if it is over, or was never submitted because its controller died."""

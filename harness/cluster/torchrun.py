@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from harness.checkpoint.resume import is_finished, tell_finished
 from harness.cluster.local import openmp_environment
 from harness.cluster.outcome import account_of
-from harness.errors import EXIT_OK, EXIT_USER, STOPPED, UserError
+from harness.errors import EXIT_OK, EXIT_USER, STOPPED, MachineError, UserError
 from harness.job import Job
 from harness.loop.signals import stop_signals_interrupt
 from harness.rank import end_with_launcher, leave, run_rank
@@ -44,11 +44,22 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
 
 
 def _meet(job: Job) -> dist.Store:
-    """The store that all ranks reach, before there is a process group."""
+    """Return the store that all ranks reach, before there is a process group.
+
+    Raises:
+        MachineError: this rank does not reach it, or rank 0 cannot open it.
+    """
     import torch.distributed as dist
 
     timeout = timedelta(seconds=job.cluster.start_timeout_seconds)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise MachineError(
+            f"rank {os.environ['RANK']} cannot meet the others at {address} (MASTER_ADDR, MASTER_PORT): "
+            f"{str(error).splitlines()[0]}"
+        ) from error
     store.set_timeout(timeout)
     # torchrun may restart the ranks, and keeps what they wrote into its store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 from launching import LONG, TWO_RANKS, Launch
@@ -31,7 +33,7 @@ def test_a_rank_that_does_not_come_is_seen_where_it_is_also_after_a_resume(
     launch: Callable[..., Launch],
 ) -> None:
     """Trap 20: the short timeout holds from the second step of this process on, whichever step that is."""
-    job = [*TWO_RANKS, *LONG, "metrics.log_interval=1", "cluster.step_timeout_seconds=2"]
+    job = [*TWO_RANKS, *LONG, "metrics.log_interval=1", "cluster.step_timeout_seconds=4"]
     first = launch(*job)
     first.wait_for_step()
     first.process.send_signal(signal.SIGTERM)
@@ -43,6 +45,8 @@ def test_a_rank_that_does_not_come_is_seen_where_it_is_also_after_a_resume(
     assert second.finish() == EXIT_MACHINE
     row, folder = second.read("result.json"), second.run_dir / "flight_recorder"
     assert (row["error.kind"], row["error.rank"], row["step"]) == ("collective_timeout", 0, reached + 2)
+    assert row["error.absent_ranks"] == [1]
+    assert "rank 1 did not come to the collective that rank 0 waited in: " in second.err
     assert f"where every rank stood: {folder.relative_to(second.folder)}" in second.err
     waiting, absent = ((folder / f"stacks-rank{rank}.txt").read_text() for rank in (0, 1))
     for rank, text in enumerate((waiting, absent)):
@@ -55,3 +59,9 @@ def test_a_rank_that_does_not_come_is_seen_where_it_is_also_after_a_resume(
     dumps = [read_dump("gloo_", str(folder / f"gloo_{rank}")) for rank in (0, 1)]
     ends = [dump["entries"][-1]["collective_seq_id"] for dump in dumps]  # type: ignore[index]
     assert ends[0] == ends[1] + 1
+    analysis = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "--prefix", "gloo_"]
+    done = subprocess.run([*analysis, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert f"Not all ranks joining collective, sequence number: {ends[0]}" in said
+    assert "missing_ranks" in said or "{1}" in said

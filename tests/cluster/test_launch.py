@@ -152,14 +152,15 @@ def test_a_second_interrupt_ends_at_once(launch: Start) -> None:
 
 
 def test_a_stuck_rank_is_found_by_the_timeout_of_a_step(launch: Start) -> None:
-    job = launch(*TWO_RANKS, *LONG, "cluster.step_timeout_seconds=2")
+    job = launch(*TWO_RANKS, *LONG, "cluster.step_timeout_seconds=4")
     job.wait_for_step()
     os.kill(job.ranks()[1], signal.SIGSTOP)
     assert job.finish() == EXIT_MACHINE
     row = job.read("result.json")
     assert (row["error.kind"], row["error.rank"]) == ("collective_timeout", 0)
+    assert row["error.absent_ranks"] == [1], "a rank that is stopped is not the one that waits"
     # Which rank, where it was, and in which operation.
-    assert f"rank 0 of 2 after step {row['step']}" in job.err and "Timed out waiting 2000ms" in job.err
+    assert f"rank 0 of 2 after step {row['step']}" in job.err and "Timed out waiting 4000ms" in job.err
     assert "in harness/" in job.err and "Traceback" not in job.err
     assert job.ranks() == {}
 

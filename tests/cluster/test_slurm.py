@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from harness.cluster import batch, queue
-from harness.cluster.batch import rank_environment, srun_command
+from harness.cluster import attempt, queue
+from harness.cluster.attempt import rank_environment, srun_command
 from harness.cluster.config import minutes_of
-from harness.cluster.follow import JobLost, is_live
+from harness.cluster.follow import JobLost, state_of
 from harness.cluster.queue import Queued
 from harness.cluster.slurm import Submission, _environment_for_submitting, shape_of
 from harness.cluster.snapshot import snapshot_path, take_snapshot
+from harness.cluster.srun_log import dead_ranks
 from harness.cluster.submit import confirm, cost_in_words
 from harness.cluster.ticket import Ticket
 from harness.compose import compose_job
@@ -50,15 +51,34 @@ GOLDEN = """\
 #SBATCH --time=5760
 
 # setup
-trap : TERM
+trap : TERM USR2
+[ -f HOME/job.json ] || { echo 'error: HOME/job.json is missing: \
+submit the job with the harness, and without cluster.dry_run' >&2; exit 2; }
+export NCCL_IB_HCA=mlx5_0,mlx5_3
+export NCCL_SOCKET_IFNAME==bond0
+export GLOO_SOCKET_IFNAME=bond0
 export NCCL_DEBUG=INFO
 export GREETING='two words'
+setup_failed() {
+  trap - EXIT DEBUG
+  [ "$1" = 143 ] && exit 143
+  export PYTHONPATH=HOME/code/DIGEST${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+  exec PYTHON -u -m harness.cluster.batch HOME --code HOME/code/DIGEST \
+--setup-failed "$1" --line="$(sed -n "$2p" "$0")"
+}
+trap 'setup_failed $? $setup_line' EXIT
+trap '[ "$LINENO" = 1 ] || setup_line=$LINENO' DEBUG
+set -e
+# cluster.setup
 module load cuda
+# end of cluster.setup
+set +e
+trap - EXIT DEBUG
 export PYTHONPATH=HOME/code/DIGEST${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-PYTHON -u -m submitit.core._submit HOME/slurm
+exec PYTHON -u -m harness.cluster.batch HOME --code HOME/code/DIGEST
 """
 
 
@@ -75,6 +95,7 @@ def test_the_script_is_this_one(tmp_path: Path) -> None:
         *("cluster.gpu_type=h100", "cluster.signal_seconds=300", "cluster.sbatch={mail-type: END}"),
         *("cluster.setup=['module load cuda']", "cluster.env.NCCL_DEBUG=INFO"),
         "cluster.env.GREETING='two words'",
+        *("cluster.socket_ifname=bond0", "cluster.ib_hca='mlx5_0,mlx5_3'"),
     )
     script = Submission([made], [tmp_path], tmp_path, f"{made.name}.{made.id}").script()
     told = {
@@ -94,6 +115,7 @@ def test_points_of_one_shape_are_one_array(tmp_path: Path) -> None:
     assert len({shape_of(each) for each in jobs}) == 1
     script = Submission(jobs, [tmp_path] * 3, tmp_path, "many").script()
     assert "#SBATCH --array=0-2%2" in script
+    assert f"harness.cluster.batch --list {tmp_path}/slurm/many.runs" in script
     assert "%A_%a" in re.search("--output=(.*)", script)[1]  # type: ignore[index]
 
 
@@ -130,7 +152,7 @@ cluster=slurm cluster.time=soon
 cluster=slurm cluster.time=1 cluster.signal_seconds=60
     cluster.signal_seconds=60: must be less than cluster.time=1
 cluster=slurm cluster.sbatch.partition=gpu
-    cluster.sbatch.partition=gpu: has its own field; would work: cluster.partition
+    cluster.sbatch.partition=gpu: the harness sets --partition itself; would work: cluster.partition
 cluster=slurm cluster.sbatch={mail-type:[END,FAIL]}
     cluster.sbatch.mail-type=['END', 'FAIL']: must be one value, or true for an option without one
 cluster=slurm cluster.ranks_per_node=null
@@ -187,7 +209,13 @@ def test_what_the_user_has_set_for_sbatch_does_not_win_over_the_job(monkeypatch:
 def test_one_task_a_rank_and_all_end_together(tmp_path: Path) -> None:
     made = job("cluster=slurm_h100", "parallelism.dp_shard=16", "cluster.srun_args=['--cpu-bind=none']")
     command = srun_command(made, tmp_path / "100%")
-    for option in ("--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=12"):
+    for option in (
+        "--distribution=block:block",
+        "--nodes=2",
+        "--ntasks=16",
+        "--ntasks-per-node=8",
+        "--cpus-per-task=12",
+    ):
         assert option in command
     assert {"--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--cpu-bind=none"} < set(command)
     assert f"--output={tmp_path}/100%%/logs/rank%t.out" in command
@@ -208,7 +236,7 @@ def test_ranks_in_a_container(container: str, tmp_path: Path) -> None:
 
 
 def test_jobs_on_one_node_meet_at_ports_of_their_own() -> None:
-    with batch._store() as one, batch._store() as other:
+    with attempt._store() as one, attempt._store() as other:
         assert one != other
         for port in (one, other):
             store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
@@ -228,62 +256,61 @@ def test_a_tickets_job_is_found_by_its_id_or_by_its_name() -> None:
 
 
 def test_the_queue_is_read_whatever_a_name_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "_run", lambda *_: "12|a|b c|PENDING|Resources\n13_4|x|RUNNING|None\n")
-    assert queue.queue() == [
+    shown = "12|a|b c|PENDING|Resources\n13_4|x|RUNNING|None\n14|x|COMPLETED|None\n"
+    monkeypatch.setattr(queue, "_run", lambda *_: shown)
+    assert queue.jobs().live == [
         Queued("12", "a|b c", "PENDING", "Resources"),
         Queued("13_4", "x", "RUNNING", "None"),
     ]
+    assert queue.jobs().states["14"] == "COMPLETED"
 
 
 def test_a_scheduler_that_does_not_answer_is_not_one_that_has_forgotten(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    scontrol = tmp_path / "scontrol"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def say(words: str, where: str = ">&2") -> None:
-        scontrol.write_text(f"#!/bin/sh\necho '{words}' {where}\nexit 1\n")
-        scontrol.chmod(0o755)
+        for name in ("scontrol", "squeue", "sacct"):
+            (tmp_path / name).write_text(f"#!/bin/sh\necho '{words}' {where}\nexit 1\n")
+            (tmp_path / name).chmod(0o755)
 
     say("slurm_load_jobs error: Invalid job id specified")
-    assert queue.describe("1") == {}
+    assert queue.describe("1") == {} and queue.last_states(["1"]) == {}
     say("Job 1_0 not found", where="")  # so does SLURM: a task of an array goes to stdout
     assert queue.describe("1_0") == {}
     say("slurm_load_jobs error: Socket timed out on send/recv operation")
     with pytest.raises(queue.SlurmError):
-        is_live(Ticket("a", None, "7"))
-    monkeypatch.setattr(batch, "ANSWER_SECONDS", 0.0)
-    assert batch.Allocation("7", 0).state() == "UNKNOWN"
+        state_of(Ticket("a", None, "7"))
+    monkeypatch.setattr(attempt, "ANSWER_SECONDS", 0.0)
+    assert attempt.Allocation("7", 0).state() == "UNKNOWN"
 
 
 def test_two_attempts_in_vain_are_not_followed_by_a_third(tmp_path: Path) -> None:
-    def attempt(path: Path, start: int | None, step: int | None) -> None:
+    def end(path: Path, start: int | None, step: int | None) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / "result.json").write_text(json.dumps({"start_step": start, "step": step}))
 
     folder = RunFolder(tmp_path)
-    attempt(tmp_path, None, None)
-    assert batch._is_worth_another(folder), "the first may be told to stop before it has begun"
-    attempt(tmp_path / "attempts" / "9", 0, 5)
-    attempt(tmp_path / "attempts" / "10", 5, 5)
-    assert not batch._is_worth_another(folder)
-    attempt(tmp_path / "attempts" / "10", 5, 6)
-    assert batch._is_worth_another(folder)
-    attempt(tmp_path / "attempts" / "10", 5, 5)
-    attempt(tmp_path, 5, 6)
-    assert batch._is_worth_another(folder)
+    end(tmp_path, None, None)
+    assert attempt._is_worth_another(folder), "the first may be told to stop before it has begun"
+    end(tmp_path / "attempts" / "9", 0, 5)
+    end(tmp_path / "attempts" / "10", 5, 5)
+    assert not attempt._is_worth_another(folder)
+    end(tmp_path / "attempts" / "10", 5, 6)
+    assert attempt._is_worth_another(folder)
+    end(tmp_path / "attempts" / "10", 5, 5)
+    end(tmp_path, 5, 6)
+    assert attempt._is_worth_another(folder)
 
 
 @pytest.mark.parametrize(
     ("state", "kind"),
     [("NODE_FAIL", "node"), ("OUT_OF_MEMORY", "out_of_memory"), ("TIMEOUT", "preempted"), (None, "unknown")],
 )
-def test_a_job_that_is_gone_is_sorted_by_what_slurm_says(
-    state: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("harness.cluster.follow.last_state", lambda _: state)
-    assert JobLost(Ticket("a", None, "7")).kind == kind
-    assert JobLost(Ticket("a", None, "7", cancelled=True)).kind == "cancelled"
+def test_a_job_that_is_gone_is_sorted_by_what_slurm_says(state: str | None, kind: str) -> None:
+    assert JobLost(Ticket("a", None, "7"), state).kind == kind
+    assert JobLost(Ticket("a", None, "7", cancelled=True), state).kind == "cancelled"
 
 
 def test_ranks_that_srun_names(tmp_path: Path) -> None:
@@ -293,16 +320,19 @@ def test_ranks_that_srun_names(tmp_path: Path) -> None:
         "srun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
         "srun: error: node1: task 0: Exited with exit code 1\n"
     )
-    dead = batch._dead_ranks(said, tmp_path)
+    dead = dead_ranks(said, tmp_path)
     kinds = [(rank, died.kind) for rank, died in dead]
-    assert kinds == [(2, "out_of_memory"), (3, "unknown"), (0, "unknown")]
-    starved = batch._dead_ranks("srun: error: node1: task 5: Out Of Memory\n", tmp_path)
+    assert kinds == [(2, "out_of_memory"), (3, "unknown")], "the third was ended by srun"
+    aborted = "srun: Job step aborted: Waiting up to 22 seconds for job step to finish.\n"
+    dead = dead_ranks(f"{aborted}srun: error: node1: task 1: Killed\n{said}", tmp_path)
+    assert [(rank, died.kind) for rank, died in dead] == [(2, "out_of_memory")], "its log has the reason"
+    starved = dead_ranks("srun: error: node1: task 5: Out Of Memory\n", tmp_path)
     assert [(rank, died.kind) for rank, died in starved] == [(5, "out_of_memory")]
 
 
 def test_a_snapshot_is_the_code_and_is_taken_once(tmp_path: Path) -> None:
     taken = take_snapshot(tmp_path)
-    package = Path(batch.__file__).parents[1]
+    package = Path(attempt.__file__).parents[1]
     assert (taken / "harness" / "rank.py").read_bytes() == (package / "rank.py").read_bytes()
     assert not list(taken.rglob("__pycache__"))
     before = {path: path.stat().st_mtime_ns for path in taken.rglob("*")}

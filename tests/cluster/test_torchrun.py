@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import pytest
 from launching import LONG, TWO_RANKS, Launch, until
 from test_launch import GONE_SECONDS, patch_rank
 
+from harness.cluster.torchrun import _meet
 from harness.compose import compose_job
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER
+from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, MachineError
 from harness.rank import Run, _end_failed_run
 from harness.run_folder import RunFolder
 
@@ -92,3 +94,14 @@ def test_the_row_of_a_rank_that_is_stopped_names_the_peer_that_failed(
     row = json.loads((folder.path / "result.json").read_text())
     expected = ("failed", EXIT_BUG) if peer_failed else ("interrupted", EXIT_INTERRUPTED)
     assert (row["exit_reason"], row["exit_code"]) == expected
+
+
+def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = compose_job([*TWO_RANKS, "data=synthetic", "training.global_batch_size=4", "cluster.device=cpu"])
+    job = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, start_timeout_seconds=1))
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MachineError, match=r"^rank 1 cannot meet the others at 127.0.0.1:1 ") as failed:
+        _meet(job)
+    assert "\n" not in str(failed.value)

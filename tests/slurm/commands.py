@@ -26,6 +26,13 @@ ON_SLURM = (
 _PATCH = f"PYTHONPATH:'{Path(__file__).parent / 'patch'}',TEST_PATCH"
 # With steps that take a quarter of a second, so that there is time to do something to the job.
 SLOW = f"cluster.env={{{ENVIRONMENT},{_PATCH}:slow}}"
+
+
+def misbehaving(how: str) -> str:
+    """The environment in which rank 1 does what patch/sitecustomize.py has under that name."""
+    return f"cluster.env={{{ENVIRONMENT},{_PATCH}:{how}}}"
+
+
 # With points of a sweep that fail.
 FAULTS = f"cluster.env={{{ENVIRONMENT},{_PATCH}:faults,WANDB_MODE:disabled}}"
 COMMAND_SECONDS = 240

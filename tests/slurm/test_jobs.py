@@ -46,8 +46,10 @@ def test_two_nodes_of_two_ranks_compute_what_one_process_does(commands: Commands
     run = commands.only_run("pair")
     assert f"submitted as job {job_of(run)}, 2 nodes x 2 ranks, at most 2 rank-hours" in said
     assert re.search(r"step +6/6", said)  # rank 0 is shown
-    submitted = next(run.glob("slurm/*_submission.sh")).read_text()
-    assert planned.startswith(submitted)
+    submitted = (run / "slurm" / "job.sh").read_text()
+    # The script that is only shown logs into the working folder, because there is no run folder yet.
+    logged = re.compile("#SBATCH --output=.*")
+    assert planned.startswith(logged.sub("#SBATCH --output=slurm-%j_0_log.out", submitted))
 
     commands.train("name=alone")
     alone = dict(losses(commands.only_run("alone")))

@@ -170,13 +170,12 @@ def test_a_sweep_that_is_cancelled(commands: Commands) -> None:
     assert "cancelled 3 of 3" in commands.run("sweep", "cancel", str(commands.home / "held"))
     shown = until(
         lambda: (
-            (text := commands.run("sweep", "status", str(commands.home / "held"))).count("cancelled: ") == 3
-            and text
+            "3 cancelled" in (text := commands.run("sweep", "status", str(commands.home / "held"))) and text
         ),
         "the cancelled jobs to be gone",
         60,
     )
-    assert "3 failed" in shown
+    assert "failed" not in shown
 
 
 def tickets(commands: Commands, name: str) -> list[dict[str, object]]:

@@ -64,7 +64,7 @@ def take_nodes_away(slurm: Scheduler, run: Path) -> None:
 
 def test_the_job_takes_two_nodes(slurm: Scheduler, run: Path, survivor: Future[None]) -> None:
     assert read(run / "job.json")["parallelism"]["dp_shard"] == 2
-    assert "#SBATCH --nodes=2" in next(run.glob("slurm/*_submission.sh")).read_text()
+    assert "#SBATCH --nodes=2" in (run / "slurm" / "job.sh").read_text()
 
 
 @pytest.mark.last

@@ -1,8 +1,10 @@
 """Read by Python at its start: changes the training steps of a rank as ``TEST_PATCH`` says.
 
-``slow``: every step takes a quarter of a second longer. ``faults``: ranks of some points of a sweep fail,
-once, in the third step; which point is which is told by its job: the seed says whether it fails, the layout
-says how.
+``slow``: every step takes a quarter of a second longer. ``killed``, ``segfault``, ``lags``, ``hangs``: what
+rank 1 does in the third step; rank 0 then takes seconds to close its loader. ``faults``: ranks of some points
+of a sweep fail, once, in the third step; which point is which is told by its job: the seed says whether it
+fails, the layout says how. ``starved``: the first node of a job's first attempt has no memory left when it is
+checked.
 """
 
 import importlib.abc
@@ -16,6 +18,7 @@ from pathlib import Path
 
 SECONDS = 0.25
 STEP = 3
+CLOSING_SECONDS = 3.0
 
 
 def raise_on_rank_1(rank):
@@ -87,7 +90,50 @@ def sabotage(engine):
     engine.gradients = gradients
 
 
-PATCHES = {"slow": slow_down, "faults": sabotage}
+def starve(read_text):
+    def read(path, *args, **kwargs):
+        text = read_text(path, *args, **kwargs)
+        return text.replace("MemAvailable:", "MemAvailable: 1 kB\nWas:") if path.name == "meminfo" else text
 
-if "SLURM_PROCID" in os.environ and "harness.rank" in Path("/proc/self/cmdline").read_text():
+    return read
+
+
+def on_rank_1(act):
+    def patch(engine):
+        from harness.data.prefetch import Prefetcher
+
+        original, close, calls = engine.gradients, Prefetcher.close, []
+
+        def gradients(self, *args, **kwargs):
+            calls.append(1)
+            if len(calls) == STEP and os.environ["RANK"] == "1":
+                act()
+            return original(self, *args, **kwargs)
+
+        def close_late(self):
+            time.sleep(CLOSING_SECONDS)
+            close(self)
+
+        engine.gradients, Prefetcher.close = gradients, close_late
+
+    return patch
+
+
+PATCHES = {
+    "slow": slow_down,
+    "faults": sabotage,
+    "killed": on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "segfault": on_rank_1(lambda: os.kill(os.getpid(), signal.SIGSEGV)),
+    "lags": on_rank_1(lambda: time.sleep(12)),
+    "hangs": on_rank_1(lambda: time.sleep(600)),
+}
+
+if os.environ.get("TEST_PATCH") in PATCHES and "harness.rank" in Path("/proc/self/cmdline").read_text():
     sys.meta_path.insert(0, Finder())
+
+if (
+    os.environ.get("TEST_PATCH") == "starved"
+    and os.environ.get("SLURM_NODEID") == "0"
+    and "SLURM_RESTART_COUNT" not in os.environ
+):
+    Path.read_text = starve(Path.read_text)

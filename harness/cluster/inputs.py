@@ -1,0 +1,72 @@
+"""Files that a job reads, looked for before it is submitted: a missing one would be found after the queue.
+
+The machine that submits need not have every disk of a node. The ranks look for a path whose folder is not
+here either, or that is in a folder for temporary files.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+import tempfile
+from pathlib import Path
+
+from harness.checkpoint.catalog import is_url
+from harness.data.config import ASSET_PREFIX
+from harness.data.sources import expand
+from harness.errors import ConfigError
+from harness.job import Job
+
+_OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/scratch/local")
+
+
+def require_inputs(job: Job) -> None:
+    """Checks that data, tokenizer and initial values of a job exist, as far as can be seen from here.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    if job.data.kind == "local":
+        for name in ("paths", "validation_paths"):
+            patterns = tuple(getattr(job.data, name))
+            if patterns and not _matches_any(patterns):
+                rule = f"no file matches, seen from {os.getcwd()}"
+                raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
+    tokenizer = job.tokenizer.path
+    if tokenizer and not tokenizer.startswith(ASSET_PREFIX) and _is_missing(str(job.tokenizer.file)):
+        raise ConfigError("tokenizer.path", tokenizer, "there is no such file", "a tokenizer's file")
+    initial = job.checkpoint.initial_load_path
+    if initial and not is_url(initial) and _is_missing(initial.removeprefix("file://")):
+        works = "a checkpoint, a run folder, or safetensors with checkpoint.initial_load_in_hf=true"
+        raise ConfigError("checkpoint.initial_load_path", initial, "there is no such folder", works)
+
+
+@functools.cache
+def _matches_any(patterns: tuple[str, ...]) -> bool:
+    """Whether a pattern matches a path here, or one that cannot be seen from here."""
+    return any(
+        next(glob.iglob(path, recursive=True), None) is not None or not _is_visible(_without_wildcards(path))
+        for path in map(expand, patterns)
+    )
+
+
+def _without_wildcards(pattern: str) -> str:
+    """The part of a path that no wildcard stands for."""
+    parts = Path(pattern).parts
+    fixed = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return str(Path(*parts[:fixed])) if fixed else "."
+
+
+@functools.cache
+def _is_missing(path: str) -> bool:
+    return not os.path.exists(path) and _is_visible(path)
+
+
+def _is_visible(path: str) -> bool:
+    """Whether a path would be the same on a node: its folder is here, and is no place for temporary files."""
+    absolute = os.path.abspath(path)
+    own = (*_OF_A_NODE, tempfile.gettempdir())
+    return os.path.isdir(os.path.dirname(absolute)) and not any(
+        absolute == folder or absolute.startswith(f"{folder}/") for folder in own
+    )

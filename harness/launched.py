@@ -1,0 +1,49 @@
+"""What torchrun, or another launcher, says of this process in its environment. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+
+from harness.errors import UserError
+
+
+def launched_ranks() -> int | None:
+    """Ranks that torchrun (or another launcher) started around this process; None when this is no rank.
+
+    Raises:
+        UserError: the launcher's variables are incomplete or have impossible values.
+    """
+    if "RANK" not in os.environ:
+        return None
+    size = _launcher_number("WORLD_SIZE", 1)
+    _launcher_number("RANK", 0, size)
+    if size > 1:
+        _launcher_number("MASTER_PORT", 1, 65536)
+        if not os.environ.get("MASTER_ADDR"):
+            raise _launcher_error("MASTER_ADDR", "is missing")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if name in os.environ:
+            _launcher_number(name, 0)
+    return size
+
+
+def _launcher_number(name: str, least: int, below: int | None = None) -> int:
+    """A number that a launcher has to set.
+
+    Raises:
+        UserError: it is missing, no number, or out of range.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        raise _launcher_error(name, "is missing")
+    if not value.isdecimal() or int(value) < least or (below is not None and int(value) >= below):
+        end = "" if below is None else f" and less than {below}"
+        raise _launcher_error(f"{name}={value}", f"must be a whole number of at least {least}{end}")
+    return int(value)
+
+
+def _launcher_error(name: str, rule: str) -> UserError:
+    return UserError(
+        f"{name}: {rule}; RANK={os.environ['RANK']} says that a launcher has started this process; would "
+        "work: torchrun, or unset RANK"
+    )

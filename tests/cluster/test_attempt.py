@@ -1,0 +1,146 @@
+"""One attempt at a SLURM job, without SLURM: the verdict on its ranks, and code that cannot be run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cluster.attempt import Allocation, StepFailed, _verdict, _why_it_ends, rank_environment
+from harness.compose import compose_job
+from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE
+from harness.job import Job
+from harness.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+DIED = "srun: error: node1: task 1: Segmentation fault\n"
+ENDED = (
+    "srun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
+    "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-11-22T12:00:00 ***\n"
+)
+EXITED = "srun: error: node1: task 0: Exited with exit code 3\n"
+KILLED = "srun: error: node1: task 1: Killed\n"
+TIMEOUT = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
+PEER = RuntimeError("Connection closed by peer")
+STOP = KeyboardInterrupt()
+
+
+class Granted(Allocation):
+    """An allocation whose state the test knows."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__("7", 0)
+        self._state = state
+
+    def state(self) -> str:
+        return self._state
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return compose_job(["model=llama3_tiny", "data=synthetic", "cluster=slurm_cpu", "cluster.max_requeues=2"])
+
+
+VERDICTS = {
+    # srun's SIGTERM has made an interruption of rank 0's error.
+    "dead, 0 interrupted": (DIED + ENDED, "RUNNING", EXIT_INTERRUPTED, STOP, (1, "RankDied")),
+    "killed, 0 sees it": (KILLED + ENDED + EXITED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
+    "dies late": (EXITED + ENDED + DIED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
+    "hangs": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
+    "lags": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
+    "told to stop": ("", "RUNNING", EXIT_RESUMABLE, None, None),
+    "told to stop before a step": (
+        "",
+        "RUNNING",
+        EXIT_INTERRUPTED,
+        STOP,
+        (0, "KeyboardInterrupt"),
+    ),
+    "cancelled": (ENDED + KILLED, "CANCELLED", None, None, None),
+    "done": ("", "RUNNING", EXIT_OK, None, None),
+    "srun fails": ("srun: error: Unable to create step\n", "RUNNING", None, None, (None, "StepFailed")),
+}
+CODES = {"cancelled": EXIT_INTERRUPTED, "srun fails": StepFailed.exit_code}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_the_first_true_cause_wins(case: str, tmp_path: Path) -> None:
+    said, state, row, error, first = VERDICTS[case]
+    folder = RunFolder(tmp_path)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "srun.err").write_text(said)
+    if row is not None:
+        (tmp_path / "result.json").write_text(json.dumps({"exit_code": row}))
+    if error is not None:
+        folder.record_error(0, error)
+    code = _verdict(folder, Granted(state), 1)
+    found = folder.first_error()
+    assert (None if found is None else (found["rank"], found["type"])) == first
+    wanted = EXIT_MACHINE if first is not None and first[1] == "RankDied" else row
+    assert code == CODES.get(case, wanted)
+
+
+def test_a_job_without_requeues_says_whether_its_time_was_up(job: Job) -> None:
+    assert job.cluster.minutes is not None
+    limit = 60.0 * job.cluster.minutes - job.cluster.signal_seconds
+    assert _why_it_ends(job, limit - 20).startswith("its time was up (cluster.time=")
+    assert _why_it_ends(job, limit / 2).startswith("SLURM told it to stop, and cluster.max_requeues=2")
+
+
+def test_ranks_of_one_node_need_no_name_of_it(job: Job) -> None:
+    assert rank_environment(job, 1, 1.0)["MASTER_ADDR"] == "127.0.0.1"
+    pair = compose_job(["cluster=slurm_cpu", "parallelism.dp_shard=2", "cluster.ranks_per_node=1"])
+    assert rank_environment(pair, 1, 1.0)["MASTER_ADDR"] != "127.0.0.1"
+
+
+def start(run: Path, code: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "harness.cluster.batch", *arguments],
+        env={**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1", **environment},
+        cwd=run,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, job: Job) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(job, [], state="submitted")
+    folder.release()
+    return folder
+
+
+def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder) -> None:
+    run = submitted.path
+    done = start(run, ROOT, str(run), "--code", f"{run}/code/1")
+    assert (done.returncode, submitted.state) == (EXIT_MACHINE, "failed")
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: the job was submitted with the code in {run}/code/1, which is not there")
+    row = submitted.row
+    assert (row["error.type"], row["error.kind"], row["exit_code"]) == ("WrongCode", "machine", EXIT_MACHINE)
+    assert submitted.first_error()["message"] == row["error.message"]  # type: ignore[index]
+
+
+def test_code_that_cannot_be_imported_leaves_a_row(submitted: RunFolder, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    shutil.copytree(ROOT / "harness", code / "harness", ignore=shutil.ignore_patterns("__pycache__"))
+    (code / "harness" / "run_folder.py").write_text("def broken(\n")
+    (tmp_path / "list").write_text(f"/nobody\n{submitted.path}\n")
+    done = start(tmp_path, code, "--list", str(tmp_path / "list"), SLURM_ARRAY_TASK_ID="1")
+    assert (done.returncode, submitted.state) == (1, "failed")
+    assert "SyntaxError" in done.stderr
+    assert (submitted.row["error.type"], submitted.row["exit_reason"]) == ("SyntaxError", "failed")
+
+
+def test_a_task_that_the_list_does_not_have(tmp_path: Path) -> None:
+    runs = tmp_path / "list"
+    runs.write_text("/a\n/b\n")
+    done = start(tmp_path, ROOT, "--list", str(runs), SLURM_ARRAY_TASK_ID="2")
+    assert done.stderr == f"error: {runs} lists the runs of an array of 2 tasks, and this is task 2\n"

@@ -1,0 +1,120 @@
+"""Jobs that cannot be submitted, are lost, or miss their run folder; SLURM's answers are made up."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from harness.cluster import follow, queue, slurm, submit
+from harness.cluster.queue import Jobs, Queued
+from harness.cluster.ticket import Ticket
+from harness.compose import compose_job
+from harness.errors import UserError
+from harness.job import Job
+from harness.run_folder import RunFolder
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return compose_job(
+        [f"runs_dir={tmp_path}", "name=one", "cluster=slurm_cpu", "model=llama3_tiny", "data=synthetic"]
+    )
+
+
+@pytest.fixture(autouse=True)
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> list[Queued]:
+    """What is in the queue; sbatch takes everything and calls it job 12."""
+    waiting: list[Queued] = []
+    for module in (slurm, submit):
+        monkeypatch.setattr(module, "require_slurm", lambda: None)
+    monkeypatch.setattr(slurm.Submission, "_sbatch", lambda _: "12")
+    for module in (submit, follow):
+        monkeypatch.setattr(module, "jobs", lambda: Jobs(waiting))
+    monkeypatch.setattr(follow, "last_states", lambda _: {"12": "FAILED"})
+    return waiting
+
+
+def fail(error: BaseException) -> object:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
+
+
+def test_without_slurm_the_line_says_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "require_slurm", queue.require_slurm)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="there is no sbatch here"):
+        submit.submit_one(job, RunFolder(job.run_dir), [])
+    assert not job.run_dir.exists()
+
+
+def test_a_full_disk_is_one_line_and_nothing_is_submitted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(slurm, "take_snapshot", fail(full))
+    folder = RunFolder(job.run_dir)
+    with pytest.raises(UserError, match=r"cannot be written, so it is not submitted: .*No space left"):
+        submit.submit_one(job, folder, [])
+    assert folder.state == "planned"
+    # Nor can the status be written.
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "set_status", fail(full))
+        submit._withdraw([folder])
+
+
+@pytest.mark.parametrize(("place", "state"), [("take_snapshot", "planned"), ("_sbatch", "submitted")])
+def test_an_interrupt_leaves_what_is_true(
+    place: str, state: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = slurm if place == "take_snapshot" else slurm.Submission
+    monkeypatch.setattr(owner, place, fail(KeyboardInterrupt()))
+    folder = RunFolder(job.run_dir)
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit_one(job, folder, [])
+    assert folder.state == state
+
+
+def test_all_that_a_job_reads_is_there_before_sbatch(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+
+    def sbatch(submission: slurm.Submission) -> str:
+        run_dirs = submission._list_path.read_text().splitlines()
+        found.append(submission.script_path.read_text() == submission.script())
+        found.append(run_dirs == [str(path) for path in submission.run_dirs])
+        found.extend(Ticket.read(path) is not None for path in submission.run_dirs)
+        return "12"
+
+    monkeypatch.setattr(slurm.Submission, "_sbatch", sbatch)
+    folders = [RunFolder(job.run_dir.with_name(name)) for name in ("a", "b")]
+    submission = slurm.Submission([job, job], [each.path for each in folders], job.run_dir.parent, "many")
+    assert submit.submit(submission, folders, [[], []]) == ["12_0", "12_1"]
+    assert found == [True] * 4
+
+
+def test_a_run_folder_that_was_removed_while_the_job_waits(
+    job: Job, scheduler: list[Queued], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "Resources"))
+    output = f"{job.run_dir.absolute()}/slurm/12_0_log.out"
+    monkeypatch.setattr(submit, "describe", lambda _: {"StdOut": output})
+    with pytest.raises(UserError, match=r"SLURM job 12 \(PENDING\) is this run's.*would work: scancel 12"):
+        submit.submit_one(job, RunFolder(job.run_dir), [])
+    # That of another runs_dir.
+    monkeypatch.setattr(submit, "describe", lambda _: {"StdOut": "/elsewhere/slurm/12_0_log.out"})
+    submit.submit_one(job, RunFolder(job.run_dir), [])
+
+
+def test_the_end_of_a_job_without_a_row_is_told_before_the_next(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(job.run_dir)
+    submit.submit_one(job, folder, [])
+    (job.run_dir / "slurm" / "12_0_log.out").write_text("/bin/bash: no such interpreter\n")
+    submit.submit_one(job, folder, [])
+    said = capsys.readouterr()
+    assert "SLURM job 12 is over" in said.err and "SLURM says FAILED" in said.err
+    assert "no such interpreter" in said.err
+    assert said.out.count("submitted as job 12") == 2
+    assert "JobLost" in (job.run_dir / "attempts" / "1" / "result.json").read_text()
