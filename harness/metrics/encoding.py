@@ -9,9 +9,21 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
+from harness.errors import UserError
+
+_DEEPEST = 64
+_TOO_DEEP = f"it is nested deeper than {_DEEPEST} levels"
+_JSON_NAMES = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -28,9 +40,60 @@ def loads(text: str) -> Any:
     """The value that ``dumps`` wrote, non-finite floats included.
 
     Raises:
-        ValueError: ``text`` is not JSON.
+        ValueError: ``text`` is not JSON, or is nested too deeply.
     """
-    return _decode(json.loads(text))
+    try:
+        return _decode(json.loads(text))
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """The object that JSON holds; non-finite floats stay the strings that ``dumps`` made of them.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, or holds something else than an object.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {_JSON_NAMES[type(value)]}, not an object")
+    _check_depth(value)
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UserError: it cannot be read, or is damaged.
+    """
+    try:
+        return parse_object(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: damaged: {error}") from None
+
+
+def _check_depth(value: Any) -> None:
+    """Refuses what recursive code of ours, of pickle or of json could not walk through."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for each in level
+            for item in (each.values() if isinstance(each, dict) else each)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
 
 
 def _encode(value: Any) -> Any:

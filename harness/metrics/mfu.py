@@ -61,10 +61,10 @@ def tflops_per_device(tokens_per_second_per_device: float | None, flops_per_toke
 
 
 def mfu(
-    tokens_per_second_per_device: float | None, flops_per_token: float, peak_flops: float | None
+    tokens_per_second_per_device: float | None, flops_per_token: float | None, peak_flops: float | None
 ) -> float | None:
-    """Share of the peak, 0 to 1; None without a throughput or without a known peak."""
-    if tokens_per_second_per_device is None or peak_flops is None:
+    """Share of the peak, 0 to 1; None where one of the three is not known."""
+    if tokens_per_second_per_device is None or flops_per_token is None or peak_flops is None:
         return None
     return tokens_per_second_per_device * flops_per_token / peak_flops
 

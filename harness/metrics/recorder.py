@@ -45,12 +45,13 @@ class Recorder:
         self._views: list[View] = []
         self._closed = False
 
-    def begin(self, start_step: int) -> None:
+    def begin(self, start_step: int, *, has_curve: bool = False) -> None:
         """Makes room for rows.
 
         Args:
             start_step: the last step already done, 0 for a new run. Rows of later steps, which an earlier
                 attempt wrote after its last checkpoint, are dropped: they will be written again.
+            has_curve: whether this folder should have the rows up to that step; missing ones are reported.
 
         Raises:
             OSError: metrics.jsonl cannot be written.
@@ -58,6 +59,9 @@ class Recorder:
         config, run_dir = self._config, self._run_dir
         self._file = MetricsFile(run_dir / METRICS_FILE)
         self._file.truncate_after(start_step)
+        if has_curve:
+            self._file.expect_rows_up_to(start_step, config.log_interval)
+        self._show_notes()
         self._tell(lambda console: console.start_at(start_step))
         if config.wandb:
             self._add_view("wandb", lambda: WandbView(config, run_dir, self._run_id, self._name, self._job))
@@ -72,6 +76,7 @@ class Recorder:
         """
         assert self._file is not None, "rows before begin"
         self._file.write(dict(row))
+        self._show_notes()
         self._tell(lambda console: console.log(row))
         self._show(lambda view: view.log(row))
 
@@ -93,10 +98,18 @@ class Recorder:
             return
         self._closed = True
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                self.message(f"WARNING {self._file.path} cannot be read any more: {error.strerror}")
+            self._show_notes()
         self._tell(lambda console: console.close())
         self._show(lambda view: view.close(summary))
         self._tell(lambda console: console.summary("summary", summary))
+
+    def _show_notes(self) -> None:
+        while self._file is not None and self._file.notes:
+            self.message(self._file.notes.pop(0))
 
     def _tell(self, tell: Callable[[Console], None]) -> None:
         """The console is a view too: standard output may be a pipe that nobody reads any more."""

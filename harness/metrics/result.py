@@ -11,10 +11,20 @@ from typing import Any
 
 import harness
 from harness.metrics.atomic import write_atomically
-from harness.metrics.encoding import dumps
+from harness.metrics.encoding import dumps, parse_object
 
 _PACKAGES = ("torch", "torchao", "triton", "numpy", "wandb", "hydra-core")
 _GIT_SECONDS = 20
+_NUMBER = (int, float)
+# Types of the figures that tables and verdicts read. Those of the window are numbers too.
+_NEVER_NULL = ("exit_code", "exit_reason", "step", "start_step", "tokens", "world_size")
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(_NEVER_NULL, int),
+    **dict.fromkeys(("exit_reason", "error.kind", "error.message"), str),
+    **dict.fromkeys(("tokens_per_second_per_rank", "mfu", "memory_gib"), _NUMBER),
+    **dict.fromkeys(("flops_per_token_full", "peak_flops", "first_step_seconds"), _NUMBER),
+    **dict.fromkeys(("loss", "validation_loss"), (*_NUMBER, str)),  # NaN is written as a string
+}
 
 
 def write_json_atomically(path: Path, obj: Any) -> None:
@@ -38,6 +48,23 @@ def write_result(run_dir: Path, row: dict[str, Any]) -> Path:
     path = run_dir / "result.json"
     write_json_atomically(path, flatten(row))
     return path
+
+
+def read_result(run_dir: Path) -> dict[str, Any]:
+    """The row that ``write_result`` wrote.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: it is damaged: not a JSON object, or a figure that tables read is of another type.
+    """
+    row = parse_object((run_dir / "result.json").read_bytes())
+    for name, value in row.items():
+        kind = _NUMBER if name.startswith("window.") else _KINDS.get(name)
+        if kind is None or (value is None and name not in _NEVER_NULL):
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{name} is of type {type(value).__name__}")
+    return row
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from statistics import median
 
 DATA, VALIDATION, CHECKPOINT, PROFILING = "data", "validation", "checkpoint", "profiling"
+THROUGHPUT = "tokens/s: all tokens over all seconds of the steps after warm-up"
+"""The one definition of throughput, as tables name it; ``tokens/s/rank`` is the same over the ranks."""
 SECTIONS = (DATA, VALIDATION, CHECKPOINT, PROFILING)
 EXCLUDED = (VALIDATION, CHECKPOINT, PROFILING)
 
@@ -177,7 +179,9 @@ class Window:
             ``window_steps``, ``window_seconds``, ``window_tokens``: what the window holds.
             ``step_seconds_median``, ``step_seconds_p10``, ``step_seconds_p90``, and ``step_seconds_spread``,
             which is (p90 - p10) / median.
-            ``tokens_per_second``: all tokens over all seconds; a few slow steps count.
+            ``tokens_per_second``: all tokens over all seconds; a few slow steps count. This is the throughput
+            that every table shows.
+            ``tokens_per_second_p10``, ``tokens_per_second_p90``: of the rates of single steps.
             ``tokens_per_second_median``: mean tokens of a step over the median step; a few slow steps do not.
             ``data_share``: share of the seconds spent waiting for data, 0 to 1.
             ``profiled_steps``: those left out because a profiler ran beside them; None where there are none.
@@ -186,6 +190,7 @@ class Window:
         steps = self._measured
         ordered = sorted(step.seconds for step in steps)
         middle = median(ordered) if ordered else None
+        rates = sorted(step.tokens / step.seconds for step in steps if step.seconds > 0)
         p10, p90 = _quantile(ordered, 0.1), _quantile(ordered, 0.9)
         spread = _ratio(p90 - p10, middle) if p10 is not None and p90 is not None else None
         return {
@@ -197,6 +202,8 @@ class Window:
             "step_seconds_p90": p90,
             "step_seconds_spread": spread,
             "tokens_per_second": _ratio(_tokens(steps), _seconds(steps)),
+            "tokens_per_second_p10": _quantile(rates, 0.1),
+            "tokens_per_second_p90": _quantile(rates, 0.9),
             "tokens_per_second_median": _ratio(_tokens(steps) / len(steps), middle) if steps else None,
             "data_share": _ratio(_data_seconds(steps), _seconds(steps)),
             "profiled_steps": self._profiled or None,

@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from harness.app import guarded
+from harness.app import run_parsed
+from harness.arguments import Parser
 from harness.errors import EXIT_OK, UserError
 from harness.metrics.atomic import write_atomically
 from harness.plan.constants import Calibration
@@ -21,18 +22,14 @@ TABLES, CSV, PAGE = "tables.md", "table.csv", "index.html"
 
 def main() -> None:
     """Entry point of ``python -m harness.report`` and of the console script."""
-    arguments = _parser().parse_args()
-    sys.exit(
-        guarded(
-            lambda: report(
-                arguments.folder, out=arguments.out, runs=arguments.runs, calibration=arguments.calibration
-            )
-        )
+    run_parsed(
+        _parser(),
+        lambda typed: report(typed.folder, out=typed.out, runs=typed.runs, calibration=typed.calibration),
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m harness.report",
         description="Published, predicted and measured figures side by side: Markdown, CSV, PNG, HTML.",
     )

@@ -70,6 +70,8 @@ def _of_case(rows: Sequence[Row], facts: Row) -> Row:
     middle = statistics.median(rates)
     row |= {
         "measured.tokens_per_second_per_rank": middle,
+        "measured.low": min(rates),
+        "measured.high": max(rates),
         "measured.spread": (max(rates) - min(rates)) / middle,
         "measured.step_seconds": statistics.median(each["step_seconds"] for each in ours),
         "measured.memory_gib": max(each["memory_gib"] for each in ours),

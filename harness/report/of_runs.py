@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import NUMERICS, leaves
+from harness.metrics.window import THROUGHPUT
 from harness.plan.constants import Calibration
 from harness.report import plots
 from harness.report.ablation import Knob, ablation, best_of
 from harness.report.document import Column, Report, Section, Table
 from harness.report.gpu_single import TORCHTITAN
+from harness.report.naming import MOST_FIELDS, by_part, in_short
 from harness.report.provenance import section_of
-from harness.report.rows import job_of
+from harness.report.rows import fastest_first, job_of
 from harness.report.statistics import Errors, errors_of, spearman
 from harness.report.words import NOT_MEASURED, figure, layout_and_schedule, percent
 
@@ -93,19 +95,20 @@ def _tables(title: str, rows: Sequence[Row], best: Row | None, folder: Path) -> 
             groups.setdefault(row.get("numerics_id", ""), []).append(row)
     differ = _differences(groups)
     if len(groups) > 1 and all(len(group) == 1 for group in groups.values()):
-        told = f"Every run computes something else ({', '.join(differ)}): compare losses as well as speed."
+        told = f"Every run computes something else ({in_short(differ)}): compare losses as well as speed."
         groups = {"": [row for group in groups.values() for row in group]}
     else:
         told = ""
     sections = []
     for number, (numerics, group) in enumerate(groups.items(), start=1):
-        ordered = sorted(group, key=lambda row: -(row.get(f"measured.{RATE}") or 0.0))
+        ordered = fastest_first(group)
         text = [told] if told else []
         if len(groups) > 1:
-            values = ", ".join(f"{name}={figure(group[0].get(f'job.{name}'))}" for name in differ)
-            text.append(f"Runs that compute the same numbers (`{numerics}`): {values}.")
+            text.append(f"Runs that compute the same numbers (`{numerics}`): {_values(group[0], differ)}.")
         if any(row.get("measured.spread") for row in group):
-            text.append("Spread is that of the steps: 90th less 10th percentile, over the median.")
+            text.append(
+                f"{THROUGHPUT}. Spread: 90th less 10th percentile of the steps' rates, over the rate."
+            )
         heading = "Runs" if len(groups) == 1 else f"Runs, group {number}"
         picture = "runs.png" if len(groups) == 1 else f"runs_{number}.png"
         names = [plot_name(row, ordered) for row in ordered]
@@ -113,6 +116,18 @@ def _tables(title: str, rows: Sequence[Row], best: Row | None, folder: Path) -> 
         table = Table(_COLUMNS, ordered, None if best is None else best["point"])
         sections.append(Section(heading, text, table, picture if drawn else None))
     return sections
+
+
+def _values(row: Row, differ: Sequence[str]) -> str:
+    """The values of a row in fields that differ; of a part with many, how many they are."""
+    words = []
+    for part, own in by_part(differ).items():
+        if len(own) <= MOST_FIELDS:
+            words += [f"{name}={figure(row.get(f'job.{name}'))}" for name in own]
+        else:
+            name = row.get(f"job.{part}.name")
+            words.append(f"{part} ({len(own)} fields)" if name is None else f"{part}={name}")
+    return ", ".join(words)
 
 
 def _differences(groups: dict[str, list[Row]]) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics.atomic import write_atomically
+from harness.report.words import NOT_MEASURED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +28,7 @@ WORDS = {
 }
 RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
 _INCHES_PER_BAR, _AROUND = 0.2, 1.5
+_INCHES_PER_LINE, _INCHES_PER_LETTER, _LETTERS_PER_LINE = 0.16, 0.075, 48
 _PANELS = ((RATE, "tokens per second and rank"), (MEMORY, "peak memory of a rank, GiB"))
 
 
@@ -38,13 +41,16 @@ def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> b
     kinds = [kind for kind in COLORS if any(row.get(f"{kind}.{RATE}") is not None for row in rows)]
     if not kinds or not rows:
         return False
-    height = _AROUND + _INCHES_PER_BAR * len(rows) * (len(kinds) + 0.8)
-    figure = _figure(11, max(height, 2.6))
+    labels = [wrapped(name) for name in names]
+    lines = max(label.count("\n") + 1 for label in labels)
+    per_row = max(_INCHES_PER_BAR * (len(kinds) + 0.8), _INCHES_PER_LINE * lines)
+    widest = max(len(line) for label in labels for line in label.split("\n"))
+    figure = _figure(9 + _INCHES_PER_LETTER * widest, max(_AROUND + per_row * len(rows), 2.6))
     panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for axis, (fact, what) in zip(panels, _PANELS, strict=True):
         _draw_bars(axis, rows, kinds, fact)
         axis.set_xlabel(what)
-    panels[0].set_yticks(range(len(rows)), names)
+    panels[0].set_yticks(range(len(rows)), labels, fontsize=8)
     panels[0].invert_yaxis()
     if len(kinds) > 1:
         handles, words = panels[0].get_legend_handles_labels()
@@ -52,6 +58,11 @@ def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> b
     figure.suptitle(title, fontsize=11)
     _save(figure, path)
     return True
+
+
+def wrapped(name: str) -> str:
+    """A name on as many lines as it needs beside an axis."""
+    return "\n".join(textwrap.wrap(name, _LETTERS_PER_LINE)) or name
 
 
 def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str) -> None:
@@ -66,9 +77,11 @@ def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str)
         for row, place, value in zip(rows, places, values, strict=True):
             if value is not None:
                 reach = _draw_spread(axis, place, value, row) if (kind, fact) == ("measured", RATE) else value
-                axis.text(reach, place, f" {value:{form}}", va="center", fontsize=7)
+                share = row.get(f"{kind}.mfu") if fact == RATE else None
+                mfu = "" if share is None else f" ({share:.1%} MFU)"
+                axis.text(reach, place, f" {value:{form}}{mfu}", va="center", fontsize=7)
     for place, row in enumerate(rows):
-        if fact == RATE and row["state"] in ("failed", "stopped", "lost") and "measured" in kinds:
+        if fact == RATE and row["state"] not in ("completed", NOT_MEASURED) and "measured" in kinds:
             offset = (len(kinds) - 1) / 2 * width
             told = ": ".join(part for part in (row["state"], row.get("kind")) if part)
             axis.text(0, place + offset, f" {told}", va="center", fontsize=7)
@@ -79,10 +92,12 @@ def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str)
 
 
 def _draw_spread(axis: Axes, place: float, rate: float, row: Row) -> float:
-    """Draws how far apart steps were, as a line across the end of a bar; returns where it ends."""
-    half = rate * (row.get("measured.spread") or 0.0) / 2
-    axis.plot([rate - half, rate + half], [place, place], color="#1b1f24", linewidth=1)
-    return rate + half
+    """Draw the range of the steps' rates as a line across the end of a bar; return where both end."""
+    low, high = row.get("measured.low"), row.get("measured.high")
+    if low is None or high is None:
+        return rate
+    axis.plot([low, high], [place, place], color="#1b1f24", linewidth=1)
+    return max(rate, high)
 
 
 def against(

@@ -3,17 +3,18 @@
 A row is what ``result.json`` says, flat, and beside it:
 
 * ``point``: what tells it from the others; ``overrides`` and ``command``: what it was made by;
-* ``state``: ``completed``, ``failed``, ``stopped``, ``running``, ``pending``, ``planned``, ``lost``, or
-  ``skipped`` (no job can be made of it); ``kind`` (class of the failure) and ``reason``;
-* ``measured.*``, of completed runs: ``tokens_per_second_per_rank`` (of the median step of the window),
-  ``spread`` (90th less 10th percentile of the steps, over the median), ``step_seconds``, ``memory_gib``,
-  ``mfu``.
+* ``state``: ``completed``, ``failed``, ``cancelled``, ``stopped``, ``running``, ``pending``, ``planned``,
+  ``lost``, or ``skipped`` (no job can be made of it); ``kind`` (class of the failure) and ``reason``;
+* ``measured.*``, of completed runs: ``tokens_per_second_per_rank`` (as ``harness/metrics/window.py`` defines
+  it), ``low`` and ``high`` (10th and 90th percentile of the rates of single steps), ``spread`` (their
+  distance over the rate), ``step_seconds`` (of the median step), ``memory_gib``, ``mfu``.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from typing import Any
 from harness.config import LABEL, leaves
 from harness.errors import UserError
 from harness.job import Job, from_dict
+from harness.metrics.encoding import parse_object
 from harness.metrics.mfu import mfu
 from harness.metrics.result import flatten
 from harness.report import gpu_single
+from harness.report.naming import names_of
 from harness.run_folder import RunFolder
 from harness.sweep.registry import FILE as SWEEP
 from harness.sweep.registry import Point, Registry, labels
@@ -58,13 +61,18 @@ def load(folder: Path) -> list[Row]:
             f"{folder}: no run has left a row here; would work: a folder of runs/ (runs/NAME, or one run's), "
             "or of experiments/"
         )
-    return of_points([Point(path.name, path, _overrides(path)) for path in runs])
+    points = [Point(path.name, path, _overrides(path)) for path in runs]
+    return of_points(points, names_of(points))
 
 
-def _run_folders(folder: Path) -> list[Path]:
-    """Folders with a job, at most two levels down: a run, runs of one name, or all runs."""
-    found = [path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}job.json")]
-    return sorted(path for path in found if "attempts" not in path.parts)
+def _run_folders(folder: Path, levels: int = 4) -> list[Path]:
+    """Folders with a job: the folder itself, runs of one name, or all runs. None lies inside of another."""
+    if (folder / "job.json").is_file():
+        return [folder]
+    if not levels:
+        return []
+    inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [run for path in inside for run in _run_folders(path, levels - 1)]
 
 
 def _overrides(run_dir: Path) -> list[str]:
@@ -83,16 +91,17 @@ def of_sweep(registry: Registry) -> list[Row]:
     return [*of_points(points), *told]
 
 
-def of_points(points: Sequence[Point]) -> list[Row]:
-    """Rows of points that have a job, in their order."""
-    names = labels([point.overrides for point in points])
+def of_points(points: Sequence[Point], names: Sequence[str] | None = None) -> list[Row]:
+    """Rows of points that have a job, in their order; named by their overrides, unless names are given."""
+    names = labels([point.overrides for point in points]) if names is None else names
     return [_of_seen(shortened(name), each) for name, each in zip(names, look_at_all(points), strict=True)]
 
 
 def _of_seen(name: str, seen: Seen) -> Row:
     point = seen.point
     row = {
-        **as_planned(name, point.job, point.overrides),
+        # What the run was last made by: the sweep knows what its points were made by first.
+        **as_planned(name, point.job, _overrides(point.run_dir) or point.overrides),
         **RunFolder(point.run_dir).row,
         "state": seen.state,
         "kind": seen.kind,
@@ -125,19 +134,39 @@ def _typed(overrides: Sequence[str]) -> Row:
 
 
 def completed(row: Row) -> Row:
-    """The row with ``measured.*``, if the run came to its end; what had its figures before keeps them."""
-    median = row.get("window.tokens_per_second_median")
-    if row["state"] != "completed" or median is None or "measured.memory_gib" in row:
+    """The row with ``measured.*``, if the run came to its end and says how fast it was."""
+    total = row.get("window.tokens_per_second")
+    if row["state"] != "completed" or total is None:
         return row
-    rate = median / row["world_size"]
+    rate = total / row["world_size"]
+    low, high = _range_of_steps(row)
     figures = {
         "tokens_per_second_per_rank": rate,
-        "spread": row.get("window.step_seconds_spread"),
+        "low": low,
+        "high": high,
+        "spread": None if low is None or high is None else (high - low) / rate,
         "step_seconds": row.get("window.step_seconds_median"),
         "memory_gib": row.get("memory_gib"),
-        "mfu": mfu(rate, row["flops_per_token_full"], row.get("peak_flops")),
+        "mfu": mfu(rate, row.get("flops_per_token_full"), row.get("peak_flops")),
     }
     return {**row, **{f"measured.{name}": value for name, value in figures.items()}}
+
+
+def fastest_first(rows: Iterable[Row]) -> list[Row]:
+    """Rows in the order of their measured throughput per rank; those without one come last."""
+    return sorted(rows, key=lambda row: -(row.get("measured.tokens_per_second_per_rank") or 0.0))
+
+
+def _range_of_steps(row: Row) -> tuple[float | None, float | None]:
+    """10th and 90th percentile of the steps' tokens/s/rank; of older rows, from the seconds of steps."""
+    low, high = row.get("window.tokens_per_second_p10"), row.get("window.tokens_per_second_p90")
+    fast, slow = row.get("window.step_seconds_p10"), row.get("window.step_seconds_p90")
+    if low is None and fast and slow:
+        tokens = row["window.window_tokens"] / row["window.window_steps"]
+        low, high = tokens / slow, tokens / fast
+    if low is None or high is None:
+        return None, None
+    return low / row["world_size"], high / row["world_size"]
 
 
 def job_of(row: Row) -> Job | None:
@@ -160,8 +189,7 @@ def job_of(row: Row) -> Job | None:
 
 def command_of(overrides: Iterable[str]) -> str:
     """What to type to have the run again."""
-    quoted = (f"'{each}'" if re.search(r"[\s\[\]{}()$&;|<>*?]", each) else each for each in overrides)
-    return " ".join(["python -m harness.train", *quoted])
+    return shlex.join(["python", "-m", "harness.train", *overrides])
 
 
 def shortened(label: str) -> str:
@@ -181,9 +209,10 @@ def read_kept(folder: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
-            rows.append(json.loads(line))
+            row = parse_object(line)
         except ValueError as error:
-            raise UserError(f"{path}: line {number} is no JSON: {error}") from error
+            raise UserError(f"{path}: line {number} is no JSON object: {error}") from error
+        rows.append(completed(row))
     return rows
 
 

@@ -1,34 +1,33 @@
-"""``python -m harness.sweep status|resume|collect|cancel FOLDER``: what has become of a sweep."""
+"""``python -m harness.sweep status|resume|collect|cancel FOLDER``: a sweep, or single runs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness.app import guarded
+from harness.app import run_parsed
+from harness.arguments import Parser
 from harness.cluster.queue import cancel as cancel_jobs
-from harness.cluster.queue import queue
-from harness.cluster.ticket import Ticket
-from harness.errors import EXIT_OK
+from harness.errors import EXIT_OK, UserError
 from harness.run_folder import RunFolder
+from harness.sweep.lost import look_and_close
 from harness.sweep.registry import Registry, labels
-from harness.sweep.run import log_table, resume, settle_lost_points
-from harness.sweep.state import BUSY, look_at_all
-from harness.sweep.table import aligned, draw, markdown, rows_of, write_csv
+from harness.sweep.run import log_table, resume
+from harness.sweep.state import BUSY, Seen, look_at_all, points_in
+from harness.sweep.table import aligned, markdown, rows_of, write_csv
+from harness.verify import verify_all
 
 
 def main() -> None:
     """Entry point of ``python -m harness.sweep`` and of the console script."""
-    arguments = _parser().parse_args()
-    sys.exit(guarded(lambda: arguments.verb(Registry.open(arguments.folder), arguments)))
+    run_parsed(_parser(), lambda typed: typed.verb(typed))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m harness.sweep", description="What has become of a sweep."
-    )
+    parser = Parser(prog="python -m harness.sweep", description="What has become of a sweep.")
     verbs = parser.add_subparsers(required=True, metavar="status|resume|collect|cancel")
     for name, verb, words in (
         ("status", status, "show every point: state, step, speed, memory, and why it failed"),
@@ -37,45 +36,73 @@ def _parser() -> argparse.ArgumentParser:
         ("cancel", cancel, "end the jobs that wait or run"),
     ):
         sub = verbs.add_parser(name, help=words, description=words)
-        sub.add_argument("folder", type=Path, help="folder of the sweep, e.g. runs/llama3_8b-layouts_8")
+        single = ", or of a run" if name in ("status", "cancel") else ""
+        sub.add_argument(
+            "folder", type=Path, help=f"folder of a sweep{single}, e.g. runs/llama3_8b-layouts_8"
+        )
         sub.set_defaults(verb=verb)
         if name == "resume":
             text = "also what failed for want of memory"
             sub.add_argument("--out-of-memory", action="store_true", help=text)
+        if name == "status":
+            text = "also compare the newest checkpoint of each completed point with its checksums"
+            sub.add_argument("--verify", action="store_true", help=text)
     return parser
 
 
-def status(registry: Registry, _: argparse.Namespace) -> int:
-    """Shows the table of a sweep."""
-    seen = settle_lost_points(look_at_all(registry.points()))
+def status(arguments: argparse.Namespace) -> int:
+    """Shows the table of a sweep, or of single runs."""
+    seen = look_and_close(points_in(arguments.folder))
     sys.stdout.write(aligned(rows_of(seen)))
-    skipped = len(registry.skipped())
+    skipped = len(Registry(arguments.folder).skipped())
     counts = {
         state: sum(each.state == state for each in seen) for state in dict.fromkeys(s.state for s in seen)
     }
     told = ", ".join(f"{count} {state}" for state, count in counts.items())
     sys.stdout.write(f"{told}{f', {skipped} skipped' if skipped else ''}\n")
-    return EXIT_OK
+    return _verify(seen) if arguments.verify else EXIT_OK
 
 
-def resume_verb(registry: Registry, arguments: argparse.Namespace) -> int:
+def _verify(seen: Sequence[Seen]) -> int:
+    """Compares the newest checkpoint of each completed point with its checksums; returns the exit code."""
+    code = EXIT_OK
+    for each in seen:
+        if each.state == "completed":
+            try:
+                code = max(code, verify_all([str(each.point.run_dir)], newest=True))
+            except UserError as error:  # a point that was told to save nothing
+                sys.stdout.write(f"{error}\n")
+    return code
+
+
+def resume_verb(arguments: argparse.Namespace) -> int:
     """Starts what is not complete."""
-    return resume(registry, out_of_memory=arguments.out_of_memory)
+    return resume(Registry.open(arguments.folder), out_of_memory=arguments.out_of_memory)
 
 
-def collect(registry: Registry, _: argparse.Namespace) -> int:
+def collect(arguments: argparse.Namespace) -> int:
     """Writes the results of a sweep as files."""
-    seen = settle_lost_points(look_at_all(registry.points()))
+    registry = Registry.open(arguments.folder)
+    seen = look_and_close(registry.points())
     rows = rows_of(seen, whole=True)
     write_csv(registry.path / "table.csv", seen, [RunFolder(each.point.run_dir).row for each in seen])
     (registry.path / "table.md").write_text(
         f"# {registry.name}\n\n{markdown(rows)}{_skipped_in_words(registry)}"
     )
-    draw(registry.path / "plot.png", registry.name, seen)
+    written = ["table.csv", "table.md", *(["plot.png"] if _draw(registry) else [])]
     log_table(registry, seen, [each.point.job for each in seen])
-    for name in ("table.csv", "table.md", "plot.png"):
+    for name in written:
         sys.stdout.write(f"{registry.path / name}\n")
     return EXIT_OK
+
+
+def _draw(registry: Registry) -> bool:
+    """Draw throughput and memory of the points, the fastest on top; return whether any has completed."""
+    from harness.report.plots import bars
+    from harness.report.rows import fastest_first, of_points
+
+    rows = fastest_first(of_points(registry.points()))
+    return bars(registry.path / "plot.png", registry.name, [row["point"] for row in rows], rows)
 
 
 def _skipped_in_words(registry: Registry) -> str:
@@ -85,21 +112,17 @@ def _skipped_in_words(registry: Registry) -> str:
     return "\nSkipped, because no job can be made of them:\n\n" + "".join(lines) if lines else ""
 
 
-def cancel(registry: Registry, _: argparse.Namespace) -> int:
-    """Ends the SLURM jobs of a sweep that wait or run; what they have saved stays."""
-    busy = [each for each in look_at_all(registry.points()) if each.state in BUSY]
-    ids, jobs = [], None
+def cancel(arguments: argparse.Namespace) -> int:
+    """Ends the SLURM jobs of a sweep, or of single runs, that wait or run; what they have saved stays."""
+    points = points_in(arguments.folder)
+    busy = [each for each in look_at_all(points) if each.state in BUSY]
+    ids = []
     for each in busy:
-        ticket = Ticket.read(each.point.run_dir)
-        if ticket is None:
-            continue
-        jobs = queue() if jobs is None else jobs
-        found = ticket.find(jobs)
-        if found is not None:
-            replace(ticket, job_id=found.id, cancelled=True).write(each.point.run_dir)
-            ids.append(found.id)
+        if each.ticket is not None and each.job_id is not None:
+            replace(each.ticket, job_id=each.job_id, cancelled=True).write(each.point.run_dir)
+            ids.append(each.job_id)
     cancel_jobs(ids)
-    sys.stdout.write(f"cancelled {len(ids)} of {len(registry.points())} points\n")
+    sys.stdout.write(f"cancelled {len(ids)} of {len(points)} points\n")
     here = len(busy) - len(ids)
     if here:
         sys.stdout.write(f"{here} run here: ^C in their controller's terminal ends them\n")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.config import LABEL, leaves
 from harness.errors import UserError
 from harness.job import Job
 from harness.locks import Held, lock
@@ -40,10 +43,10 @@ class Point:
         """The resolved job, as its run folder has it.
 
         Raises:
-            UserError: the folder is gone.
+            UserError: the folder is gone, or its ``job.json`` is damaged.
         """
         try:
-            return Job.from_json((self.run_dir / "job.json").read_text())
+            return Job.read(self.run_dir / "job.json")
         except FileNotFoundError:
             command = " ".join(self.overrides)
             raise UserError(f"{self.run_dir}: the run folder is gone; it was made by: {command}") from None
@@ -79,11 +82,20 @@ class Registry:
         Raises:
             UserError: there is none.
         """
-        if not (path / FILE).is_file():
-            known = sorted(str(each.parent) for each in path.parent.glob(f"*/{FILE}"))
-            works = f"; would work: {', '.join(known)}" if known else ""
-            raise UserError(f"{path}: no sweep was started in this folder{works}")
-        return cls(path)
+        registry = cls(path)
+        if not registry.exists:
+            raise UserError(f"{path}: no sweep was started in this folder{registry.neighbours()}")
+        return registry
+
+    @property
+    def exists(self) -> bool:
+        """Whether a sweep was started in the folder."""
+        return (self.path / FILE).is_file()
+
+    def neighbours(self) -> str:
+        """The sweeps beside this folder, as they are added to a message; empty when there are none."""
+        known = sorted(str(each.parent) for each in self.path.parent.glob(f"*/{FILE}"))
+        return f"; would work: {', '.join(known)}" if known else ""
 
     @property
     def name(self) -> str:
@@ -114,22 +126,21 @@ class Registry:
 
     def add(self, points: Sequence[Point], skipped: Sequence[Skipped]) -> None:
         """Notes points that are not in it yet."""
-        there = {point.id for point in self.points()}
-        told = {(tuple(each.overrides), each.reason) for each in self.skipped()}
+        there = {self._relative(point) for point in self.points()}
+        known = {_identity(each) for each in self.skipped()}
         rows: list[dict[str, Any]] = [
             {
                 "point": point.id,
-                # Relative, so that the folder of all runs can be moved.
-                "run_dir": os.path.relpath(point.run_dir, self.path),
+                "run_dir": self._relative(point),
                 "overrides": point.overrides,
             }
             for point in points
-            if point.id not in there
+            if self._relative(point) not in there
         ]
         rows += [
             {"skipped": each.reason, "overrides": each.overrides}
             for each in skipped
-            if (tuple(each.overrides), each.reason) not in told
+            if _identity(each) not in known
         ]
         if rows:
             self._append(rows)
@@ -137,15 +148,20 @@ class Registry:
     def points(self) -> list[Point]:
         """All points, in the order in which they were added."""
         found = {
-            row["point"]: Point(row["point"], self.path / row["run_dir"], row["overrides"])
+            row["run_dir"]: Point(row["point"], self.path / row["run_dir"], row["overrides"])
             for row in self._rows()
             if "point" in row
         }
         return list(found.values())
 
     def skipped(self) -> list[Skipped]:
-        """All points that could not be."""
-        return [Skipped(row["overrides"], row["skipped"]) for row in self._rows() if "skipped" in row]
+        """All points that no job can be made of, each once."""
+        found = [Skipped(row["overrides"], row["skipped"]) for row in self._rows() if "skipped" in row]
+        return list({_identity(each): each for each in reversed(found)}.values())[::-1]
+
+    def _relative(self, point: Point) -> str:
+        """The run folder as the file has it: relative, so that the folder of all runs can be moved."""
+        return os.path.relpath(point.run_dir, self.path)
 
     def _rows(self) -> list[dict[str, Any]]:
         try:
@@ -187,6 +203,35 @@ def folder_of(jobs: Sequence[Job]) -> Path:
 
 
 def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] = ()) -> list[str]:
-    """What tells points from each other, and from others: the overrides that not all of them have."""
+    """What tells points from each other, and from others: the overrides that not all of them have.
+
+    A label field that has one value where it is given tells nothing, as long as points differ without it.
+    """
+    everywhere = {each for point in (*overrides, *others) for each in point}
+    keys = Counter(_key(each) for each in everywhere)
+    silent = {each for each in everywhere if sets_label(each) and keys[_key(each)] == 1}
     shared = set.intersection(*(set(each) for each in (*overrides, *others))) if overrides else set()
-    return [" ".join(o for o in each if o not in shared) or "the only point" for each in overrides]
+    named = [" ".join(o for o in each if o not in shared | silent) for each in overrides]
+    if len(set(named)) < len(named):
+        named = [" ".join(o for o in each if o not in shared) for each in overrides]
+    return [name or "the only point" for name in named]
+
+
+def sets_label(override: str) -> bool:
+    """Whether an override sets a label field, or a key of one, and so makes no other job."""
+    key = _key(override)
+    return any(key == name or key.startswith(f"{name}.") for name in _label_fields())
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+@functools.cache
+def _label_fields() -> frozenset[str]:
+    return frozenset(name for name, role, _ in leaves(Job()) if role == LABEL)
+
+
+def _identity(skipped: Skipped) -> tuple[tuple[str, ...], str]:
+    """Equal for equal points, whatever labels they were typed with."""
+    return tuple(each for each in skipped.overrides if not sets_label(each)), skipped.reason

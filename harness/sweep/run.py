@@ -8,18 +8,20 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness.app import guarded
-from harness.cluster.follow import LAST_WORDS_SECONDS, is_live, settle_lost
 from harness.cluster.queue import SlurmError
-from harness.cluster.slurm import Shape, Submission, shape_of
+from harness.cluster.slurm import Submission, shape_of
 from harness.cluster.submit import confirm, cost_in_words, submit
-from harness.cluster.ticket import Ticket
 from harness.compose import Composed
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
 from harness.job import Job
 from harness.metrics.views import log_sweep
 from harness.run_folder import RunFolder
+from harness.sweep.arrays import Array, arrays_of
+from harness.sweep.distinct import one_of_each
+from harness.sweep.lost import look_and_close
 from harness.sweep.registry import Point, Registry, Skipped, folder_of, labels
 from harness.sweep.state import BUSY, Seen, look_at_all
 from harness.sweep.table import aligned, rows_of
@@ -27,8 +29,6 @@ from harness.sweep.table import aligned, rows_of
 SKIPPED_SHOWN = 10
 # Between two looks at the queue: soon after something has changed, and ever more seldom.
 FOLLOW_SECONDS, LONGEST_FOLLOW_SECONDS = 2.0, 30.0
-# SLURM's MaxArraySize is 1001 unless a site says otherwise.
-LARGEST_ARRAY = 1000
 
 
 def sweep(composed: Sequence[Composed]) -> int:
@@ -39,22 +39,22 @@ def sweep(composed: Sequence[Composed]) -> int:
     if not jobs:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
         raise UserError(f"none of the {len(composed)} points can be:\n{reasons}".rstrip())
+    tasks = one_of_each(legal)
     registry = Registry(folder_of(jobs))
-    points: dict[str, Point] = {}
-    for each, job in zip(legal, jobs, strict=True):
+    for _, job in tasks:
         if job.metrics.wandb_group is None:
             job.metrics.wandb_group = registry.name
-        points.setdefault(job.id, Point(job.id, job.run_dir, each.overrides))
+    points = [point for point, _ in tasks]
+    by_folder = {point.run_dir: job for point, job in tasks}
     if jobs[0].cluster.dry_run:
-        return _show_dry(registry, list(points.values()), {job.id: job for job in jobs}, skipped)
+        return _show_dry(registry, points, by_folder, skipped)
     with registry.controlled():
-        for job in {job.id: job for job in jobs}.values():
-            RunFolder(job.run_dir).plan(job, points[job.id].overrides)
-        registry.add(list(points.values()), skipped)
+        for point, job in tasks:
+            RunFolder(point.run_dir).plan(job, point.overrides)
+        registry.add(points, skipped)
         # As composed now: labels such as the partition or the time limit may be others than last time.
-        by_id = {job.id: job for job in jobs}
-        started = _start(registry, look_at_all(list(points.values())), by_id, skipped, anew=True)
-    return _finish(registry, list(points.values()), by_id, started)
+        started = _start(registry, look_and_close(points), by_folder, skipped, anew=True)
+    return _finish(registry, points, by_folder, started)
 
 
 def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
@@ -65,8 +65,8 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
         out_of_memory: also points that failed for want of memory, which fail again unless something changed.
     """
     with registry.controlled():
-        seen = look_at_all(registry.points())
-        jobs = {each.point.id: each.point.job for each in seen}
+        seen = look_and_close(registry.points())
+        jobs = {each.point.run_dir: each.point.job for each in seen}
         started = _start(registry, seen, jobs, [], out_of_memory=out_of_memory)
     return _finish(registry, [each.point for each in seen], jobs, started)
 
@@ -74,7 +74,7 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
 def _start(
     registry: Registry,
     seen: Sequence[Seen],
-    jobs: dict[str, Job],
+    jobs: dict[Path, Job],
     skipped: Sequence[Skipped],
     *,
     out_of_memory: bool = False,
@@ -85,32 +85,31 @@ def _start(
     Args:
         registry: the sweep.
         seen: its points.
-        jobs: their jobs, by id.
+        jobs: their jobs, by run folder.
         skipped: what could not be.
         out_of_memory: start what failed for want of memory too.
         anew: start what is complete too, where the job says ``checkpoint.resume=false``.
     """
-    seen = settle_lost_points(seen)
     wanted, starved = _sort(seen, jobs, out_of_memory=out_of_memory, anew=anew)
     sys.stderr.write(_plan_in_words(registry, seen, wanted, starved, jobs, skipped))
-    remote = [each for each in wanted if jobs[each.point.id].cluster.kind == "slurm"]
-    local = [each for each in wanted if jobs[each.point.id].cluster.kind == "local"]
+    remote = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "slurm"]
+    local = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "local"]
     if remote:
-        confirm([jobs[each.point.id] for each in remote])
-        _submit(registry, [each.point for each in remote], jobs)
+        confirm([jobs[each.point.run_dir] for each in remote])
+        _submit(registry, remote, jobs, [each for each in seen if each.state in BUSY])
     stopped = _run_here(local, jobs)
     return _Started(stopped, submitted_only=not local and not starved)
 
 
 def _sort(
-    seen: Sequence[Seen], jobs: dict[str, Job], *, out_of_memory: bool, anew: bool
+    seen: Sequence[Seen], jobs: dict[Path, Job], *, out_of_memory: bool, anew: bool
 ) -> tuple[list[Seen], list[Seen]]:
     """The points to start, and those that are left out because memory did not suffice."""
     starved = [] if out_of_memory else [each for each in seen if each.kind == "out_of_memory"]
     done = [
         each
         for each in seen
-        if each.state == "completed" and (jobs[each.point.id].checkpoint.resume or not anew)
+        if each.state == "completed" and (jobs[each.point.run_dir].checkpoint.resume or not anew)
     ]
     return [each for each in seen if each.state not in BUSY and each not in (*done, *starved)], starved
 
@@ -123,7 +122,7 @@ class _Started:
     submitted_only: bool
 
 
-def _finish(registry: Registry, points: Sequence[Point], jobs: dict[str, Job], started: _Started) -> int:
+def _finish(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], started: _Started) -> int:
     """Follows what was submitted, if that is wanted, and tells the end; returns the exit code."""
     stopped, waits = started.stopped, any(job.cluster.wait for job in jobs.values())
     if not stopped and waits:
@@ -134,53 +133,19 @@ def _finish(registry: Registry, points: Sequence[Point], jobs: dict[str, Job], s
     return _conclude(registry, points, jobs, stopped)
 
 
-def settle_lost_points(seen: Sequence[Seen]) -> list[Seen]:
-    """Writes down what became of points that are over without a word; returns how all points are then.
-
-    What a job that has just ended wrote can take a while to be seen on a shared file system.
-    """
-    points = [each.point for each in seen]
-    if any(each.state == "lost" and each.has_begun_elsewhere for each in seen):
-        time.sleep(LAST_WORDS_SECONDS)
-        seen = look_at_all(points)
-    lost = [each.point for each in seen if each.state == "lost"]
-    for point in lost:
-        _settle_point(point)
-    return look_at_all(points) if lost else list(seen)
-
-
-def _settle_point(point: Point) -> None:
-    """Writes the row of a point that is over without a word, unless somebody is at it after all."""
-    job, folder, ticket = point.job, RunFolder(point.run_dir), Ticket.read(point.run_dir)
-    try:
-        folder.hold()
-    except UserError:
-        return
-    try:
-        # Whoever had the folder until now may have had something to say.
-        if look_at_all([point])[0].state != "lost" or (ticket is not None and is_live(ticket)):
-            return
-        if ticket is not None:
-            settle_lost(job, folder, ticket)
-        else:
-            folder.settle(job, "interrupted", EXIT_INTERRUPTED)
-    finally:
-        folder.release()
-
-
 def _plan_in_words(
     registry: Registry,
     seen: Sequence[Seen],
     wanted: Sequence[Seen],
     starved: Sequence[Seen],
-    jobs: dict[str, Job],
+    jobs: dict[Path, Job],
     skipped: Sequence[Skipped],
 ) -> str:
     """The lines a sweep starts with."""
     lines = [f"{registry.path}: {len(seen) + len(skipped)} points, {len(wanted)} to run"]
-    shapes = Counter(_place(jobs[each.point.id]) for each in wanted)
+    shapes = Counter(_place(jobs[each.point.run_dir]) for each in wanted)
     lines += [f"  {count} x {place}" for place, count in shapes.items()]
-    costly = [jobs[each.point.id] for each in wanted if jobs[each.point.id].cluster.kind == "slurm"]
+    costly = [jobs[each.point.run_dir] for each in wanted if jobs[each.point.run_dir].cluster.kind == "slurm"]
     if costly:
         lines.append(f"  {cost_in_words(costly)}")
     states = Counter(each.state for each in seen if each not in wanted and each not in starved)
@@ -207,47 +172,62 @@ def _reasons(skipped: Sequence[Skipped], others: Sequence[list[str]] = ()) -> li
 
 
 def _show_dry(
-    registry: Registry, points: Sequence[Point], jobs: dict[str, Job], skipped: Sequence[Skipped]
+    registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], skipped: Sequence[Skipped]
 ) -> int:
     """Shows the scripts of a sweep without touching anything."""
     seen = look_at_all(points)
     wanted, starved = _sort(seen, jobs, out_of_memory=False, anew=True)
     sys.stderr.write(_plan_in_words(registry, seen, wanted, starved, jobs, skipped))
-    remote = [jobs[each.point.id] for each in wanted if jobs[each.point.id].cluster.kind == "slurm"]
-    for group in _by_shape(remote):
-        sys.stdout.write(
-            f"{Submission(group, [job.run_dir for job in group], registry.path, registry.name).script()}\n"
-        )
+    remote = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "slurm"]
+    arrays, first = _arrays(remote, jobs, [each for each in seen if each.state in BUSY])
+    for array in arrays:
+        after = first if array.after is None else [f"ID_OF_ARRAY_{array.after + 1}"]
+        script = _submission(registry, array, registry.name, after).script(planned=True)
+        sys.stdout.write(f"{script}\n")
     return EXIT_OK
 
 
-def _by_shape(jobs: Sequence[Job]) -> list[list[Job]]:
-    groups: dict[Shape, list[Job]] = {}
-    for job in jobs:
-        groups.setdefault(shape_of(job), []).append(job)
-    return [
-        group[start : start + LARGEST_ARRAY]
-        for group in groups.values()
-        for start in range(0, len(group), LARGEST_ARRAY)
-    ]
+def _arrays(
+    wanted: Sequence[Seen], jobs: dict[Path, Job], busy: Sequence[Seen]
+) -> tuple[list[Array], list[str]]:
+    """The arrays of points, and ids of the jobs that have to end before the first of them may start.
+
+    Points of the sweep that SLURM has already count for ``cluster.max_running`` as well.
+    """
+    points = [(each.point, jobs[each.point.run_dir]) for each in wanted]
+    limit = min((job.cluster.max_running for _, job in points), default=1)
+    there = [each for each in busy if each.ticket is not None]
+    left = limit - len(there)
+    if left > 0:
+        return arrays_of(points, left), []
+    ids = {each.job_id.partition("_")[0] for each in there if each.job_id is not None}
+    return arrays_of(points, limit), sorted(ids)
 
 
-def _submit(registry: Registry, points: Sequence[Point], jobs: dict[str, Job]) -> None:
+def _submission(registry: Registry, array: Array, name: str, after: Sequence[str]) -> Submission:
+    run_dirs = [point.run_dir for point in array.points]
+    return Submission(array.jobs, run_dirs, registry.path, name, at_once=array.at_once, after=after)
+
+
+def _submit(registry: Registry, wanted: Sequence[Seen], jobs: dict[Path, Job], busy: Sequence[Seen]) -> None:
     """Submits points, those of equal shape as one array."""
-    by_id = {point.id: point for point in points}
-    for group in _by_shape([jobs[point.id] for point in points]):
-        own = [by_id[job.id] for job in group]
+    arrays, first = _arrays(wanted, jobs, busy)
+    submitted: list[str] = []
+    for array in arrays:
+        after = first if array.after is None else [submitted[array.after]]
         # A name that no other job has, by which they are found again if this process dies while it submits.
-        run_dirs = [point.run_dir for point in own]
-        submission = Submission(group, run_dirs, registry.path, f"{registry.name}.{uuid.uuid4().hex[:8]}")
-        folders = [RunFolder(path) for path in run_dirs]
-        ids = submit(submission, folders, [point.overrides for point in own])
-        first = ids[0].partition("_")[0]
-        tasks = f" to {first}_{len(ids) - 1}" if len(ids) > 1 else ""
-        sys.stderr.write(f"submitted {ids[0]}{tasks}: {len(ids)} x {submission.shape.describe()}\n")
+        submission = _submission(registry, array, f"{registry.name}.{uuid.uuid4().hex[:8]}", after)
+        folders = [RunFolder(path) for path in submission.run_dirs]
+        ids = submit(submission, folders, [point.overrides for point in array.points])
+        submitted.append(ids[0].partition("_")[0])
+        tasks = f" to {submitted[-1]}_{len(ids) - 1}" if len(ids) > 1 else ""
+        waits = f", after job {', '.join(after)}" if after else ""
+        if array.jobs[0].cluster.parsable:
+            sys.stdout.write(f"{submitted[-1]}\n")
+        sys.stderr.write(f"submitted {ids[0]}{tasks}: {len(ids)} x {submission.shape.describe()}{waits}\n")
 
 
-def _run_here(seen: Sequence[Seen], jobs: dict[str, Job]) -> bool:
+def _run_here(seen: Sequence[Seen], jobs: dict[Path, Job]) -> bool:
     """Runs points one after another; one that fails does not keep the next from running.
 
     Returns:
@@ -256,7 +236,7 @@ def _run_here(seen: Sequence[Seen], jobs: dict[str, Job]) -> bool:
     names = labels([each.point.overrides for each in seen])
     for number, (name, each) in enumerate(zip(names, seen, strict=True), start=1):
         sys.stderr.write(f"[{number}/{len(seen)}] {name}\n")
-        if _run_point(jobs[each.point.id], each.point) in STOPPED:
+        if _run_point(jobs[each.point.run_dir], each.point) in STOPPED:
             return True
     return False
 
@@ -281,22 +261,22 @@ def _follow(points: Sequence[Point]) -> bool:
         whether somebody asked to stop waiting.
     """
     names = labels([point.overrides for point in points])
-    told: dict[str, str] = {}
+    told: dict[Path, str] = {}
     wait = FOLLOW_SECONDS
     try:
         while True:
             before = dict(told)
             try:
-                seen = settle_lost_points(look_at_all(points))
+                seen = look_and_close(points)
             except SlurmError as error:
                 sys.stderr.write(f"WARNING {error}\n")
                 time.sleep(LONGEST_FOLLOW_SECONDS)
                 continue
             for name, each in zip(names, seen, strict=True):
-                if told.get(each.point.id, "pending") != each.state:
+                if told.get(each.point.run_dir, "pending") != each.state:
                     about = f" ({each.about})" if each.kind else ""
                     sys.stderr.write(f"{name}: {each.state}{about}\n")
-                told[each.point.id] = each.state
+                told[each.point.run_dir] = each.state
             if not any(each.state in BUSY for each in seen):
                 return False
             wait = FOLLOW_SECONDS if told != before else min(1.3 * wait, LONGEST_FOLLOW_SECONDS)
@@ -306,7 +286,7 @@ def _follow(points: Sequence[Point]) -> bool:
         return True
 
 
-def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[str, Job], stopped: bool) -> int:
+def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], stopped: bool) -> int:
     """Shows the table, names what did not complete, and decides the exit code."""
     seen = look_at_all(points)
     sys.stdout.write(aligned(rows_of(seen)))
@@ -314,9 +294,9 @@ def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[str, Job],
     left = [each for each in seen if each.state not in ("completed", *BUSY)]
     if left:
         names = labels([point.overrides for point in points])
-        named = dict(zip([point.id for point in points], names, strict=True))
+        named = dict(zip([point.run_dir for point in points], names, strict=True))
         lines = "".join(
-            f"  {named[each.point.id]}: {each.about if each.kind else each.state}\n" for each in left
+            f"  {named[each.point.run_dir]}: {each.about if each.kind else each.state}\n" for each in left
         )
         sys.stderr.write(
             f"{len(left)} of {len(seen)} points did not complete:\n{lines}"

@@ -5,17 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from harness.cluster.queue import Queued, queue
+from harness.cluster.queue import Jobs, Queued, jobs
 from harness.cluster.ticket import Ticket
 from harness.errors import UserError
-from harness.metrics.jsonl import read_metrics
+from harness.metrics.jsonl import read_rows
 from harness.run_folder import RunFolder
-from harness.sweep.registry import Point
+from harness.sweep.registry import Point, Registry
 
 # States in which a process is at it, or SLURM will start one.
 BUSY = ("pending", "running")
+FACTS = ("tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib", "loss")
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,16 @@ class Seen:
     Attributes:
         point: which.
         state: ``planned`` (never started), ``pending`` (SLURM has it and no nodes for it), ``running``,
-            ``completed``, ``stopped`` (asked to, can go on), ``failed``, or ``lost`` (over without a word).
+            ``completed``, ``stopped`` (asked to, can go on), ``cancelled`` (its SLURM job was), ``failed``,
+            or ``lost`` (over without a word).
         step: the last step that was finished.
         steps: how many there will be.
-        facts: tokens_per_second, mfu, memory_gib and loss, as far as they are known.
+        facts: the figures FACTS, as far as they are known.
         kind: class of the failure.
         reason: what there is to say: of a failure what happened, of a pending job why it waits.
         has_begun_elsewhere: whether another machine may still have to say how it ended.
+        ticket: of its SLURM job, if it was submitted.
+        job_id: of its SLURM job, while it waits or runs.
     """
 
     point: Point
@@ -42,11 +47,30 @@ class Seen:
     kind: str | None = None
     reason: str = ""
     has_begun_elsewhere: bool = False
+    ticket: Ticket | None = None
+    job_id: str | None = None
 
     @property
     def about(self) -> str:
         """The class of a failure, and what there is to say."""
         return f"{self.kind}: {self.reason}" if self.kind else self.reason
+
+
+def points_in(folder: Path) -> list[Point]:
+    """The points of a sweep's folder, the run of a run folder, or all runs of one name.
+
+    Raises:
+        UserError: there is none.
+    """
+    registry = Registry(folder)
+    if registry.exists:
+        return registry.points()
+    runs = (
+        [folder] if (folder / "job.json").is_file() else sorted(p.parent for p in folder.glob("*/job.json"))
+    )
+    if not runs:
+        raise UserError(f"{folder}: neither the folder of a sweep nor that of a run{registry.neighbours()}")
+    return [Point(run.name, run, (run / "overrides.txt").read_text().splitlines()) for run in runs]
 
 
 def look_at_all(points: Sequence[Point]) -> list[Seen]:
@@ -55,24 +79,37 @@ def look_at_all(points: Sequence[Point]) -> list[Seen]:
     Raises:
         SlurmError: the scheduler does not answer.
     """
-    tickets = [Ticket.read(point.run_dir) for point in points]
-    asked = any(tickets) and shutil.which("squeue") is not None
-    jobs = queue() if asked else None if any(tickets) else []
-    return [look_at(point, ticket, jobs) for point, ticket in zip(points, tickets, strict=True)]
+    listed = jobs_of(points)
+    return [look_at(point, listed) for point in points]
 
 
-def look_at(point: Point, ticket: Ticket | None, jobs: list[Queued] | None) -> Seen:
+def jobs_of(points: Sequence[Point]) -> Jobs | None:
+    """SLURM's jobs if any point was submitted and is not complete; None if there is no SLURM here to ask.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    if not any(
+        Ticket.read(point.run_dir) and RunFolder(point.run_dir).state != "completed" for point in points
+    ):
+        return Jobs([])
+    return jobs() if shutil.which("squeue") is not None else None
+
+
+def look_at(point: Point, listed: Jobs | None) -> Seen:
     """How one point is.
 
     Args:
         point: which.
-        ticket: of its SLURM job, if it was submitted.
-        jobs: what is in the queue; None if that cannot be known here.
+        listed: SLURM's jobs; None if there is no SLURM here to ask.
     """
+    ticket = Ticket.read(point.run_dir)
     folder = RunFolder(point.run_dir)
     status, row = folder.state, folder.row
-    found = ticket.find(jobs) if ticket is not None and jobs is not None else None
-    state, reason, kind = _state(folder, status, ticket, jobs, found)
+    found = None
+    if ticket is not None and listed is not None:
+        found = ticket.find(listed.candidates(ticket.job_id, ticket.name))
+    state, reason, kind = _state(folder, status, ticket, listed, found)
     if state == "failed":
         kind = row.get("error.kind", "unknown")
         reason = " ".join(str(row.get("error.message", "")).split())
@@ -85,10 +122,12 @@ def look_at(point: Point, ticket: Ticket | None, jobs: list[Queued] | None) -> S
         state,
         step=int(facts.get("step") or 0),
         steps=_steps(point),
-        facts={name: facts.get(name) for name in ("tokens_per_second", "mfu", "memory_gib", "loss")},
+        facts={name: facts.get(name) for name in FACTS},
         kind=kind,
         reason=reason,
         has_begun_elsewhere=ticket is not None and status not in ("planned", "submitted"),
+        ticket=ticket,
+        job_id=None if found is None else found.id,
     )
 
 
@@ -96,7 +135,7 @@ def _state(
     folder: RunFolder,
     status: str | None,
     ticket: Ticket | None,
-    jobs: list[Queued] | None,
+    listed: Jobs | None,
     found: Queued | None,
 ) -> tuple[str, str, str | None]:
     """The state, what there is to say of it, and the class of a failure that can be seen from here."""
@@ -110,11 +149,13 @@ def _state(
     if status == "failed":
         return "failed", "", None
     if status == "interrupted":
-        return "stopped", "before its end; resume goes on with it", None
+        if ticket is not None and ticket.cancelled:
+            return "cancelled", "", None
+        return "stopped", folder.stop_reason or "before its end; resume goes on with it", None
     if status in (None, "planned"):
         return "planned", "", None
     if ticket is not None:
-        if jobs is None:
+        if listed is None:
             return "running", "there is no SLURM here to ask", None
         return (
             "lost",
@@ -128,14 +169,18 @@ def _state(
 
 def _facts(row: dict[str, Any]) -> dict[str, Any]:
     """Of a run that is over: its throughput is that of the whole window."""
-    return {**row, "tokens_per_second": row.get("window.tokens_per_second")}
+    rate, ranks = row.get("window.tokens_per_second"), row.get("world_size")
+    # A damaged row may say anything.
+    if not isinstance(rate, int | float) or not isinstance(ranks, int) or ranks < 1:
+        return {**row, "tokens_per_second": None, "tokens_per_second_per_rank": None}
+    return {**row, "tokens_per_second": rate, "tokens_per_second_per_rank": rate / ranks}
 
 
 def _running_facts(folder: RunFolder) -> dict[str, Any]:
     """The last row of metrics."""
     try:
-        rows = [row for row in read_metrics(folder.path / "metrics.jsonl") if "loss" in row]
-    except (OSError, UserError):
+        rows = [row for row in read_rows(folder.path / "metrics.jsonl")[0] if "loss" in row]
+    except OSError:
         return {}
     return rows[-1] if rows else {}
 

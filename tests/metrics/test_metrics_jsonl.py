@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
-from harness.metrics.jsonl import MetricsFile, read_metrics
+from harness.metrics.jsonl import MetricsFile, read_metrics, read_rows
 
 
 @pytest.fixture
@@ -94,6 +94,63 @@ def test_damage_in_the_middle_is_said(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b'{"step": 2}\n')
     with pytest.raises(UserError, match="line 2 is not a JSON object"):
         read_metrics(path)
+    assert [row["step"] for row in read_rows(path)[0]] == [1, 2]
+    found = path.read_bytes()
+    with MetricsFile(path) as file:
+        file.truncate_after(2)
+        [note] = file.notes
+    assert "1 damaged lines (2); the curve has a gap after step 1" in note
+    assert steps(path) == [1, 2], "the file can be read again"
+    assert path.with_name("metrics.damaged-1.jsonl").read_bytes() == found
+
+
+def test_damage_done_while_the_run_writes_is_said_at_the_end(path: Path) -> None:
+    file = MetricsFile(path)
+    for step in (1, 2, 3):
+        file.write({"step": step, "loss": 1.0})
+    content = path.read_bytes()
+    with path.open("r+b") as other:
+        other.seek(content.index(b"\n") + 3)
+        other.write(b"\xff\xff")
+    file.close()
+    assert ["damaged lines (2); the curve has a gap after step 1" in note for note in file.notes] == [True]
+
+
+def test_a_file_that_is_deleted_meanwhile_is_written_again(path: Path) -> None:
+    file = MetricsFile(path)
+    file.write({"step": 1})
+    path.unlink()
+    file.write({"step": 2})
+    assert steps(path) == [1, 2]
+    path.unlink()
+    file.close()
+    assert steps(path) == [1, 2]
+    assert ["was deleted while the run wrote it" in note for note in file.notes] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("logged", "step", "interval", "missing"),
+    [
+        ([1, 2, 3, 4], 4, 1, None),
+        ([1, 2], 4, 1, "3 to 4"),
+        ([], 4, 1, "1 to 4"),
+        ([], 4, 10, "1 to 4"),
+        ([1, 10, 20], 25, 10, None),
+        ([1, 10], 25, 10, "11 to 25"),
+        ([1], 10, 10, "2 to 10"),
+        ([1, 10, 20], 25, 1, None),
+        ([], 0, 1, None),
+    ],
+)
+def test_missing_rows_are_said(
+    path: Path, logged: list[int], step: int, interval: int, missing: str | None
+) -> None:
+    with MetricsFile(path) as file:
+        for each in logged:
+            file.write({"step": each, "loss": 1.0})
+        file.expect_rows_up_to(step, interval)
+        expected = [] if missing is None else [True]
+        assert [f"rows of steps {missing} are missing" in note for note in file.notes] == expected
 
 
 def test_truncate_after_a_step(path: Path) -> None:

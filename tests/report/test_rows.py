@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
 from made import DEVICE, make_sweep, rate_of, result
 
+from harness.cluster.ticket import Ticket
 from harness.compose import compose_job
 from harness.errors import UserError
-from harness.report.rows import KEPT, command_of, job_of, keep, load, shortened
+from harness.metrics.result import write_result
+from harness.metrics.window import THROUGHPUT, Window
+from harness.report.rows import KEPT, command_of, completed, job_of, keep, load, of_points, shortened
+from harness.sweep.registry import Registry
+from harness.sweep.state import look_at_all
+from harness.sweep.table import aligned, markdown, rows_of
+
+RATE = "tokens_per_second_per_rank"
 
 
 def test_a_sweep_is_rows_of_all_its_points(tmp_path: Path) -> None:
@@ -29,12 +39,13 @@ def test_a_sweep_is_rows_of_all_its_points(tmp_path: Path) -> None:
     for row in rows[:3]:
         job = job_of(row)
         assert job is not None and job.id == row["id"]
-        # Of the median step, not of all seconds.
         assert row["measured.tokens_per_second_per_rank"] == pytest.approx(rate_of(job))
-        assert (row["measured.spread"], row["measured.memory_gib"]) == (0.04, 3.25)
+        assert row["measured.spread"] == pytest.approx(0.04)
+        assert row["measured.memory_gib"] == 3.25
         flops = rate_of(job) * row["flops_per_token_full"] / 989.4e12
         assert row["measured.mfu"] == pytest.approx(flops)
-        assert row["command"] == f"python -m harness.train {' '.join(row['overrides'])}"
+        typed = shlex.split(row["command"])
+        assert typed[:3] == ["python", "-m", "harness.train"] and compose_job(typed[3:]).id == row["id"]
     assert (rows[3]["kind"], rows[3]["reason"]) == ("out_of_memory", "rank 3: Tried to allocate 2 GiB")
     assert not any(key.startswith("measured.") for key in rows[3])
     assert "parallelism.dp_shard=-1" in rows[4]["reason"] and job_of(rows[4]) is None
@@ -49,6 +60,47 @@ def test_runs_without_a_sweep_are_found_too(tmp_path: Path) -> None:
     [row] = load(run)
     assert row["id"] == run.name
     assert row["measured.tokens_per_second_per_rank"] > 0
+
+
+def test_the_folder_of_a_run_on_slurm_is_one_run(tmp_path: Path) -> None:
+    """``slurm/job.json`` is no job of the harness."""
+    folder = make_sweep(tmp_path)
+    (folder / "sweep.jsonl").unlink()
+    [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
+    Ticket("x", None, "5").write(run)
+    for where, count in ((run, 1), (folder, 4), (tmp_path, 4)):
+        assert len(load(where)) == count
+    # A name may be a path.
+    shutil.copytree(folder, tmp_path / "group" / "of" / "runs")
+    assert len(load(tmp_path)) == 8
+
+
+def test_every_table_ranks_points_by_the_same_figure(tmp_path: Path) -> None:
+    """One slow step: the mean is 1018, 509 a rank, and steps were between 262 and 1289, not below zero."""
+    folder = make_sweep(tmp_path)
+    window = Window(warmup_steps=0)
+    for seconds in (2.0, 2.1, 2.2, 2.4, 30.0):
+        window.add(seconds, 4096)
+    [first, *_] = Registry(folder).points()
+    world = first.job.world_size
+    row = {**result(first.job, 1.0), "window": window.summary()}
+    write_result(first.run_dir, row)
+    rates = sorted(4096 / seconds for seconds in (2.0, 2.1, 2.2, 2.4, 30.0))
+    deciles = statistics.quantiles(rates, n=10, method="inclusive")
+    [own] = [each for each in load(folder) if each.get("id") == first.id]
+    assert own["measured.tokens_per_second_per_rank"] == pytest.approx(5 * 4096 / 38.7 / world)
+    assert own["measured.low"] == pytest.approx(deciles[0] / world) and own["measured.low"] > 0
+    assert own["measured.high"] == pytest.approx(deciles[-1] / world)
+    points = Registry(folder).points()
+    of_sweep = {each.point.run_dir.name: (each.facts or {})[RATE] for each in look_at_all(points)}
+    assert {each["id"]: each[f"measured.{RATE}"] for each in of_points(points)} == of_sweep
+    shown = rows_of(look_at_all(points))[0]
+    assert shown["tokens/s"] == f"{5 * 4096 / 38.7:,.0f}"
+    assert shown["tokens/s/rank"] == f"{5 * 4096 / 38.7 / world:,.1f}"
+    assert aligned([shown]).endswith(f"{THROUGHPUT}\n") and THROUGHPUT in markdown([shown])
+    # A row without percentiles of rates has them from those of seconds.
+    old = {key: value for key, value in own.items() if "_second_p" not in key and "measured" not in key}
+    assert completed(old)["measured.low"] == pytest.approx(4096 / own["window.step_seconds_p90"] / world)
 
 
 def test_a_run_that_is_not_over_has_no_measurement(tmp_path: Path) -> None:
@@ -121,6 +173,8 @@ def test_names_and_commands() -> None:
         shortened("parallelism.tp=2 optimizer.lr=1.5e-3 model=llama3_8b") == "tp=2 lr=1.5e-3 model=llama3_8b"
     )
     assert command_of(["a=[1,2]", "b=3"]) == "python -m harness.train 'a=[1,2]' b=3"
+    nested = ["cluster.setup=['echo \"a b\"']", "name='a b'", "cluster.env.A=`x`!"]
+    assert shlex.split(command_of(nested))[3:] == nested
 
 
 def test_the_job_of_a_row_is_the_job(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""The limit of a sweep holds whatever shapes its points have, and whatever of it SLURM has already."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.cluster.ticket import Ticket
+from harness.compose import compose_points
+from harness.job import Job
+from harness.run_folder import RunFolder
+from harness.sweep import run
+from harness.sweep.arrays import Array, arrays_of
+from harness.sweep.registry import Point, Registry
+from harness.sweep.state import Seen
+
+SHAPES = "parallelism.dp_shard=1,2,4,8"
+
+
+def points(folder: Path, *typed: str) -> list[tuple[Point, Job]]:
+    common = ["cluster=slurm", "training.global_batch_size=8", f"runs_dir={folder}"]
+    jobs = [(each.job, each.overrides) for each in compose_points([*common, *typed])]
+    return [(Point(job.id, job.run_dir, overrides), job) for job, overrides in jobs]
+
+
+def most_at_once(arrays: list[Array]) -> int:
+    """The most points that can run together, as SLURM keeps to limits and dependencies."""
+    chains: dict[int, int] = {}
+    first: dict[int, int] = {}
+    for index, array in enumerate(arrays):
+        first[index] = index if array.after is None else first[array.after]
+        running = min(array.at_once, len(array.points))
+        chains[first[index]] = max(chains.get(first[index], 0), running)
+    return sum(chains.values())
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 7, 12, 100])
+def test_all_shapes_together_keep_to_the_limit(limit: int, tmp_path: Path) -> None:
+    own = points(tmp_path, SHAPES, "training.seed=1,2,3")
+    arrays = arrays_of(own, limit)
+    assert [len(array.points) for array in arrays] == [3] * 4
+    assert most_at_once(arrays) == min(limit, len(own))
+    # A chain goes forward, and no two arrays wait for the same one.
+    before = [array.after for array in arrays if array.after is not None]
+    assert len(set(before)) == len(before)
+    assert all(array.after is None or array.after < index for index, array in enumerate(arrays))
+
+
+def test_a_longer_array_gets_the_larger_share(tmp_path: Path) -> None:
+    long = points(tmp_path, "training.seed=1,2,3,4,5,6")
+    short = points(tmp_path, "parallelism.dp_shard=2", "training.seed=1,2")
+    assert [array.at_once for array in arrays_of([*long, *short], 4)] == [3, 1]
+
+
+def test_the_scripts_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = [SHAPES, "training.seed=1,2,3", "name=n", f"runs_dir={tmp_path}", "cluster=slurm"]
+    typed += ["training.global_batch_size=8", "cluster.dry_run=true"]
+    assert run.sweep(compose_points([*typed, "cluster.max_running=6"])) == 0
+    assert sorted(re.findall("--array=(.*)", capsys.readouterr().out)) == ["0-2%1"] * 2 + ["0-2%2"] * 2
+    own = "cluster.sbatch={dependency: 'afterok:7'}"
+    assert run.sweep(compose_points([*typed, "cluster.max_running=3", own])) == 0
+    scripts = capsys.readouterr().out
+    assert re.findall("--array=(.*)", scripts) == ["0-2%1"] * 4
+    dependencies = re.findall("--dependency=(.*)", scripts)
+    assert dependencies == ["afterok:7"] * 3 + ["afterok:7,afterany:ID_OF_ARRAY_1"]
+
+
+def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a limit of four, two are taken; then all, and what is new waits for their end."""
+    own = points(tmp_path, "training.seed=1,2,3,4,5,6,7,8")
+    jobs = {point.run_dir: job for point, job in own}
+    for point, job in own:
+        job.cluster.max_running = 4
+        RunFolder(point.run_dir).plan(job, point.overrides)
+    tickets = [Ticket("before", index, f"77_{index}") for index in range(4)]
+    waiting = [
+        Seen(point, "pending", ticket=ticket, job_id=ticket.job_id)
+        for (point, _), ticket in zip(own[:4], tickets, strict=True)
+    ]
+    wanted = [Seen(point, "planned") for point, _ in own[4:]]
+    asked = []
+
+    def submit(submission: run.Submission, folders: list[RunFolder], overrides: list[list[str]]) -> list[str]:
+        asked.append((submission.at_once, list(submission.after), len(folders)))
+        return [f"88_{index}" for index in range(len(folders))]
+
+    monkeypatch.setattr(run, "submit", submit)
+    run._submit(Registry(tmp_path), wanted, jobs, waiting[:2])
+    run._submit(Registry(tmp_path), wanted, jobs, waiting)
+    assert asked == [(2, [], 4), (4, ["77"], 4)]

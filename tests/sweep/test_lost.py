@@ -1,0 +1,164 @@
+"""Points of a sweep on SLURM: how often SLURM is asked, and what is written for jobs that are over."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.cluster.ticket import Ticket
+from harness.compose import compose_job
+from harness.run_folder import RunFolder
+from harness.sweep.__main__ import main
+from harness.sweep.registry import Point, Registry
+
+POINTS = 12
+
+
+class FakeSlurm:
+    """Commands of SLURM that print what a test says and note how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("squeue", "scontrol", "sacct", "scancel"):
+            script = folder / name
+            script.write_text(
+                f'#!/bin/sh\necho "{name} $*" >> {folder}/calls\n'
+                f"[ -f {folder}/{name}.fails ] && cat {folder}/{name}.fails >&2 && exit 1\n"
+                f'case "$*" in *--jobs=*) cat {folder}/{name}.by_id;; *) cat {folder}/{name}.out;; esac\n'
+            )
+            script.chmod(0o755)
+            self.prints(name)
+            self.prints(name, file="by_id")
+
+    def prints(self, command: str, *lines: str, file: str = "out") -> None:
+        (self.folder / f"{command}.{file}").write_text("".join(f"{line}\n" for line in lines))
+
+    def calls(self) -> list[str]:
+        """The calls since the last time this was asked."""
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr("harness.sweep.lost.LAST_WORDS_SECONDS", 0.0)
+    return FakeSlurm(folder)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Registry:
+    """A sweep that was submitted as job array 7."""
+    registry = Registry(tmp_path / "sweep")
+    job = compose_job(["cluster=slurm_cpu", "cluster.time=30", f"runs_dir={tmp_path}", "name=sweep"])
+    points = [Point(f"p{n}", registry.path / f"p{n}", [f"training.seed={n}"]) for n in range(POINTS)]
+    for n, point in enumerate(points):
+        RunFolder(point.run_dir).plan(job, point.overrides)
+        RunFolder(point.run_dir).set_status("submitted")
+        Ticket("sweep.1", n, f"7_{n}").write(point.run_dir)
+    registry.add(points, [])
+    return registry
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[str, str]:
+    """What ``python -m harness.sweep`` prints to stdout and stderr."""
+    monkeypatch.setattr("sys.argv", ["sweep", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr()
+    assert ended.value.code == 0, shown.err
+    return shown.out, shown.err
+
+
+def test_slurm_is_asked_once_whatever_the_number_of_points(
+    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # One waits, one failed lately, one is another user's, three are in accounting, the others nowhere.
+    slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
+    slurm.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
+    slurm.prints("sacct", "7_3|NODE_FAIL", "7_4|CANCELLED by 1000", "7_5|TIMEOUT")
+    for number in (1, 3):
+        RunFolder(sweep.points()[number].run_dir).set_status("running")
+    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    called = slurm.calls()
+    assert [call.split()[0] for call in called] == ["squeue", "squeue", "sacct"]
+    assert "7_0," not in called[1] and "7_2," not in called[2] and "7_11" in called[2]
+    assert out.splitlines()[-1] == "1 pending, 9 failed, 1 running, 1 cancelled"
+    kinds = "1 out_of_memory, 1 node, 1 cancelled, 1 preempted, 6 unknown"
+    assert err == f"10 points are over without a result: {kinds}\n"
+    row = json.loads((sweep.points()[3].run_dir / "result.json").read_text())
+    assert (row["error.kind"], row["exit_reason"]) == ("node", "failed")
+    assert "SLURM says NODE_FAIL" in row["error.message"]
+    # The others' rows are written; only the job of another user is asked for again.
+    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    assert [call.split()[0] for call in slurm.calls()] == ["squeue", "squeue"] and not err
+
+
+def test_a_sweep_is_cancelled_by_one_command_and_its_points_have_not_failed(
+    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.prints(
+        "squeue", *(f"7_{n}|sweep.1|PENDING|Resources" for n in range(POINTS - 1)), "9|x|RUNNING|None"
+    )
+    Ticket("single", None, "9").write(sweep.points()[-1].run_dir)
+    out, _ = run(monkeypatch, capsys, "cancel", str(sweep.path))
+    assert out == f"cancelled {POINTS} of {POINTS} points\n"
+    tasks = ",".join(str(n) for n in range(POINTS - 1))
+    assert slurm.calls()[1:] == [f"scancel 7_[{tasks}] 9"]
+    slurm.prints("squeue")
+    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    assert out.splitlines()[-1] == f"{POINTS} cancelled"
+    assert err == f"{POINTS} points are over without a result: {POINTS} cancelled\n"
+    assert not list(sweep.path.glob("*/errors/*"))
+    row = json.loads((sweep.points()[0].run_dir / "result.json").read_text())
+    assert (row["exit_reason"], row["exit_code"]) == ("interrupted", 130)
+    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    assert out.splitlines()[-1] == f"{POINTS} cancelled" and not err
+
+
+def test_a_job_that_cannot_be_cancelled_is_an_error_and_one_that_is_over_is_not(
+    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|PENDING|Resources")
+    over = "scancel: error: Kill job error on job id 7_0: Invalid job id specified"
+    slurm.prints("scancel", over, file="fails")
+    run(monkeypatch, capsys, "cancel", str(sweep.path))
+    slurm.prints("scancel", over, "scancel: error: 7_1: Access/permission denied", file="fails")
+    monkeypatch.setattr("sys.argv", ["sweep", "cancel", str(sweep.path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 3
+    assert "7_1: Access/permission denied" in capsys.readouterr().err
+
+
+def test_a_point_that_another_process_submits_again_is_left_alone(
+    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(sweep.points()[0].run_dir)
+    folder.hold()
+    out, _ = run(monkeypatch, capsys, "status", str(sweep.path))
+    assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
+    folder.release()
+
+
+def test_single_runs_have_the_same_verbs(
+    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep.path / "sweep.jsonl").unlink()
+    slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|RUNNING|None")
+    out, _ = run(monkeypatch, capsys, "status", str(sweep.path / "p0"))
+    assert "job 7_0 waits: Resources" in out and out.endswith("1 pending\n")
+    out, _ = run(monkeypatch, capsys, "cancel", str(sweep.path / "p0"))
+    assert out == "cancelled 1 of 1 points\n" and slurm.calls()[-1] == "scancel 7_[0]"
+    # All runs of a name.
+    out, _ = run(monkeypatch, capsys, "status", str(sweep.path))
+    assert out.splitlines()[-1].startswith("1 pending, 1 running")
