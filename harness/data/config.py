@@ -14,6 +14,7 @@ from harness.data.tiktoken_sets import SETS
 from harness.errors import ConfigError
 
 DATA_KINDS = ("local", "hub", "synthetic")
+ENCODING_ERRORS = ("strict", "replace", "skip")
 FORMATS = ("auto", "text", "jsonl", "parquet")
 TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface")
 SPECIAL_SETS = tuple(SETS)
@@ -23,7 +24,7 @@ ASSETS = Path(__file__).parent / "assets"
 # Which fields only one kind of source reads. A value given to a field that nothing reads would be a
 # setting without effect, so it is refused.
 _READ_ONLY_BY = {
-    "local": ("paths", "exclude", "format", "validation_paths"),
+    "local": ("paths", "exclude", "format", "encoding_errors", "validation_paths"),
     "hub": ("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
     "synthetic": ("mask_fraction",),
 }
@@ -44,8 +45,14 @@ class DataConfig:
     """local: globs of files to leave out, written like `paths`; one that begins with `**/` holds anywhere."""
 
     format: str = numerics("auto")
-    """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl,
-    .jsonl.gz and .json are jsonl, .parquet is parquet, everything else is text)."""
+    """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl
+    and .json are jsonl, .parquet is parquet, everything else is text). Text and jsonl may be compressed: .gz,
+    .bz2, .xz, .zst."""
+
+    encoding_errors: str = numerics("strict")
+    """local: what to do with a text file or a line that is not UTF-8: `strict` ends the run and says where,
+    `replace` puts U+FFFD in place of each wrong byte, `skip` leaves the document out. The run's row counts
+    such documents."""
 
     text_field: str = numerics("text")
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
@@ -102,6 +109,7 @@ class DataConfig:
         """
         _require_choice("data.kind", self.kind, DATA_KINDS)
         _require_choice("data.format", self.format, FORMATS)
+        _require_choice("data.encoding_errors", self.encoding_errors, ENCODING_ERRORS)
         self._refuse_settings_of_other_kinds()
         if not 0 <= self.validation_fraction < 1:
             raise ConfigError(
@@ -168,6 +176,9 @@ class DataConfig:
     def _validate_hub(self) -> None:
         if not self.dataset:
             raise ConfigError("data.dataset", self.dataset, "data.kind=hub needs a dataset", "allenai/c4")
+        if self.dataset == "pandas":
+            rule = "reads pickles, which can run any code"
+            raise ConfigError("data.dataset", self.dataset, rule, "parquet, json, csv")
         if self.validation_split and self.validation_fraction > 0:
             rule = "validation comes either from data.validation_split or from held-out documents, not both"
             raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")

@@ -48,6 +48,7 @@ class _Export:
     bos: str | None
     eos: str | None
     unk: str | None = None
+    has_dummy_prefix: bool = False
 
 
 def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
@@ -94,6 +95,8 @@ def _transformers_config(export: _Export) -> dict[str, Any]:
         "add_bos_token": export.bos is not None,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
+        # llama.cpp puts a space before the text unless this says not to; it does not look at the normalizer.
+        "add_prefix_space": export.has_dummy_prefix,
         # Without token_type_ids, which a Llama does not take.
         "model_input_names": ["input_ids", "attention_mask"],
         "split_special_tokens": True,
@@ -119,9 +122,9 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 def _of_bytes(config: TokenizerConfig) -> _Export:
     vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
     tokenizer = _byte_level(vocabulary, merges=[], pattern=None)
-    specials = ["<s>", "</s>"]
-    _add_tokens(tokenizer, dict.fromkeys(specials, True))
-    return _Export(tokenizer, *specials)
+    bos, eos = "<s>", "</s>"
+    _add_tokens(tokenizer, {bos: True, eos: True})
+    return _Export(tokenizer, bos, eos)
 
 
 def _of_tiktoken(config: TokenizerConfig) -> _Export:
@@ -197,7 +200,7 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
     added = {p: of.type == _CONTROL for p, of in zip(pieces, proto.pieces, strict=True) if of.type in _ADDED}
     _add_tokens(tokenizer, added)
     bos, eos = (None if i is None else pieces[i] for i in (ours.bos_id, ours.eos_id))
-    return _Export(tokenizer, bos, eos, unk)
+    return _Export(tokenizer, bos, eos, unk, has_dummy_prefix=prefix)
 
 
 def _unsayable(proto: Any) -> Iterator[str]:

@@ -23,6 +23,7 @@ from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, Synthetic
 from harness.data.sources import open_dataset, require_column, source_of
 from harness.data.streaming import Slot
 from harness.data.tokenizer import Tokenizer
+from harness.data.vocabulary import require_room
 from harness.errors import DataError
 
 __all__ = ["IGNORE_INDEX", "Batch", "Loader", "build_loader", "merge_states"]
@@ -52,9 +53,12 @@ class Loader(ABC):
     Attributes:
         samples_per_epoch: samples after which all data has been seen once, over all rows; None where that is
             unknown (streams) or meaningless (synthetic data).
+        damaged_documents: documents of the source that were not UTF-8, and were repaired or left out as
+            data.encoding_errors says.
     """
 
     samples_per_epoch: int | None
+    damaged_documents: int = 0
 
     @abstractmethod
     def next(self) -> Batch:
@@ -92,7 +96,7 @@ def build_loader(
     rows: range,
     split: str = "train",
     model_vocab_size: int,
-    barrier: Callable[[], None] | None = None,
+    wait_for_all: Callable[[], None] | None = None,
     is_builder: bool = True,
 ) -> Loader:
     """The loader of ``rows``, a part of ``range(global_batch_size)``.
@@ -101,12 +105,14 @@ def build_loader(
         seq_len: tokens per sample (T).
         split: "train", or "validation": the same samples in the same order whenever it is reset.
         model_vocab_size: number of rows of the model's embedding; every token must lie below it.
-        barrier: waits for all ranks; called between building and opening the token cache, where there is one.
+        wait_for_all: returns when all ranks have called it; called between building and opening the token
+            cache, where there is one.
         is_builder: whether this rank builds the cache if it is not there.
 
     Raises:
-        ConfigError: validation is asked for and no documents are set apart for it.
-        DataError: the data cannot be used: missing, unreadable, too little, or of too large a vocabulary.
+        ConfigError: validation is asked for and no documents are set apart for it, or the tokenizer has more
+            tokens than the model's vocabulary.
+        DataError: the data cannot be used: missing, unreadable, or too little.
     """
     if split not in ("train", "validation"):
         raise ValueError(f"split is train or validation, not {split}")
@@ -121,11 +127,7 @@ def build_loader(
             mask_fraction=data.mask_fraction,
         )
         return _NumberedLoader(synthetic, rows, global_batch_size)
-    if tokenizer.vocab_size > model_vocab_size:
-        raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the model's vocabulary only "
-            f"{model_vocab_size}; enlarge the model's vocabulary or choose another tokenizer"
-        )
+    require_room(tokenizer.vocab_size, model_vocab_size)
     if data.kind == "hub" and data.streaming:
         return _StreamLoader(
             _build_slots(data, tokenizer, seq_len, global_batch_size, rows, split), global_batch_size
@@ -137,7 +139,7 @@ def build_loader(
         split=split,
         held_out=held_out,
         cache_dir=data.cache_dir,
-        barrier=barrier,
+        wait_for_all=wait_for_all,
         is_builder=is_builder,
     )
     packed = PackedSamples(
@@ -148,7 +150,9 @@ def build_loader(
         mask_document_boundary=data.mask_document_boundary,
         number_documents=not data.attend_across_documents,
     )
-    return _NumberedLoader(packed, rows, global_batch_size)
+    loader = _NumberedLoader(packed, rows, global_batch_size)
+    loader.damaged_documents = tokenized.damaged
+    return loader
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,22 +6,27 @@ fixed order, empty ones included, so that a document's index does not depend on 
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import glob
 import gzip
+import io
 import json
+import lzma
 import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from harness.data.config import DataConfig
 from harness.errors import DataError
 
 _ROWS_PER_READ = 256
+_DAMAGED_FILE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class Source(Protocol):
@@ -29,6 +34,8 @@ class Source(Protocol):
 
     name: str
     """What the user would call it, for error messages."""
+    damaged: int
+    """Documents so far that were not UTF-8, and were repaired or left out as data.encoding_errors says."""
 
     @property
     def identity(self) -> Any:
@@ -64,6 +71,7 @@ class LocalFiles:
     def __init__(self, config: DataConfig, field: str) -> None:
         self._config = config
         self._patterns: list[str] = getattr(config, field)
+        self.damaged = 0
         self.name = f"data.{field}=[{', '.join(self._patterns)}]"
 
     @cached_property
@@ -75,44 +83,86 @@ class LocalFiles:
         """
         found = find_files(self._patterns, self._config.exclude)
         if not found:
-            folders = [pattern for pattern in self._patterns if Path(_expand(pattern)).is_dir()]
-            hint = f"; {folders[0]} is a folder, write {folders[0].rstrip('/')}/**/*" if folders else ""
-            raise DataError(f"no file matches {self.name}, seen from {os.getcwd()}{hint}")
+            raise DataError(f"no file matches {self.name}, seen from {os.getcwd()}{self._hint()}")
         return found
+
+    def _hint(self) -> str:
+        """Return what to type where a pattern is a folder."""
+        for pattern in self._patterns:
+            folder = Path(expand(pattern))
+            if _is_saved(folder):
+                words = f"data=c4 data.dataset={folder} data.subset=null"
+                return f"; {pattern} is a dataset saved to disk, write {words}"
+            if folder.is_dir():
+                return f"; {pattern} is a folder, write {pattern.rstrip('/')}/**/*"
+        return ""
 
     @property
     def identity(self) -> Any:
         stats = [(str(file), file.stat()) for file in self.files]
         files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-        return ["local", files, self._config.format, self._config.text_field]
+        identity = ["local", files, self._config.format, self._config.text_field]
+        errors = self._config.encoding_errors
+        return identity if errors == "strict" else [*identity, errors]
 
     def documents(self) -> Iterator[str]:
         for file in self.files:
             try:
                 yield from self._read(file)
-            except (OSError, EOFError, zlib.error) as error:
-                raise DataError(f"{file} cannot be read: {error}") from error
+            except _DAMAGED_FILE as error:
+                raise DataError(f"{file} cannot be read: {_one_line(error)}") from error
 
     def _read(self, file: Path) -> Iterator[str]:
         format = self._config.format if self._config.format != "auto" else _format_of(file)
         if format == "jsonl":
-            return _read_jsonl(file, self._config.text_field)
+            return self._read_jsonl(file)
         if format == "parquet":
             return _read_parquet(file, self._config.text_field)
-        return _read_text(file)
+        return self._read_text(file)
+
+    def _read_text(self, file: Path) -> Iterator[str]:
+        # bytes, not text mode: newlines stay as they are
+        with _opened(file) as content:
+            yield self._decoded(content.read(), str(file))
+
+    def _read_jsonl(self, file: Path) -> Iterator[str]:
+        with _opened(file) as lines:
+            offset = 0
+            for number, line in enumerate(lines, start=1):
+                where, start = f"{file}, line {number}", offset
+                offset += len(line)
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                    start = offset - len(line)
+                if line.strip():
+                    text = self._decoded(line, where, start)
+                    yield _text_of_line(text, self._config.text_field, where) if text else ""
+
+    def _decoded(self, content: bytes, where: str, start: int = 0) -> str:
+        """Return the text of a document; an empty one where it is damaged and skipped."""
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if self._config.encoding_errors == "strict":
+                place = f"byte {start + error.start}" + (" of the file" if start else "")
+                raise DataError(
+                    f"{where}: not UTF-8 at {place}; would work: data.encoding_errors=replace or skip"
+                ) from error
+        self.damaged += 1
+        return content.decode("utf-8", "replace") if self._config.encoding_errors == "replace" else ""
 
 
 def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
     """The files that match one of the globs ``patterns`` and none of ``exclude``, each once, sorted."""
-    excluded = [_glob_to_regex(_expand(pattern)) for pattern in exclude]
+    excluded = [_glob_to_regex(expand(pattern)) for pattern in exclude]
     found = {
-        os.path.abspath(name) for pattern in patterns for name in glob.iglob(_expand(pattern), recursive=True)
+        os.path.abspath(name) for pattern in patterns for name in glob.iglob(expand(pattern), recursive=True)
     }
     kept = (name for name in found if not any(regex.fullmatch(name) for regex in excluded))
     return sorted(Path(name) for name in kept if os.path.isfile(name))
 
 
-def _expand(pattern: str) -> str:
+def expand(pattern: str) -> str:
     """``pattern`` as an absolute glob; one that begins with ``**/`` holds anywhere and stays as it is."""
     pattern = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
     if pattern.startswith("**/"):
@@ -128,34 +178,36 @@ def _glob_to_regex(pattern: str) -> re.Pattern[str]:
 
 
 def _format_of(file: Path) -> str:
-    if file.name.endswith((".jsonl", ".jsonl.gz", ".json")):
+    name = file.stem if file.suffix in _COMPRESSIONS else file.name
+    if name.endswith((".jsonl", ".json")):
         return "jsonl"
-    return "parquet" if file.name.endswith(".parquet") else "text"
+    return "parquet" if name.endswith(".parquet") else "text"
 
 
-def _read_text(file: Path) -> Iterator[str]:
-    # bytes, not text mode: newlines stay as they are
-    content = file.read_bytes()
+def _opened(file: Path) -> IO[bytes]:
+    """Open a file for reading its bytes, decompressed as its extension says."""
+    return _COMPRESSIONS.get(file.suffix, open)(file, "rb")
+
+
+def _open_zstd(file: Path, mode: str) -> IO[bytes]:
+    """Open a file of zstd frames; one that is cut short is an error."""
+    import pyarrow
+
+    # Its input streams read bytes, but no lines.
+    return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
+
+
+_COMPRESSIONS: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+}
+
+
+def _text_of_line(line: str, field: str, where: str) -> str:
     try:
-        yield content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8 at byte {error.start}") from error
-
-
-def _read_jsonl(file: Path, field: str) -> Iterator[str]:
-    offset = 0
-    with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _text_of_line(line, field, where=f"{file}, line {number}", offset=offset)
-            offset += len(line)
-
-
-def _text_of_line(line: bytes, field: str, *, where: str, offset: int) -> str:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 at byte {offset + error.start} of the file") from error
+        row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
@@ -204,6 +256,7 @@ class HubTable:
         self._config = config
         self._split = split
         self.name = f"data.dataset={config.dataset}, split {split}"
+        self.damaged = 0
 
     @cached_property
     def _table(self) -> Any:
@@ -241,6 +294,8 @@ def open_dataset(config: DataConfig, split: str) -> Any:
     import datasets
 
     try:
+        if config.dataset and _is_saved(Path(config.dataset)):
+            return _saved_split(config, split)
         return datasets.load_dataset(
             config.dataset,
             config.subset,
@@ -248,11 +303,33 @@ def open_dataset(config: DataConfig, split: str) -> Any:
             streaming=config.streaming,
             data_files=config.data_files or None,
         )
+    except DataError:
+        raise
     # Whatever goes wrong in there (the library, the hub's client, the network, a file's reader all raise
     # their own) means to the user that this dataset cannot be opened.
     except Exception as error:
         which = f"{config.dataset}/{config.subset}" if config.subset else config.dataset
         raise DataError(f"dataset {which}, split {split}: cannot be opened: {_one_line(error)}") from error
+
+
+def _is_saved(folder: Path) -> bool:
+    """Return whether ``save_to_disk`` of `datasets` has written the folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _saved_split(config: DataConfig, split: str) -> Any:
+    """Return a split of a dataset that was saved to disk; one saved without splits has ``train`` only."""
+    import datasets
+
+    if config.subset:
+        raise DataError(
+            f"dataset {config.dataset} was saved to disk and has no subsets; set data.subset=null"
+        )
+    saved = datasets.load_from_disk(str(config.dataset))
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    if split not in splits:
+        raise DataError(f"dataset {config.dataset} has no split {split} among {_named(splits)}")
+    return splits[split].to_iterable_dataset() if config.streaming else splits[split]
 
 
 def require_column(dataset: Any, field: str, name: str) -> None:

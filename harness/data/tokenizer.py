@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from harness.data.config import TokenizerConfig
+from harness.data.long_text import PIECE_CHARS, cut_where_encoding_does
 from harness.data.tiktoken_sets import SETS
 from harness.errors import DataError
 
@@ -40,6 +41,11 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``[encode(text) for text in texts]``, in parallel where that is quicker."""
         ...
+
+    def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
+        """Yield ``encode(text)`` in consecutive pieces, which takes less memory for a long text."""
+        for piece in cut_where_encoding_does(text, self.encode):
+            yield self.encode(piece)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; broken UTF-8 and ids outside the vocabulary come out as U+FFFD."""
@@ -86,6 +92,10 @@ class BytesTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
+
+    def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
+        for start in range(0, len(text), PIECE_CHARS):
+            yield text[start : start + PIECE_CHARS].encode("utf-8")
 
     def decode(self, ids: Sequence[int]) -> str:
         return _decode_known(ids, range(self.vocab_size), _decode_bytes)
@@ -176,6 +186,9 @@ class TiktokenTokenizer(Tokenizer):
         flat = [part for of_text in parts for part in of_text]
         encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=_NUM_THREADS))
         return [[i for _ in of_text for i in next(encoded)] for of_text in parts]
+
+    def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
+        return map(self._encoding.encode_ordinary, _cut_long_runs(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         return _decode_known(ids, range(self.vocab_size), self._encoding.decode)

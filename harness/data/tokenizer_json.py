@@ -116,6 +116,22 @@ class HuggingFaceTokenizer(Tokenizer):
         return [token for _, token in added if token.special]
 
 
+def number_of_ids(content: bytes, file: Path) -> int:
+    """Return the largest id of a tokenizer.json plus 1, without building the tokenizer.
+
+    Raises:
+        DataError: the file is no tokenizer.json.
+    """
+    try:
+        plain = json.loads(content)
+        vocabulary = plain["model"]["vocab"]
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        ids += [token["id"] for token in plain.get("added_tokens") or []]
+        return int(max(ids)) + 1
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"tokenizer file {file} is no tokenizer.json: no vocabulary") from error
+
+
 def _beside(file: Path) -> dict[str, Any]:
     """What transformers' files in the same folder say, the more important over the other."""
     said: dict[str, Any] = {}

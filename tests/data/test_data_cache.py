@@ -1,6 +1,12 @@
 """The token cache: what it holds, when it is built, and that nobody sees half of one."""
 
+import errno
+import json
+import os
+import subprocess
+import sys
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,11 +14,13 @@ import numpy as np
 import pytest
 
 import harness.data.cache as cache
+import harness.data.cache_check as cache_check
 from harness.data import DataConfig, TokenizerConfig
 from harness.data.cache import is_held_out, open_cache
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import DataError
+from harness.errors import DataError, MachineError
+from harness.locks import lock
 
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 
@@ -27,7 +35,7 @@ def write_documents(*texts):
         Path(f"{index:04}.txt").write_text(text)
 
 
-def opened(split="train", held_out=0.0, tokenizer=BYTES, barrier=None, is_builder=True, **settings):
+def opened(split="train", held_out=0.0, tokenizer=BYTES, wait_for_all=None, is_builder=True, **settings):
     source = LocalFiles(DataConfig(paths=["*.txt"], **settings), "paths")
     return open_cache(
         source,
@@ -35,7 +43,7 @@ def opened(split="train", held_out=0.0, tokenizer=BYTES, barrier=None, is_builde
         split=split,
         held_out=held_out,
         cache_dir="cache",
-        barrier=barrier,
+        wait_for_all=wait_for_all,
         is_builder=is_builder,
     )
 
@@ -88,7 +96,7 @@ def test_held_out_documents_are_apart_and_none_is_lost():
 def test_built_once_and_again_when_something_changes(monkeypatch):
     builds = []
     build = cache._build
-    monkeypatch.setattr(cache, "_build", lambda *arguments: (builds.append(1), build(*arguments)))
+    monkeypatch.setattr(cache, "_build", lambda *a, **options: (builds.append(1), build(*a, **options)))
     write_documents("ab")
     opened(), opened()
     assert len(builds) == 1
@@ -102,15 +110,22 @@ def test_built_once_and_again_when_something_changes(monkeypatch):
     assert len(builds) == 4
 
 
+def test_damaged_documents_are_counted_also_when_the_cache_is_there():
+    Path("a.txt").write_bytes(b"a\xffb")
+    for _ in range(2):
+        found = opened(encoding_errors="replace")
+        assert documents_of(found) == ["a\ufffdb"] and found.damaged == 1
+
+
 def test_only_the_builder_builds():
     write_documents("ab")
     with pytest.raises(
         DataError, match=r"not visible to this rank; data.cache_dir must be a folder that all"
     ):
-        opened(is_builder=False, barrier=lambda: None)
+        opened(is_builder=False, wait_for_all=lambda: None)
     assert not Path("cache").exists()
     seen = []
-    opened(barrier=lambda: seen.append(len(list(Path("cache").iterdir()))))
+    opened(wait_for_all=lambda: seen.append(len(list(Path("cache").iterdir()))))
     assert seen == [1], "the builder waits with the cache in place"
     assert opened(is_builder=False).tokens.tolist() == [256, 97, 98, 257]
 
@@ -144,13 +159,122 @@ def test_no_text_at_all():
         opened()
 
 
-def test_a_damaged_cache_is_not_read():
+def flipped(content):
+    return bytes(byte ^ 1 for byte in content)
+
+
+DAMAGES = {
+    "tokens with a bit flipped": ("train.tokens", flipped, "checksum"),
+    "last token flipped": ("train.tokens", lambda c: c[:-1] + flipped(c[-1:]), "checksum"),
+    "tokens that are zeros": ("train.tokens", lambda c: bytes(len(c)), "checksum"),
+    "tokens cut short": ("train.tokens", lambda c: c[:-2], "12 bytes instead of 14"),
+    "tokens removed": ("train.tokens", lambda c: None, "No such file"),
+    "starts cut short": ("train.starts", lambda c: c[:-8], "8 bytes instead of 16"),
+    "starts that are zeros": ("train.starts", lambda c: bytes(len(c)), "checksum"),
+    "meta.json emptied": ("meta.json", lambda c: b"", "meta.json"),
+    "meta.json without counts": ("meta.json", lambda c: c.replace(b"tokens", b"else"), "meta.json"),
+    "meta.json an array": ("meta.json", lambda c: b"[]", "not an object"),
+    "meta.json removed": ("meta.json", lambda c: None, "No such file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("opened_before", [False, True])
+def test_a_damaged_cache_is_built_again(damage, opened_before, capsys):
+    name, change, says = DAMAGES[damage]
+    write_documents("ab", "c")
+    for _ in range(2 if opened_before else 1):
+        expected = documents_of(opened())
+    (file,) = Path("cache").glob(f"*/{name}")
+    content = change(file.read_bytes())
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    assert documents_of(opened()) == expected
+    said = capsys.readouterr().err
+    assert says in said and "is damaged and is built again" in said and said.count("\n") == 1
+    assert documents_of(opened()) == expected
+    assert capsys.readouterr().err == ""
+    assert len(list(Path("cache").iterdir())) == 1
+
+
+def test_only_the_builder_builds_a_damaged_cache_again():
     write_documents("abc")
     opened()
     (tokens,) = Path("cache").glob("*/train.tokens")
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"train\.tokens is cut short; remove the folder"):
+    with pytest.raises(DataError, match=r"train\.tokens has 8 bytes instead of 10; remove the folder"):
+        opened(is_builder=False)
+
+
+def test_a_cache_of_an_earlier_version_gets_checksums(capsys):
+    write_documents("ab", "c")
+    opened()
+    (meta,) = Path("cache").glob("*/meta.json")
+    old = {key: value for key, value in json.loads(meta.read_text()).items() if key != "files"}
+    meta.write_text(json.dumps(old))
+    assert documents_of(opened()) == ["ab", "c"]
+    assert "files" in json.loads(meta.read_text())
+    meta.write_text(json.dumps(old))
+    starts = meta.with_name("train.starts")
+    starts.write_bytes(bytes(16))
+    assert documents_of(opened()) == ["ab", "c"]
+    assert "ascending places" in capsys.readouterr().err
+
+
+def test_a_large_cache_that_was_checked_is_sampled(monkeypatch):
+    monkeypatch.setattr(cache_check, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(cache_check, "SAMPLE_BLOCKS", 3)
+    write_documents("a" * 100)
+    opened()  # builds
+    opened()  # checks all of it
+    hashed = []
+    hash_blocks = cache_check._hash_blocks
+    monkeypatch.setattr(
+        cache_check,
+        "_hash_blocks",
+        lambda file, blocks: hashed.append(len(blocks)) or hash_blocks(file, blocks),
+    )
+    opened()
+    assert hashed == [3, 2], "204 bytes of tokens are 51 blocks; starts are 2, fewer than the sample"
+    (tokens,) = Path("cache").glob("*/train.tokens")
+    os.utime(tokens)
+    opened()
+    assert hashed[2:] == [51, 2]
+
+
+def test_what_a_killed_builder_left_is_removed(monkeypatch):
+    write_documents("ab")
+    code = (
+        "import os, sys; from pathlib import Path; from harness.locks import lock;"
+        "held = lock(Path(sys.argv[1]) / '.lock', create=True); os.kill(os.getpid(), 9)"
+    )
+    killed, unlocked, busy = (Path(f"cache/.tokens-key-{name}") for name in ("killed", "unlocked", "busy"))
+    for path in (killed, unlocked, busy):
+        path.mkdir(parents=True)
+        (path / "train.tokens").write_bytes(b"ab")
+    assert subprocess.run([sys.executable, "-c", code, str(killed)]).returncode == -9
+    monkeypatch.setattr(cache, "_LOCKING_SECONDS", -1.0)
+    with lock(busy / ".lock", create=True):
         opened()
+        assert not killed.exists() and unlocked.exists() and busy.exists()
+    day_ago = time.time() - 2 * 86400
+    for path in (unlocked / "train.tokens", unlocked):
+        os.utime(path, (day_ago, day_ago))
+    opened()
+    assert not unlocked.exists() and not busy.exists()
+
+
+def test_a_full_disk_is_the_machines_error(monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_documents("ab")
+    monkeypatch.setattr(cache, "_write", full)
+    with pytest.raises(MachineError, match=r"data\.cache_dir: cache: No space left on device"):
+        opened()
+    assert list(Path("cache").iterdir()) == []
 
 
 def test_a_cache_dir_that_cannot_be_written():

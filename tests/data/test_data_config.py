@@ -78,6 +78,7 @@ def test_shipped_files_are_found():
         ({"kind": "local", "paths": ["a"], "streaming": True}, "data.streaming"),
         ({"kind": "local", "paths": ["a"], "mask_fraction": 0.1}, "data.mask_fraction"),
         ({"kind": "hub"}, "data.dataset"),
+        ({"kind": "hub", "dataset": "pandas", "data_files": ["a.pkl"]}, "data.dataset"),
         ({"kind": "hub", "dataset": "d", "paths": ["a"]}, "data.paths"),
         ({**STREAMED, "shuffle": True}, "data.shuffle"),
         ({**STREAMED, "validation_fraction": 0.1}, "data.validation_fraction"),

@@ -11,7 +11,7 @@ import torch
 from harness.data import DataConfig, TokenizerConfig
 from harness.data.loader import IGNORE_INDEX, build_loader, merge_states
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import ConfigError, DataError
+from harness.errors import ConfigError, DataError, UserError
 
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 T, B = 16, 8
@@ -236,13 +236,13 @@ def test_a_document_longer_than_a_batch():
     [
         ("ab", {}, r"4 tokens in 1 documents are fewer than one sample of training.seq_len \+ 1 = 17"),
         ("a" * 14, {}, r"16 tokens in 1 documents are fewer than one sample"),
-        ("a" * 99, {"model_vocab_size": 257}, r"258 tokens and the model's vocabulary only 257"),
+        ("a" * 99, {"model_vocab_size": 257}, "model.vocab_size=257: the tokenizer has 258 tokens"),
         ("", {}, "holds no text"),
     ],
 )
 def test_unusable_data(text, settings, says):
     Path("a.txt").write_text(text)
-    with pytest.raises(DataError, match=says) as caught:
+    with pytest.raises(UserError, match=says) as caught:
         loader(DataConfig(paths=["a.txt"], cache_dir="cache"), **settings)
     assert "\n" not in str(caught.value)
 

@@ -1,7 +1,9 @@
 """Documents from files: which files, which texts, and what is said where they cannot be read."""
 
+import bz2
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pyarrow
@@ -9,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from harness.data import DataConfig
-from harness.data.sources import LocalFiles, find_files, source_of
+from harness.data.sources import LocalFiles, find_files, open_dataset, source_of
 from harness.errors import ConfigError, DataError
 
 
@@ -103,7 +105,7 @@ def test_a_line_of_many_megabytes():
         ("a.jsonl", '{"text": "a\\ud800"}', r"a.jsonl, line 1: field 'text' holds half a surrogate pair"),
         ("a.jsonl", "[" * 100_000, r"a.jsonl, line 1: not JSON"),
         ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99)[:-9], r"a.jsonl.gz cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:-9], r"a.jsonl.gz cannot be read"),
         ("a.parquet", b"no parquet", r"a.parquet: not a readable parquet file"),
     ],
 )
@@ -129,6 +131,66 @@ def test_no_file():
     write("corpus/a.txt", "x")
     with pytest.raises(DataError, match=r"corpus is a folder, write corpus/\*\*/\*"):
         documents("corpus")
+
+
+COMPRESSED = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pyarrow.compress(content, "zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("extension", COMPRESSED)
+def test_compressed(extension):
+    compress = COMPRESSED[extension]
+    write(f"a.jsonl{extension}", compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    write(f"b.txt{extension}", compress(b"drei\n"))
+    assert documents("*") == ["one", "two", "drei\n"]
+    write(f"c.txt{extension}", compress(b"one\n") + compress(b"two\n"))
+    assert documents("c*") == ["one\ntwo\n"], "as parallel compressors write them"
+    write(f"d.txt{extension}", compress(b"text " * 1000)[:-9])
+    with pytest.raises(DataError, match=rf"d.txt{extension} cannot be read: \w"):
+        documents("d*")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line():
+    write("a.jsonl", b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n')
+    assert documents("*") == ["one", "two"]
+
+
+def test_what_is_not_utf8_is_replaced_or_left_out_and_counted():
+    write("a.jsonl", b'{"text": "one"}\n{"text": "t\xffwo"}\n{"text": "three"}\n')
+    write("b.txt", b"f\xfeour")
+
+    def read(**settings):
+        files = LocalFiles(DataConfig(paths=["*"], **settings), "paths")
+        return list(files.documents()), files.damaged
+
+    with pytest.raises(DataError, match=r"line 2: not UTF-8 at byte 27 of the file; would work: data.encod"):
+        read()
+    assert read(encoding_errors="replace") == (["one", "t\ufffdwo", "three", "f\ufffdour"], 2)
+    assert read(encoding_errors="skip") == (["one", "", "three", ""], 2), "numbers of documents stay"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_saved_to_disk(streaming):
+    import datasets
+
+    table = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    table.save_to_disk("alone")
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk("splits")
+
+    def read(folder, split):
+        config = DataConfig(kind="hub", dataset=folder, streaming=streaming)
+        return [row["text"] for row in open_dataset(config, split)]
+
+    assert read("alone", "train") == read("splits", "train") == ["one", "two"]
+    assert read("splits", "test") == ["two"]
+    with pytest.raises(DataError, match="dataset splits has no split none among test, train"):
+        read("splits", "none")
+    with pytest.raises(DataError, match=r"write data=c4 data.dataset=\S+/alone data.subset=null"):
+        documents("alone")
 
 
 def test_identity_follows_the_files():

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.data import TokenizerConfig
-from harness.data.tokenizer import _cut_long_runs, build_tokenizer
+import harness.data.tokenizer as tokenizers
+from harness.data import TokenizerConfig, long_text
+from harness.data.tokenizer import TiktokenTokenizer, _cut_long_runs, build_tokenizer
 from harness.data.train_tokenizer import main as train_tokenizer
+from harness.data.vocabulary import vocabulary_size
 from harness.errors import DataError
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -65,6 +67,32 @@ def test_a_batch_is_encoded_as_its_texts_are(tokenizer):
     assert tokenizer.encode_batch(AWKWARD) == [tokenizer.encode(text) for text in AWKWARD]
     plain = ["a b", "", "c\n"]
     assert tokenizer.encode_batch(plain) == [tokenizer.encode(text) for text in plain]
+
+
+def test_pieces_of_a_long_text_are_the_ids_of_the_whole(tokenizer, monkeypatch):
+    for module in (long_text, tokenizers):
+        monkeypatch.setattr(module, "PIECE_CHARS", 3_000)
+    text = "".join((STDLIB / name).read_bytes().decode() for name in SOURCES) + "☃" * 7_000 + "\n\n  x"
+    pieces = list(tokenizer.encode_in_pieces(text))
+    assert [int(i) for piece in pieces for i in piece] == tokenizer.encode(text)
+    if not isinstance(tokenizer, TiktokenTokenizer):  # which cuts where Meta's code does
+        assert len(pieces) > 10
+
+
+def test_a_text_is_not_cut_where_that_would_change_its_ids():
+    """A tokenizer whose ids depend on the lines before: each line is numbered."""
+    text = "line\n" * 1_000_000
+    assert list(long_text.cut_where_encoding_does(text, lambda part: list(range(part.count("\n"))))) == [text]
+
+
+def test_the_size_of_a_vocabulary_is_known_without_building(tmp_path):
+    for config in (
+        TokenizerConfig("bytes"),
+        TokenizerConfig("sentencepiece", "asset:python_2k.model"),
+        write_tiktoken(tmp_path / "tokenizer.model"),
+    ):
+        assert vocabulary_size(config) == build_tokenizer(config).vocab_size
+    assert vocabulary_size(TokenizerConfig("tiktoken", str(tmp_path / "elsewhere"), "llama3")) is None
 
 
 def test_every_id_decodes(tokenizer):

@@ -192,6 +192,7 @@ def test_a_dummy_prefix_is_sentencepieces(tmp_path: Path) -> None:
         ids = pair.theirs(text, add_special_tokens=False)["input_ids"]
         assert ids == reference.encode(text)
         assert pair.theirs.decode(ids) == reference.decode(ids)
+    assert json.loads((pair.folder / "tokenizer_config.json").read_text())["add_prefix_space"] is True
 
 
 def test_a_vocabulary_of_128k_takes_seconds(tmp_path: Path) -> None:
@@ -254,6 +255,8 @@ def test_what_other_readers_look_for(pair: Pair) -> None:
     assert content["add_bos_token"] is True and content["add_eos_token"] is False
     specials = json.loads((pair.folder / "special_tokens_map.json").read_text())
     assert specials.items() <= content.items()
+    # llama.cpp's converter copies this, and without it llama.cpp begins a sentencepiece text with a space.
+    assert content["add_prefix_space"] is (pair.kind == "sentencepiece_prefix")
     assert pair.theirs.convert_tokens_to_ids(specials["eos_token"]) == pair.ours.eos_id
 
 

@@ -1,0 +1,160 @@
+"""Checksums of a token cache: written when it is built, compared when it is opened.
+
+Files are hashed in blocks, by several threads. When a cache is opened, sizes are always compared; all blocks
+when a file was modified since they were last compared, or if there are at most ``SAMPLE_BLOCKS``; otherwise
+that many, drawn at random. So opening a cache that was checked before reads 512 MiB of each file at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from harness.metrics.atomic import write_atomically
+from harness.metrics.encoding import parse_object
+
+META = "meta.json"
+CHECKED = "checked.json"
+BLOCK_BYTES = 1 << 24
+SAMPLE_BLOCKS = 32
+_THREADS = 4
+_NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+class DamagedCache(Exception):
+    """A token cache is not what was written; the message says in what."""
+
+
+def files_of(split: str) -> tuple[str, str]:
+    """Names of the two files of a split: its tokens, and where its documents start."""
+    return f"{split}.tokens", f"{split}.starts"
+
+
+def describe_files(folder: Path, splits: Iterable[str]) -> dict[str, Any]:
+    """Sizes and checksums of the files of splits, for the cache's ``meta.json``."""
+    found = {}
+    for name in (name for split in splits for name in files_of(split)):
+        size = (folder / name).stat().st_size
+        found[name] = {"size": size, "xxh3_64": _hash_blocks(folder / name, range(_num_blocks(size)))}
+    return found
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What a cache says of itself.
+
+    Raises:
+        DamagedCache: ``meta.json`` is missing, or not what was written.
+    """
+    try:
+        meta = parse_object((folder / META).read_bytes())
+        if meta["dtype"] not in ("uint16", "uint32") or not all(
+            isinstance(meta["tokens"][split], int) for split in ("train", "validation")
+        ):
+            raise ValueError("it does not say how many tokens of which format there are")
+        for facts in meta.get("files", {}).values():
+            if len(facts["xxh3_64"]) != _num_blocks(facts["size"]):
+                raise ValueError("it lacks checksums")
+    except (*_NO_FILE, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCache(f"{META}: {error}") from None
+    return meta
+
+
+def check_sizes(folder: Path, meta: dict[str, Any], split: str) -> None:
+    """Compares the sizes of a split's files; every rank does.
+
+    Raises:
+        DamagedCache: one is missing or of another size.
+    """
+    tokens, starts = files_of(split)
+    known = {name: facts["size"] for name, facts in meta.get("files", {}).items()}
+    expected = {tokens: meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize, starts: known.get(starts)}
+    for name, size in expected.items():
+        try:
+            found = (folder / name).stat().st_size
+        except _NO_FILE as error:
+            raise DamagedCache(f"{name}: {error.strerror}") from None
+        if size is not None and found != size:
+            raise DamagedCache(f"{name} has {found} bytes instead of {size}")
+
+
+def check_contents(folder: Path, meta: dict[str, Any], split: str) -> None:
+    """Compares checksums of a split's files; the builder does, before others open them.
+
+    A cache of an earlier version has none. The places of its documents are checked, and it gets checksums.
+
+    Raises:
+        DamagedCache: a block does not have the checksum it was written with.
+    """
+    check_sizes(folder, meta, split)
+    if "files" not in meta:
+        for each in ("train", "validation"):
+            _check_starts(folder, meta, each)
+        _add_checksums(folder, meta)
+        return
+    checked = _read_checked(folder)
+    times = {name: (folder / name).stat().st_mtime_ns for name in files_of(split)}
+    for name, time in times.items():
+        sums = meta["files"][name]["xxh3_64"]
+        blocks = list(range(len(sums)))
+        if checked.get(name) == time and len(blocks) > SAMPLE_BLOCKS:
+            blocks = random.SystemRandom().sample(blocks, SAMPLE_BLOCKS)
+        for block, found in zip(blocks, _hash_blocks(folder / name, blocks), strict=True):
+            if found != sums[block]:
+                raise DamagedCache(
+                    f"{name}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES} do not have the "
+                    "checksum they were written with"
+                )
+    if any(checked.get(name) != time for name, time in times.items()):
+        _write_if_possible(folder / CHECKED, {**checked, **times})
+
+
+def _num_blocks(size: int) -> int:
+    return -(-size // BLOCK_BYTES)
+
+
+def _hash_blocks(file: Path, blocks: Iterable[int]) -> list[str]:
+    def hash_block(block: int) -> str:
+        with file.open("rb") as content:
+            content.seek(block * BLOCK_BYTES)
+            return xxhash.xxh3_64_hexdigest(content.read(BLOCK_BYTES))
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(hash_block, blocks))
+
+
+def _check_starts(folder: Path, meta: dict[str, Any], split: str) -> None:
+    """Checks that documents start at ascending places within the tokens, the first at 0."""
+    check_sizes(folder, meta, split)
+    name, num_tokens = files_of(split)[1], meta["tokens"][split]
+    starts = np.fromfile(folder / name, dtype=np.int64)
+    if bool(num_tokens) != bool(len(starts)):
+        raise DamagedCache(f"{name} has {len(starts)} entries for {num_tokens} tokens")
+    if len(starts) and (starts[0] != 0 or starts[-1] >= num_tokens or np.any(np.diff(starts) <= 0)):
+        raise DamagedCache(f"{name} does not hold ascending places among {num_tokens} tokens")
+
+
+def _add_checksums(folder: Path, meta: dict[str, Any]) -> None:
+    files = describe_files(folder, ("train", "validation"))
+    _write_if_possible(folder / META, {**meta, "files": files})
+
+
+def _read_checked(folder: Path) -> dict[str, Any]:
+    """When each file was last modified before all of it was compared; empty if that is not known."""
+    try:
+        return parse_object((folder / CHECKED).read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def _write_if_possible(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file into a cache that may be another user's; without it the next one checks everything."""
+    with contextlib.suppress(OSError):
+        write_atomically(path, json.dumps(content).encode())
