@@ -1,4 +1,4 @@
-"""``python -m harness.convert``: weights between Hugging Face's, Meta's, torch's and our own files.
+"""``python -m harness.convert``: weights between our files and those of others.
 
 The source's format is found out, the target's is ``convert.format``. A checkpoint of the harness knows its
 model and tokenizer; other sources are told with ``model=`` and ``tokenizer=``.
@@ -36,7 +36,7 @@ from harness.model.config import ModelConfig
 if TYPE_CHECKING:
     from harness.checkpoint.formats import Source
 
-FORMATS = ("dcp", "hf", "torch")
+FORMATS = ("dcp", "hf", "torch", "torchtitan")
 # Files of conf/experiment and conf/sweep may choose any group.
 _CHOOSES_ALL = ("experiment", "sweep")
 
@@ -46,15 +46,17 @@ class ConvertConfig:
     """What becomes what."""
 
     source: str | None = label(None)
-    """A folder with Hugging Face's safetensors, Meta's consolidated.*.pth or a DCP checkpoint; or a run's
-    folder, whose newest complete checkpoint is taken. Checkpoints may also lie behind an fsspec URL."""
+    """A folder with Hugging Face's safetensors, Meta's consolidated.*.pth or a DCP checkpoint, torchtitan's
+    too; or a run's folder, whose newest complete checkpoint is taken. Checkpoints may also lie behind an
+    fsspec URL."""
 
     target: str | None = label(None)
     """What to write: a folder, or a file with format=torch. Must not be there yet."""
 
     format: str = label("dcp")
-    """``dcp``, what training starts from (checkpoint.initial_load_path); ``hf``, what transformers loads; or
-    ``torch``, a state dict in one file."""
+    """``dcp``, what training starts from (checkpoint.initial_load_path); ``hf``, what transformers loads;
+    ``torch``, a state dict in one file; or ``torchtitan``, DCP with the rows of wq and wk in the order that
+    torchtitan's model rotates."""
 
     dtype: str | None = label(None)
     """Format of the weights, float32, bfloat16 or float16; null keeps the source's."""
@@ -230,13 +232,14 @@ def _convert(
 ) -> None:
     import torch
 
-    from harness.checkpoint.formats import Cast, Watched, total_bytes, written_whole
+    from harness.checkpoint.formats import Cast, Inspected, Watched, total_bytes, written_whole
     from harness.checkpoint.progress import progress
 
     started = time.monotonic()
     for note in _notes(config, found, tokenizer):
         _say(f"note: {note}")
-    source = Cast(_open(found, model), getattr(torch, config.dtype) if config.dtype else None)
+    inspected = Inspected(_open(found, model))
+    source = Cast(inspected, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)
     with written_whole(target, nbytes) as place, progress(nbytes) as tell:
         _write(config, found, model, tokenizer, Watched(source, tell), place)
@@ -245,6 +248,12 @@ def _convert(
         f"{len(source.tensors)} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
         f"({nbytes / 1e9 / seconds:.2f} GB/s): {target}"
     )
+    if warning := inspected.warning():
+        _say(f"WARNING {warning}")
+    if config.format == "torchtitan":
+        from harness.checkpoint.torchtitan import torchtitan_arguments
+
+        _say(f"note: torchtitan's model needs {torchtitan_arguments(model)}")
 
 
 def _notes(config: ConvertConfig, found: Found, tokenizer: TokenizerConfig | None) -> list[str]:
@@ -252,8 +261,7 @@ def _notes(config: ConvertConfig, found: Found, tokenizer: TokenizerConfig | Non
     notes = []
     if found.kind == "dcp" and not found.manifest:
         notes.append(
-            f"{found.path} has no manifest, nothing vouches for what it holds; "
-            "wq and wk are taken to be laid out as torchtitan's and Meta's"
+            f"{found.path} has no manifest, nothing vouches for what it holds; it is read as torchtitan's"
         )
     if config.format == "hf" and tokenizer is None:
         notes.append("no tokenizer is written: the source does not name one; tokenizer=NAME does")
@@ -291,6 +299,11 @@ def _write(
         from harness.checkpoint.torch_file import write_torch
 
         write_torch(source, place, tied=model.tied_embeddings)
+    elif config.format == "torchtitan":
+        from harness.checkpoint.distributed import write_plain
+        from harness.checkpoint.torchtitan import Torchtitan
+
+        write_plain(Torchtitan(source, model), place)
     else:
         from harness.checkpoint.distributed import write_distributed
 

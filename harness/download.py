@@ -23,7 +23,9 @@ from harness.config import label
 from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import from_dict
 from harness.model.config import ModelConfig
+from harness.model.from_config import model_from_config
 from harness.model.huggingface import check_hf_config
+from harness.text import validate_texts
 
 if TYPE_CHECKING:
     from harness.hub import RemoteFile, Repository
@@ -70,7 +72,8 @@ class DownloadJob:
     """Folder to bring them to; null is assets/hf/<repo>."""
 
     def resolve(self, launched_ranks: int | None = None) -> DownloadJob:
-        """Itself; what a verb's job must have."""
+        """Checks its texts; returns itself."""
+        validate_texts(self)
         return self
 
     @property
@@ -94,8 +97,8 @@ class DownloadJob:
         if not _REPO.fullmatch(self.repo):
             within = re.fullmatch(r"(?:https?://)?[\w.-]*huggingface\.co/([\w.-]+/[\w.-]+).*", self.repo)
             raise ConfigError("repo", self.repo, "is no name", within[1] if within else "owner/name")
-        known = isinstance(self.what, str | list) and self.kinds and set(self.kinds) <= set(PATTERNS)
-        if not known:
+        kinds = self.kinds if isinstance(self.what, str | list) else []
+        if not kinds or not all(isinstance(kind, str) and kind in PATTERNS for kind in kinds):
             said = ",".join(map(str, self.what)) if isinstance(self.what, list) else self.what
             works = f"one or a list of {', '.join(PATTERNS)}"
             raise ConfigError(
@@ -163,6 +166,9 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
     return EXIT_OK
 
 
+_UNKNOWN = "model=NAME"
+
+
 def next_commands(job: DownloadJob) -> list[str]:
     """What to type next, from what lies in the folder."""
     folder, config = job.folder, _config(job.folder)
@@ -170,15 +176,24 @@ def next_commands(job: DownloadJob) -> list[str]:
     if "weights" not in job.kinds:
         return [_command("train", *tokenizer)] if "tokenizer" in job.kinds and tokenizer else []
     option = _model_option(config) if config else None
-    model = f"model={option or 'NAME'}"
+    model = [f"model={option}"] if option else _own_numbers(folder)
     target = f"{folder}-dcp/step-0"
     lines = [
-        _command("convert", model, f"convert.source={folder}", f"convert.target={target}"),
-        _command("train", model, *tokenizer, f"checkpoint.initial_load_path={target}"),
+        _command("convert", *model, f"convert.source={folder}", f"convert.target={target}"),
+        _command("train", *model, *tokenizer, f"checkpoint.initial_load_path={target}"),
     ]
-    return (
-        lines if option else [*lines, "note: no option of conf/model is this model; NAME has to be written"]
-    )
+    if model == [_UNKNOWN]:
+        lines.append("note: no option of conf/model is this model; NAME has to be written")
+    return lines
+
+
+def _own_numbers(folder: Path) -> list[str]:
+    """Overrides that take the model from the config.json that was brought, where it can be read."""
+    try:
+        model_from_config(str(folder))
+    except UserError:
+        return [_UNKNOWN]
+    return ["model=from_config", f"model.path={folder}"]
 
 
 def _command(verb: str, *overrides: str) -> str:

@@ -55,8 +55,8 @@ def commands() -> list[str]:
 
 
 def test_the_page_has_what_a_family_needs(sources: Path) -> None:
-    assert (sources / "conf/model/mixtral_debug.yaml").exists()
-    assert (sources / "harness/model/families/mixtral.py").exists()
+    assert (sources / "conf/model/smollm3_debug.yaml").exists()
+    assert (sources / "harness/model/families/smollm3.py").exists()
     assert len(commands()) == 2
 
 
@@ -73,4 +73,4 @@ def test_commands(sources: Path, command: str) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "MixtralForCausalLM: logits differ" in done.stdout or "1 of 1 layouts agree" in done.stdout
+    assert "SmolLM3ForCausalLM: logits differ" in done.stdout or "1 of 1 layouts agree" in done.stdout

@@ -23,7 +23,7 @@ from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.checkpoint import formats, progress
-from harness.checkpoint.catalog import CheckpointFolder, encode_manifest, open_checkpoint
+from harness.checkpoint.catalog import CheckpointFolder, open_checkpoint
 from harness.checkpoint.distributed import DistributedSource, write_distributed
 from harness.checkpoint.formats import TensorFacts
 from harness.checkpoint.huggingface import (
@@ -32,6 +32,7 @@ from harness.checkpoint.huggingface import (
     plan_shards,
     write_huggingface,
 )
+from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
 from harness.convert import ConvertConfig, ConvertJob, Found, convert, find_source, model_manifest
@@ -267,6 +268,11 @@ def save_training(folder: Path, step: int, network: Any, model: ModelConfig) -> 
         "step": step,
         "holds": "full",
         "job": {"name": "x"},
+        "state": {
+            "train_state": {"step": step},
+            "lr_scheduler": {"last_epoch": step},
+            "data_loader": {"step": step, "samples": 8 * step},
+        },
     }
     path = folder / f"step-{step}"
     dcp.save(state, storage_writer=Writer(str(path), manifest), no_dist=True)
@@ -403,6 +409,86 @@ def test_another_model_than_the_manifests_is_refused(tmp_path: Path) -> None:
     run(source, out, "model.n_layers=2")  # what was typed is so
 
 
+def test_values_that_are_not_finite_are_told(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run(copy, tmp_path / "whole", *TINY)
+    assert "WARNING" not in capsys.readouterr().out
+    for file in sorted(copy.glob("*.safetensors")):
+        stored = load_file(file)
+        if "model.norm.weight" in stored:
+            stored["model.norm.weight"][3] = torch.inf
+        if "model.layers.0.self_attn.k_proj.weight" in stored:
+            stored["model.layers.0.self_attn.k_proj.weight"][1, :2] = torch.nan
+        save_file(stored, file, metadata={"format": "pt"})
+    for target in ("dcp", "hf", "torch", "torchtitan"):
+        run(copy, tmp_path / target, f"convert.format={target}", *TINY)
+        said = capsys.readouterr().out
+        assert (
+            "WARNING 2 of 21 tensors hold NaN or infinite values, layers.0.attention.wk.weight in 2" in said
+        )
+
+
+def test_torchtitans_format_there_and_back(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(copy, tmp_path / "titan", "convert.format=torchtitan", *TINY)
+    assert "torchtitan's model needs rope_theta=500000" in capsys.readouterr().out
+    assert not (tmp_path / "titan" / "manifest.json").exists()
+    run(tmp_path / "titan", tmp_path / "back", "convert.format=hf", *TINY)
+    model = model_of(TINY)
+    assert same(
+        read_all(HuggingFaceSource(tmp_path / "back", model)), read_all(HuggingFaceSource(copy, model))
+    )
+
+
+INDICES: list[Any] = [
+    {"weight_map": {"a": 3}},
+    {"weight_map": {"a": ["x.safetensors"]}},
+    {"weight_map": {"a": None}},
+    {"weight_map": {"a": "x"}},
+    {"weight_map": {"a": "x" * 5000 + ".safetensors"}},
+    {"weight_map": {"a": "\0.safetensors"}},
+    {"weight_map": {"a": "../../x.safetensors"}},
+    {"weight_map": {}},
+    {"weight_map": []},
+    {"weight_map": 1},
+    {},
+    [],
+    None,
+]
+
+
+def test_an_index_that_is_none(copy: Path, tmp_path: Path) -> None:
+    index = copy / "model.safetensors.index.json"
+    for content in INDICES:
+        index.write_text(json.dumps(content))
+        assert "\n" not in refused(copy, tmp_path / "out", *TINY)
+    for raw in (b"\xff", b"[" * 100_000, b""):
+        index.write_bytes(raw)
+        assert "cannot be read as JSON" in refused(copy, tmp_path / "out", *TINY)
+    index.unlink()
+    index.mkdir()
+    assert "cannot be read" in refused(copy, tmp_path / "out", *TINY)
+
+
+def test_a_model_that_is_no_preset(copy: Path, tmp_path: Path) -> None:
+    run(copy, tmp_path / "step-0", "model=from_config")
+    stored = open_checkpoint(str(tmp_path / "step-0")).manifest["model"]
+    expected = dataclasses.asdict(model_of(TINY))
+    assert {**stored, "name": "", "path": None} == {**expected, "name": "", "path": None}
+
+
+@pytest.mark.parametrize(
+    "change", [{"dim": "64"}, {"multiple_of": 0}, {"vocab_size": None}, {"ffn_dim_multiplier": []}]
+)
+def test_params_of_wrong_types(change: dict[str, Any], tmp_path: Path) -> None:
+    save_meta(tmp_path / "meta", [{"norm.weight": torch.ones(64)}], {**PARAMS, **change})
+    assert "params.json: " in refused(tmp_path / "meta", tmp_path / "out", *TINY)
+
+
 def test_missing_tensors_are_refused(copy: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     model = model_of(TINY)
@@ -443,9 +529,7 @@ def test_damage_is_noticed(copy: Path, tmp_path: Path) -> None:
     assert f"{first}: is no whole safetensors file" in refused(copy, out, *TINY)
     save_meta(tmp_path / "meta", [{}])
     (tmp_path / "meta" / "consolidated.00.pth").write_bytes(b"PK\x03\x04 and nothing more")
-    assert "consolidated.00.pth: cannot be read as a file of weights" in refused(
-        tmp_path / "meta", out, *TINY
-    )
+    assert "consolidated.00.pth: cannot be read: " in refused(tmp_path / "meta", out, *TINY)
 
 
 def test_tied_embeddings_that_are_not(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from harness.model.shapes import is_buffer, tensor_shapes
 
 ROOT = Path(__file__).parents[1]
 MTP = ["model=deepseek_v3_debug", "model.mtp.depth=1"]
-FAMILIES = ["qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4"]
+FAMILIES = ["qwen2", "mixtral", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4"]
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,18 @@ from harness.model.moe_config import MoEConfig
 from harness.model.mtp_config import MTPConfig
 from harness.model.rope_config import RopeConfig
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mistral",
+    "mixtral",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "llama4",
+)
 ACTIVATIONS = ("swiglu", "swiglu_clamped")
 _POSITIVE = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_hidden_dim", "max_seq_len")
 
@@ -22,6 +33,8 @@ class ModelConfig:
 
     name: str = label("???")
     """Name of the model, as its file under conf/model is called."""
+    path: str | None = label(None)
+    """With model=from_config: config.json, or its folder, that the numbers are read from."""
     family: str = label("llama")
     """Whose checkpoints it is exchanged with, by transformers' name of the model type."""
     vocab_size: int = numerics("???")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from harness.config import NUMERICS, leaves
@@ -16,6 +17,7 @@ from harness.errors import ConfigError, UserError
 from harness.model.config import ModelConfig
 from harness.model.families import ALL, Family
 from harness.model.families.core import NEEDED, Piece, Says, Shape
+from harness.model.huggingface_rope import STRETCHING, found_rope, said_scaling
 from harness.model.shapes import tensor_shapes
 
 HEAD = "lm_head.weight"
@@ -27,25 +29,25 @@ _SHOWN_ITEMS = 8  # of a list
 
 # What a model was trained with, and no longer computes with.
 _TRAINING = ("embedding_std", "moe.aux_loss_coeff", "mtp.loss_weight")
-# Fields of RopeConfig: those that each scaling reads, with config.json's names and defaults.
-_STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
-    "none": {},
-    "llama3": {
-        "factor": ("factor", None),
-        "low_freq_factor": ("low_freq_factor", None),
-        "high_freq_factor": ("high_freq_factor", None),
-        "original_max_position": ("original_max_position_embeddings", None),
-    },
-    "yarn": {
-        "factor": ("factor", None),
-        "original_max_position": ("original_max_position_embeddings", None),
-        "beta_fast": ("beta_fast", 32.0),
-        "beta_slow": ("beta_slow", 1.0),
-        "truncate": ("truncate", True),
-        "mscale": ("mscale", None),
-        "mscale_all_dim": ("mscale_all_dim", None),
-    },
-}
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file, with or without a byte order mark.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+    except FileNotFoundError:
+        raise UserError(f"{file}: is missing") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: cannot be read as JSON: {error}") from None
+    return content
 
 
 def family_of(model: ModelConfig) -> Family:
@@ -66,8 +68,9 @@ def _speaking(model: ModelConfig) -> Family:
     if family.is_mixture and not model.moe.enabled:
         rule = f"checkpoints of model.family={family.name} have experts"
         raise ConfigError("model.moe.num_experts", 0, rule, "at least 1")
+    said = _said(family, model)
     for name, value in relevant(model):
-        if not _can_say(family, model, name, value):
+        if not _can_say(family, said, name, value):
             raise _cannot_say(family, model, name, value)
     return family
 
@@ -75,8 +78,8 @@ def _speaking(model: ModelConfig) -> Family:
 def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
     """The fields of a model that change what it computes, with their values."""
     attention, of, rope = model.attention, model.moe, model.rope
-    unread = {*_TRAINING, *(f"rope.{name}" for name in _STRETCHING["llama3"] | _STRETCHING["yarn"])}
-    unread -= {f"rope.{name}" for name in _STRETCHING[rope.scaling]}
+    unread = {*_TRAINING, *(f"rope.{name}" for name in STRETCHING["llama3"] | STRETCHING["yarn"])}
+    unread -= {f"rope.{name}" for name in STRETCHING[rope.scaling]}
     if attention.is_latent:
         unread |= {"n_kv_heads", "head_dim"}
     if attention.nope_every_nth_layer is None:
@@ -94,7 +97,11 @@ def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
 
 
 def _cannot_say(family: Family, model: ModelConfig, name: str, value: object) -> ConfigError:
-    able = [f"model.family={each.name}" for each in ALL.values() if _can_say(each, model, name, value)]
+    able = [
+        f"model.family={each.name}"
+        for each in ALL.values()
+        if _can_say(each, _said(each, model), name, value)
+    ]
     lacks = "cannot say it"
     if name == "moe.balance_coeff":
         lacks = f"have no place for layers.{model.expert_layers[0]}.moe.balance_bias"
@@ -102,8 +109,12 @@ def _cannot_say(family: Family, model: ModelConfig, name: str, value: object) ->
     return ConfigError(f"model.{name}", value, rule, [_typed(_required(family, name)), *able])
 
 
-def _can_say(family: Family, model: ModelConfig, name: str, value: object) -> bool:
-    said = {says.ours for says in family.says(model)}
+def _said(family: Family, model: ModelConfig) -> set[str | None]:
+    """The fields that config.json of a family has."""
+    return {says.ours for says in family.says(model)}
+
+
+def _can_say(family: Family, said: set[str | None], name: str, value: object) -> bool:
     free = name in said or name in family.kept or (name.startswith("rope.") and name != "rope.interleaved")
     return free or value == _required(family, name)
 
@@ -181,7 +192,7 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
     if family.unbuildable is not None:
         family.unbuildable(model)
     theta = float(model.rope.theta)
-    scaling = _hf_scaling(model)
+    scaling = said_scaling(model)
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -198,20 +209,6 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
     }
 
 
-def _hf_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    rope = model.rope
-    if rope.scaling == "none":
-        return None
-    said: dict[str, Any] = {"rope_type": rope.scaling}
-    for name, (theirs, _) in _STRETCHING[rope.scaling].items():
-        value = getattr(rope, name)
-        if value is not None:
-            # Floats, because transformers warns of a factor that is an integer.
-            exact = name in ("truncate", "original_max_position")
-            said[theirs] = value if exact else float(value)
-    return said
-
-
 @dataclass(frozen=True)
 class _Fact:
     """One thing that both sides say: our field and value, their field and value."""
@@ -220,9 +217,11 @@ class _Fact:
     value: object
     hf_field: str
     hf_value: object
+    works: object = None
 
     def __str__(self) -> str:
-        return f"{self.field}={_typed(self.value)}: config.json has {self.hf_field} {_typed(self.hf_value)}"
+        said = f"{self.field}={_typed(self.value)}: config.json has {self.hf_field} {_typed(self.hf_value)}"
+        return said if self.works is None else f"{said}, which is {self.field}={_typed(self.works)}"
 
 
 def _typed(value: object) -> str:
@@ -242,9 +241,10 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
         UserError: one line that names every field of the model that differs, or what the model cannot do.
     """
     family = _speaking(model)
-    found = _own_part(family, found)
-    if found.get("quantization_config"):
-        method = found["quantization_config"].get("quant_method", "some method")
+    found = own_part(family, found)
+    quantized = found.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise UserError(
             f"config.json has quantization_config: weights quantized by {method} are not read; "
             "would work: the same in bfloat16"
@@ -257,10 +257,12 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
         if says.ours is None:
             only = f"the decoder only knows {says.theirs} {_typed(says.value)}"
             raise UserError(f"config.json has {says.theirs} {_typed(theirs)}: {only}")
-        facts.append(_Fact(f"model.{says.ours}", _shown(says), says.theirs, theirs))
+        facts.append(_Fact(f"model.{says.ours}", _shown(says), says.theirs, theirs, _works(says, found)))
     facts += [fact for fact in _rope_facts(family, model, found) if fact.value != fact.hf_value]
     if facts:
-        raise UserError("; ".join(map(str, facts)))
+        raise UserError(
+            f"{'; '.join(map(str, facts))}; would work: model=from_config, which takes all of them"
+        )
     family_of(model)
 
 
@@ -268,7 +270,16 @@ def _shown(says: Says) -> object:
     return says.value if says.shown is NEEDED else says.shown
 
 
-def _own_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
+def _works(says: Says, found: Mapping[str, Any]) -> object:
+    """What to type where our field has another unit than theirs; None where it has the same."""
+    try:
+        value = says.our_value(found) if says.to_ours else None
+    except ValueError:
+        return None
+    return value if isinstance(value, str | int | float) and value != _shown(says) else None
+
+
+def own_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
     """What config.json says of the decoder, which may be part of a larger model."""
     model_type, nested = found.get("model_type"), family.nested
     if nested is not None and model_type == nested.model_type and isinstance(found.get(nested.key), dict):
@@ -282,24 +293,18 @@ def _own_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope_facts(family: Family, model: ModelConfig, found: Mapping[str, Any]) -> list[_Fact]:
-    # In this order, because transformers 5 prefers rope_scaling where a file has both.
-    says = found.get("rope_scaling") or found.get("rope_parameters") or {}
-    rope = model.rope
-    theta = says.get("rope_theta", found.get("rope_theta", family.theta))
-    kind = says.get("rope_type", says.get("type", "default"))
-    scaling = "none" if kind == "default" else kind
+    rope, says = model.rope, found_rope(family, found)
     facts = [
-        _Fact("model.rope.theta", rope.theta, "rope_theta", theta),
-        _Fact("model.rope.scaling", rope.scaling, "rope_type", scaling),
+        _Fact("model.rope.theta", rope.theta, "rope_theta", says.theta),
+        _Fact("model.rope.scaling", rope.scaling, "rope_type", says.scaling),
     ]
-    if rope.scaling == scaling:
-        says = {"original_max_position_embeddings": found.get("max_position_embeddings", 2048), **says}
+    if rope.scaling == says.scaling:
         facts += [
-            _Fact(f"model.rope.{name}", getattr(rope, name), theirs, says.get(theirs, default))
-            for name, (theirs, default) in _STRETCHING[scaling].items()
+            _Fact(f"model.rope.{name}", getattr(rope, name), theirs, value)
+            for name, (theirs, value) in says.values().items()
         ]
         # It would be in the place of what mscale says.
-        given = says.get("attention_factor") if scaling == "yarn" else None
+        given = says.fields.get("attention_factor") if says.scaling == "yarn" else None
         if given is not None:
             facts.append(_Fact("model.rope.mscale", rope.mscale, "attention_factor", given))
     return facts

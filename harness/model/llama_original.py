@@ -75,6 +75,18 @@ def permute_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(rows, columns)
 
 
+def interleave_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
+    """Rows of wq or wk from our order to Meta's, [O, I]: the inverse of ``permute_rope``."""
+    rows, columns = weight_OI.shape
+    halves = weight_OI.reshape(n_heads, 2, rows // n_heads // 2, columns)
+    return halves.transpose(1, 2).reshape(rows, columns)
+
+
+def rotated_heads(name: str, config: ModelConfig) -> int | None:
+    """The number of heads of a projection whose output is rotated; None for all other parameters."""
+    return {"wq.weight": config.n_heads, "wk.weight": config.n_kv_heads}.get(name.rpartition("attention.")[2])
+
+
 def merge(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
     """One whole parameter in our layout, out of what each file has of it.
 
@@ -90,11 +102,8 @@ def merge(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
     whole = _join(name, shards, config)
     if tuple(whole.shape) != _shape_of(name, config):
         raise _misfit(name, [tuple(shard.shape) for shard in shards], config)
-    if name.endswith(".wq.weight"):
-        return permute_rope(whole, config.n_heads)
-    if name.endswith(".wk.weight"):
-        return permute_rope(whole, config.n_kv_heads)
-    return whole
+    heads = rotated_heads(name, config)
+    return whole if heads is None else permute_rope(whole, heads)
 
 
 def _join(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:

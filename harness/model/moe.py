@@ -38,6 +38,7 @@ class Router(nn.Linear):
         aux_scale: what makes the auxiliary losses of all passes and ranks a mean over the global batch.
         sequence_parts: ranks that share the tokens of a sequence.
         over_sequence: sums counts over those ranks.
+        positions_T: positions of the sequence that this rank routes, in their order; None: all of them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -45,6 +46,7 @@ class Router(nn.Linear):
         self.config = config.moe
         self.aux_scale, self.sequence_parts = 1.0, 1
         self.over_sequence: Callable[[Tensor], Tensor] | None = None
+        self.positions_T: Tensor | None = None
 
     def forward(self, x_BTC: Tensor, balance_bias_E: Tensor | None) -> Routing:  # type: ignore[override]
         """Routes every token.
@@ -58,7 +60,7 @@ class Router(nn.Linear):
         bias = None if self.bias is None else own_part(self, "bias").float()
         logits_NE = F.linear(x_BTC.flatten(0, 1).float(), own_part(self, "weight").float(), bias)
         scores_NE = logits_NE.softmax(-1) if of.score == "softmax" else logits_NE.sigmoid()
-        experts_NK = self._choose(scores_NE.detach(), balance_bias_E)
+        experts_NK = self._choose(scores_NE.detach(), balance_bias_E, length)
         if of.aux_loss_coeff:
             scores_NE = self._with_aux_loss(scores_NE, experts_NK, length)
         weights_NK = scores_NE.gather(1, experts_NK)
@@ -66,15 +68,21 @@ class Router(nn.Linear):
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         return Routing(weights_NK * of.score_scale, experts_NK)
 
-    def _choose(self, scores_NE: Tensor, balance_bias_E: Tensor | None) -> Tensor:
+    def _choose(self, scores_NE: Tensor, balance_bias_E: Tensor | None, length: int) -> Tensor:
         of = self.config
         if of.force_balance:
-            rows = torch.arange(scores_NE.shape[0] * of.top_k, device=scores_NE.device)
-            return (rows % of.num_experts).view(-1, of.top_k)
+            return self._in_turn(length, scores_NE.device).repeat(scores_NE.shape[0] // length, 1)
         choice_NE = scores_NE if balance_bias_E is None else scores_NE + balance_bias_E
         if of.num_groups > 1:
             choice_NE = choice_NE.masked_fill(~self._allowed(choice_NE), float("-inf"))
         return choice_NE.topk(of.top_k, dim=-1, sorted=False).indices
+
+    def _in_turn(self, length: int, device: torch.device) -> Tensor:
+        """Experts [T, K] of each position of a sequence: the same on whatever rank the position is."""
+        of = self.config
+        positions_T = torch.arange(length, device=device) if self.positions_T is None else self.positions_T
+        turns_TK = positions_T.unsqueeze(1) * of.top_k + torch.arange(of.top_k, device=device)
+        return turns_TK % of.num_experts
 
     def _allowed(self, choice_NE: Tensor) -> Tensor:
         """Which experts are in the best groups of each token (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
@@ -277,6 +285,8 @@ class MoE(nn.Module):
 
     def materialize_buffers(self, device: torch.device) -> None:
         """Makes the buffers anew, which ``to_empty`` leaves without values; in float32 always."""
+        if self.router.positions_T is not None:
+            self.router.positions_T = self.router.positions_T.to(device)
         if self.balance_bias is not None:
             self.balance_bias = torch.zeros(self.num_experts, device=device)
 

@@ -55,7 +55,7 @@ class MoEConfig:
     """Weight of the sequence-wise auxiliary loss (arXiv:2412.19437, equation 17), a mean over the sequences
     of the global batch; it acts on gradients and is not in the loss that is shown. 0: there is none."""
     force_balance: bool = numerics(False)
-    """Give tokens to the experts in turn, whatever their scores: for measuring speed."""
+    """Give the positions of a sequence to the experts in turn, whatever their scores: for measuring speed."""
 
     @property
     def enabled(self) -> bool:

@@ -25,7 +25,9 @@ def rope_table(config: RopeConfig, width: int, seq_len: int, device: torch.devic
     """
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     frequencies = 1.0 / config.theta**exponents
-    if config.scaling == "llama3":
+    if config.scaling == "linear":
+        frequencies = frequencies / config.factor
+    elif config.scaling == "llama3":
         frequencies = _stretch_llama3(frequencies, config)
     elif config.scaling == "yarn":
         frequencies = _stretch_yarn(frequencies, config, width)

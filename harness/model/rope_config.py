@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from harness.config import numerics
 from harness.errors import ConfigError
 
-SCALINGS = ("none", "llama3", "yarn")
+SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
 @dataclass
@@ -20,9 +20,10 @@ class RopeConfig:
     interleaved: bool = numerics(False)
     """Which elements of a head are rotated together: (2i, 2i + 1), else (i, i + width / 2)."""
     scaling: str = numerics("none")
-    """``none``; ``llama3``, the frequency-dependent stretching of Llama 3.1; ``yarn`` (arXiv:2309.00071)."""
+    """``none``; ``linear`` stretches all wavelengths (arXiv:2306.15595); ``llama3``, the frequency-dependent
+    stretching of Llama 3.1; ``yarn`` (arXiv:2309.00071)."""
     factor: float = numerics(8.0)
-    """By how much the longest wavelengths are stretched."""
+    """By how much the longest wavelengths, or with ``linear`` all, are stretched."""
     low_freq_factor: float = numerics(1.0)
     """``llama3``: wavelengths longer than original_max_position / this are stretched whole."""
     high_freq_factor: float = numerics(4.0)

@@ -32,6 +32,9 @@ RELEASED = {
     "qwen3_235b_a22b": (235093634560, 22190763520),
     "gpt_oss_20b": (20914757184, 4187440704),
     "gpt_oss_120b": (116829156672, 5711982912),
+    "qwen2_7b": (7615616512, 7615616512),
+    "mistral_7b": (7241732096, 7241732096),
+    "mixtral_8x7b": (46702792704, 12879925248),
     # Meta says 109B and 400B with the vision encoder, of both 17B active.
     "llama4_scout": (107769861120, 17172894720),
     "llama4_maverick": (400711848960, 17184691200),
@@ -43,6 +46,9 @@ DEBUG = [
     "qwen3_moe_debug",
     "gpt_oss_debug",
     "llama4_debug",
+    "qwen2_debug",
+    "mistral_debug",
+    "mixtral_debug",
 ]
 
 

@@ -118,7 +118,7 @@ def with_another(config: ModelConfig, field: str) -> ModelConfig:
     elif isinstance(before, str):
         setattr(part, name, next(word for word in WORDS[name] if word != before))
     else:
-        setattr(part, name, 7)
+        setattr(part, name, 7 if before != 7 else 8)
     return changed
 
 

@@ -49,6 +49,19 @@ def set_fields(model: ModelConfig, **fields: Any) -> ModelConfig:
 
 
 CASES = {
+    "llama_biases_linear": changed(
+        "qwen2_debug",
+        family="llama",
+        attention__output_bias=True,
+        rope__scaling="linear",
+        rope__factor=4.0,
+    ),
+    "qwen2": changed("qwen2_debug"),
+    "qwen2_tied": changed("qwen2_debug", tied_embeddings=True, norm_eps=1e-3),
+    "mistral": changed("mistral_debug"),
+    "mistral_wide": changed("mistral_debug", head_dim=24, attention__window=5, rope__scaling="linear"),
+    "mixtral": changed("mixtral_debug"),
+    "mixtral_window": changed("mixtral_debug", attention__window=7, moe__top_k=3),
     "qwen3": changed("qwen3_debug"),
     "qwen3_untied": changed("qwen3_debug", tied_embeddings=False, norm_eps=1e-3),
     "qwen3_moe": changed("qwen3_moe_debug"),
@@ -124,8 +137,10 @@ def theirs_of(config: ModelConfig, model: Decoder, folder: Path) -> Any:
     return loaded.eval()
 
 
-def as_stored(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_stored(theirs: dict[str, Tensor], family: str = "") -> dict[str, Tensor]:
     """Tensors of transformers' modules, which stack and fuse experts that its files keep one by one."""
+    if family == "mixtral":
+        return {_of_mixtral(name): tensor for name, tensor in as_stored(theirs).items()}
     stored = {}
     for name, tensor in theirs.items():
         prefix, _, last = name.rpartition("mlp.experts.")
@@ -140,13 +155,20 @@ def as_stored(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
+def _of_mixtral(name: str) -> str:
+    """What Mixtral's files call a tensor that other mixtures have too."""
+    for theirs, own in {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items():
+        name = re.sub(rf"mlp\.experts\.(\d+)\.{theirs}", rf"mlp.experts.\1.{own}", name)
+    return re.sub(r"\.mlp\.(experts|gate)\.", r".block_sparse_moe.\1.", name)
+
+
 def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(config.vocab_size, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def test_every_family_is_tried() -> None:
-    assert {case.family for case in CASES.values()} == set(ALL) - {"llama"}
+    assert {case.family for case in CASES.values()} == set(ALL)
 
 
 def from_theirs(model: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -174,7 +196,7 @@ def test_logits_and_gradients(case: str, tmp_path: Path) -> None:
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     assert all(gradient is not None for gradient in gradients.values())
     buffers = dict(theirs.named_buffers())
-    stored = as_stored({**buffers, **gradients})
+    stored = as_stored({**buffers, **gradients}, config.family)
     own = dict(model.named_parameters())
     compared = 0
     for name, gradient in from_theirs(config, stored):
@@ -221,6 +243,11 @@ def test_parts_of_tensors(case: str, tmp_path: Path) -> None:
 
 # What makes a family what it is, and a value with which it is not there, or another.
 PECULIARITIES = [
+    ("llama_biases_linear", {"attention__output_bias": False}),
+    ("llama_biases_linear", {"rope__scaling": "none"}),
+    ("qwen2", {"attention__qkv_bias": False}),
+    ("mistral", {"attention__window": None}),
+    ("mixtral", {"moe__normalize_scores": False}),
     ("qwen3", {"attention__qk_norm": "none"}),
     ("qwen3_moe", {"moe__normalize_scores": False}),
     ("deepseek_v2", {"rope__scaling": "none"}),

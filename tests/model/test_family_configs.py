@@ -53,6 +53,59 @@ DEEPSEEK_YARN = {
     "type": "yarn",
 }
 FILES: dict[str, dict[str, Any]] = {
+    "qwen2_7b": {
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "mistral_7b": {
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "mixtral_8x7b": {
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
     "deepseek_v3_671b": {
         "attention_bias": False,
         "ep_size": 1,
@@ -275,8 +328,8 @@ def test_released_files_are_read(name: str) -> None:
         ),
         (
             "qwen3_8b",
-            {"model_type": "qwen2"},
-            "config.json has model_type qwen2: only checkpoints with model_t",
+            {"model_type": "gemma3"},
+            "config.json has model_type gemma3: only checkpoints with model_t",
         ),
         (
             "qwen3_30b_a3b",
@@ -302,6 +355,26 @@ def test_a_file_that_differs_is_refused(name: str, change: dict[str, Any], says:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("deepseek_v3_671b", {"n_shared_experts": 2}, "which is model.moe.shared_hidden_dim=4096"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": [0, 1]}, "which is model.moe.first_dense_layers=2"),
+        ("mistral_7b", {"sliding_window": 7}, "would work: model=from_config"),
+        ("qwen3_8b", {"rope_scaling": "linear"}, 'rope_scaling "linear": an object belongs there'),
+        (
+            "qwen3_8b",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type dynamic: at inference it stretches",
+        ),
+    ],
+)
+def test_a_refusal_says_what_would_work(name: str, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_hf_config(shipped(name), {**FILES[name], **change})
+    assert says in str(caught.value)
+
+
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_models_have_their_families_tensors(name: str) -> None:
     """transformers' own model of our config.json has these tensors, of these shapes."""
@@ -311,6 +384,6 @@ def test_released_models_have_their_families_tensors(name: str) -> None:
     config_class = transformers.CONFIG_MAPPING[content["model_type"]]
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config_class(**content))
-    shapes = {key: tuple(value.shape) for key, value in as_stored(theirs.state_dict()).items()}
+    shapes = {key: tuple(value.shape) for key, value in as_stored(theirs.state_dict(), config.family).items()}
     check_hf_tensors(config, shapes)
     assert len([key for key in hf_shapes(config) if f"layers.{layers - 1}.input" in key]) == 1

@@ -5,10 +5,24 @@ from harness.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from harness.model.families.gpt_oss import GPT_OSS
 from harness.model.families.llama import LLAMA
 from harness.model.families.llama4 import LLAMA4
+from harness.model.families.mistral import MISTRAL, MIXTRAL
+from harness.model.families.qwen2 import QWEN2
 from harness.model.families.qwen3 import QWEN3, QWEN3_MOE
 
 ALL: dict[str, Family] = {
-    family.name: family for family in (LLAMA, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, LLAMA4)
+    family.name: family
+    for family in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        MISTRAL,
+        MIXTRAL,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        GPT_OSS,
+        LLAMA4,
+    )
 }
 
 __all__ = ["ALL", "Family"]

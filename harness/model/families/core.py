@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,9 @@ def per_expert(prefix: str) -> Names:
     }
 
 
+_NOT_SAID = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+_MOST_LAYERS = 10_000
+
 NEEDED = object()
 """Default of a field that every config.json has."""
 
@@ -109,6 +112,8 @@ class Says:
         nullable: whether null is a value, else it is as if it were left out.
         read: what is made of a value before it is compared.
         alias: another name of it.
+        to_ours: our value, from theirs and all of config.json, where it is not the same; None where theirs
+            does not decide it.
     """
 
     theirs: str
@@ -119,20 +124,41 @@ class Says:
     nullable: bool = False
     read: Callable[[Any], object] | None = None
     alias: str | None = None
+    to_ours: Callable[[Any, Mapping[str, Any]], object] | None = None
 
     def found(self, content: Mapping[str, Any]) -> object:
         """What a config.json says."""
         for name in (self.theirs, self.alias or self.theirs):
             if name in content and (self.nullable or content[name] is not None):
-                return self.read(content[name]) if self.read else content[name]
+                return self._read(content[name])
         if self.default is NEEDED:
             return None
         if not callable(self.default):
             return self.default
         try:
             return self.default(content)
-        except KeyError:
-            return None  # what it follows from is missing too, which is said of that field
+        except _NOT_SAID:
+            return None  # what it follows from is missing or wrong, which is said of that field
+
+    def _read(self, value: Any) -> object:
+        try:
+            return self.read(value) if self.read else value
+        except _NOT_SAID:
+            return value  # it is of another type, and so it differs
+
+    def our_value(self, content: Mapping[str, Any]) -> object:
+        """Our field's value that config.json asks for; None where it does not say one.
+
+        Raises:
+            ValueError: it says something that no value of our field has.
+        """
+        theirs = self.found(content)
+        if self.to_ours is None:
+            return theirs
+        try:
+            return self.to_ours(theirs, content)
+        except _NOT_SAID as error:
+            raise ValueError(f"{self.theirs} {theirs!r}") from error
 
 
 @dataclass(frozen=True)
@@ -152,6 +178,8 @@ class Family:
         unbuildable: raises ConfigError for what its files can say and transformers does not build.
         written: what is written to config.json and never looked at.
         theta: rope_theta when it is left out.
+        assumed: our values of fields in ``kept``, for a model that is read from config.json alone.
+        trained: fields of config.json that only training reads, and ours.
         nested: a larger model whose files are read, too.
         ignored: beginnings of names of tensors that are none of the decoder's.
         mtp: names as in a block, of multi-token prediction's modules; theirs stand in block n_layers.
@@ -170,6 +198,8 @@ class Family:
     unbuildable: Callable[[ModelConfig], None] | None = None
     written: Callable[[ModelConfig], dict[str, Any]] | None = None
     theta: float = 10000.0
+    assumed: Callable[[ModelConfig], dict[str, object]] | None = None
+    trained: Mapping[str, str] = field(default_factory=dict)
     nested: Nested | None = None
     ignored: Callable[[ModelConfig], tuple[str, ...]] | None = None
     mtp: Names = field(default_factory=dict)
@@ -269,6 +299,58 @@ def common(model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object)
 
 def _heads(defaults: Mapping[str, object]) -> Callable[[Mapping[str, Any]], object]:
     return lambda found: found.get("num_attention_heads", defaults.get("num_attention_heads"))
+
+
+def layers_in(found: Mapping[str, Any]) -> range:
+    """The numbers of the blocks that a config.json asks for.
+
+    Raises:
+        ValueError: it asks for none, or for too many to be meant.
+    """
+    layers = found["num_hidden_layers"]
+    if not isinstance(layers, int) or not 0 < layers <= _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers {layers!r}")
+    return range(layers)
+
+
+def every_nth(marked: Sequence[bool]) -> int | None:
+    """The n for which every n-th layer (n - 1, 2n - 1, ...) is marked and no other is; None for no layer.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not any(marked):
+        return None
+    every = list(marked).index(True) + 1
+    if [(layer + 1) % every == 0 for layer in range(len(marked))] != list(marked):
+        raise ValueError("not every n-th layer")
+    return every
+
+
+def head_width(found: Mapping[str, Any]) -> int:
+    """Width of a head where config.json leaves it out."""
+    return int(found["hidden_size"]) // int(found["num_attention_heads"])
+
+
+def attention_biases(model: ModelConfig) -> list[Says]:
+    """The field that gives all four projections of attention biases."""
+    of = model.attention
+    return [
+        Says("attention_bias", of.qkv_bias, "attention.qkv_bias", default=False),
+        Says("attention_bias", of.output_bias, "attention.output_bias", default=False),
+    ]
+
+
+def both_biases(model: ModelConfig) -> None:
+    """Refuses biases of some of attention's projections only.
+
+    Raises:
+        ConfigError: one of the two fields is set.
+    """
+    of = model.attention
+    if of.qkv_bias != of.output_bias:
+        rule = "checkpoints of this family have biases in all of attention's projections or in none"
+        raise ConfigError("model.attention.output_bias", of.output_bias, rule, [str(of.qkv_bias).lower()])
 
 
 def dividing_heads(model: ModelConfig) -> None:

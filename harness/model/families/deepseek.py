@@ -68,6 +68,7 @@ def _says(model: ModelConfig) -> list[Says]:
             of.shared_hidden_dim // max(of.hidden_dim, 1),
             "moe.shared_hidden_dim",
             shown=of.shared_hidden_dim,
+            to_ours=lambda experts, found: experts * found["moe_intermediate_size"],
         ),
         Says("routed_scaling_factor", of.score_scale, "moe.score_scale", default=1.0),
         Says("n_group", of.num_groups, "moe.num_groups", default=1),
@@ -82,7 +83,9 @@ def _v2(model: ModelConfig) -> list[Says]:
     return [
         *_says(model),
         Says("first_k_dense_replace", of.first_dense_layers, "moe.first_dense_layers", default=0),
-        Says("topk_method", method, "moe.num_groups", shown=of.num_groups, default="greedy"),
+        Says(
+            "topk_method", method, "moe.num_groups", shown=of.num_groups, default="greedy", to_ours=_nothing
+        ),
         Says("scoring_func", "softmax", default="softmax"),
         # DeepSeek's code normalizes in place of scaling where this is true, transformers' never does.
         Says("norm_topk_prob", False, default=False),
@@ -105,9 +108,14 @@ def _v3(model: ModelConfig) -> list[Says]:
             "mtp.depth",
             default=0,
             read=lambda found: min(found, model.mtp.depth),
+            to_ours=_nothing,
         ),
         Says("rope_interleave", model.rope.interleaved, "rope.interleaved", default=True),
     ]
+
+
+def _nothing(_theirs: object, _found: object) -> None:
+    """Another field decides."""
 
 
 def _refuse_v3(model: ModelConfig) -> None:
@@ -115,6 +123,9 @@ def _refuse_v3(model: ModelConfig) -> None:
     if not model.moe.balance_coeff:
         rule = "checkpoints of model.family=deepseek_v3 have balancing biases, without it there are none"
         raise ConfigError("model.moe.balance_coeff", model.moe.balance_coeff, rule, "0.001")
+
+
+_TRAINED = {"aux_loss_alpha": "moe.aux_loss_coeff"}
 
 
 def _written(model: ModelConfig) -> dict[str, object]:
@@ -132,6 +143,7 @@ DEEPSEEK_V2 = Family(
     refuse=whole_multiple,
     unbuildable=dividing_heads,
     written=_written,
+    trained=_TRAINED,
 )
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
@@ -144,6 +156,8 @@ DEEPSEEK_V3 = Family(
     kept=("moe.balance_coeff",),
     refuse=_refuse_v3,
     written=_written,
+    trained=_TRAINED,
+    assumed=lambda _: {"moe.balance_coeff": 0.001},
     ignored=lambda model: () if model.mtp.depth else (f"model.layers.{model.n_layers}.",),
     mtp=_MTP,
     mtp_copies=_MTP_COPIES,

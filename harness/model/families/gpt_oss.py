@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.model.config import ModelConfig
-from harness.model.families.core import ATTENTION, NORMS, Family, Says, Slot, common
+from harness.model.families.core import (
+    ATTENTION,
+    NORMS,
+    Family,
+    Says,
+    Slot,
+    common,
+    every_nth,
+    layers_in,
+)
 
 _ALPHA, _LIMIT = 1.702, 7.0  # as harness.model.feed_forward has them
 
@@ -37,11 +46,18 @@ def _says(model: ModelConfig) -> list[Says]:
             "attention.global_every_nth_layer",
             shown=attention.global_every_nth_layer,
             default=_alternating,
+            to_ours=_global_layers,
         ),
         Says("attention_bias", True, default=True),
         Says("swiglu_alpha", _ALPHA, default=_ALPHA),
         Says("swiglu_limit", _LIMIT, default=_LIMIT),
     ]
+
+
+def _global_layers(types: Any, found: Mapping[str, Any]) -> int | None:
+    return (
+        None if found.get("sliding_window", 0) is None else every_nth([t == "full_attention" for t in types])
+    )
 
 
 def _layer_types(model: ModelConfig) -> list[str]:
@@ -50,7 +66,7 @@ def _layer_types(model: ModelConfig) -> list[str]:
 
 
 def _alternating(found: Mapping[str, Any]) -> list[str]:
-    return [("sliding_attention", "full_attention")[i % 2] for i in range(found["num_hidden_layers"])]
+    return [("sliding_attention", "full_attention")[i % 2] for i in layers_in(found)]
 
 
 GPT_OSS = Family(
@@ -73,6 +89,8 @@ GPT_OSS = Family(
     },
     is_mixture=True,
     kept=("ffn_hidden_dim",),  # of blocks without experts, which there are none of
+    assumed=lambda model: {"ffn_hidden_dim": model.moe.hidden_dim},
+    trained={"router_aux_loss_coef": "moe.aux_loss_coeff"},
     written=lambda model: {"router_aux_loss_coef": model.moe.aux_loss_coeff},
     theta=150000.0,
 )

@@ -6,7 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.model.config import ModelConfig
-from harness.model.families.core import ATTENTION, DENSE, NORMS, Family, Says, common, dividing_heads
+from harness.model.families.core import (
+    ATTENTION,
+    DENSE,
+    NORMS,
+    Family,
+    Says,
+    attention_biases,
+    both_biases,
+    common,
+    dividing_heads,
+    head_width,
+)
 
 # What LlamaConfig takes for a field that config.json leaves out.
 _DEFAULTS: dict[str, Any] = {
@@ -23,14 +34,13 @@ def _says(model: ModelConfig) -> list[Says]:
     return [
         *common(model, head_dim=_head_dim, **_DEFAULTS),
         Says("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim", default=11008),
-        Says("attention_bias", False, default=False),
+        *attention_biases(model),
         Says("mlp_bias", False, default=False),
     ]
 
 
 def _head_dim(found: Mapping[str, Any]) -> int:
-    says = {**_DEFAULTS, **found}
-    return int(says["hidden_size"]) // int(says["num_attention_heads"])
+    return head_width({**_DEFAULTS, **found})
 
 
 LLAMA = Family(
@@ -39,6 +49,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     names=NORMS | ATTENTION | DENSE,
     says=_says,
+    refuse=both_biases,
     unbuildable=dividing_heads,
 )
 

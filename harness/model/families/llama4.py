@@ -18,7 +18,11 @@ from harness.model.families.core import (
     Nested,
     Says,
     Slot,
+    attention_biases,
+    both_biases,
     common,
+    every_nth,
+    layers_in,
 )
 
 _EXPERTS = {
@@ -42,6 +46,7 @@ def _says(model: ModelConfig) -> list[Says]:
             "moe.every_nth_layer",
             shown=of.every_nth_layer,
             default=_moe_layers,
+            to_ours=_every_nth_has_experts,
         ),
         Says(
             "use_qk_norm",
@@ -49,6 +54,7 @@ def _says(model: ModelConfig) -> list[Says]:
             "attention.qk_norm",
             shown=attention.qk_norm,
             default=True,
+            to_ours=lambda normed, _: "l2" if normed else "none",
         ),
         Says(
             "no_rope_layers",
@@ -56,6 +62,7 @@ def _says(model: ModelConfig) -> list[Says]:
             "attention.nope_every_nth_layer",
             shown=attention.nope_every_nth_layer,
             default=_no_rope_layers,
+            to_ours=lambda rotated, _: every_nth([not each for each in rotated]),
             # Released files have an empty list for the default.
             read=lambda layers: layers[: model.n_layers] or _default_no_rope_layers(model.n_layers),
         ),
@@ -66,6 +73,7 @@ def _says(model: ModelConfig) -> list[Says]:
             "attention.global_every_nth_layer",
             shown=attention.global_every_nth_layer,
             default=_default_layer_types,
+            to_ours=_global_layers,
         ),
         Says(
             "attn_temperature_tuning",
@@ -74,14 +82,27 @@ def _says(model: ModelConfig) -> list[Says]:
             shown=attention.nope_temperature,
             default=True,
             read=bool,  # released files have 4 for true
+            to_ours=lambda tuned, found: found.get("attn_scale", 0.1) if tuned else 0.0,
         ),
-        Says("attention_bias", False, default=False),
+        *attention_biases(model),
     ]
     if attention.nope_temperature:
         floor = attention.nope_temperature_floor
         said.append(Says("attn_scale", attention.nope_temperature, "attention.nope_temperature", default=0.1))
         said.append(Says("floor_scale", floor, "attention.nope_temperature_floor", default=8192))
     return said
+
+
+def _global_layers(types: Any, found: Mapping[str, Any]) -> int | None:
+    local = found.get("attention_chunk_size", 0) is not None
+    return every_nth([each == "full_attention" for each in types]) if local else None
+
+
+def _every_nth_has_experts(layers: Any, found: Mapping[str, Any]) -> int:
+    every = every_nth([layer in layers for layer in layers_in(found)])
+    if every is None:
+        raise ValueError("no layer has experts")
+    return every
 
 
 def _layer_types(model: ModelConfig) -> list[str]:
@@ -94,7 +115,7 @@ def _default_no_rope_layers(layers: int, every: int = 4) -> list[int]:
 
 
 def _no_rope_layers(found: Mapping[str, Any]) -> list[int]:
-    return _default_no_rope_layers(found["num_hidden_layers"], found.get("no_rope_layer_interval") or 4)
+    return _default_no_rope_layers(len(layers_in(found)), found.get("no_rope_layer_interval") or 4)
 
 
 def _default_layer_types(found: Mapping[str, Any]) -> list[str]:
@@ -104,10 +125,11 @@ def _default_layer_types(found: Mapping[str, Any]) -> list[str]:
 
 def _moe_layers(found: Mapping[str, Any]) -> list[int]:
     step = found.get("interleave_moe_layer_step") or 1
-    return list(range(step - 1, found["num_hidden_layers"], step))
+    return list(layers_in(found)[step - 1 :: step])
 
 
 def _refuse(model: ModelConfig) -> None:
+    both_biases(model)
     of = model.moe
     if of.shared_hidden_dim != of.hidden_dim:
         rule = f"shared experts of this family are as wide as others, model.moe.hidden_dim={of.hidden_dim}"
@@ -140,5 +162,7 @@ LLAMA4 = Family(
         "router_aux_loss_coef": model.moe.aux_loss_coeff,
     },
     theta=500000.0,
+    assumed=lambda model: {"moe.shared_hidden_dim": model.moe.hidden_dim},
+    trained={"router_aux_loss_coef": "moe.aux_loss_coeff"},
     nested=Nested("llama4", "text_config", "language_model.", ("vision_model.", "multi_modal_projector.")),
 )

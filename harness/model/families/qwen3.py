@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from harness.model.config import ModelConfig
-from harness.model.families.core import ATTENTION, DENSE, NORMS, Family, Says, common, per_expert
+from harness.model.families.core import (
+    ATTENTION,
+    DENSE,
+    NORMS,
+    Family,
+    Says,
+    attention_biases,
+    both_biases,
+    common,
+    head_width,
+    per_expert,
+)
 
 _NAMES = (
     NORMS
@@ -20,7 +30,7 @@ def _shared(model: ModelConfig, head_dim: object) -> list[Says]:
     return [
         *common(model, head_dim=head_dim),
         Says("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
-        Says("attention_bias", False, default=False),
+        *attention_biases(model),
         Says("use_sliding_window", False, default=False),
     ]
 
@@ -32,7 +42,7 @@ def _dense(model: ModelConfig) -> list[Says]:
 def _mixture(model: ModelConfig) -> list[Says]:
     of = model.moe
     return [
-        *_shared(model, head_dim=_head_dim),
+        *_shared(model, head_dim=head_width),
         Says("num_experts", of.num_experts, "moe.num_experts", alias="num_local_experts"),
         Says("num_experts_per_tok", of.top_k, "moe.top_k"),
         Says("moe_intermediate_size", of.hidden_dim, "moe.hidden_dim"),
@@ -44,12 +54,15 @@ def _mixture(model: ModelConfig) -> list[Says]:
             "moe.first_dense_layers",
             shown=of.first_dense_layers,
             default=[],
+            to_ours=_dense_at_first,
         ),
     ]
 
 
-def _head_dim(found: Mapping[str, Any]) -> int:
-    return int(found["hidden_size"]) // int(found["num_attention_heads"])
+def _dense_at_first(layers: Any, _found: object) -> int:
+    if list(layers) != list(range(len(layers))):
+        raise ValueError("not the first layers")
+    return len(layers)
 
 
 QWEN3 = Family(
@@ -59,6 +72,7 @@ QWEN3 = Family(
     names=_NAMES,
     says=_dense,
     requires={"attention.qk_norm": "learned"},
+    refuse=both_biases,
 )
 QWEN3_MOE = Family(
     name="qwen3_moe",
@@ -67,6 +81,8 @@ QWEN3_MOE = Family(
     names=_NAMES | {"moe.router": "mlp.gate"} | per_expert("mlp.experts"),
     says=_mixture,
     requires={"attention.qk_norm": "learned"},
+    refuse=both_biases,
     is_mixture=True,
+    trained={"router_aux_loss_coef": "moe.aux_loss_coeff"},
     written=lambda model: {"router_aux_loss_coef": model.moe.aux_loss_coeff},
 )

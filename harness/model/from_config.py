@@ -1,0 +1,144 @@
+"""The numbers of a model out of a config.json of Hugging Face's (no torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+from harness.errors import ConfigError, UserError
+from harness.model.config import ModelConfig
+from harness.model.families import ALL, Family
+from harness.model.huggingface import check_hf_config, own_part, read_object
+from harness.model.huggingface_rope import STRETCHING, found_rope
+
+CONFIG = "config.json"
+
+# Fields of one table may follow from fields of another; two rounds are enough for the families there are.
+_MOST_ROUNDS = 5
+_MAY_BE_ZERO = ("moe.first_dense_layers", "moe.shared_hidden_dim", "moe.num_experts")
+_MOST = {"n_layers": 10_000}
+
+
+def model_from_config(path: str) -> ModelConfig:
+    """The model that a config.json describes, resolved and checked against it.
+
+    Args:
+        path: the file, or the folder that holds it.
+
+    Raises:
+        UserError: it describes none that the decoder can be.
+    """
+    file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
+    content = read_object(file)
+    try:
+        family = _family(content)
+        model = _read(family, own_part(family, content))
+        model.name = re.sub(r"[^\w.-]+", "_", file.resolve().parent.name) or "from_config"
+        model.path = path
+        model.resolve()
+        model.validate()
+        check_hf_config(model, content)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    return model
+
+
+def _family(content: Mapping[str, Any]) -> Family:
+    model_type = content.get("model_type")
+    for family in ALL.values():
+        if model_type in (family.model_type, family.nested and family.nested.model_type):
+            return family
+    known = ", ".join(family.model_type for family in ALL.values())
+    raise UserError(f"model_type {model_type!r} is no family that is read; would work: {known}")
+
+
+def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
+    """The model before it is resolved."""
+    model = ModelConfig()
+    model.family = family.name
+    for field in dataclasses.fields(ModelConfig):
+        if getattr(model, field.name) == "???" and field.name != "name":
+            setattr(model, field.name, 1)  # the table is written from a model
+    for name, value in family.requires.items():
+        _set(model, name, value, name)
+    for _ in range(_MOST_ROUNDS):
+        before = dataclasses.asdict(model)
+        _take_said(family, found, model)
+        if dataclasses.asdict(model) == before:
+            break
+    for theirs, ours in family.trained.items():
+        if isinstance(found.get(theirs), int | float):
+            _set(model, ours, found[theirs], theirs)
+    for name, value in (family.assumed(model) if family.assumed else {}).items():
+        _set(model, name, value, name)
+    rope = found_rope(family, found)
+    _set(model, "rope.theta", rope.theta, "rope_theta")
+    if rope.scaling not in STRETCHING:
+        known = [name if name != "none" else "default" for name in STRETCHING]
+        raise UserError(f"it has rope_type {rope.scaling!r}; would work: {', '.join(known)}")
+    model.rope.scaling = str(rope.scaling)
+    for name, (theirs, value) in rope.values().items():
+        _set(model, f"rope.{name}", value, theirs)
+    return model
+
+
+def _take_said(family: Family, found: Mapping[str, Any], model: ModelConfig) -> None:
+    for says in family.says(model):
+        if says.ours is None:
+            continue
+        try:
+            value = says.our_value(found)
+        except ValueError as error:
+            raise UserError(f"it has {error}, which no model.{says.ours} stands for") from None
+        # Null is a value of fields that can be null; else a field that decides nothing is left as it is.
+        if value is not None or (says.nullable and says.to_ours is None):
+            _set(model, says.ours, value, says.theirs)
+        elif says.to_ours is None:
+            raise UserError(f"it has no {says.theirs}")
+
+
+def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> None:
+    """Sets a field by its dotted name.
+
+    Raises:
+        UserError: the value is of another type, or out of range whatever the model.
+    """
+    *groups, last = name.split(".")
+    owner: Any = model
+    for group in groups:
+        owner = getattr(owner, group)
+    hint = get_type_hints(type(owner))[last]
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if float in kinds and type(value) is int:
+        value = float(value)
+    if type(value) not in kinds:
+        wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise UserError(f"it has {theirs} {value!r} where a value of type {wanted} belongs")
+    least = 0 if name in _MAY_BE_ZERO else 1
+    if type(value) is int and not least <= value <= _MOST.get(name, 2**40):
+        raise UserError(f"it has {theirs} {value!r}, which is out of range")
+    setattr(owner, last, value)
+
+
+def model_node(path: str) -> dict[str, Any]:
+    """The same as plain values, an option of the group ``model``."""
+    return dataclasses.asdict(model_from_config(path))
+
+
+def require_read(path: str | None, read_from: str | None) -> None:
+    """Refuses a model.path that nothing was read from.
+
+    Args:
+        path: the job's.
+        read_from: where the model was read from when the job was composed.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if path is not None and path != read_from:
+        rule = "is read where it is typed beside model=from_config"
+        raise ConfigError("model.path", path, rule, f"model=from_config model.path={path}")

@@ -1,0 +1,114 @@
+"""A model out of a config.json: the shipped ones come back, and no file ends in a traceback."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_accounting import DEBUG, shipped
+from test_families import CASES
+from test_family_configs import FILES
+from tiers import rest_is_thorough
+
+from harness.compose import Composer, compose_job, compose_points
+from harness.convert import ConvertJob
+from harness.errors import ConfigError, UserError
+from harness.model.config import ModelConfig
+from harness.model.from_config import model_from_config
+from harness.model.huggingface import check_hf_config, hf_config, relevant
+
+# What config.json does not say: how initial values are drawn, and speeds of training.
+UNSAID = {"embedding_std", "moe.balance_coeff", "moe.force_balance", "mtp.loss_weight"}
+
+
+def write(folder: Path, content: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def meant(model: ModelConfig) -> dict[str, object]:
+    return {name: value for name, value in relevant(model) if name not in UNSAID}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_released_files_give_the_shipped_model(name: str, tmp_path: Path) -> None:
+    assert meant(model_from_config(write(tmp_path, FILES[name]))) == meant(shipped(name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_we_write_comes_back(name: str, tmp_path: Path) -> None:
+    content = hf_config(CASES[name], dtype="float32", bos_id=None, eos_id=None)
+    assert meant(model_from_config(write(tmp_path, content))) == meant(CASES[name])
+
+
+def test_a_job_holds_the_numbers_and_what_is_typed_wins(tmp_path: Path) -> None:
+    folder = tmp_path / "My Model"
+    folder.mkdir()
+    write(folder, FILES["mistral_7b"])
+    typed = ["model=from_config", f"model.path='{folder}'", "data=synthetic", "tokenizer=bytes"]
+    job = compose_job([*typed, "training.seq_len=64"])
+    assert (job.model.name, job.name, job.model.path) == ("My_Model", "My_Model", str(folder))
+    assert meant(job.model) == meant(shipped("mistral_7b"))
+    other = compose_job([*typed, "model.n_layers=2", "model.attention.window=null", "training.seq_len=64"])
+    assert (other.model.n_layers, other.model.attention.window) == (2, None)
+    # The path is a label: the same numbers are the same job.
+    same = compose_job([*typed, "model.name=other", "training.seq_len=64"])
+    assert same.numerics_id == job.numerics_id
+    assert type(job).from_json(job.to_json()).model == job.model
+
+
+def test_a_conversion_reads_what_it_converts(tmp_path: Path) -> None:
+    write(tmp_path, FILES["qwen3_8b"])
+    typed = ["model=from_config", f"convert.source={tmp_path}", "convert.target=out"]
+    job = compose_job(typed, config_name="convert", schema=ConvertJob)
+    assert meant(job.model) == meant(shipped("qwen3_8b"))
+
+
+def test_points_of_a_sweep_have_each_their_own(tmp_path: Path) -> None:
+    paths = []
+    for name in ("mistral_7b", "qwen3_8b"):
+        (tmp_path / name).mkdir()
+        paths.append(write(tmp_path / name, FILES[name]))
+    points = compose_points(["model=from_config", f"model.path={','.join(paths)}", "training.seq_len=32"])
+    assert [point.job.model.family for point in points] == ["mistral", "qwen3"]
+
+
+def test_a_path_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    with Composer() as composer:
+        with pytest.raises(ConfigError, match=r"^model\.path=.*typed beside model=from_config"):
+            composer.job([f"model.path={tmp_path}"])
+        with pytest.raises(UserError, match=r"^model\.path: must be given with model=from_config"):
+            composer.job(["model=from_config"])
+        with pytest.raises(UserError, match=r"config\.json: is missing"):
+            composer.job(["model=from_config", f"model.path={tmp_path}"])
+
+
+WRONG: list[object] = [None, "x", "", -1, 0, 1.5, 10**30, True, [], [3, "a"], {}, {"rope_type": 3}, [[]]]
+
+
+@pytest.mark.parametrize("name", rest_is_thorough(DEBUG, "llama4_debug", "qwen3_moe_debug"))
+def test_wrong_values_end_in_one_line(name: str, tmp_path: Path) -> None:
+    """Keys of an export with values of all types, three for each in turn: no reader ends in a traceback."""
+    model = shipped(name)
+    content = hf_config(model, dtype="float32", bos_id=None, eos_id=None)
+    values, refused = itertools.cycle(WRONG), 0
+    for key in [*content, "quantization_config", "text_config", "no_rope_layer_interval"]:
+        for value in itertools.islice(values, 3):
+            broken = {**content, key: value}
+            path = write(tmp_path, broken)
+            for read in (partial(model_from_config, path), partial(check_hf_config, model, broken)):
+                try:
+                    read()
+                except UserError as error:
+                    refused += 1
+                    assert "\n" not in str(error)
+    assert refused > 50
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FILES["qwen3_8b"]), encoding="utf-8-sig")
+    assert model_from_config(str(tmp_path)).family == "qwen3"

@@ -1,0 +1,107 @@
+"""Checkpoints for torchtitan against its Llama's mathematics, which rotates interleaved pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from test_against_transformers import VARIANTS, close
+from test_llama_original import CONFIGS, meta_logits, meta_weights
+from torch import Tensor
+
+from harness.checkpoint.distributed import DistributedSource, write_plain
+from harness.checkpoint.formats import TensorFacts
+from harness.checkpoint.torchtitan import Torchtitan, torchtitan_arguments
+from harness.errors import ConfigError
+from harness.model.config import ModelConfig
+from harness.model.decoder import Decoder
+
+
+class Held:
+    """A source in memory."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.held = tensors
+        self.tensors = {name: TensorFacts(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self.held[name]
+
+
+def loaded(folder: Path, source: Torchtitan) -> dict[str, Tensor]:
+    """What torchtitan loads: a state dict of its own names, with no reader of ours."""
+    state = {name: torch.empty(facts.shape) for name, facts in source.tensors.items()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("name", ["llama2", "grouped_query", "llama31"])
+def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    ours = meta_weights(config)  # in our order here
+    source = Torchtitan(Held(ours), config)
+    write_plain(source, tmp_path)
+    assert not (tmp_path / "manifest.json").exists()
+    state = loaded(tmp_path, source)
+    model = Decoder(config, seq_len=48)
+    model.load_state_dict(ours)
+    tokens = torch.randint(config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        close(model(tokens), meta_logits(state, tokens, config))
+        # Our own rows in its rotation are another model.
+        wrong = meta_logits(ours, tokens, config)
+        assert (model(tokens) - wrong).abs().max() > 0.1 * wrong.abs().max()
+    again = DistributedSource(str(tmp_path), {}, config)
+    assert all(torch.equal(again.read(each), tensor) for each, tensor in ours.items())
+
+
+def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
+    config = dataclasses.replace(VARIANTS["plain"], tied_embeddings=True)
+    config.resolve()
+    ours = meta_weights(config)
+    source = Torchtitan(Held(ours), config)
+    write_plain(source, tmp_path)
+    assert torch.equal(loaded(tmp_path, source)["output.weight"], ours["tok_embeddings.weight"])
+    again = DistributedSource(str(tmp_path), {}, config)
+    assert torch.equal(again.read("tok_embeddings.weight"), ours["tok_embeddings.weight"])
+
+
+def test_rows_of_qwen3_stay_where_they_are() -> None:
+    config = dataclasses.replace(VARIANTS["plain"], family="qwen3")
+    config.attention = dataclasses.replace(config.attention, qk_norm="learned")
+    config.resolve()
+    ours = meta_weights(config)
+    source = Torchtitan(Held(ours), config)
+    assert all(torch.equal(source.read(name), tensor) for name, tensor in ours.items())
+
+
+def test_arguments_say_that_nothing_is_stretched() -> None:
+    """torchtitan's own default is a factor of 8."""
+    assert "RoPEScalingArgs(scaling_factor=1)" in torchtitan_arguments(CONFIGS["llama2"])
+    assert "scaling_factor=8, low_freq_factor=1, high_freq_factor=4" in torchtitan_arguments(
+        CONFIGS["llama31"]
+    )
+
+
+def change(config: ModelConfig, **fields: object) -> ModelConfig:
+    return dataclasses.replace(config, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (change(CONFIGS["llama2"], family="deepseek_v3"), "convert.format=torchtitan: dense models"),
+        (CONFIGS["wide_heads"], "model.head_dim=24: torchtitan's Llama has heads of width"),
+        (
+            change(CONFIGS["llama2"], rope=dataclasses.replace(CONFIGS["llama2"].rope, scaling="yarn")),
+            "model.rope.scaling=yarn: torchtitan's llama does not scale so; would work: none, llama3",
+        ),
+    ],
+)
+def test_models_that_it_does_not_have(config: ModelConfig, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Torchtitan(Held(meta_weights(config)), config)
+    assert str(caught.value).startswith(says)
