@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harness.data.loader import Batch
 from harness.data.prefetch import count_valid, place
+from harness.errors import LostGradientError
 from harness.job import Job
 from harness.metrics.annotation import annotated
 from harness.optimizer.build import build_optimizer, build_schedule
@@ -123,6 +124,7 @@ class Engine:
         )
         self.schedule = build_schedule(job.schedule, self.optimizer, job.training.steps)
         self.weights_changed = True
+        self._gradients_checked = False
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters this rank holds (or shards of them), under their names in the whole model."""
@@ -181,6 +183,8 @@ class Engine:
             losses = torch.zeros(1 + self.job.model.mtp.depth, device=self.device)
             for i, piece in enumerate(pieces):
                 losses = losses + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
+        if not self._gradients_checked:
+            self._check_gradients()
         with annotated("gradient_norm"):
             squares = self._squares()
             sums = self.world_total([squares.sum(), *(losses if self.has_loss else [0.0] * len(losses))])
@@ -272,6 +276,22 @@ class Engine:
             return self.updater.take_squares()
         settle_gradients(self.parameters)
         return local_squares(self.parameters, self.mesh, self.device)
+
+    def _check_gradients(self) -> None:
+        """Check, after the first backward pass of the process, that no parameter was left out.
+
+        Raises:
+            LostGradientError: one was.
+        """
+        lost = [
+            name
+            for place, (name, parameter) in enumerate(self.named_parameters())
+            if parameter.requires_grad
+            and (parameter.grad is None if self.updater is None else place not in self.updater.updated)
+        ]
+        if lost:
+            raise LostGradientError(lost)
+        self._gradients_checked = True
 
     def _loss_of_sequences(self, loss: Tensor) -> Tensor:
         """The loss of whole sequences, out of this rank's share of their tokens."""

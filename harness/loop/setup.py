@@ -13,7 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from harness.errors import ConfigError
+from harness.cluster.config import node_name
+from harness.errors import ConfigError, UserError
 from harness.job import Job
 
 
@@ -32,12 +33,14 @@ def pick_device(job: Job) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("cluster.device", wanted, "torch sees no CUDA device here", ["cpu", "auto"])
+        node = node_name()
+        raise ConfigError("cluster.device", wanted, f"torch sees no CUDA device on {node}", ["cpu", "auto"])
     place, count = local_rank(), torch.cuda.device_count()
+    if job.cluster.gpu_bind is not None:
+        place %= count  # SLURM shows the rank only the GPUs that it is bound to
     if place >= count:
-        raise ConfigError(
-            "cluster.device", wanted, f"local rank {place} has no GPU: this node has {count}", ["cpu"]
-        )
+        rule = f"local rank {place} has no GPU: {node_name()} has {count}"
+        raise ConfigError("cluster.device", wanted, rule, ["cpu"])
     device = torch.device("cuda", place)
     torch.cuda.set_device(device)
     return device
@@ -96,6 +99,7 @@ def process_group(job: Job, device: torch.device, store: dist.Store | None = Non
         device: device of this rank.
         store: where the ranks meet; None means where torchrun's variables say.
     """
+    _check_interface()
     alone = job.world_size == 1
     with loopback_if_all_ranks_are_here(job):
         if alone:
@@ -119,6 +123,18 @@ def process_group(job: Job, device: torch.device, store: dist.Store | None = Non
                 dist.destroy_process_group()
             raise
         dist.destroy_process_group()
+
+
+def _check_interface() -> None:
+    """Raises UserError if gloo is told to use a network interface that is not here."""
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME")
+    names = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in (wanted or "").split(",") if name and name not in names]
+    if missing:
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME={wanted}: {socket.gethostname()} has no network interface {missing[0]}; "
+            f"would work: {', '.join(names)}"
+        )
 
 
 def shorten_timeouts(job: Job) -> None:

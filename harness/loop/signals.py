@@ -51,7 +51,9 @@ class StopRequest:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            # Not if they are ignored meanwhile.
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous = {}
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
@@ -70,18 +72,31 @@ class StopRequest:
 @contextmanager
 def stop_signals_interrupt() -> Iterator[None]:
     """Makes SIGTERM, SIGHUP and SIGUSR2 raise KeyboardInterrupt, as SIGINT does, while it is entered."""
-    before = _set_handlers(signal.default_int_handler)
+    with _handled_by(signal.default_int_handler):
+        yield
+
+
+@contextmanager
+def stop_signals_ignored() -> Iterator[None]:
+    """Ignores the stop signals while it is entered: a row that is being written is completed."""
+    with _handled_by(signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: object) -> Iterator[None]:
+    before = _set_handlers(handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        for number, earlier in before.items():
+            signal.signal(number, earlier)  # type: ignore[arg-type]
 
 
 def ignore_stop_signals() -> None:
-    """From here on this process writes down what became of it, and is asked for nothing else.
+    """Ignores the stop signals until the process ends, so that it can write how the run ended.
 
-    A launcher that sees one rank end asks the others to, in the middle of their last writes.
+    A launcher that sees one rank end sends them to the others, in the middle of their last writes.
     """
     _set_handlers(signal.SIG_IGN)
 

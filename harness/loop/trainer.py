@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,7 @@ from harness.loop.finite import FiniteWatch, named_as_such
 from harness.loop.flight_recorder import StepWatch
 from harness.loop.progress import Progress, device_name, device_peak
 from harness.loop.setup import shorten_timeouts
-from harness.loop.signals import StopRequest
+from harness.loop.signals import StopRequest, ignore_stop_signals
 from harness.metrics.annotation import annotated
 from harness.metrics.memory import peak_memory_gib
 from harness.metrics.mfu import describe_inputs, utilization
@@ -105,18 +107,23 @@ class Trainer:
             UserError: what the run starts from cannot be used.
             SaveFailed: checkpoints cannot be written.
         """
-        try:
-            return self._train()
-        except torch.OutOfMemoryError:
-            self.profiler.out_of_memory(self.progress.step + 1)
-            raise
-        finally:
-            self.watch.close()
-            self.profiler.close()
-            self.loader.close()
-            self.saver.folder.release()
+        # Signals are handled by the loop's handlers until all is closed: closing takes time.
+        with ExitStack() as handlers:
+            try:
+                return self._train(handlers)
+            except torch.OutOfMemoryError:
+                self.profiler.out_of_memory(self.progress.step + 1)
+                raise
+            finally:
+                if "RANK" in os.environ:
+                    # A launcher sends them when a rank has failed: an error would become an interruption.
+                    ignore_stop_signals()
+                self.watch.close()
+                self.profiler.close()
+                self.loader.close()
+                self.saver.folder.release()
 
-    def _train(self) -> str:
+    def _train(self, handlers: ExitStack) -> str:
         self._say(describe_inputs(self.accounting, self.peak))
         precision = self.job.precision
         if precision.linear != "none":
@@ -136,8 +143,7 @@ class Trainer:
             gc.disable()
             gc.collect()
         try:
-            with StopRequest() as request:
-                return self._loop(request, collecting)
+            return self._loop(handlers.enter_context(StopRequest()), collecting)
         except NonFiniteError:
             # All ranks are here, so the checkpoint in flight can still be finished.
             try:
@@ -170,7 +176,8 @@ class Trainer:
             self.resumed_from = resumed.path
             self.progress.resume(resumed.state)
         if self.recorder is not None:
-            self.recorder.begin(self.progress.step)
+            step = self.progress.step
+            self.recorder.begin(step, has_curve=self.saver.folder.path_of(step) == self.resumed_from)
 
     def result(self) -> dict[str, Any]:
         """What the run's row says of how far it came and how fast."""
@@ -187,6 +194,7 @@ class Trainer:
             "loss": progress.loss,
             "validation_loss": progress.validation_loss,
             "skipped_steps": progress.skipped_steps,
+            "damaged_documents": self.loader.damaged_documents,
             "first_step_seconds": progress.first_step_seconds,
             "compile_seconds": self.compiler.seconds,
             "recompiles": self.compiler.recompiles,
@@ -205,15 +213,8 @@ class Trainer:
     def shown_summary(self) -> dict[str, Any]:
         """The figures a run ends with on the console."""
         row = self.result()
-        names = (
-            "step",
-            "tokens",
-            "loss",
-            "validation_loss",
-            "tokens_per_second_per_rank",
-            "mfu",
-            "memory_gib",
-        )
+        rates = ("tokens_per_second_per_rank", "mfu", "memory_gib")
+        names = ("step", "tokens", "loss", "validation_loss", *rates)
         shown = {name: row[name] for name in names if row[name] is not None}
         rate = row["window"]["tokens_per_second"]
         return {**shown, "tokens_per_second": rate} if rate is not None else shown
@@ -252,9 +253,8 @@ class Trainer:
             if stopping:
                 saved = ""
                 if self.is_saved:
-                    command = (
-                        "the same command" if self.is_resumable else "it without checkpoint.resume=false"
-                    )
+                    resumable = self.is_resumable
+                    command = "the same command" if resumable else "it without checkpoint.resume=false"
                     saved = f" and saved: {command} goes on from there"
                 self._say(f"stopped after step {number} of {training.steps}{saved}")
                 return "interrupted"

@@ -18,6 +18,9 @@ class UpdateInBackward:
     FSDP2 calls the hooks when the gradient of its shard has been reduced. The optimizer stays one, with one
     state and one learning rate, so that checkpoints and schedules see no difference.
 
+    Attributes:
+        updated: places of the parameters that have been updated since the start.
+
     Args:
         optimizer: what updates.
         parameters: all it updates, in the order in which squares are given.
@@ -30,6 +33,7 @@ class UpdateInBackward:
     ) -> None:
         self.optimizer, self.mesh, self.device = optimizer, mesh, device
         self.squares = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+        self.updated: set[int] = set()
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -46,6 +50,7 @@ class UpdateInBackward:
             self.squares[place] = local_squares([parameter], self.mesh, self.device)[0]
             self._step([parameter], index)
             parameter.grad = None
+            self.updated.add(place)
 
         return update
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 
 from harness.config import execution
 from harness.errors import ConfigError
 
 MODES = ("none", "full", "selective_op", "selective_layer", "memory_budget")
+BACKENDS = ("inductor", "aot_eager", "eager", "aot_eager_decomp_partition", "cudagraphs")
+"""Compilers that torch brings along; packages can add their own."""
 COMPONENTS = ("blocks", "loss")
 
 
@@ -41,8 +44,13 @@ class CompileConfig:
             raise ConfigError("compile.components", unknown[0], "no such component", COMPONENTS)
         if self.enable and not self.components:
             raise ConfigError("compile.components", "[]", "nothing is left to compile", "compile=off")
-        if not self.backend:
-            raise ConfigError("compile.backend", "''", "must name a backend", "inductor, aot_eager")
+        if self.backend not in BACKENDS and self.backend not in _installed_backends():
+            raise ConfigError("compile.backend", self.backend or "''", "no such backend", BACKENDS)
+
+
+def _installed_backends() -> set[str]:
+    """Compilers that installed packages offer to torch."""
+    return {entry.name for entry in entry_points(group="torch_dynamo_backends")}
 
 
 @dataclass

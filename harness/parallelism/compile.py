@@ -27,6 +27,9 @@ def prepare_compiler(
     torch._dynamo.reset()
     budgeted = recompute.mode == "memory_budget"
     torch._functorch.config.activation_memory_budget = recompute.memory_budget if budgeted else 1.0
+    # Tensor parallel has device meshes in the graph. torch 2.13 refuses to weigh them; they keep nothing.
+    if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
+        torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     # With a zero bubble, gradients of inputs and of weights are taken in two passes over one graph.
     torch._functorch.config.donated_buffer = not layout.splits_backward
     torch._inductor.config._micro_pipeline_tp = layout.async_tp

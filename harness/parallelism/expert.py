@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from harness.model.decoder import Decoder
 from harness.model.moe import Exchange, Experts, MoE, inverse_of, permute
 from harness.parallelism.config import ParallelismConfig
+from harness.parallelism.context import local_positions
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
 
 # R: rows that this rank routes, S: rows that it computes, C: residual width, E: experts
@@ -49,10 +50,14 @@ def apply_expert_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) 
         if layout.ep > 1:
             assert mesh.experts is not None
             moe.exchange = ExpertExchange(mesh.experts.get_group(EXPERT))
-        groups = [mesh.group("cp")] if layout.cp > 1 else []
+        groups, positions_T = [], local_positions(layout, part.seq_len, mesh.rank("cp"))
+        if layout.cp > 1:
+            groups.append(mesh.group("cp"))
         if layout.tp > 1 and not layout.splits_experts:
             groups.append(mesh.group("tp"))
+            positions_T = positions_T.chunk(layout.tp)[mesh.rank("tp")]
         if groups:
+            moe.router.positions_T = positions_T
             moe.router.over_sequence = _Counts(groups)
             moe.router.sequence_parts = prod(group.size() for group in groups)
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -17,12 +19,67 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from harness.errors import UserError
+from harness.errors import LostGradientError, UserError
 from harness.job import Job
 from harness.model.decoder import Decoder
 from harness.parallelism.mesh import Mesh
 from harness.parallelism.schedules import read_csv_schedule
 from harness.parallelism.stages import num_stages, stages_of_rank
+
+
+class Stage(PipelineStage):
+    """A stage whose two halves of a backward pass work with parameters that FSDP frees after forward.
+
+    torch looks for the stage's parameters in the graph of the pass. After a forward pass that freed the
+    gathered parameters, the module has their shards, which are in no graph, and their gradients are lost
+    without an error. So the parameters are gathered before either half.
+    """
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if backward_type in ("input", "weight"):
+            for module in self._fsdp_modules():
+                module.unshard()
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "input":
+            self._check_all_found(result[1] or [])
+        return result
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        # After a pass for the weights some gradients of a group are in reduce_dtype and others still in
+        # param_dtype, and FSDP refuses to reduce them together. Its end of a backward pass that does not
+        # synchronize brings them all to reduce_dtype.
+        for module in self._fsdp_modules():
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+            for group in _parameter_groups(module):
+                group.post_backward()
+        super().perform_reduce_grad(grad_scale_factor)
+
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [module for module in self.submod.modules() if isinstance(module, FSDPModule)]
+
+    def _check_all_found(self, groups: list[dict[str, Any]]) -> None:
+        """Check that the pass for the weights will give every parameter a gradient.
+
+        Raises:
+            LostGradientError: torch has not found a parameter in the graph of the pass.
+        """
+        found = set().union(*(group["params"] for group in groups))
+        parameters = [(name, p) for name, p in self.submod.named_parameters() if p.requires_grad]
+        if len(found) < len(parameters):
+            raise LostGradientError(
+                name for name, parameter in parameters if _get_grad_fn_or_grad_acc(parameter) not in found
+            )
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """Return FSDP's groups of parameters of a module; before torch 2.13 there is at most one."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def build_schedule(
@@ -44,7 +101,7 @@ def build_schedule(
     layout, n_layers = job.parallelism, job.model.n_layers
     total = num_stages(layout, n_layers)
     stages = [
-        PipelineStage(
+        Stage(
             part,
             index,
             total,

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import rest_is_thorough
 
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
@@ -61,7 +62,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "parallelism=tp_pp", "parallelism=fsdp_cp"))
 def test_tokens_and_losses_are_counted_once(pool: RankPool, layout: str) -> None:
     """Traps 9 and 10: token counts and losses, also a rank's own, are over the same tokens, each once."""
     counts = [3, 32, 10, 1]
@@ -89,7 +90,7 @@ def stop_asked_of(job_json: str, rank: int) -> bool:
     return engine.gradients(batch, stop_requested=dist.get_rank() == rank).stop_requested
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", rest_is_thorough([0, 3], 3))
 def test_one_rank_asked_to_stop_stops_all(pool: RankPool, rank: int) -> None:
     """Trap 26."""
     assert pool.run(4, stop_asked_of, job_of("parallelism=fsdp_pp"), rank) == [True] * 4
@@ -104,9 +105,10 @@ def finite_after_spoiling(job_json: str, rank: int) -> bool:
     return engine.gradients(batch_of(engine, [32] * 4)).is_finite
 
 
-@pytest.mark.parametrize(
-    "layout", ["parallelism=fsdp", "parallelism=tp", "parallelism=pp", "parallelism=ddp"]
-)
+SPOILT = ["parallelism=fsdp", "parallelism=tp", "parallelism=pp", "parallelism=ddp"]
+
+
+@pytest.mark.parametrize("layout", rest_is_thorough(SPOILT, "parallelism=fsdp", "parallelism=pp"))
 def test_a_number_gone_wrong_on_one_rank_is_seen_by_all(pool: RankPool, layout: str) -> None:
     """Traps 25 and 26."""
     job = job_of(layout)
@@ -138,12 +140,15 @@ def changed_by_an_update(job_json: str, spoilt: bool) -> tuple[set[str], int]:
     }, engine.schedule.last_epoch
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach"])
-@pytest.mark.parametrize("layout", ["single", "fsdp_tp"])
+UPDATES = [(layout, kind) for layout in ("single", "fsdp_tp") for kind in ("fused", "foreach")]
+
+
+@pytest.mark.parametrize("case", rest_is_thorough(UPDATES, ("single", "foreach"), ("fsdp_tp", "fused")))
 def test_an_update_without_numbers_changes_nothing_but_the_rate(
-    pool: RankPool, layout: str, implementation: str
+    pool: RankPool, case: tuple[str, str]
 ) -> None:
     """Here the loss alone is infinite, and the gradients are in order."""
+    layout, implementation = case
     job = job_of(f"parallelism={layout}", f"optimizer.implementation={implementation}")
     ranks = Job.from_json(job).world_size
     for changed, steps in pool.run(ranks, changed_by_an_update, job, True):
@@ -164,9 +169,10 @@ def clipped_norm(job_json: str, max_norm: float) -> tuple[float, float]:
     return before, engine.world_sum([squares])[0] ** 0.5
 
 
-@pytest.mark.parametrize(
-    "layout", ["parallelism=single", "parallelism=hsdp", "parallelism=fsdp_tp", "parallelism=tp_pp"]
-)
+CLIPPED = ["parallelism=single", "parallelism=hsdp", "parallelism=fsdp_tp", "parallelism=tp_pp"]
+
+
+@pytest.mark.parametrize("layout", rest_is_thorough(CLIPPED, "parallelism=single", "parallelism=tp_pp"))
 def test_clipping_is_by_the_global_norm(pool: RankPool, layout: str) -> None:
     job = job_of(layout)
     for before, after in pool.run(Job.from_json(job).world_size, clipped_norm, job, 0.05):
@@ -237,10 +243,13 @@ def shards_of(job_json: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("layout", ["hsdp_tp", "fsdp_tp_pp", "fsdp_tp"])
-@pytest.mark.parametrize("vocab", [256, 259])
-def test_initial_values_are_those_drawn_by_name(pool: RankPool, layout: str, vocab: int) -> None:
+DRAWN = [(layout, vocab) for layout in ("hsdp_tp", "fsdp_tp_pp", "fsdp_tp") for vocab in (256, 259)]
+
+
+@pytest.mark.parametrize("case", rest_is_thorough(DRAWN, ("hsdp_tp", 259), ("fsdp_tp", 256)))
+def test_initial_values_are_those_drawn_by_name(pool: RankPool, case: tuple[str, int]) -> None:
     """Trap 12: bitwise, whatever shards them."""
+    layout, vocab = case
     job = job_of(f"parallelism={layout}", f"model.vocab_size={vocab}")
     ranks = Job.from_json(job).world_size
     assert pool.run(ranks, shards_of, job) == [True] * ranks
@@ -269,19 +278,20 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *(["parallelism=pp", f"parallelism.pp_schedule={schedule}"] for schedule in PIPELINES),
-        ["parallelism=fsdp_pp", "parallelism.pp_schedule=ZBVZeroBubble"],
-        ["parallelism=fsdp_pp", "parallelism.pp_schedule=Interleaved1F1B"],
-        *([f"parallelism={name}"] for name in ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "tp_pp")),
-    ],
-    ids=lambda layout: "-".join(o.split("=")[1] for o in layout),
-)
-def test_validation_is_the_same_and_leaves_training_alone(pool: RankPool, layout: list[str]) -> None:
+VALIDATED = [
+    *(f"parallelism=pp parallelism.pp_schedule={schedule}" for schedule in PIPELINES),
+    *(f"parallelism=fsdp_pp parallelism.pp_schedule={name}" for name in ("ZBVZeroBubble", "Interleaved1F1B")),
+    *(f"parallelism={name}" for name in ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "tp_pp")),
+]
+# One of each way of executing a forward pass: without a pipeline, one stage on a rank, two in a row, a V.
+WAYS = [VALIDATED[PIPELINES.index(schedule)] for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")]
+WAYS += ["parallelism=hsdp", "parallelism=tp"]
+
+
+@pytest.mark.parametrize("layout", rest_is_thorough(VALIDATED, *WAYS))
+def test_validation_is_the_same_and_leaves_training_alone(pool: RankPool, layout: str) -> None:
     """Trap 11, on every way of executing a forward pass."""
     [expected] = pool.run(1, losses_around_validation, job_of())
-    job = job_of(*layout)
+    job = job_of(*layout.split())
     for found in pool.run(Job.from_json(job).world_size, losses_around_validation, job):
         assert found == pytest.approx(expected, rel=1e-5)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from harness.compose import compose_job
-from harness.errors import ConfigError
+from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.loop import process
-from harness.loop.setup import set_up_process
+from harness.loop.setup import process_group, set_up_process
 
 ROOT = Path(__file__).parents[2]
 OURS = {
@@ -122,3 +122,11 @@ def test_matmul_precision_is_the_jobs(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"training\.matmul_precision=low: .*would work: highest, high"):
         job("training.matmul_precision=low")
     assert job().numerics_id != job("training.matmul_precision=high").numerics_id
+
+
+def test_an_interface_that_is_not_here_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
+    job = compose_job(["model=llama3_tiny", "data=synthetic", "cluster.device=cpu"])
+    says = r"^GLOO_SOCKET_IFNAME=lo,nope0: .* has no network interface nope0; would work: .*lo"
+    with pytest.raises(UserError, match=says), process_group(job, torch.device("cpu")):
+        pass

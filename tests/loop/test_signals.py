@@ -5,11 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from harness.cluster.local import launch
+from harness.compose import compose_job
 from harness.loop import signals
+from harness.loop.engine import Engine
 from harness.loop.signals import StopRequest, stop_signals_interrupt
+from harness.run_folder import RunFolder
+
+TINY = (
+    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "metrics.console=none"),
+    *("training.seq_len=16", "training.global_batch_size=2", "training.steps=4", "checkpoint.enable=false"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +102,54 @@ def test_outside_of_the_main_thread_nothing_is_touched() -> None:
 def test_termination_interrupts_before_the_loop_begins() -> None:
     with stop_signals_interrupt(), pytest.raises(KeyboardInterrupt):
         send(signal.SIGTERM)
+
+
+def test_signals_that_are_ignored_meanwhile_stay_so_when_a_request_ends() -> None:
+    before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
+    try:
+        with StopRequest():
+            signals.ignore_stop_signals()
+        send(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_row_that_is_being_written_is_not_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the run is done or has failed, and whether a rank or its controller writes."""
+    job = compose_job([*TINY, f"runs_dir={tmp_path}"])
+    conclude, settle, seen = RunFolder.conclude, RunFolder.settle, []
+
+    def interrupt(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def interrupted(*arguments: Any) -> None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                send(number)
+            seen.append(name)
+            call(*arguments)
+
+        return interrupted
+
+    monkeypatch.setattr(RunFolder, "conclude", interrupt("conclude", conclude))
+    monkeypatch.setattr(RunFolder, "settle", interrupt("settle", settle))
+    folder = RunFolder(tmp_path / "done")
+    folder.begin(job, [])
+    assert launch(job, folder) == 0 and folder.row["exit_code"] == 0
+
+    def fail(*_: object) -> None:
+        send(signal.SIGINT)  # noted; a second one would end the run at once
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(Engine, "update", fail)
+    folder = RunFolder(tmp_path / "failed")
+    folder.begin(job, [])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert launch(job, folder, ends_process=True) == 1 and folder.row["error.type"] == "LookupError"
+        send(signal.SIGTERM)  # the interpreter takes a while to end
+    finally:
+        for number in signals.STOP_SIGNALS:
+            signal.signal(number, before if number != signal.SIGINT else signal.default_int_handler)
+    assert seen == ["conclude", "settle"] * 2

@@ -127,7 +127,12 @@ CASES = [
     *((linear, layout) for linear in ("float8_tensorwise", "mxfp8") for layout in LAYOUTS),
     *((linear, "fsdp_tp") for linear in ("float8_rowwise", "float8_rowwise_hp")),
 ]
-CORE = [case for case in CASES if case[0] == "float8_tensorwise" or case[1] == "fsdp_tp"]
+CORE = [
+    ("float8_tensorwise", "pp"),
+    ("float8_tensorwise", "fsdp_tp"),
+    ("mxfp8", "tp"),
+    ("float8_rowwise_hp", "fsdp_tp"),
+]
 
 
 @pytest.mark.parametrize("case", rest_is_thorough(CASES, *CORE), ids="-".join)

@@ -179,7 +179,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "fsdp_tp_ep", "tp"))
 @pytest.mark.parametrize("linear", rest_is_thorough(GROUPED, "mxfp8"))
 def test_layout_agrees_with_one_process(pool: RankPool, linear: str, layout: str) -> None:
     experts = (*FAMILIES["qwen3"], "model.moe.hidden_dim=256")

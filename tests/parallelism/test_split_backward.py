@@ -1,0 +1,131 @@
+"""Backward passes in two halves under FSDP: no gradient is lost, whatever frees parameters in between."""
+
+from __future__ import annotations
+
+from itertools import product
+from unittest import mock
+
+import pytest
+from tiers import rest_is_thorough
+
+from harness.cluster.pool import RankFailed, RankPool
+from harness.compose import Composer
+from harness.errors import ConfigError
+from harness.job import Job
+from harness.parallelism.config import RESHARD
+from harness.parallelism.schedules import SCHEDULES
+from harness.parity import Judge, ParityConfig, ParityJob, Trace, job_of, line, trace
+
+RECOMPUTED = ["none", "selective_layer", "selective_op", "full"]
+TABLE = [
+    "-".join(choices)
+    for choices in product(SCHEDULES, RESHARD, ["device", "offload"], RECOMPUTED, ["dp_shard", "cp"])
+]
+CORE = [
+    "InterleavedZeroBubble-always-device-none-dp_shard",
+    "ZBVZeroBubble-always-offload-full-dp_shard",
+    "DualPipeV-always-device-none-cp",
+]
+# Their split passes leave gradients of one group of FSDP's in two formats.
+ONE_MICROBATCH = [
+    "model=llama4_debug",
+    "precision=bf16",
+    "training.seq_len=48",
+    "training.global_batch_size=4",
+    "parallelism=fsdp_ep_pp",
+    "parallelism.dp_shard=2",
+    "parallelism.pp_schedule=ZBVZeroBubble",
+    "parallelism.pp_microbatch_size=2",
+]
+
+
+def compose(*overrides: str) -> Job:
+    with Composer("parity", ParityJob) as composer:
+        return job_of(composer.job(overrides))
+
+
+def layout(row: str) -> Job:
+    schedule, reshard, memory, recomputed, shards = row.split("-")
+    return compose(
+        "parallelism=pp",
+        f"parallelism.pp_schedule={schedule}",
+        f"parallelism.reshard_after_forward={reshard}",
+        f"parallelism.cpu_offload={str(memory == 'offload').lower()}",
+        f"activation_checkpoint={recomputed}",
+        f"parallelism.{shards}=2",
+        "training.seq_len=32",
+    )
+
+
+@pytest.fixture(scope="module")
+def judge(pool: RankPool) -> Judge:
+    return Judge(pool, ParityConfig(steps=2))
+
+
+@pytest.mark.parametrize("row", rest_is_thorough(TABLE, *CORE))
+def test_whatever_frees_parameters(judge: Judge, row: str) -> None:
+    schedule, _, _, recomputed, _ = row.split("-")
+    if recomputed == "selective_op" and SCHEDULES[schedule].splits_backward:
+        with pytest.raises(ConfigError, match=r"activation_checkpoint\.mode=selective_op"):
+            layout(row)
+        return
+    verdict = judge.verdict(row, layout(row))
+    assert verdict.passed, line(verdict)
+
+
+def test_one_microbatch_in_bfloat16(judge: Judge) -> None:
+    verdict = judge.verdict("one microbatch", compose(*ONE_MICROBATCH))
+    assert verdict.passed, line(verdict)
+
+
+def without_gathering(job_json: str, steps: int) -> Trace:
+    """Run torch's stage, which takes the parameters that the module has."""
+    from harness.parallelism.pipeline import Stage
+
+    with mock.patch.object(Stage, "_fsdp_modules", lambda self: []):
+        return trace(job_json, steps)
+
+
+def with_a_parameter_left_out(job_json: str, steps: int) -> Trace:
+    """Lose one gradient of the first step."""
+    from harness.parallelism.execute import DirectExecutor
+
+    original = DirectExecutor.forward_backward
+
+    def forward_backward(self, batch, *, last):  # type: ignore[no-untyped-def]
+        losses = original(self, batch, last=last)
+        self.part.norm.weight.grad = None
+        return losses
+
+    with mock.patch.object(DirectExecutor, "forward_backward", forward_backward):
+        return trace(job_json, steps)
+
+
+def without_a_hook(job_json: str, steps: int) -> Trace:
+    """Never update one parameter, where updates are made in backward."""
+    from harness.optimizer.in_backward import UpdateInBackward
+
+    original = UpdateInBackward._hook
+
+    def hook(self, index, place):  # type: ignore[no-untyped-def]
+        return original(self, index, place) if place else lambda parameter: None
+
+    with mock.patch.object(UpdateInBackward, "_hook", hook):
+        return trace(job_json, steps)
+
+
+@pytest.mark.parametrize("row", ["InterleavedZeroBubble-always-device-none-dp_shard", CORE[2]])
+def test_a_gradient_that_a_stage_would_lose_ends_the_run(pool: RankPool, row: str) -> None:
+    with pytest.raises(RankFailed, match=r"LostGradientError: backward gave no gradient to .*norm\.weight"):
+        pool.run(4, without_gathering, layout(row).to_json(), 1)
+
+
+def test_a_parameter_without_a_gradient_ends_the_run(pool: RankPool) -> None:
+    with pytest.raises(RankFailed, match=r"LostGradientError: backward gave no gradient to norm\.weight"):
+        pool.run(1, with_a_parameter_left_out, compose().to_json(), 1)
+
+
+def test_a_parameter_that_backward_does_not_update_ends_the_run(pool: RankPool) -> None:
+    job = compose("optimizer.in_backward=true", "training.max_norm=0", "debug.non_finite=stop")
+    with pytest.raises(RankFailed, match=r"LostGradientError: .* tok_embeddings\.weight$"):
+        pool.run(1, without_a_hook, job.to_json(), 1)

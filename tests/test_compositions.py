@@ -1,0 +1,109 @@
+"""Random legal jobs, each against one process; and how they are drawn."""
+
+from __future__ import annotations
+
+from functools import cache
+from unittest import mock
+
+import pytest
+from tiers import rest_is_thorough
+
+from harness import compositions
+from harness.cluster.pool import RankPool
+from harness.compose import Composer
+from harness.compositions import random_job
+from harness.errors import UserError
+from harness.parity import Judge, ParityConfig, ParityJob, Trace, comparisons, job_of, line, trace
+
+QUICK, ALL = range(12), range(200)
+RANKS = 4
+STEPS = 2
+
+
+@cache
+def drawn(seed: int, *fixed: str) -> tuple[list[str], ParityJob]:
+    with Composer("parity", ParityJob) as composer:
+        overrides, job = random_job(composer, seed, RANKS, fixed)
+    return overrides, job_of(job)
+
+
+@pytest.fixture(scope="module")
+def judge(pool: RankPool) -> Judge:
+    return Judge(pool, ParityConfig(steps=STEPS))
+
+
+@pytest.mark.parametrize("seed", rest_is_thorough(ALL, *QUICK))
+def test_a_random_job_computes_what_one_process_computes(judge: Judge, seed: int) -> None:
+    overrides, job = drawn(seed)
+    verdict = judge.verdict(f"parity.seed={seed}", job)
+    assert verdict.passed, line(verdict) + " ".join(overrides)
+
+
+def test_a_seed_stands_for_one_job() -> None:
+    first, again, other = drawn(3), drawn.__wrapped__(3), drawn(4)
+    assert first[0] == again[0]
+    assert first[1].id == again[1].id != other[1].id
+
+
+def test_what_is_typed_is_not_drawn() -> None:
+    typed = ["model=qwen3_debug", "parallelism.tp=2", "training.seq_len=16"]
+    for seed in range(2):
+        overrides, job = drawn(seed, *typed)
+        assert (job.model.name, job.parallelism.tp, job.training.seq_len) == ("qwen3_debug", 2, 16)
+        assert len({override.partition("=")[0] for override in overrides}) == len(overrides)
+
+
+def test_no_legal_draw_is_one_line() -> None:
+    found = pytest.raises(UserError, match=r"parity\.seed=0: none of 9 draws is legal, .*model\.n_kv_heads=3")
+    with mock.patch.object(compositions, "DRAWS", 9), found:
+        drawn(0, "model=llama3_tiny", "model.n_kv_heads=3")
+
+
+def test_the_draws_reach_every_axis() -> None:
+    jobs = [drawn(seed)[1] for seed in QUICK]
+    layouts = [job.parallelism for job in jobs]
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
+        assert any(getattr(layout, axis) > 1 for layout in layouts), axis
+    assert {job.precision.param_dtype for job in jobs} == {"float32", "bfloat16"}
+    assert {job.model.moe.enabled for job in jobs} == {True, False}
+    assert {job.data.kind for job in jobs} == {"synthetic", "local"}
+    assert len({job.activation_checkpoint.mode for job in jobs}) > 2
+    assert any(job.compile.enable for job in jobs)
+
+
+def with_router_gradients_too_large(job_json: str, steps: int) -> Trace:
+    """Scale the gradients of routers by a tenth: less than experts that rounding changes would."""
+    from harness.model.moe import Router
+
+    original = Router.forward
+
+    def forward(self, x_BTC, balance_bias_E):  # type: ignore[no-untyped-def]
+        routing = original(self, x_BTC, balance_bias_E)
+        routing.weights_NK.register_hook(lambda grad: 1.1 * grad)
+        return routing
+
+    with mock.patch.object(Router, "forward", forward):
+        return trace(job_json, steps)
+
+
+def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: Judge) -> None:
+    typed = ["model=qwen3_moe_debug", "parallelism.dp_shard=2", "parallelism.ep=2", "precision=bf16"]
+    typed += ["training.seq_len=32", "training.global_batch_size=4", "model.moe.aux_loss_coeff=0"]
+    with Composer("parity", ParityJob) as composer:
+        job = job_of(composer.job(typed))
+    exact, in_turn = comparisons(job)
+    assert (exact.precision.param_dtype, exact.model.moe.force_balance) == ("float32", False)
+    assert (in_turn.precision.param_dtype, in_turn.model.moe.force_balance) == ("bfloat16", True)
+    assert judge.verdict("ep", job).passed
+    run = judge.pool.run
+
+    def sabotaged(ranks, function, *arguments):  # type: ignore[no-untyped-def]
+        return run(ranks, with_router_gradients_too_large if ranks > 1 else function, *arguments)
+
+    with (
+        mock.patch.object(judge.pool, "run", sabotaged),
+        mock.patch("harness.parity.comparisons", lambda job: [in_turn]),
+    ):
+        verdict = judge.verdict("ep", job)
+    assert not verdict.passed
+    assert "router" in verdict.worst_parameter
