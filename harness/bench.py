@@ -20,7 +20,8 @@ from harness.app import run_verb
 from harness.compose import compose_job
 from harness.config import label, part
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError
-from harness.job import Job, launched_ranks
+from harness.job import Job
+from harness.launched import launched_ranks
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.result import flatten
 from harness.run_folder import RunFolder

@@ -8,40 +8,33 @@ plain ``Job``. Nothing behind this door imports Hydra or OmegaConf.
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast
 
-from harness.errors import ConfigError, UserError
-from harness.job import Job, from_dict, launched_ranks
+from harness.compose_errors import MISSING, translated
+from harness.errors import UserError
+from harness.job import Job, from_dict
+from harness.launched import launched_ranks
+from harness.model.from_config import model_node, require_read
 from harness.overrides import (
-    OVERRIDE,
+    FROM_CONFIG,
     check_overrides,
-    fields_of,
     groups,
     is_value,
     options_of,
     reject_unknown_keys,
-    unknown_field,
+    stands_alone,
+    typed_value,
     with_own_keys,
 )
 from harness.paths import conf_dir
+from harness.text import SecretError
+from harness.typed_values import check_values
 
-_UNSAID = (
-    "full_key:",
-    "object_type=",
-    "reference_type=",
-    "set_env",
-    "See ",
-    "Config search path",
-    "provider=",
-)
 POINTS = "points"
 """Name in ``hydra.sweeper.params`` of points that no axes multiply to: one a line, as they are typed."""
-_MISSING = "{}: must be given, on the command line or in a file of the job"
 
 
 def register_schema(schema: type = Job) -> None:
@@ -49,6 +42,29 @@ def register_schema(schema: type = Job) -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="job_schema", node=schema)
+
+
+def register_model(overrides: Iterable[str]) -> str | None:
+    """Makes the option ``model=from_config`` known to Hydra, from the config.json that the overrides name.
+
+    Returns:
+        where it was read from; None without that option.
+
+    Raises:
+        UserError: config.json does not describe a model that there can be.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    overrides = list(overrides)
+    if typed_value(overrides, "model") != FROM_CONFIG:
+        return None
+    # A conversion reads what it converts.
+    path = typed_value(overrides, "model.path") or typed_value(overrides, "convert.source")
+    if path is None:
+        works = "model=from_config model.path=FOLDER, which holds a config.json"
+        raise UserError(f"model.path: must be given with model=from_config; would work: {works}")
+    ConfigStore.instance().store(group="model", name=FROM_CONFIG, node=model_node(path))
+    return path
 
 
 def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> Any:
@@ -71,8 +87,8 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
 class Composer:
     """Composes many jobs of one primary config, inside ``with``.
 
-    Hydra takes a fifth of a second for a job. Jobs that choose the same options of groups are composed once,
-    and the values in which they differ are put into copies of that.
+    Hydra takes a fifth of a second for a job. So it composes each option of a group once, and not all that
+    jobs combine; values are put into copies of that.
 
     Args:
         config_name: the primary config, a file of conf/.
@@ -81,7 +97,7 @@ class Composer:
 
     def __init__(self, config_name: str = "train", schema: type = Job) -> None:
         self.config_name, self.schema = config_name, schema
-        self._bases: dict[tuple[str, ...], Any] = {}
+        self._bases: dict[tuple[str | None, ...], Any] = {}
         self._hydra = ExitStack()
 
     def __enter__(self) -> Composer:
@@ -110,24 +126,38 @@ class Composer:
 
     def point(self, overrides: list[str]) -> Any:
         """The same, of overrides that are checked and spelled for Hydra."""
-        from hydra import compose
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
+        read_from = register_model(overrides)
         try:
-            values, rest = [], []
+            values, parts, rest = [], {}, []
             for typed, parsed in zip(overrides, self.parser.parse_overrides(overrides), strict=True):
+                group = parsed.key_or_group
                 # Hydra says what is wrong with several values of one.
-                if is_value(typed) and not parsed.is_sweep_override():
+                if parsed.is_sweep_override():
+                    rest.append(typed)
+                elif is_value(typed) or (group in groups() and isinstance(parsed.value(), dict)):
                     values.append(parsed)
+                elif stands_alone(typed):
+                    parts[group] = typed  # of several options of a group the last one counts
                 else:
                     rest.append(typed)
-            if tuple(rest) not in self._bases:
-                self._bases[tuple(rest)] = compose(config_name=self.config_name, overrides=rest)
-            config = copy.deepcopy(self._bases[tuple(rest)])
+            config = copy.deepcopy(self._base(*rest, read_from=read_from))
+            for group, typed in parts.items():
+                config[group] = self._base(*rest, typed, read_from=read_from)[group]
             ConfigLoaderImpl._apply_overrides_to_config(values, config)
         except Exception as error:
             raise translated(error, self.schema) from error
-        return job_from_config(config, self.schema)
+        return job_from_config(config, self.schema, read_from)
+
+    def _base(self, *overrides: str, read_from: str | None = None) -> Any:
+        """What Hydra composes from overrides, not to be changed."""
+        from hydra import compose
+
+        key = (*overrides, read_from)
+        if key not in self._bases:
+            self._bases[key] = compose(config_name=self.config_name, overrides=list(overrides))
+        return self._bases[key]
 
 
 @dataclass(frozen=True)
@@ -140,7 +170,11 @@ class Composed:
 
 
 def compose_points(
-    overrides: Iterable[str], *, config_name: str = "train", schema: type = Job
+    overrides: Iterable[str],
+    *,
+    config_name: str = "train",
+    schema: type = Job,
+    show: Callable[[int, int], None] = lambda done, points: None,
 ) -> list[Composed]:
     """Composes every point of a multirun, as Hydra's own sweeper spells them out.
 
@@ -148,6 +182,7 @@ def compose_points(
         overrides: as typed; several values of one, by commas, are an axis.
         config_name: the primary config, a file of conf/.
         schema: dataclass of the job.
+        show: is told how many points are composed, and how many there are.
 
     Raises:
         UserError: something is wrong with the overrides whatever the point.
@@ -163,6 +198,8 @@ def compose_points(
         read = composer.parser.parse_overrides
         try:
             once = [str(o.input_line) for o in read(typed) if not o.is_sweep_override()]
+            # The axes do not depend on the numbers of a model.
+            once = [each for each in once if typed_value([each], "model") != FROM_CONFIG]
             shared = compose(config_name=config_name, overrides=once, return_hydra_config=True)
             params = dict(shared.hydra.sweeper.params or {})
             listed = _listed_points(params.pop(POINTS, ""), schema)
@@ -176,11 +213,14 @@ def compose_points(
             raise
         except Exception as error:
             raise translated(error, schema) from error
-        for point in spelled:
+        for done, point in enumerate(spelled, start=1):
             try:
                 points.append(Composed(point, composer.point(point)))
+            except SecretError:
+                raise  # a sweep writes down what it skips
             except UserError as error:
                 points.append(Composed(point, None, str(error)))
+            show(done, len(spelled))
     return points
 
 
@@ -205,8 +245,13 @@ def option_values(group: str) -> dict[str, dict[str, Any]]:
     return {option: cast("dict[str, Any]", OmegaConf.to_container(of)) for option, of in loaded.items()}
 
 
-def job_from_config(config: Any, schema: type = Job) -> Any:
+def job_from_config(config: Any, schema: type = Job, read_from: str | None = None) -> Any:
     """Turns what Hydra composed into a resolved and validated job.
+
+    Args:
+        config: what Hydra composed.
+        schema: dataclass of the job.
+        read_from: where ``register_model`` has read the model.
 
     Raises:
         UserError: an unknown key, a value of the wrong type, a missing value, or a broken rule.
@@ -217,102 +262,70 @@ def job_from_config(config: Any, schema: type = Job) -> Any:
     try:
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
-            raise UserError(_MISSING.format(", ".join(missing)))
+            raise UserError(MISSING.format(", ".join(missing)))
         plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         raise translated(error, schema) from error
     reject_unknown_keys(plain, schema)
+    check_values(plain, schema)
+    require_read(plain.get("model", {}).get("path"), read_from)
     return from_dict(schema, plain).resolve(launched_ranks=launched_ranks())
 
 
-def translated(error: BaseException, schema: type = Job) -> UserError:
-    """What Hydra or OmegaConf has to say, on one line and in the words of the other errors."""
-    from hydra.errors import MissingConfigException, OverrideParseException
-    from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+def shown_config(
+    overrides: list[str],
+    kind: str,
+    *,
+    package: str | None = None,
+    resolve: bool = False,
+    config_name: str = "train",
+    schema: type = Job,
+) -> str:
+    """The composed configuration as YAML, before it becomes a job.
 
-    chain = _chain(error)
-    text = "; ".join(dict.fromkeys(part for each in chain[:2] for part in _lines(each)))
-    typed = OVERRIDE.match(_after(text, "Error merging override ", "; "))
-    place = _after(text, "In '", "'")
-    place = f" (in {place}.yaml)" if place and place != "train" else ""
-    for each in chain:
-        if isinstance(each, OverrideParseException):
-            works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
-            return UserError(f"{each.override}: cannot be read, {_lines(each)[0]}; would work: {works}")
-        if isinstance(each, MissingConfigException) and each.missing_cfg_file:
-            group, _, option = str(each.missing_cfg_file).rpartition("/")
-            return UserError(
-                f"{group}={option}{place}: no such option; options: {', '.join(each.options or ())}"
-            )
-        if not isinstance(each, OmegaConfBaseException):
-            continue
-        key = "" if each.full_key is None else str(each.full_key)
-        if isinstance(each, ConfigKeyError) and dataclasses.is_dataclass(each.object_type):
-            if place and key in ("experiment", "sweep"):
-                return UserError(f"{text.split(':')[0]}: the file must begin with '# @package _global_'")
-            known, prefix = fields_of(each.object_type), key.removesuffix(str(each.key))
-            return UserError(f"{unknown_field(key, None, str(each.key), known, prefix)}{place}")
-        if isinstance(each, ValidationError):
-            # An element of a list knows only its index; the override it came with knows the field.
-            if key.isdigit():
-                key = typed["key"] if typed else ""
-            owner = each.object_type if dataclasses.is_dataclass(each.object_type) else None
-            wanted = _wanted(owner, str(each.key), key) if owner else _wanted(schema, key, key)
-            if wanted:
-                value = typed["value"] if typed and typed["key"] == key else each.value
-                return ConfigError(key, value, f"must be {wanted}{place}")
-        if "Missing mandatory value: " in text:
-            return UserError(_MISSING.format(_after(text, "Missing mandatory value: ", ";")))
-        return UserError(f"{key}{place}: {text}" if key and key not in text else text)
-    if text.startswith("Ambiguous value for argument"):
-        works = "-m to run one job for each, [...] around a list, quotes around one text with commas"
-        return UserError(f"{text.split(chr(39))[1]}: has several values; would work: {works}")
-    if text.startswith("Multiple values for "):
-        group = _after(text, "Multiple values for ", ".")
-        works = f"'- override /{group}: OPTION' in the defaults of the file that comes later"
-        return UserError(f"{group}: two files choose an option of this group; would work: {works}")
-    return UserError(text or type(error).__name__)
+    Args:
+        overrides: checked, and spelled for Hydra.
+        kind: ``job``, ``hydra`` (Hydra's own part) or ``all``.
+        package: a part of it by its dotted name.
+        resolve: whether to put values in the place of ``${...}``.
+        config_name: the primary config, a file of conf/.
+        schema: dataclass of the job.
+
+    Raises:
+        UserError: it cannot be composed, or has no such part.
+    """
+    from hydra import compose
+    from omegaconf import OmegaConf, open_dict
+
+    register_model(overrides)
+    try:
+        with Composer(config_name, schema):
+            config = compose(config_name, overrides, return_hydra_config=True)
+        hydra = config.hydra
+        with open_dict(config):
+            del config["hydra"]
+        if kind != "job":
+            parts: dict[str, Any] = {} if kind == "hydra" else {str(name): config[name] for name in config}
+            config = OmegaConf.create(parts | {"hydra": hydra})
+        if resolve:
+            OmegaConf.resolve(config)
+        shown = config if package in (None, "_global_") else OmegaConf.select(config, package)
+    except Exception as error:
+        raise translated(error, schema) from error
+    if shown is None:
+        raise UserError(f"--package={package}: no such part; would work: {', '.join(map(str, config))}")
+    head = "" if package is None else f"# @package {package}\n"
+    return f"{head}{OmegaConf.to_yaml(shown)}" if OmegaConf.is_config(shown) else f"{shown}\n"
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """An error and those it came from, outermost first."""
-    chain: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in chain:
-        chain.append(current)
-        current = current.__cause__ or current.__context__
-    return chain
+def sweep_params(overrides: list[str], *, config_name: str = "train", schema: type = Job) -> dict[str, Any]:
+    """The axes that the job's files go through in a sweep: values by the name of the field or group."""
+    from hydra import compose
 
-
-def _lines(error: BaseException) -> list[str]:
-    """What an error says, without the parts that speak of Python."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return [line for line in lines if line and not line.startswith(_UNSAID)]
-
-
-def _after(text: str, start: str, end: str) -> str:
-    """What stands between two marks in a text; empty when the first is missing."""
-    return text.split(start, 1)[1].split(end, 1)[0] if start in text else ""
-
-
-def _wanted(schema: Any, path: str, key: str) -> str | None:
-    """In words, what the field ``key`` takes, found at ``path`` in ``schema``; None when there is none."""
-    hint = schema
-    for name in path.split("."):
-        owner = next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
-        if owner is None or name not in get_type_hints(owner):
-            return None
-        hint = get_type_hints(owner)[name]
-    kinds = [t for t in get_args(hint) if t is not type(None)] if get_origin(hint) is UnionType else [hint]
-    words = " or ".join(_in_words(kind, key) for kind in kinds)
-    return words + (", or null" if type(None) in get_args(hint) else "")
-
-
-def _in_words(kind: Any, key: str) -> str:
-    if dataclasses.is_dataclass(kind):
-        return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
-    if get_origin(kind) is list:
-        inner = get_args(kind)[0]
-        return "a list of lists, like [[a,b],[c]]" if get_origin(inner) is list else "a list, like [a,b]"
-    simple = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    return simple.get(kind, "a mapping, like {a: b}")
+    register_model(overrides)
+    try:
+        with Composer(config_name, schema):
+            config = compose(config_name, with_own_keys(overrides, schema), return_hydra_config=True)
+        return dict(config.hydra.sweeper.params or {})
+    except Exception as error:
+        raise translated(error, schema) from error

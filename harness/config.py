@@ -10,8 +10,12 @@ Three roles (law 2 of docs/architecture.md):
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from harness.errors import ConfigError
 
 NUMERICS, EXECUTION, LABEL = "numerics", "execution", "label"
 
@@ -57,3 +61,54 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
             raise TypeError(f"config field {name} has no role (numerics, execution or label)")
         else:
             yield name, field.metadata["role"], value
+
+
+def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
+    """Builds a (nested) config dataclass from plain containers.
+
+    Args:
+        cls: the dataclass.
+        plain: its fields; those that are left out have their defaults.
+        prefix: of the fields' dotted names, for errors.
+
+    Raises:
+        ConfigError: a key that the dataclass does not have, or a value that is not of its field's type.
+    """
+    hints = _type_hints(cls)
+    unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
+    if unknown:
+        name = sorted(unknown)[0]
+        raise ConfigError(f"{prefix}{name}", plain[name], f"{cls.__name__} has no such field")
+    values = {}
+    for name, value in plain.items():
+        hint = hints[name]
+        if not _fits(value, hint):
+            raise ConfigError(f"{prefix}{name}", value, f"must be of type {getattr(hint, '__name__', hint)}")
+        if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+            value = from_dict(cast("type", hint), value, f"{prefix}{name}.")
+        values[name] = value
+    return cls(**values)
+
+
+@functools.cache
+def _type_hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type that a field is annotated with."""
+    kind, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if kind in (Union, UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if kind is list:
+        return isinstance(value, list | tuple) and all(_fits(each, arguments[0]) for each in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(each, arguments[1]) for each in value.values())
+    if dataclasses.is_dataclass(hint):
+        return isinstance(value, dict | cast("type", hint))
+    if hint is float:
+        # JSON has no number for infinity; harness/metrics/encoding.py writes it as a string.
+        hint = int | float | str if value in ("nan", "inf", "-inf") else int | float
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

@@ -6,7 +6,9 @@ carries its context. Whatever a rank dies of, the controller reports the earlies
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
+from math import gcd
 
 EXIT_OK = 0
 EXIT_BUG = 1
@@ -15,6 +17,14 @@ EXIT_MACHINE = 3
 EXIT_NON_FINITE = 4
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: "the user is invited to retry"
 EXIT_INTERRUPTED = 130
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LONGEST_VALUE = 200
+"""Characters of a value that a message repeats."""
+LONGEST_MESSAGE = 2000
+"""Characters of a message that are shown."""
+MOST_VALUES = 40
+"""Values that a message lists as those that would work."""
 
 # Codes of a run that was asked to stop and did: after saving its state, or without.
 STOPPED = (EXIT_RESUMABLE, EXIT_INTERRUPTED)
@@ -46,9 +56,9 @@ class ConfigError(UserError):
 
     def __init__(self, field: str, value: object, rule: str, works: Iterable[object] | str = ()) -> None:
         self.field, self.value, self.rule = field, value, rule
-        self.works = works if isinstance(works, str) else ", ".join(str(w) for w in works)
+        self.works = works if isinstance(works, str) else _listed(works)
         would_work = f"; would work: {self.works}" if self.works else ""
-        super().__init__(f"{field}={_typed(value)}: {rule}{would_work}")
+        super().__init__(f"{one_line(field)}={one_line(_typed(value))}: {rule}{would_work}")
 
 
 class DataError(UserError):
@@ -69,16 +79,52 @@ class NonFiniteError(HarnessError):
     exit_code = EXIT_NON_FINITE
 
 
+class LostGradientError(HarnessError):
+    """Parameters that are trained have no gradient: training would go on with wrong numbers."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(f"backward gave no gradient to {', '.join(names)}")
+
+
+def one_line(message: str) -> str:
+    """The message with its line breaks and other control characters spelled out; of a long one both ends."""
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[: LONGEST_MESSAGE // 2]} ... {message[-LONGEST_MESSAGE // 2 :]}"
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
+
+
 def _typed(value: object) -> str:
-    """The value as the user would type it on the command line."""
+    """The value as the user would type it on the command line; a long one is cut."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value)
+    text = str(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
+
+
+def _listed(works: Iterable[object]) -> str:
+    """Values that would work, by commas; of very many the smallest and the largest."""
+    words = [str(each) for each in works]
+    if len(words) > MOST_VALUES:
+        words = [*words[: MOST_VALUES - 1], "...", words[-1]]
+    return ", ".join(words)
 
 
 def divisors(*numbers: int) -> list[int]:
-    """All positive integers that divide every one of ``numbers``, ascending."""
-    smallest = min(numbers)
-    return [d for d in range(1, smallest + 1) if all(n % d == 0 for n in numbers)]
+    """All positive integers that divide every one of ``numbers``, ascending.
+
+    Prime factors above 100,000 are not told apart: a number with two of them has divisors that are left out.
+    """
+    if min(numbers) < 1:
+        return []
+    rest, found = gcd(*numbers), [1]
+    for factor in range(2, 100_001):
+        if factor * factor > rest:
+            break
+        powers = [1]
+        while rest % factor == 0:
+            rest //= factor
+            powers.append(powers[-1] * factor)
+        found = [each * power for each in found for power in powers]
+    return sorted({each * power for each in found for power in (1, rest)})

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 from pathlib import Path
@@ -27,10 +28,12 @@ from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, HarnessErro
 
 # The higher, the surer that it is not the cause.
 CONSEQUENCES = {"collective": 1, "collective_timeout": 1, "peer": 2, "interrupted": 3}
+# What a file system says that has no room left, for anybody or for this user.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 VICTIMS = tuple(CONSEQUENCES)
 
 # What of an error stands in the run's row.
-SHOWN_OF_ERROR = ("kind", "type", "rank", "step", "message", "allocation", "operation")
+SHOWN_OF_ERROR = ("kind", "type", "rank", "step", "message", "allocation", "operation", "absent_ranks")
 
 _PEER_SIGNS = (
     "Connection closed by peer",
@@ -66,14 +69,20 @@ _OPERATION = re.compile(r"OpType=(\w+)|for (\w+) operation to complete")
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:
-    """What an error file says of an exception: kind, type, message, place, exit code, and particulars."""
-    message = text_of(error)
-    kind = error.kind if isinstance(error, HarnessError) else _kind_of(error, message)
+    """What an error file says of an exception: kind, type, message, place, exit code, and particulars.
+
+    An exception that wraps another, or was raised while another was handled, is described by the other
+    where that one is of a surer kind. One of the harness's own speaks for itself.
+    """
+    raised = error
+    if not isinstance(error, HarnessError):
+        error = min(chain_of(error), key=lambda each: _distance_from_cause(_kind_of(each)))
+    message, kind = text_of(error), _kind_of(error)
     row = {
         "kind": kind,
         "type": type(error).__name__,
         "message": message,
-        "where": _where(error),
+        "where": _where(error) or _where(raised),
         "exit_code": error.exit_code if isinstance(error, HarnessError) else _exit_code_of(kind),
     }
     if kind == "out_of_memory" and (wanted := _ALLOCATION.search(message)):
@@ -82,6 +91,21 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
         named = _OPERATION.search(message)
         row["operation"] = (named[1] or named[2]) if named else row["where"]
     return row
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """Return an exception and those that it came from, outermost first."""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return chain
+
+
+def _distance_from_cause(kind: str) -> int:
+    """Rank kinds: causes first, then consequences; an exception that nobody foresaw explains the least."""
+    return max(CONSEQUENCES.values()) + 1 if kind == "bug" else CONSEQUENCES.get(kind, 0)
 
 
 def kind_of_text(text: str) -> str | None:
@@ -108,15 +132,19 @@ def text_of(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _kind_of(error: BaseException, text: str) -> str:
-    """Sorts an exception that is not the harness's own."""
-    name = type(error).__name__
+def _kind_of(error: BaseException) -> str:
+    """Sort one exception, without those it came from."""
+    if isinstance(error, HarnessError):
+        return error.kind
+    name, text = type(error).__name__, text_of(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if "OutOfMemory" in name or isinstance(error, MemoryError):
         return "out_of_memory"
     from_torch = name in ("DistBackendError", "DistStoreError", "DistNetworkError")
     kind = kind_of_text(text)
+    if kind is None and isinstance(error, OSError) and error.errno in (*FULL, errno.EROFS):
+        return "machine"
     if kind is None and from_torch:
         return "collective_timeout" if "imed out" in text else "collective"
     return kind or "bug"

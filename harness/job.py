@@ -8,15 +8,16 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from harness.checkpoint import CheckpointConfig
 from harness.cluster.config import ClusterConfig, count_gpus
-from harness.config import LABEL, NUMERICS, label, leaves, part
+from harness.config import LABEL, NUMERICS, from_dict, label, leaves, part
 from harness.data import DataConfig, TokenizerConfig
-from harness.errors import ConfigError, divisors
+from harness.errors import ConfigError, UserError, divisors
 from harness.loop.config import DebugConfig, TrainingConfig, ValidationConfig
 from harness.metrics import MetricsConfig, ProfilingConfig
+from harness.metrics.encoding import parse_object, read_object
 from harness.model.config import ModelConfig
 from harness.optimizer.config import OptimizerConfig, ScheduleConfig
 from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
@@ -24,6 +25,10 @@ from harness.parallelism.config import ParallelismConfig
 from harness.precision.config import PrecisionConfig
 from harness.precision.hardware import require_hardware
 from harness.precision.linears import check_layout, sort_linears
+from harness.text import validate_texts
+
+LONGEST_NAME = 255
+"""Bytes in the name of a folder, on the file systems of Linux."""
 
 
 @dataclass
@@ -106,6 +111,7 @@ class Job:
         Raises:
             ConfigError: naming the field, its value, the rule, and what would work.
         """
+        validate_texts(self)
         self._validate_folder()
         self.cluster.validate()
         self.training.validate()
@@ -165,8 +171,16 @@ class Job:
         if not parts or Path(self.name).is_absolute() or ".." in parts:
             rule = "must name a folder inside runs_dir"
             raise ConfigError("name", self.name or "''", rule, self.model.name)
+        if any(len(os.fsencode(part)) > LONGEST_NAME for part in parts):
+            raise ConfigError("name", self.name, f"a folder's name has at most {LONGEST_NAME} bytes")
         if not self.runs_dir:
             raise ConfigError("runs_dir", "''", "must name a folder", "runs")
+        above = Path(self.runs_dir)
+        in_the_way = [
+            path for path in (above, *above.parents) if os.path.exists(path) and not os.path.isdir(path)
+        ]
+        if in_the_way:
+            raise ConfigError("runs_dir", self.runs_dir, f"{in_the_way[0]} is no folder", "runs")
 
     def _validate(self) -> None:
         """Checks every part, and what parts ask of each other."""
@@ -348,27 +362,32 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Reads what ``to_json`` wrote."""
-        plain = json.loads(text)
-        plain.pop("id", None)
-        return from_dict(cls, plain)
+        """Reads what ``to_json`` wrote.
 
+        Raises:
+            ValueError: the text is not a JSON object.
+            ConfigError: a field is not one of a job, or has a value of another type.
+        """
+        return cls._from_dict(parse_object(text))
 
-def from_dict(cls: type, plain: dict[str, Any]) -> Any:
-    """Builds a (nested) config dataclass from plain containers.
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        """Reads a ``job.json``.
 
-    Raises:
-        ConfigError: a key that the dataclass does not have.
-    """
-    hints = get_type_hints(cls)
-    unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
-    if unknown:
-        raise ConfigError(sorted(unknown)[0], plain[sorted(unknown)[0]], f"{cls.__name__} has no such field")
-    values = {}
-    for name, value in plain.items():
-        kind = next((t for t in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(t)), None)
-        values[name] = from_dict(kind, value) if isinstance(kind, type) and isinstance(value, dict) else value
-    return cls(**values)
+        Raises:
+            FileNotFoundError: there is none.
+            UserError: it is damaged, or another version wrote it.
+        """
+        plain = read_object(path)
+        try:
+            return cls._from_dict(plain)
+        except ConfigError as error:
+            raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
+
+    @classmethod
+    def _from_dict(cls, plain: dict[str, Any]) -> Job:
+        job: Job = from_dict(cls, {name: value for name, value in plain.items() if name != "id"})
+        return job
 
 
 def differing_numerics(a: Job, b: Job) -> list[str]:
@@ -378,11 +397,6 @@ def differing_numerics(a: Job, b: Job) -> list[str]:
         for (name, role, left), (_, _, right) in zip(leaves(a), leaves(b), strict=True)
         if role == NUMERICS and left != right
     ]
-
-
-def launched_ranks() -> int | None:
-    """Ranks that torchrun (or another launcher) started around this process; None when this is no rank."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 def _digest(pairs: list[tuple[str, Any]]) -> str:

@@ -16,7 +16,19 @@ from harness.paths import conf_dir
 
 OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?$", re.DOTALL)
 
+LISTED = ("experiment",)
+"""Groups of which several options may be chosen at once; each changes what the ones before it say."""
+AXES = "hydra.sweeper.params"
+"""The only setting of Hydra's that is taken: what a sweep's file goes through."""
+
+FROM_CONFIG = "from_config"
+"""The option of the group ``model`` that is no file of conf/: its numbers come from a config.json."""
+
 _NUMBER = re.compile(r"^\s*(nan|inf)\s*$", re.IGNORECASE)
+
+
+# What a list, mapping or sweep has between its signs, if it has letters that are not ASCII and no quotes.
+_FOREIGN = re.compile(r"(?<![^,\[:{])[^\s,\[\]{}()'\":=$\\]*[^\x00-\x7f][^,\[\]{}()'\":=$\\]*(?![^,\]}])")
 
 
 def is_value(override: str) -> bool:
@@ -25,6 +37,31 @@ def is_value(override: str) -> bool:
     if match is None or match["sign"] is not None or match["key"].startswith("hydra"):
         return False
     return match["key"] not in groups()
+
+
+def stands_alone(override: str) -> bool:
+    """Whether an override chooses an option that no other choice changes, and that changes no other group."""
+    match = OVERRIDE.match(override)
+    if match is None or match["sign"] is not None or match["key"] not in groups():
+        return False
+    folder, option = groups()[match["key"]], (match["value"] or "").strip("'\"")
+    return option in options_of(folder) and _is_plain(folder / f"{option}.yaml")
+
+
+@functools.cache
+def _is_plain(path: Path) -> bool:
+    """Whether a file of a group has values of that group only, its own and those of options beside it."""
+    import yaml
+
+    text = path.read_text()
+    content = yaml.safe_load(text) or {}
+    others = content.get("defaults", []) if isinstance(content, dict) else [None]
+    beside = [path.parent / f"{each}.yaml" for each in others if each != "_self_"]
+    return (
+        "@package" not in text
+        and all(isinstance(each, str) and each.isidentifier() for each in others)
+        and all(map(_is_plain, beside))
+    )
 
 
 def groups() -> dict[str, Path]:
@@ -51,6 +88,7 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
             raise UserError(f"{override}: not an override; would work: field=value or group=option")
         sign, key, value = match["sign"], match["key"].split("@")[0], match["value"]
         if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+            _check_hydra(override, key)
             continue
         if key not in known_groups:
             _check_field(key, value, schema, list(known_groups), sign)
@@ -63,23 +101,36 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
             raise UserError(f"{override}: every job has one; would work: {key}={options}")
 
 
+def _check_hydra(override: str, key: str) -> None:
+    """Refuses Hydra's own settings: it composes and does nothing else, so that they would change nothing."""
+    if f"{key}.".startswith(f"{AXES}."):
+        return
+    rule = "Hydra's own settings change nothing; run folders are named by runs_dir and name"
+    raise UserError(f"{override}: {rule}; would work: no hydra settings, and -m for a sweep")
+
+
 def with_own_keys(overrides: Iterable[str], schema: type = Job) -> list[str]:
     """The overrides as Hydra takes them.
 
-    Before keys of mappings, the user's own, it wants ``++``; around an option that it would read as a number
-    (debug=nan) it wants quotes.
+    Before keys of mappings, the user's own, it wants ``++``; it wants quotes around an option that it would
+    read as a number (debug=nan), and around letters that are not ASCII.
     """
     return [
-        f"++{override}" if _is_own_key(override, schema) else _with_quotes(override) for override in overrides
+        ("++" if _is_own_key(override, schema) else "") + _with_quotes(override) for override in overrides
     ]
 
 
 def _with_quotes(override: str) -> str:
     match = OVERRIDE.match(override)
-    if match is None or match["value"] is None or match["key"] not in groups():
+    if match is None or match["value"] is None:
         return override
-    options = [f"'{option}'" if _NUMBER.match(option) else option for option in match["value"].split(",")]
-    return f"{match['sign'] or ''}{match['key']}={','.join(options)}"
+    value = match["value"]
+    if match["key"] in groups():
+        options = [f"'{option}'" if _NUMBER.match(option) else option for option in value.split(",")]
+        value = ",".join(options)
+    elif not value.isascii() and "${" not in value:
+        value = _FOREIGN.sub(lambda text: f"'{text[0]}'", value)
+    return f"{match['sign'] or ''}{match['key']}={value}"
 
 
 def _is_own_key(override: str, schema: type) -> bool:
@@ -112,6 +163,17 @@ def reject_unknown_keys(plain: dict[str, Any], schema: type, prefix: str = "") -
             reject_unknown_keys(value, fields[name], f"{prefix}{name}.")
 
 
+def typed_value(overrides: Iterable[str], key: str) -> str | None:
+    """The value that is typed last for a group or a field, without quotes; None where there is none."""
+    value = None
+    for override in overrides:
+        match = OVERRIDE.match(override)
+        if match is not None and match["key"] == key and match["value"] is not None:
+            value = match["value"].strip()
+    quoted = value is not None and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    return value[1:-1] if value is not None and quoted else value
+
+
 def options_of(folder: Path) -> list[str]:
     """The options of a group: its YAML files."""
     return sorted(str(p.relative_to(folder))[: -len(".yaml")] for p in folder.rglob("*.yaml"))
@@ -119,7 +181,11 @@ def options_of(folder: Path) -> list[str]:
 
 def _check_options(group: str, value: str, folder: Path) -> None:
     """Refuses options that the group does not have; a sweep's comma list and globs are left to Hydra."""
-    options = options_of(folder)
+    options = [*options_of(folder), *([FROM_CONFIG] if group == "model" else [])]
+    if value.strip().startswith("[") and group not in LISTED:
+        rule = "one option is chosen of a group; would work:"
+        first = value.strip().strip("[]").split(",")[0].strip()
+        raise UserError(f"{group}={value}: {rule} {group}={first if first in options else options[0]}")
     if "(" in value or value.strip() == "[]":
         return
     for option in (o.strip().removesuffix(".yaml") for o in value.strip("[]'\" ").split(",")):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from harness.errors import UserError
+
 
 def conf_dir() -> str:
     """Returns the absolute path of ``conf/``: ``$HARNESS_CONF_DIR``, the checkout's, or the wheel's copy.
@@ -13,10 +15,13 @@ def conf_dir() -> str:
     works for ``python -m``, console scripts and wheels alike.
 
     Raises:
-        FileNotFoundError: none of the three holds a ``train.yaml``.
+        UserError: ``$HARNESS_CONF_DIR``, or this installation, holds no ``train.yaml``.
     """
     package = Path(__file__).resolve().parent
-    for candidate in (os.environ.get("HARNESS_CONF_DIR"), package.parent / "conf", package / "_conf"):
-        if candidate and (Path(candidate) / "train.yaml").is_file():
-            return str(Path(candidate).resolve())
-    raise FileNotFoundError("no conf/ found: set HARNESS_CONF_DIR to the folder that holds train.yaml")
+    chosen = os.environ.get("HARNESS_CONF_DIR")
+    for candidate in [Path(chosen)] if chosen else [package.parent / "conf", package / "_conf"]:
+        if os.path.isfile(candidate / "train.yaml"):
+            return str(candidate.resolve())
+    if chosen:
+        raise UserError(f"HARNESS_CONF_DIR={chosen}: holds no train.yaml; would work: a copy of conf/")
+    raise UserError("no conf/ found; would work: HARNESS_CONF_DIR=FOLDER, the folder that holds train.yaml")

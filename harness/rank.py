@@ -21,6 +21,7 @@ from harness.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_RESUMABLE,
+    EXIT_USER,
     STOPPED,
     HarnessError,
     MachineError,
@@ -28,7 +29,7 @@ from harness.errors import (
 from harness.failures import describe_failure
 from harness.job import Job
 from harness.loop import process
-from harness.loop.signals import ignore_stop_signals, stop_signals_interrupt
+from harness.loop.signals import ignore_stop_signals, stop_signals_ignored, stop_signals_interrupt
 from harness.model.accounting import account
 from harness.run_folder import RunFolder
 
@@ -45,6 +46,9 @@ ROW_SECONDS = 2.0
 
 def main() -> None:
     """Entry point of a rank."""
+    if len(sys.argv) != 2 or not {CONTROLLER, "SLURM_PROCID"} & set(os.environ) or STARTED not in os.environ:
+        sys.stderr.write("error: the harness starts its ranks itself; would work: python -m harness.train\n")
+        sys.exit(EXIT_USER)
     folder = RunFolder(Path(sys.argv[1]))
     job = Job.from_json((folder.path / "job.json").read_text())
     if CONTROLLER not in os.environ:
@@ -127,14 +131,20 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
     except BaseException as error:
         if "RANK" in os.environ:
             ignore_stop_signals()
-        # First of all the cause: what follows can fail or take long.
-        folder.record_error(rank, error, step=run.step)
-        if run.trainer is not None and describe_failure(error)["kind"] == "collective_timeout":
-            run.trainer.watch.timed_out()
-        code = _exit_code_of(error)
-        if rank == 0:
-            _end_failed_run(job, folder, run, code)
-        return code
+        with stop_signals_ignored():
+            return _end_failed_rank(job, folder, rank, run, error)
+
+
+def _end_failed_rank(job: Job, folder: RunFolder, rank: int, run: Run, error: BaseException) -> int:
+    """Records the error, and on rank 0 the run's row; returns the exit code."""
+    # First of all the cause: what follows can fail or take long.
+    folder.record_error(rank, error, step=run.step)
+    if run.trainer is not None and describe_failure(error)["kind"] == "collective_timeout":
+        run.trainer.watch.timed_out()
+    code = _exit_code_of(error)
+    if rank == 0:
+        _end_failed_run(job, folder, run, code)
+    return code
 
 
 def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, store: dist.Store | None) -> int:
@@ -164,8 +174,9 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
         stopped = EXIT_RESUMABLE if run.trainer.is_resumable else EXIT_INTERRUPTED
         code = EXIT_OK if reason == "completed" else stopped
         if run.recorder is not None:
-            folder.conclude(job, reason, code, run.trainer.result())
-            run.recorder.close({**run.trainer.shown_summary(), "run folder": str(folder.path)})
+            with stop_signals_ignored():
+                folder.conclude(job, reason, code, run.trainer.result())
+                run.recorder.close({**run.trainer.shown_summary(), "run folder": str(folder.path)})
         return code
 
 

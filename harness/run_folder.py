@@ -4,14 +4,13 @@
     checkpoints/ errors/ logs/ evidence/ flight_recorder/ profile/ slurm/ attempts/
 
 Only one process writes the shared files: the controller before the ranks start and after they end, rank 0
-in between. On SLURM the controller of an attempt is the batch process (``harness.cluster.batch``).
+in between. On SLURM the controller of an attempt is the batch process (``harness.cluster.attempt``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import platform
 import shutil
@@ -19,17 +18,19 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from harness.checkpoint.resume import CONTINUES, can_resume, unfinished_siblings
 from harness.errors import UserError
-from harness.failures import CONSEQUENCES, SHOWN_OF_ERROR, describe_failure
+from harness.failures import CONSEQUENCES, FULL, SHOWN_OF_ERROR, describe_failure
 from harness.job import Job
 from harness.locks import Held, lock
-from harness.metrics.jsonl import read_metrics
-from harness.metrics.result import git_commit, versions, write_json_atomically, write_result
+from harness.metrics.encoding import parse_object
+from harness.metrics.jsonl import read_rows
+from harness.metrics.result import git_commit, read_result, versions, write_json_atomically, write_result
+from harness.processes import is_running, start_of
 
 DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
 PER_ATTEMPT = ("result.json", "status.json", "errors", "logs", "evidence", "flight_recorder", "profile")
@@ -37,6 +38,15 @@ PER_ATTEMPT = ("result.json", "status.json", "errors", "logs", "evidence", "flig
 METRICS = "metrics.jsonl"
 PER_CURVE = (METRICS, "tensorboard")
 LOCK = ".lock"
+# Room for what became of the run, should the disk be full when it ends.
+RESERVE, RESERVED_BYTES = ".reserve", 1 << 18
+# What an account of a failure cannot do without.
+_OF_AN_ERROR = {
+    **dict.fromkeys(("kind", "type", "message", "traceback"), str),
+    "exit_code": int,
+    "rank": int | None,
+    "time": int | float,
+}
 LEAVING_SECONDS = 10.0
 
 
@@ -46,6 +56,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: IO[bytes] | None = None
+        self._unrecorded: list[dict[str, Any]] = []
 
     def begin(self, job: Job, overrides: list[str], *, adopt: bool = False, state: str = "starting") -> None:
         """Makes the folder ready for an attempt, and holds it.
@@ -72,12 +83,12 @@ class RunFolder:
             self.set_status(state)
 
     def plan(self, job: Job, overrides: list[str]) -> None:
-        """Writes down a job that is to run here, unless one has been written down before.
+        """Writes down a job that is to run here, unless an attempt at one has begun.
 
         Raises:
             UserError: the folder cannot be written.
         """
-        if (self.path / "job.json").exists():
+        if (self.path / "job.json").exists() and self.state != "planned":
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -108,6 +119,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._hold()
             self._refuse_if_running()
+            (self.path / RESERVE).write_bytes(os.urandom(RESERVED_BYTES))
             yield
         except OSError as error:
             self.release()
@@ -133,8 +145,10 @@ class RunFolder:
     def set_status(self, state: str, **facts: Any) -> None:
         """Writes ``status.json``: the state, who wrote it and when."""
         pid = os.getpid()
-        owner = {"host": socket.gethostname(), "pid": pid, "pid_started": _start_of(pid), "time": time.time()}
-        write_json_atomically(self.path / "status.json", {"state": state, **owner, **facts})
+        owner = {"host": socket.gethostname(), "pid": pid, "pid_started": start_of(pid), "time": time.time()}
+        self._write_with_reserve(
+            lambda: write_json_atomically(self.path / "status.json", {"state": state, **owner, **facts})
+        )
 
     def record_error(self, rank: int | None, error: BaseException, *, step: int | None = None) -> None:
         """Writes ``errors/rank<rank>.json``; the earliest of them is what the run died of.
@@ -154,24 +168,39 @@ class RunFolder:
             **describe_failure(error),
             "traceback": "".join(traceback.format_exception(error)),
         }
+        path = self._error_path(rank)
         try:
-            (self.path / "errors").mkdir(parents=True, exist_ok=True)
-            name = "controller" if rank is None else f"rank{rank}"
-            write_json_atomically(self.path / "errors" / f"{name}.json", row)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._write_with_reserve(lambda: write_json_atomically(path, row))
         except OSError as failure:
-            sys.stderr.write(f"{row['traceback']}(could not be recorded in {self.path}/errors: {failure})\n")
+            self._unrecorded.append(row)
+            told = row["traceback"] if row["kind"] == "bug" else f"error: {row['message']} "
+            sys.stderr.write(f"{told}(could not be recorded in {path.parent}: {failure.strerror})\n")
+
+    def rewrite_error(self, error: dict[str, Any]) -> None:
+        """Replace the recorded error of a rank by one with more in it."""
+        path = self._error_path(error["rank"])
+        try:
+            write_json_atomically(path, error)
+        except OSError as failure:
+            sys.stderr.write(f"WARNING {path}: cannot be written: {failure}\n")
+
+    def _error_path(self, rank: int | None) -> Path:
+        return self.path / "errors" / ("controller.json" if rank is None else f"rank{rank}.json")
 
     def has_error_of(self, rank: int) -> bool:
         """Whether a rank told what it died of."""
-        return (self.path / "errors" / f"rank{rank}.json").is_file()
+        return self._error_path(rank).is_file()
 
     def first_error(self) -> dict[str, Any] | None:
         """The earliest error that is no consequence of another rank's, or else the earliest of all."""
-        rows = []
+        rows = list(self._unrecorded)
         for path in (self.path / "errors").glob("*.json"):
             # One that cannot be read must not hide the others.
             with contextlib.suppress(OSError, ValueError):
-                rows.append(json.loads(path.read_text()))
+                row = parse_object(path.read_bytes())
+                if all(isinstance(row.get(name), kind) for name, kind in _OF_AN_ERROR.items()):
+                    rows.append({"rank": None, **row})
         # A rank that lost its peer can notice and write before the culprit has written.
         return min(rows, key=lambda row: (CONSEQUENCES.get(row["kind"], 0), row["time"]), default=None)
 
@@ -192,8 +221,7 @@ class RunFolder:
         error = self.first_error() if exit_reason == "failed" else None
         if error is not None:
             row["error"] = {key: error[key] for key in SHOWN_OF_ERROR if key in error}
-        write_result(self.path, row)
-        self.set_status(exit_reason, exit_code=exit_code)
+        self._write_end(row, exit_reason, exit_code)
 
     def settle(self, job: Job, exit_reason: str, exit_code: int) -> None:
         """Sees to it that the row is there and names the cause.
@@ -209,8 +237,33 @@ class RunFolder:
             self.conclude(job, exit_reason, exit_code, self._reached())
         elif told != wanted:
             kept = {key: value for key, value in row.items() if not key.startswith("error.")}
-            write_result(self.path, {**kept, **wanted})
+            self._write_end({**kept, **wanted}, exit_reason, exit_code)
+
+    def _write_end(self, row: dict[str, Any], exit_reason: str, exit_code: int) -> None:
+        """Writes the row and the final status, or one line if that fails: the cause must stay visible."""
+        try:
+            self._write_with_reserve(lambda: write_result(self.path, row))
             self.set_status(exit_reason, exit_code=exit_code)
+            (self.path / RESERVE).unlink(missing_ok=True)
+        except OSError as error:
+            sys.stderr.write(
+                f"WARNING {self.path}: how the run ended ({exit_reason}, exit code {exit_code}) cannot be "
+                f"written: {error.strerror}\n"
+            )
+
+    def _write_with_reserve(self, write: Callable[[], object]) -> None:
+        """Writes; where the disk is full, in the room that was reserved when the attempt began.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in FULL or not (self.path / RESERVE).exists():
+                raise
+            (self.path / RESERVE).unlink(missing_ok=True)
+            write()
 
     @property
     def state(self) -> str | None:
@@ -218,19 +271,28 @@ class RunFolder:
 
         planned, submitted, starting, running, requeued, completed, interrupted or failed; None without one.
         """
-        return self._read("status.json").get("state")
+        state = self._read("status.json").get("state")
+        return state if isinstance(state, str) else None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Return why the last attempt was stopped before its end; None if that is not known."""
+        return self._read("status.json").get("reason")
 
     @property
     def row(self) -> dict[str, Any]:
-        """The row that this attempt has left; empty before."""
-        return self._read("result.json")
+        """The row that this attempt has left; empty before, and when the file is damaged."""
+        try:
+            return read_result(self.path)
+        except (OSError, ValueError):
+            return {}
 
     @property
     def may_be_running(self) -> bool:
         """Whether a process is at it; of one on another machine the lock tells, where there are locks."""
         status = self._read("status.json")
         if status.get("host") == socket.gethostname() or status.get("state") not in ("starting", "running"):
-            return _is_running(status)
+            return is_running(status)
         try:
             held = lock(self.path / LOCK)
         except (Held, OSError):
@@ -247,8 +309,8 @@ class RunFolder:
     def _reached(self) -> dict[str, Any]:
         """How far the run came, from its last row of metrics: for a rank 0 that cannot say it any more."""
         try:
-            rows = [row for row in read_metrics(self.path / "metrics.jsonl") if "loss" in row]
-        except (OSError, UserError):
+            rows = [row for row in read_rows(self.path / METRICS)[0] if "loss" in row]
+        except OSError:
             rows = []
         last = rows[-1] if rows else {}
         return {"step": last.get("step", 0), "tokens": last.get("tokens", 0), "loss": last.get("loss")}
@@ -256,10 +318,9 @@ class RunFolder:
     def _read(self, name: str) -> dict[str, Any]:
         """A JSON file of the folder; empty if it is missing or broken."""
         try:
-            content = json.loads((self.path / name).read_text())
+            return parse_object((self.path / name).read_bytes())
         except (OSError, ValueError):
             return {}
-        return content if isinstance(content, dict) else {}
 
     def hold(self) -> None:
         """Takes the folder's lock, unless this object has it; it ends with this process however that ends.
@@ -285,13 +346,13 @@ class RunFolder:
     def _refuse_if_running(self) -> None:
         """Checks for what the lock does not see: a rank 0 that outlives a killed controller by a moment."""
         deadline = time.monotonic() + (LEAVING_SECONDS if self._lock is not None else 0.0)
-        while (last := self._read("status.json")) and _is_running(last):
+        while (last := self._read("status.json")) and is_running(last):
             if time.monotonic() >= deadline:
                 raise self._running(last)
             time.sleep(0.1)
 
     def _running(self, status: dict[str, Any]) -> UserError:
-        who = f" (pid {status['pid']} on {status['host']})" if "pid" in status else ""
+        who = f" (pid {status['pid']} on {status.get('host')})" if "pid" in status else ""
         return UserError(f"{self.path}: this job is already running{who}; wait for it or stop it")
 
     def _put_earlier_attempt_away(self, job: Job, names: tuple[str, ...]) -> None:
@@ -326,29 +387,3 @@ def write_text_atomically(path: Path, text: str) -> None:
     from harness.metrics.atomic import write_atomically
 
     write_atomically(path, text.encode())
-
-
-def _is_running(status: dict[str, Any]) -> bool:
-    """Whether the process that wrote a status is still at it, as far as can be told from this machine."""
-    if status.get("state") not in ("starting", "running") or status.get("host") != socket.gethostname():
-        return False
-    pid = status.get("pid")
-    if not isinstance(pid, int) or pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    # Process ids are used again.
-    return status.get("pid_started") in (None, _start_of(pid))
-
-
-def _start_of(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None where that cannot be read or it is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] == "Z" else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return None

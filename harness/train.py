@@ -7,11 +7,15 @@ controller of a sweep.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from harness.app import run_verb
 from harness.checkpoint.resume import is_finished, tell_finished
 from harness.compose import Composed
+from harness.data.vocabulary import require_vocabulary
 from harness.errors import UserError
-from harness.job import Job, launched_ranks
+from harness.job import Job
+from harness.launched import launched_ranks
 from harness.run_folder import RunFolder
 
 
@@ -24,6 +28,7 @@ def train(job: Job, overrides: list[str]) -> int:
         run_launched_rank(job, folder, overrides)
     if is_finished(job, folder.path):
         return tell_finished(job, folder.path)
+    require_vocabulary(job)
     if job.cluster.kind == "slurm":
         from harness.cluster.submit import submit_one
 
@@ -31,7 +36,7 @@ def train(job: Job, overrides: list[str]) -> int:
     from harness.cluster.local import launch
 
     folder.begin(job, overrides, adopt=True)
-    return launch(job, folder)
+    return launch(job, folder, ends_process=True)
 
 
 def train_sweep(points: list[Composed]) -> int:
@@ -40,7 +45,17 @@ def train_sweep(points: list[Composed]) -> int:
 
     if launched_ranks() is not None:
         raise UserError("torchrun starts the ranks of one job; start a multirun (-m) without it")
-    return sweep(points)
+    return sweep([_checked(point) for point in points])
+
+
+def _checked(point: Composed) -> Composed:
+    """Return a point, without its job where that could only find out on its ranks that it cannot train."""
+    try:
+        if point.job is not None:
+            require_vocabulary(point.job)
+    except UserError as error:
+        return replace(point, job=None, reason=str(error))
+    return point
 
 
 def main() -> None:

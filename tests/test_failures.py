@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,6 +60,51 @@ def test_a_collective_that_took_too_long_is_named(text: str, operation: str) -> 
 def test_classes(error: Exception, kind: str, code: int) -> None:
     row = describe_failure(error)
     assert (row["kind"], row["exit_code"]) == (kind, code)
+
+
+def raised_over(inner: BaseException, outer: BaseException, *, explicit: bool) -> BaseException:
+    """Return ``outer`` as raised from ``inner``, or as raised while ``inner`` was handled."""
+    inner, outer = copy.copy(inner), copy.copy(outer)
+    try:
+        try:
+            raise inner
+        except BaseException:
+            if explicit:
+                raise outer from inner
+            raise outer  # noqa: B904
+    except BaseException as error:
+        return error
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+PEER = RuntimeError("Connection closed by peer [10.0.0.1]:1234")
+
+
+@pytest.mark.parametrize("explicit", [True, False], ids=["cause", "context"])
+@pytest.mark.parametrize(
+    ("inner", "outer", "kind", "code"),
+    [
+        (OUT_OF_MEMORY, RuntimeError("Failed to run stage backward"), "out_of_memory", EXIT_MACHINE),
+        (OUT_OF_MEMORY, PEER, "out_of_memory", EXIT_MACHINE),
+        (PEER, RuntimeError("Failed to run stage backward"), "peer", EXIT_MACHINE),
+        (OSError(5, "Input/output error"), KeyboardInterrupt(), "node", EXIT_MACHINE),
+        (UserError("no such file"), RuntimeError("worker failed"), "user", EXIT_USER),
+        (OUT_OF_MEMORY, UserError("too large"), "user", EXIT_USER),
+        (KeyError("layers.0"), PEER, "peer", EXIT_MACHINE),
+        (KeyError("layers.0"), RuntimeError("wrapped"), "bug", EXIT_BUG),
+    ],
+)
+def test_an_exception_over_another(
+    inner: BaseException, outer: BaseException, kind: str, code: int, explicit: bool
+) -> None:
+    row = describe_failure(raised_over(inner, outer, explicit=explicit))
+    assert (row["kind"], row["exit_code"]) == (kind, code)
+
+
+def test_the_allocation_of_a_stage_of_a_pipeline_is_named() -> None:
+    """torch raises another error from the one of a stage's backward pass."""
+    row = describe_failure(raised_over(OUT_OF_MEMORY, RuntimeError("Failed to run stage"), explicit=True))
+    assert (row["type"], row["allocation"]) == ("OutOfMemoryError", "2.50 GiB")
 
 
 @pytest.mark.parametrize(

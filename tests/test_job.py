@@ -152,7 +152,7 @@ def test_every_leaf_has_a_role() -> None:
     assert {roles[f"parallelism.{f.name}"] for f in dataclasses.fields(type(job().parallelism))} == {
         EXECUTION
     }
-    names = {"model.name", "model.family"}
+    names = {"model.name", "model.family", "model.path"}
     assert {roles[name] for name in roles if name.startswith("model.") and name not in names} == {NUMERICS}
     assert {roles[name] for name in names} == {LABEL}
     assert {roles[name] for name in roles if name.startswith("metrics.")} == {LABEL}
@@ -274,8 +274,9 @@ def test_ranks_that_do_not_fit_are_refused() -> None:
 
 
 def test_under_torchrun_the_world_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    variables = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     made = job(BATCH, "parallelism.dp_shard=-1", "parallelism.tp=2")
     assert (made.world_size, made.parallelism.dp_shard) == (8, 4)
     with pytest.raises(ConfigError, match=r"multiply to 4 .*, but there are 8 ranks"):

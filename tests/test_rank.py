@@ -105,3 +105,13 @@ def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_pat
 
 def is_zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("arguments", [(), ("somewhere",)])
+def test_a_rank_that_a_person_starts_is_one_line(arguments: tuple[str, ...]) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HARNESS_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.rank", *arguments], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == EXIT_USER
+    assert done.stderr == "error: the harness starts its ranks itself; would work: python -m harness.train\n"

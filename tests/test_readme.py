@@ -54,7 +54,8 @@ def test_harness_commands_compose(command: str, monkeypatch: pytest.MonkeyPatch)
     schemas["plan"] = PlanJob
     schema, name = schemas.get(verb, Job), verb
     if words[0] == "torchrun":
-        monkeypatch.setenv("RANK", "0")
+        for variable, value in (("RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+            monkeypatch.setenv(variable, value)
         monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])
     if f"$ {command}\nerror: " in README:
         shown = README.split(f"$ {command}\nerror: ")[1].splitlines()[0]

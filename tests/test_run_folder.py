@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from harness.cluster.outcome import settle
 from harness.compose import compose_job
 from harness.errors import (
     EXIT_BUG,
@@ -25,7 +29,7 @@ from harness.errors import (
 )
 from harness.job import Job
 from harness.metrics.jsonl import MetricsFile
-from harness.run_folder import RunFolder
+from harness.run_folder import RESERVE, RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +192,61 @@ def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(folder: R
     row = json.loads((folder.path / "result.json").read_text())
     assert row["exit_reason"] == "interrupted" and not [key for key in row if key.startswith("error.")]
     assert json.loads((folder.path / "status.json").read_text())["state"] == "interrupted"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    try:
+        subprocess.run(mounting, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting a file system takes root")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def fill(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+        while True:
+            file.write(b"0" * 4096)
+
+
+def test_a_disk_that_gets_full_is_told_in_one_account(
+    small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(small_disk / "run")
+    folder.begin(job, [])
+    folder.set_status("running")
+    with MetricsFile(folder.path / "metrics.jsonl") as file:
+        file.write({"step": 1, "loss": 2.5})
+    fill(small_disk / "others")
+    folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
+    assert settle(job, folder, EXIT_BUG) == EXIT_MACHINE
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert said.startswith("error: rank 0 of 1 after step 1: OSError (machine): [Errno 28] No space left")
+    assert folder.state == "failed"
+    assert (folder.row["exit_code"], folder.row["step"]) == (EXIT_MACHINE, 1)
+    assert not (folder.path / RESERVE).exists()
+
+
+def test_a_disk_that_has_no_room_at_all(
+    small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(small_disk / "run")
+    folder.begin(job, [])
+    (folder.path / RESERVE).unlink()
+    fill(small_disk / "others")
+    folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
+    assert settle(job, folder, EXIT_BUG) == EXIT_MACHINE
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and "how the run ended (failed, exit code 3) cannot be written" in said
+
+
+def test_a_run_folder_on_a_full_disk_is_refused(small_disk: Path, job: Job) -> None:
+    fill(small_disk / "others")
+    with pytest.raises(UserError, match=r"cannot write the run folder: .*No space left"):
+        RunFolder(small_disk / "run").begin(job, [])

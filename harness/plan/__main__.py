@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.app import run_verb
 from harness.errors import EXIT_OK, ConfigError, UserError
-from harness.job import launched_ranks
+from harness.launched import launched_ranks
 from harness.metrics.encoding import dumps
 from harness.plan.config import PlanJob
 from harness.plan.constants import Calibration
@@ -48,7 +48,6 @@ def _search(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
 
     found = search(Space.of(job.plain, overrides), job.top, _calibration(job))
     path = sweep_path(job.name, job.sweep_file)
-    command = write_sweep(found, path, overrides)
     if job.picture is not None:
         from harness.plan.picture import draw
 
@@ -56,7 +55,12 @@ def _search(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(f"{dumps(found_as_dict(found) | {'sweep_file': path}, indent=2)}\n")
     else:
-        sys.stdout.write(f"{render_found(found)}\nto measure the {len(found.best)}: {path}\n  {command}\n")
+        sys.stdout.write(f"{render_found(found)}\n")
+    # What was found must not depend on whether a file can be written.
+    sys.stdout.flush()
+    command = write_sweep(found, path, overrides)
+    if not as_json:
+        sys.stdout.write(f"to measure the {len(found.best)}: {path}\n  {command}\n")
     return EXIT_OK
 
 
@@ -104,14 +108,11 @@ def main() -> None:
     # Looking for garbage takes a quarter of importing torch, and a third of a search; there is little to
     # find.
     gc.disable()
-    as_json = JSON_FLAG in sys.argv[1:]
-    # Hydra knows nothing of it.
-    sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != JSON_FLAG]
 
     def verb(job: PlanJob, overrides: list[str]) -> int:
-        return plan(job, overrides, as_json=as_json)
+        return plan(job, overrides, as_json=JSON_FLAG in sys.argv[1:])
 
-    run_verb(verb, config_name="plan", schema=PlanJob)
+    run_verb(verb, config_name="plan", schema=PlanJob, flags=(JSON_FLAG,))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ class PlanJob(Job):
     top: int = label(10)
     """With search: layouts that are shown and written into the sweep file."""
     sweep_file: str | None = label(None)
-    """With search: the sweep that measures the best; null is sweeps/search/<name>.yaml."""
+    """With search: the sweep that measures the best; null is sweeps/search/<name>.yaml,
+    or <name>-search.yaml here where the former cannot be written."""
     verify: bool = label(False)
     """Build the job on a fake process group, in this process, and compare what it holds with the plan."""
     verify_step: bool = label(False)

@@ -63,7 +63,11 @@ class Calibration:
         Raises:
             UserError: there is none, or it is of another version.
         """
+        rule = "would work: a file that harness.plan calibrate=FOLDER wrote"
         try:
+            # A calibration has a few hundred bytes; a device may have no end.
+            if Path(path).exists() and not Path(path).is_file():
+                raise UserError(f"calibration={path}: is no file; {rule}")
             plain: dict[str, Any] = json.loads(Path(path).read_text())
             accelerator = plain.pop("accelerator")
             return Calibration(
@@ -72,9 +76,8 @@ class Calibration:
                 **plain,
             )
         except FileNotFoundError:
-            rule = "would work: a file that harness.plan calibrate=FOLDER wrote"
             raise UserError(f"calibration={path}: no such file; {rule}") from None
-        except (ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"calibration={path}: cannot be read as a calibration: {error}") from error
 
     def write(self, path: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
 from harness.errors import ConfigError
 from harness.metrics.atomic import write_atomically
 from harness.paths import conf_dir
@@ -147,8 +149,17 @@ def _without_timeline(plan: Plan) -> dict[str, Any]:
 
 
 def sweep_path(name: str, asked: str | None) -> Path:
-    """Where the sweep file goes: where it is wanted, or to sweeps/search, for ``sweep=search/NAME``."""
-    return Path(asked) if asked is not None else _sweeps() / "search" / f"{name}.yaml"
+    """Where the sweep file goes: where it is wanted, or to sweeps/search, for ``sweep=search/NAME``.
+
+    Installed packages and folders that cannot be written take no files; those go into the working folder.
+    """
+    if asked is not None:
+        return Path(asked)
+    folder = _sweeps()
+    is_installed = Path(conf_dir()).is_relative_to(Path(harness.__file__).resolve().parent)
+    if is_installed or not os.access(folder, os.W_OK):
+        return Path(f"{name}-search.yaml")
+    return folder / "search" / f"{name}.yaml"
 
 
 def _sweeps() -> Path:
@@ -185,7 +196,10 @@ def write_sweep(found: Found, path: Path, overrides: Sequence[str]) -> str:
     if path.resolve().is_relative_to(folder):
         name = path.resolve().relative_to(folder).with_suffix("")
         return shlex.join(["python", "-m", "harness.train", "-m", f"sweep={name}", *job])
-    return f"put it into {folder} to start it with harness.train -m sweep={path.stem}"
+    return (
+        f"to start it: put it into {folder}, or into sweep/ of a copy of {conf_dir()} that HARNESS_CONF_DIR "
+        f"names, and type {shlex.join(['python', '-m', 'harness.train', '-m', f'sweep={path.stem}', *job])}"
+    )
 
 
 def _sweep(found: Found, typed: Sequence[str]) -> str:

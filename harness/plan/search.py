@@ -11,6 +11,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from harness.cluster.hardware import ACCELERATORS
 from harness.errors import ConfigError, UserError
@@ -23,6 +24,9 @@ from harness.plan.make import make_plan
 from harness.plan.plan import PARTS, Plan
 from harness.plan.render import gib, mesh_of
 from harness.plan.space import MODES, Point, Space
+
+MOST_LAYOUTS, MOST_POINTS = 20_000, 1_000_000
+"""What a search goes through at most: a few minutes' work."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +111,17 @@ def search(space: Space, top: int, calibration: Calibration | None = None) -> Fo
         UserError: none is legal, none fits, or nothing is known of the hardware.
     """
     began = time.perf_counter()
-    lost, layouts = Lost(), list(space.layouts())
+    lost, layouts = Lost(), list(islice(space.layouts(), MOST_LAYOUTS + 1))
+    if not layouts:
+        raise _no_layout(space)
+    if len(layouts) > MOST_LAYOUTS:
+        raise _too_many(space, f"{MOST_LAYOUTS:,} layouts")
     legality = Legality(space.base)
-    legal = []
+    legal: list[Point] = []
     for degrees, ep in layouts:
         for point in space.points(degrees, ep):
+            if len(legal) == MOST_POINTS:
+                raise _too_many(space, f"{MOST_POINTS:,} ways to run {space.world} ranks")
             error = legality.broken(point)
             if error is None:
                 legal.append(point)
@@ -230,6 +240,21 @@ def _group(point: Point) -> tuple[object, ...]:
 def _kept(point: Point) -> int:
     """How much a mode of activation checkpointing keeps, as a rank."""
     return -MODES.index(point.mode) if point.mode in MODES else 0
+
+
+def _no_layout(space: Space) -> UserError:
+    axes = ", ".join(sorted(field for field in space.typed if field.startswith("parallelism.")))
+    return UserError(
+        f"no layout has {space.world} ranks with what was typed ({axes}); would work: fewer of these fields, "
+        f"or other values"
+    )
+
+
+def _too_many(space: Space, what: str) -> UserError:
+    return UserError(
+        f"cluster.ranks={space.world}: a search of more than {what} takes too long; would work: fewer ranks, "
+        f"or degrees that are typed, parallelism.tp=8"
+    )
 
 
 def _none_is_legal(space: Space, lost: Lost) -> UserError:

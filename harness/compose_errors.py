@@ -1,0 +1,177 @@
+"""What Hydra and OmegaConf have to say, on one line and in the words of the other errors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from harness.errors import ConfigError, UserError
+from harness.job import Job
+from harness.overrides import OVERRIDE, fields_of, unknown_field
+from harness.paths import conf_dir
+
+_UNSAID = (
+    "full_key:",
+    "object_type=",
+    "reference_type=",
+    "set_env",
+    "See ",
+    "Config search path",
+    "provider=",
+)
+MISSING = "{}: must be given, on the command line or in a file of the job"
+
+
+def translated(error: BaseException, schema: type = Job) -> UserError:
+    """What Hydra or OmegaConf has to say, on one line and in the words of the other errors."""
+    import yaml
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+
+    chain = _chain(error)
+    text = "; ".join(dict.fromkeys(part for each in chain[:2] for part in _lines(each)))
+    typed = OVERRIDE.match(_after(text, "Error merging override ", "; "))
+    place = _after(text, "In '", "'")
+    place = f" (in {place}.yaml)" if place and place != "train" else ""
+    for each in chain:
+        if isinstance(each, yaml.MarkedYAMLError):
+            return UserError(f"{_marked(each)}; would work: YAML, indented by spaces, each key once")
+        if isinstance(each, yaml.YAMLError | UnicodeDecodeError):
+            return UserError(f"{_unreadable_file()}: is not YAML in UTF-8: {'; '.join(_lines(each))}")
+        if isinstance(each, ValueError) and "integer string conversion" in str(each):
+            return UserError("an override or a file of conf/ has a number of more than 4300 digits")
+        if isinstance(each, RecursionError):
+            return UserError("an override or a file of conf/ is nested too deeply")
+        if isinstance(each, OverrideParseException):
+            works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
+            said = _lines(each)[0]
+            # The lexer only repeats the override.
+            why = "" if said.startswith("Lexer") else f", {said}"
+            return UserError(f"{each.override}: cannot be read{why}; would work: {works}")
+        if isinstance(each, MissingConfigException) and each.missing_cfg_file:
+            group, _, option = str(each.missing_cfg_file).rpartition("/")
+            return UserError(
+                f"{group}={option}{place}: no such option; options: {', '.join(each.options or ())}"
+            )
+        if not isinstance(each, OmegaConfBaseException):
+            continue
+        key = "" if each.full_key is None else str(each.full_key)
+        if isinstance(each, ConfigKeyError) and dataclasses.is_dataclass(each.object_type):
+            if place and key in ("experiment", "sweep"):
+                return UserError(f"{text.split(':')[0]}: the file must begin with '# @package _global_'")
+            known, prefix = fields_of(each.object_type), key.removesuffix(str(each.key))
+            return UserError(f"{unknown_field(key, None, str(each.key), known, prefix)}{place}")
+        if isinstance(each, ValidationError):
+            # An element of a list knows only its index; the override it came with knows the field.
+            key = re.sub(r"\[\d+\]", "", key)
+            if key.isdigit():
+                key = typed["key"] if typed else ""
+            owner = each.object_type if dataclasses.is_dataclass(each.object_type) else None
+            wanted = _wanted(owner, str(each.key), key) if owner else _wanted(schema, key, key)
+            if wanted:
+                value = typed["value"] if typed and typed["key"] == key else each.value
+                return ConfigError(key, value, f"must be {wanted}{place}")
+        if "Missing mandatory value: " in text:
+            return UserError(MISSING.format(_after(text, "Missing mandatory value: ", ";")))
+        return UserError(f"{key}{place}: {text}" if key and key not in text else text)
+    if text.startswith("Ambiguous value for argument"):
+        works = "-m to run one job for each, [...] around a list, quotes around one text with commas"
+        return UserError(f"{text.split(chr(39))[1]}: has several values; would work: {works}")
+    if text.startswith("Multiple values for "):
+        group = _after(text, "Multiple values for ", ".")
+        works = f"'- override /{group}: OPTION' in the defaults of the file that comes later"
+        return UserError(f"{group}: two files choose an option of this group; would work: {works}")
+    return UserError(text or type(error).__name__)
+
+
+def _marked(error: Any) -> str:
+    """Where a YAML file is wrong, and how."""
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return str(error.problem or error.context)
+    # Hydra reads a file into memory before it parses it, and then the mark does not name the file.
+    file = mark.name if os.path.isfile(mark.name) else _file_with(mark.buffer)
+    return f"{file}:{mark.line + 1}:{mark.column + 1}: {error.problem or error.context}"
+
+
+def _file_with(text: str | None) -> str:
+    """The file of conf/ that holds a text that was parsed."""
+    for path in _files_of_conf():
+        with contextlib.suppress(OSError, ValueError):
+            if text is not None and path.read_text(encoding="utf-8") == text.rstrip("\0"):
+                return str(path)
+    return "a file of conf/"
+
+
+def _unreadable_file() -> str:
+    """The file of conf/ that is no text; Hydra's error does not name it."""
+    for path in _files_of_conf():
+        try:
+            if not path.read_text(encoding="utf-8").replace("\n", "").isprintable():
+                return str(path)
+        except (OSError, ValueError):
+            return str(path)
+    return "a file of conf/"
+
+
+def _files_of_conf() -> Iterator[Path]:
+    """All YAML files of conf/; some of its folders are links."""
+    for folder, _, names in os.walk(conf_dir(), followlinks=True):
+        yield from (Path(folder, name) for name in sorted(names) if name.endswith(".yaml"))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and those it came from, outermost first."""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    return chain
+
+
+def _lines(error: BaseException) -> list[str]:
+    """What an error says, without the parts that speak of Python."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return [line for line in lines if line and not line.startswith(_UNSAID)]
+
+
+def _after(text: str, start: str, end: str) -> str:
+    """What stands between two marks in a text; empty when the first is missing."""
+    return text.split(start, 1)[1].split(end, 1)[0] if start in text else ""
+
+
+def _wanted(schema: Any, path: str, key: str) -> str | None:
+    """In words, what the field ``key`` takes, found at ``path`` in ``schema``; None when there is none."""
+    hint = schema
+    for name in path.split("."):
+        owner = next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
+        if owner is None or name not in get_type_hints(owner):
+            return None
+        hint = get_type_hints(owner)[name]
+    return in_words(hint, key)
+
+
+def in_words(hint: Any, key: str) -> str:
+    """What a field of the type ``hint`` and the dotted name ``key`` takes."""
+    kinds = [t for t in get_args(hint) if t is not type(None)] if get_origin(hint) is UnionType else [hint]
+    words = " or ".join(_kind_in_words(kind, key) for kind in kinds)
+    return words + (", or null" if type(None) in get_args(hint) else "")
+
+
+def _kind_in_words(kind: Any, key: str) -> str:
+    if dataclasses.is_dataclass(kind):
+        return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
+    if get_origin(kind) is list:
+        inner = get_args(kind)[0]
+        return "a list of lists, like [[a,b],[c]]" if get_origin(inner) is list else "a list, like [a,b]"
+    if get_origin(kind) is dict and get_args(kind)[1] is str:
+        return "a mapping of names to text, like {a: b}"
+    simple = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    return simple.get(kind, "a mapping, like {a: b}")

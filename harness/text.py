@@ -1,0 +1,100 @@
+"""Rules for every text of a job, whichever field holds it: one line, and no secret. Imports no torch.
+
+Texts end up in sbatch scripts, files, reports and trackers. Both rules are checked before any is written.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Any
+
+from harness.config import leaves
+from harness.errors import ConfigError
+
+# Control characters, separators of lines and paragraphs, and halves of characters, which no file can hold.
+_REFUSED = ("Cc", "Zl", "Zp", "Cs")
+
+_SECRET_NAME = re.compile(
+    r"(?:^|[_.-])(?:key|sig|signature|\w*(?:token|secret|password|passwd|passphrase|api_?key|credentials?))"
+    r"(?:$|[_.\d-])",
+    re.IGNORECASE,
+)
+_FILE_NAME = re.compile(r"_(?:file|path|dir)$", re.IGNORECASE)
+# A variable with a value that is not left to the shell, as in `export NAME=$(cat file)`.
+_ASSIGNMENT = re.compile(r"(?<![\w-])(?P<name>[A-Z_][A-Z0-9_]*)=[\"']?[^\s\"'$`,;]")
+_URL = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*)://(?:(?P<user>[^/?#\s]*)@)?\S*")
+_PARAMETER = re.compile(r"[?&](?P<name>[\w.-]+)=[^&\s]")
+
+
+class SecretError(ConfigError):
+    """A field holds what looks like a secret; the message does not repeat it."""
+
+    def __init__(self, field: str, what: str, works: str) -> None:
+        rule = f"holds {what}, and a job's fields are written to files, reports and trackers"
+        super().__init__(field, "***", rule, works)
+
+
+def validate_texts(config: Any) -> None:
+    """Check all texts of a config dataclass, also those in lists and mappings.
+
+    Raises:
+        SecretError: a text is, or holds, what looks like a secret.
+        ConfigError: a text is not one printable line.
+    """
+    for name, _, value in leaves(config):
+        for field, text in _texts(name, value):
+            _refuse_secrets(field, text)
+    refuse_control_characters(config)
+
+
+def refuse_control_characters(config: Any) -> None:
+    """Check that every text of a config dataclass is one printable line.
+
+    Raises:
+        ConfigError: naming the first character that is not allowed.
+    """
+    for name, _, value in leaves(config):
+        for field, text in _texts(name, value):
+            strange = (each for each in text if not each.isprintable())
+            found = next((each for each in strange if unicodedata.category(each) in _REFUSED), None)
+            if found is not None:
+                rule = f"must be one line of printable text, and holds U+{ord(found):04X}"
+                works = "one element for each line, like [a,b]" if isinstance(value, list) else ""
+                raise ConfigError(field, text, rule, works)
+
+
+def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the text of all texts in a value; keys of mappings are texts, too."""
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(name, each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield name, str(key)
+            yield from _texts(f"{name}.{key}", each)
+
+
+def _refuse_secrets(field: str, text: str) -> None:
+    variable = field.rpartition(".")[2]
+    assigned = [variable] if text and variable.isupper() else []
+    for name in (*assigned, *(found["name"] for found in _ASSIGNMENT.finditer(text))):
+        if _is_secret(name):
+            works = f"export {name} in the shell that starts the job; SLURM passes it on"
+            raise SecretError(field, f"a value of {name}, which looks like a secret", works)
+    for url in _URL.finditer(text):
+        user, scheme = url["user"] or "", url["scheme"].lower()
+        secret = ":" in user or (user and scheme.startswith("http"))
+        if secret or any(_is_secret(each["name"]) for each in _PARAMETER.finditer(url[0])):
+            works = (
+                "the URL without it, and credentials where its client looks for them, as in the environment"
+            )
+            raise SecretError(field, "a URL with a password or token", works)
+
+
+def _is_secret(name: str) -> bool:
+    """Whether a variable or a parameter of this name holds a secret, and not the place of one."""
+    return _SECRET_NAME.search(name) is not None and _FILE_NAME.search(name) is None

@@ -1,0 +1,217 @@
+"""A process that has imported the harness once, and runs each command line in a fork of itself.
+
+It reads requests as lines of JSON and answers each with a line of JSON. A line that is legal ends where torch
+would be imported: what comes then is another test's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fuzz_lines import Line, with_conf
+
+from harness.errors import EXIT_OK
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRIES = {
+    "train": "harness.train",
+    "plan": "harness.plan.__main__",
+    "parity": "harness.parity",
+    "convert": "harness.convert",
+    "bench": "harness.bench",
+    "download": "harness.download",
+    "sweep": "harness.sweep.__main__",
+    "report": "harness.report.__main__",
+}
+CPU_SECONDS = 20
+IDLE_SECONDS = 30.0
+"""A command that sleeps for so long waits for something that does not come."""
+MEMORY_BYTES = 4 << 30
+FILE_BYTES = 64 << 20
+COMPUTES = ("torch", "harness.cluster.pool")
+STARTED = "would start"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    """Its exit code; of a signal, the negative number."""
+    out: str
+    err: str
+    cpu_seconds: float
+    left: list[str]
+    """What is in the folder that was not there before."""
+
+
+class _ComputingEndsIt:
+    """Finds no module, and ends a command that imports one of those that compute."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> None:
+        if name in COMPUTES:
+            sys.stdout.flush()
+            os.write(1, STARTED.encode())
+            os._exit(EXIT_OK)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the files that ``fuzz_values.PATHS`` names."""
+    (folder / "file").write_text("text\n")
+    (folder / "folder").mkdir()
+    (folder / "unreadable").touch(mode=0)
+    (folder / "loop").symlink_to("loop")
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / "binary").write_bytes(bytes(range(256)))
+    os.mkfifo(folder / "fifo")
+    for name, text in {
+        "empty.json": "",
+        "list.json": "[1]",
+        "deep.json": "[" * 100_000,
+        "broken.yaml": "a: [",
+    }.items():
+        (folder / name).write_text(text)
+
+
+class Server:
+    """The process, and questions to it; inside ``with``."""
+
+    def __enter__(self) -> Server:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(),
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def run(self, line: Line) -> Ended:
+        """Runs a line in a folder of its own."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "here"
+            folder.mkdir()
+            make_folder(folder)
+            environment = with_conf(line, ROOT, Path(name))
+            before = set(os.listdir(folder))
+            request = [line.verb, line.arguments, environment, line.closed, str(folder), name]
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            code, cpu_seconds = json.loads(self._process.stdout.readline())
+            out, err = ((Path(name) / each).read_text(errors="replace") for each in ("out", "err"))
+            return Ended(code, out, err, cpu_seconds, sorted(set(os.listdir(folder)) - before))
+
+
+def _environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    return {**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+
+
+def serve() -> None:
+    """Answers requests until there are no more."""
+    from harness.compose import compose_job
+    from harness.run_folder import _code
+
+    for module in ENTRIES.values():
+        importlib.import_module(module)
+    compose_job(["model=llama3_tiny"])
+    _code()
+    os.environ["PATH"] = "/nowhere"  # no SLURM
+    sys.meta_path.insert(0, _ComputingEndsIt)  # type: ignore[arg-type]
+    for request in sys.stdin:
+        verb, arguments, environment, closed, folder, outside = json.loads(request)
+        child = os.fork()
+        if child == 0:
+            _run(verb, arguments, environment, closed, folder, outside)
+        print(json.dumps(_wait(child)), flush=True)  # noqa: T201
+
+
+def _wait(child: int) -> tuple[int, float]:
+    """Exit code and CPU seconds of a child; one that waits for ever is killed.
+
+    Time on the clock says little, because other processes may have the cores.
+    """
+    busy = time.monotonic()
+    while True:
+        ended, status, usage = os.wait4(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+        if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] not in "SD":
+            busy = time.monotonic()
+        if time.monotonic() > busy + IDLE_SECONDS:
+            os.killpg(child, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def _run(
+    verb: str,
+    arguments: list[str],
+    environment: dict[str, str | None],
+    closed: list[int],
+    folder: str,
+    outside: str,
+) -> None:
+    """Is the command, in a fork; does not return."""
+    os.setpgid(0, 0)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    os.chdir(folder)
+    for name, value in environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    _redirect(outside, closed)
+    sys.argv = [f"harness-{verb}", *arguments]
+    code = 1
+    try:
+        sys.modules[ENTRIES[verb]].main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _redirect(outside: str, closed: list[int]) -> None:
+    """Sends the standard streams to files, or closes them as whoever starts a command can."""
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        os.close(number)
+        path = os.devnull if number == 0 else f"{outside}/{name[3:]}"
+        os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    for number in closed:
+        os.close(number)
+        setattr(sys, ("stdin", "stdout", "stderr")[number], None)
+    sys.__stdout__ = sys.stdout  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    serve()
