@@ -5,37 +5,35 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test thorough lint format parity bench soak clean
+.PHONY: help install lock train test thorough lint format parity bench soak clean
 
 help:  ## show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 install: $(READY)  ## make the virtual environment and install everything
 
-# TORCH is the build of PyTorch to install first; set it where pip's default is not the one for the machine,
-# e.g. make install TORCH='torch==2.12.0'.
+# TORCH is the build of PyTorch; set it where pip's default is not the one for the machine, e.g.
+# make install TORCH='torch==2.12.0'. All other packages have the versions and hashes of requirements.lock.
 TORCH ?= torch==2.13.0
-$(READY): pyproject.toml
+$(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check
 	@touch $@
+
+lock:  ## write requirements.lock anew: the versions of the environment, with their hashes
+	.ci/lock $(BIN)/python
 
 train: $(READY)  ## train a small Llama on the Python standard library's sources, on this machine
 	$(BIN)/python -m harness.train experiment=quickstart
 
-# In two parts side by side, because schedulers and launchers wait most of their time; what they print comes last.
-# Only the other part has tests of eight ranks, of which two at once would starve each other.
-BESIDE := tests/slurm tests/cluster tests/sweep tests/model tests/data tests/parallelism/test_all_sizes.py \
-	tests/optimizer tests/plan tests/report tests/test_adding_a_model.py tests/test_bench.py tests/test_conf_files.py \
-	tests/test_convert.py tests/test_convert_families.py tests/test_experiments.py tests/test_notebooks.py \
-	tests/test_readme.py tests/test_user_errors.py
+# Three processes on two cores: one group of tests waits for SLURM most of its time, one keeps eight ranks busy.
+# tests/conftest.py says what a group is, and which begins first.
+TEST_PROCESSES ?= 3
 test: lint  ## lint, then run the tests
-	@log=$$(mktemp); \
-	$(BIN)/python -m pytest --durations=25 $(BESIDE) > $$log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest --durations=60 $(BESIDE:%=--ignore=%); code=$$?; \
-	wait $$beside || code=1; cat $$log; rm -f $$log; exit $$code
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --durations=40
 
 thorough: export THOROUGH = 1
 thorough: test  ## the same with all rows of all tables

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiers import THOROUGH
 
 # Before torch is imported: threads of many processes waiting for each other on few cores make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from harness.cluster.config import count_gpus
 from harness.cluster.pool import RankPool
+
+# Fixtures of a session that take long to make, or the whole machine; longest first.
+SHARED = ("slurm", "pool")
+GROUPS_SHOWN = 40
 
 # A shell ignores interrupts for what it runs in the background, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,16 +33,36 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
+# First, because pytest-xdist looks for the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+        item.user_properties.append(("group", _group(item)))
         if item.get_closest_marker("gpu") and not count_gpus():
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and there is none"))
-        if item.get_closest_marker("thorough") and "THOROUGH" not in os.environ:
+        if item.get_closest_marker("thorough") and not THOROUGH:
             item.add_marker(pytest.mark.skip(reason="thorough: make thorough runs it"))
         # Where CI runs, a missing SLURM is a failure.
         if item.get_closest_marker("slurm") and shutil.which("sbatch") is None and "CI" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="needs SLURM, which .ci/run installs"))
-    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+    items.sort(key=_turn)
+
+
+def _group(item: pytest.Item) -> str:
+    """Return the group of a test; pytest-xdist runs the tests of one group in one process.
+
+    Tests of the pool share eight ranks, tests of SLURM one scheduler, and tests of a file its fixtures.
+    """
+    shared = [name for name in SHARED if name in item.fixturenames]
+    return shared[0] if shared else str(item.path.relative_to(Path(__file__).parent))
+
+
+def _turn(item: pytest.Item) -> tuple[int, bool]:
+    """Order groups: those that take longest begin first. Within a group, tests marked ``last`` come last."""
+    group = _group(item)
+    turn = SHARED.index(group) if group in SHARED else len(SHARED)
+    return turn, item.get_closest_marker("last") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +70,16 @@ def _no_leftovers_in_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Runs of tests go to a temporary folder and never ask a hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how long the groups took that took longest."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[dict(report.user_properties)["group"]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("seconds of each group")
+        for group, taken in seconds.most_common(GROUPS_SHOWN):
+            terminalreporter.write_line(f"{taken:7.1f}  {group}")

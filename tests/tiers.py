@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+THOROUGH = "THOROUGH" in os.environ
 
 
 def rest_is_thorough(values: Iterable[Any], *core: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from harness.compose import compose_points
@@ -28,7 +29,9 @@ class Row:
         return " ".join([*words, "compile" * of.compiled, "async" * of.async_tp])
 
 
-def _rows() -> list[Row]:
+@cache
+def all_rows() -> list[Row]:
+    """All of them."""
     found = []
     published = read(FOLDER)
     for table in sorted({row.table for row in published}):
@@ -40,6 +43,3 @@ def _rows() -> list[Row]:
             cluster = dataclasses.replace(point.job.cluster, accelerator=row.accelerator)
             found.append(Row(row, dataclasses.replace(point.job, cluster=cluster)))
     return found
-
-
-ROWS = _rows()

@@ -23,10 +23,13 @@ from harness.job import Job, differing_numerics
 from harness.metrics.encoding import loads
 from harness.parallelism.config import AXES
 from harness.parallelism.stages import num_stages
+from harness.plan import found as found_module
+from harness.plan.__main__ import plan
 from harness.plan.bound import Bounds
 from harness.plan.config import PlanJob
 from harness.plan.constants import Calibration
 from harness.plan.floor import Floors
+from harness.plan.found import sweep_path
 from harness.plan.legality import Legality
 from harness.plan.machine import machine_of
 from harness.plan.make import make_plan
@@ -334,6 +337,30 @@ def points_in(file: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch)
     composed = compose_points(["sweep=found", *overrides])
     assert not [each.reason for each in composed if each.reason]
     return [each.job for each in composed]
+
+
+def test_the_sweep_goes_where_it_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sweep_path("n", "x.yaml") == Path("x.yaml")
+    assert sweep_path("n", None) == ROOT / "sweeps" / "search" / "n.yaml"
+    with monkeypatch.context() as context:
+        context.setattr(os, "access", lambda *_: False)
+        assert sweep_path("n", None) == Path("n-search.yaml")
+    monkeypatch.setattr(found_module, "conf_dir", lambda: str(ROOT / "harness" / "_conf"))
+    assert sweep_path("n", None) == Path("n-search.yaml"), "not into an installed package"
+
+
+def test_what_is_found_is_shown_before_the_sweep_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    typed = [*LONG, "parallelism=fsdp_tp", "top=3", "search=true", f"sweep_file={folder}/found.yaml"]
+    job = compose_job(typed, config_name="plan", schema=PlanJob)
+    folder.rmdir()
+    folder.touch()
+    with pytest.raises(ConfigError, match=r"sweep_file=.*cannot be written"):
+        plan(job, typed, as_json=False)
+    assert "why the others lose" in capsys.readouterr().out
 
 
 @pytest.mark.thorough
