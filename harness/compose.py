@@ -8,6 +8,7 @@ plain ``Job``. Nothing behind this door imports Hydra or OmegaConf.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -85,10 +86,10 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
 
 
 class Composer:
-    """Composes many jobs of one primary config, inside ``with``.
+    """Compose many jobs of one primary config, inside ``with``.
 
-    Hydra takes a fifth of a second for a job. So it composes each option of a group once, and not all that
-    jobs combine; values are put into copies of that.
+    Hydra needs a fifth of a second for a job. So it composes the first job of a process as a whole; for later
+    ones it composes each option of a group once, and values are put into copies.
 
     Args:
         config_name: the primary config, a file of conf/.
@@ -97,7 +98,6 @@ class Composer:
 
     def __init__(self, config_name: str = "train", schema: type = Job) -> None:
         self.config_name, self.schema = config_name, schema
-        self._bases: dict[tuple[str | None, ...], Any] = {}
         self._hydra = ExitStack()
 
     def __enter__(self) -> Composer:
@@ -109,6 +109,7 @@ class Composer:
         GlobalHydra.instance().clear()
         self._hydra.enter_context(initialize_config_dir(config_dir=conf_dir(), version_base="1.3"))
         self.parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+        self._conf = _stamp(conf_dir())
         return self
 
     def __exit__(self, *_raised: object) -> None:
@@ -142,22 +143,50 @@ class Composer:
                     parts[group] = typed  # of several options of a group the last one counts
                 else:
                     rest.append(typed)
-            config = copy.deepcopy(self._base(*rest, read_from=read_from))
-            for group, typed in parts.items():
-                config[group] = self._base(*rest, typed, read_from=read_from)[group]
+            config = self._base(rest, parts, read_from)
             ConfigLoaderImpl._apply_overrides_to_config(values, config)
         except Exception as error:
             raise translated(error, self.schema) from error
         return job_from_config(config, self.schema, read_from)
 
-    def _base(self, *overrides: str, read_from: str | None = None) -> Any:
-        """What Hydra composes from overrides, not to be changed."""
+    def _base(self, rest: list[str], parts: dict[str, str], read_from: str | None) -> Any:
+        """Return a new copy of what Hydra composes from overrides.
+
+        Args:
+            rest: overrides that can change several groups.
+            parts: options that change their own group only, by group.
+            read_from: where ``register_model`` has read the model; such jobs are composed anew each time.
+        """
         from hydra import compose
 
-        key = (*overrides, read_from)
-        if key not in self._bases:
-            self._bases[key] = compose(config_name=self.config_name, overrides=list(overrides))
-        return self._bases[key]
+        def composed(*options: str) -> Any:
+            if options not in known:
+                known[options] = compose(config_name=self.config_name, overrides=[*rest, *options])
+            return known[options]
+
+        key = (self._conf, self.config_name, self.schema, *rest)
+        known = {} if read_from is not None else _composed.setdefault(key, {})
+        together = tuple(parts.values())
+        if together in known or not known:
+            return copy.deepcopy(composed(*together))
+        config = copy.deepcopy(composed())
+        for group, option in parts.items():
+            config[group] = composed(option)[group]
+        return config
+
+
+_composed: dict[tuple[Any, ...], dict[tuple[str, ...], Any]] = {}
+"""What Hydra has composed in this process, by everything but the options, then by these. Never changed."""
+
+
+def _stamp(folder: str) -> tuple[tuple[str, int, int], ...]:
+    """Return path, size and time of all files below a folder; another stamp means that a file was changed."""
+    return tuple(
+        (entry.path, entry.stat().st_size, entry.stat().st_mtime_ns)
+        for below, _, _ in sorted(os.walk(folder))
+        for entry in sorted(os.scandir(below), key=lambda entry: entry.name)
+        if entry.is_file()
+    )
 
 
 @dataclass(frozen=True)

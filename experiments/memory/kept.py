@@ -1,10 +1,10 @@
-"""Compares ranks on a CPU that keep the memory they free with ranks that give it back (harness/loop/process.py).
+"""Compare CPU ranks that keep freed memory with ranks that return it (harness/loop/process.py).
 
     python experiments/memory/kept.py --rounds 3 parallelism=single compile=on
 
-Both train the shape of cpu_baseline in turn, as a user would. Ranks give memory back where the user has set malloc
-up: here to its own default, so that nothing else differs. Page faults and time in the kernel are those of the
-whole command, so what both take to start is left out by showing the difference for each step.
+Both kinds train the shape of cpu_baseline, in turn. A rank returns freed memory when the user has set
+malloc's tunables; here the tunable has its default value, so that nothing else differs. Page faults and
+kernel time are counted for whole commands; the difference per step leaves out what both need to start.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
             runs[keeps] = run(arguments.overrides, arguments.steps, keeps=keeps)
             sys.stderr.write(f"{json.dumps({'round': number, 'keeps': keeps, **runs[keeps]})}\n")
         pairs.append((runs[True], runs[False]))
-    print(table(pairs, arguments.steps))  # noqa: T201
+    print(table(pairs, arguments.steps))
 
 
 def run(overrides: list[str], steps: int, *, keeps: bool) -> dict[str, float]:

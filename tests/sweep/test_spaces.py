@@ -6,16 +6,21 @@ import functools
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import hydra
 import pytest
 
+import harness.compose
 from harness.app import run_verb
-from harness.compose import Composer, compose_points, job_from_config
+from harness.compose import Composer, compose_job, compose_points, job_from_config
 from harness.errors import UserError
 from harness.job import Job
+from harness.paths import conf_dir
 
 ROOT = Path(__file__).parents[2]
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (\d+)", (ROOT / "sweeps" / "README.md").read_text(), re.MULTILINE))
@@ -81,22 +86,39 @@ def test_points_are_what_composing_each_of_them_gives() -> None:
     ]
     assert shown == [(number, 4) for number in range(1, 5)]
     assert any(point.job is not None for point in points)
-    with Composer() as composer:
+    with Composer():
         for point in points:
             try:
-                assert point.job == job_from_config(composer._base(*point.overrides))
+                assert point.job == job_from_config(hydra.compose("train", point.overrides))
             except UserError as error:
                 assert point.reason == str(error)
 
 
-def test_options_are_composed_once_whatever_they_are_combined_with() -> None:
+def test_options_are_composed_once_whatever_they_are_combined_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness.compose, "_composed", {})
+    counted = mock.Mock(side_effect=hydra.compose)
+    monkeypatch.setattr(hydra, "compose", counted)
     with Composer() as composer:
         for model in ("llama3_tiny", "llama3_8b"):
             for precision in ("bf16", "fp32"):
                 for schedule in ("cosine", "wsd"):
                     composer.job([f"model={model}", f"precision={precision}", f"schedule={schedule}"])
-        # The base and six options.
-        assert len(composer._bases) == 7
+    # The first job as a whole, the base, six options.
+    assert counted.call_count == 8
+    compose_job(["model=llama3_8b", "precision=bf16"])
+    assert counted.call_count == 8
+
+
+def test_a_file_that_has_changed_is_composed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(conf_dir(), tmp_path / "conf")
+    monkeypatch.setenv("HARNESS_CONF_DIR", str(tmp_path / "conf"))
+    seeds = []
+    for seed in (1, 23):
+        (tmp_path / "conf" / "experiment" / "own.yaml").write_text(
+            f"# @package _global_\ntraining:\n  seed: {seed}\n"
+        )
+        seeds.append(compose_job(["experiment=own", "model=llama3_tiny"]).training.seed)
+    assert seeds == [1, 23]
 
 
 @pytest.mark.parametrize(
