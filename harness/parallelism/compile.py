@@ -17,6 +17,8 @@ from harness.model.decoder import Decoder
 from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
 from harness.parallelism.config import ParallelismConfig
 
+_seconds_before_reset = 0.0
+
 
 def prepare_compiler(
     config: CompileConfig, recompute: ActivationCheckpointConfig, layout: ParallelismConfig
@@ -24,7 +26,9 @@ def prepare_compiler(
     """Sets what is global to the process, and forgets what was compiled for another job."""
     if not config.enable:
         return
-    torch._dynamo.reset()
+    global _seconds_before_reset
+    _seconds_before_reset = _seconds_so_far()
+    torch._dynamo.reset()  # which also sets its own clock to zero
     budgeted = recompute.mode == "memory_budget"
     torch._functorch.config.activation_memory_budget = recompute.memory_budget if budgeted else 1.0
     # Tensor parallel has device meshes in the graph. torch 2.13 refuses to weigh them; they keep nothing.
@@ -70,7 +74,7 @@ class CompileWatch:
     """
 
     def __init__(self) -> None:
-        self._before = self._graphs_so_far(), self._seconds_so_far()
+        self._before = self._graphs_so_far(), _seconds_so_far()
         self.recompiles = 0
         self._settled = 0
 
@@ -82,7 +86,7 @@ class CompileWatch:
     @property
     def seconds(self) -> float:
         """Time the compiler took since the watch began; it is part of the first step's."""
-        return self._seconds_so_far() - self._before[1]
+        return _seconds_so_far() - self._before[1]
 
     def settle(self) -> None:
         """Says that what is compiled by now was to be expected."""
@@ -97,6 +101,6 @@ class CompileWatch:
     def _graphs_so_far() -> int:
         return int(counters["stats"]["unique_graphs"])
 
-    @staticmethod
-    def _seconds_so_far() -> float:
-        return float(calculate_time_spent()["total_wall_time"])
+
+def _seconds_so_far() -> float:
+    return _seconds_before_reset + float(calculate_time_spent()["total_wall_time"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,12 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     view.log({"step": 5, "loss": 3.25})  # after a resume from an older checkpoint
     view.close({"exit_code": 0, "window": {"steps": 2}})
 
-    records = list(wandb_records(tmp_path))
+    deadline = time.monotonic() + 30
+    records: list[Any] = []
+    # W&B's own process may write the file after `finish` has returned.
+    while not any(record.HasField("run") for record in records):
+        assert time.monotonic() < deadline, "the file never holds the run"
+        records = list(wandb_records(tmp_path))
     (run,) = [r.run for r in records if r.HasField("run")]
     assert (run.run_id, run.display_name, run.run_group) == ("abc123", "my run", "sweep")
     assert (list(run.tags), run.project) == (["tp2"], "harness")

@@ -41,6 +41,8 @@ class Scheduler:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # Kept, because a test that runs meanwhile may put commands of its own first in $PATH.
+        self._path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Scheduler:
@@ -77,8 +79,7 @@ class Scheduler:
     @property
     def environment(self) -> dict[str, str]:
         """What clients need."""
-        path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-        return {"SLURM_CONF": str(self.configuration), "PATH": path}
+        return {"SLURM_CONF": str(self.configuration), "PATH": self._path}
 
     def start_node(self, node: str) -> None:
         """Starts the daemon of a node."""

@@ -89,5 +89,6 @@ def test_a_node_that_fails_its_check_is_left_out_when_the_job_is_requeued(
     [node] = re.findall(r"goes back into the queue without (node\d): \1: 0.0 GiB of", log)
     described = commands.slurm.run("scontrol", "show", "job", "--oneliner", job_of(run))
     facts = dict(word.partition("=")[::2] for word in described.split())
-    assert (facts["ExcNodeList"], facts["TimeLimit"]) == (node, "UNLIMITED")
+    assert facts["ExcNodeList"] == node
+    assert facts["TimeLimit"] in ("UNLIMITED", "365-00:00:00"), "the second is what it is once it has started"
     assert f"output of rank 0 {run}/logs/rank0.out" in log

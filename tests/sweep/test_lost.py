@@ -45,7 +45,7 @@ class FakeSlurm:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -80,16 +80,19 @@ def run(
 
 
 def test_slurm_is_asked_once_whatever_the_number_of_points(
-    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake_slurm: FakeSlurm,
+    sweep: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     # One waits, one failed lately, one is another user's, three are in accounting, the others nowhere.
-    slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
-    slurm.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
-    slurm.prints("sacct", "7_3|NODE_FAIL", "7_4|CANCELLED by 1000", "7_5|TIMEOUT")
+    fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
+    fake_slurm.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
+    fake_slurm.prints("sacct", "7_3|NODE_FAIL", "7_4|CANCELLED by 1000", "7_5|TIMEOUT")
     for number in (1, 3):
         RunFolder(sweep.points()[number].run_dir).set_status("running")
     out, err = run(monkeypatch, capsys, "status", str(sweep.path))
-    called = slurm.calls()
+    called = fake_slurm.calls()
     assert [call.split()[0] for call in called] == ["squeue", "squeue", "sacct"]
     assert "7_0," not in called[1] and "7_2," not in called[2] and "7_11" in called[2]
     assert out.splitlines()[-1] == "1 pending, 9 failed, 1 running, 1 cancelled"
@@ -100,21 +103,24 @@ def test_slurm_is_asked_once_whatever_the_number_of_points(
     assert "SLURM says NODE_FAIL" in row["error.message"]
     # The others' rows are written; only the job of another user is asked for again.
     out, err = run(monkeypatch, capsys, "status", str(sweep.path))
-    assert [call.split()[0] for call in slurm.calls()] == ["squeue", "squeue"] and not err
+    assert [call.split()[0] for call in fake_slurm.calls()] == ["squeue", "squeue"] and not err
 
 
 def test_a_sweep_is_cancelled_by_one_command_and_its_points_have_not_failed(
-    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake_slurm: FakeSlurm,
+    sweep: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    slurm.prints(
+    fake_slurm.prints(
         "squeue", *(f"7_{n}|sweep.1|PENDING|Resources" for n in range(POINTS - 1)), "9|x|RUNNING|None"
     )
     Ticket("single", None, "9").write(sweep.points()[-1].run_dir)
     out, _ = run(monkeypatch, capsys, "cancel", str(sweep.path))
     assert out == f"cancelled {POINTS} of {POINTS} points\n"
     tasks = ",".join(str(n) for n in range(POINTS - 1))
-    assert slurm.calls()[1:] == [f"scancel 7_[{tasks}] 9"]
-    slurm.prints("squeue")
+    assert fake_slurm.calls()[1:] == [f"scancel 7_[{tasks}] 9"]
+    fake_slurm.prints("squeue")
     out, err = run(monkeypatch, capsys, "status", str(sweep.path))
     assert out.splitlines()[-1] == f"{POINTS} cancelled"
     assert err == f"{POINTS} points are over without a result: {POINTS} cancelled\n"
@@ -126,13 +132,16 @@ def test_a_sweep_is_cancelled_by_one_command_and_its_points_have_not_failed(
 
 
 def test_a_job_that_cannot_be_cancelled_is_an_error_and_one_that_is_over_is_not(
-    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake_slurm: FakeSlurm,
+    sweep: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|PENDING|Resources")
+    fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|PENDING|Resources")
     over = "scancel: error: Kill job error on job id 7_0: Invalid job id specified"
-    slurm.prints("scancel", over, file="fails")
+    fake_slurm.prints("scancel", over, file="fails")
     run(monkeypatch, capsys, "cancel", str(sweep.path))
-    slurm.prints("scancel", over, "scancel: error: 7_1: Access/permission denied", file="fails")
+    fake_slurm.prints("scancel", over, "scancel: error: 7_1: Access/permission denied", file="fails")
     monkeypatch.setattr("sys.argv", ["sweep", "cancel", str(sweep.path)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -141,7 +150,10 @@ def test_a_job_that_cannot_be_cancelled_is_an_error_and_one_that_is_over_is_not(
 
 
 def test_a_point_that_another_process_submits_again_is_left_alone(
-    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake_slurm: FakeSlurm,
+    sweep: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = RunFolder(sweep.points()[0].run_dir)
     folder.hold()
@@ -151,14 +163,17 @@ def test_a_point_that_another_process_submits_again_is_left_alone(
 
 
 def test_single_runs_have_the_same_verbs(
-    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake_slurm: FakeSlurm,
+    sweep: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (sweep.path / "sweep.jsonl").unlink()
-    slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|RUNNING|None")
+    fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|RUNNING|None")
     out, _ = run(monkeypatch, capsys, "status", str(sweep.path / "p0"))
     assert "job 7_0 waits: Resources" in out and out.endswith("1 pending\n")
     out, _ = run(monkeypatch, capsys, "cancel", str(sweep.path / "p0"))
-    assert out == "cancelled 1 of 1 points\n" and slurm.calls()[-1] == "scancel 7_[0]"
+    assert out == "cancelled 1 of 1 points\n" and fake_slurm.calls()[-1] == "scancel 7_[0]"
     # All runs of a name.
     out, _ = run(monkeypatch, capsys, "status", str(sweep.path))
     assert out.splitlines()[-1].startswith("1 pending, 1 running")
