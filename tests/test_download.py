@@ -18,6 +18,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from stand_in_hub import Hub, _Handler, break_off, commit_of, serving
+from tiers import rest_is_thorough
 
 from harness import hub as client
 from harness.compose import compose_job
@@ -263,7 +264,9 @@ def test_a_connection_that_breaks_is_taken_up_again(here: Hub, tmp_path: Path) -
     assert first == "" and second.startswith("bytes=") and int(second[6:].rstrip("-")) >= 10 * MIB
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "sent", rest_is_thorough([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGKILL)
+)
 def test_an_interrupted_download_goes_on(sent: signal.Signals, hub: Hub, tmp_path: Path) -> None:
     """Between commands: only what had not come is asked for."""
     files = {"config.json": b"{}", "model.safetensors": os.urandom(32 * MIB)}

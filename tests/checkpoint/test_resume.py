@@ -182,7 +182,7 @@ def test_resuming_on_another_degree_of_expert_parallel(pool: RankPool, tmp_path:
     assert biases.items() <= outcome.state.items()
 
 
-STREAMS = [("fsdp", "fsdp"), ("fsdp", "tp_pp"), ("tp_pp", "fsdp8")]
+STREAMS = [("fsdp", "fsdp"), ("fsdp", "tp_pp"), ("tp_pp", "fsdp"), ("tp_pp", "fsdp8")]
 
 
 @pytest.mark.parametrize("case", rest_is_thorough(STREAMS, STREAMS[2]), ids="-".join)

@@ -165,7 +165,7 @@ LAYOUTS = [
 ]
 
 
-CORE = ["cp_ulysses", "fsdp_ep_compiled"]
+CORE = ["cp_ulysses"]
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(LAYOUTS, *CORE))

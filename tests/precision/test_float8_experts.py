@@ -190,6 +190,7 @@ def test_layout_agrees_with_one_process(pool: RankPool, linear: str, layout: str
     assert verdict.passed, line(verdict)
 
 
+@pytest.mark.thorough
 def test_recomputed_and_compiled_they_stay_the_same(pool: RankPool) -> None:
     for linear in GROUPED:
         overrides = (*FAMILIES["qwen3"], *precision_of(linear), "model.n_layers=1")
