@@ -1,17 +1,17 @@
 """What a run can die of: the classes that tables show, found in what the dying rank raised. Imports no torch.
 
-| kind | what |
-|---|---|
-| ``user`` | a mistake in the job or its data |
-| ``out_of_memory`` | of the device or the host; ``allocation`` is what could not be had |
-| ``collective_timeout`` | a collective that took too long; ``operation`` is which |
-| ``non_finite`` | loss or gradients are not finite |
-| ``preempted`` | the scheduler took the nodes, or the time was up, again and again before a step was done |
-| ``cancelled`` | somebody ended the scheduler's job |
-| ``node`` | the node: its accelerator, its link, or the whole of it |
-| ``machine`` | something else of the machine: a launcher that is gone, a disk that is full |
-| ``bug`` | ours: an exception that nobody foresaw |
-| ``unknown`` | ended without a word |
+| kind | exit code | what |
+|---|---|---|
+| ``user`` | 2 | a mistake in the job or its data |
+| ``out_of_memory`` | 3 | of the device or the host; ``allocation`` is what could not be had |
+| ``collective_timeout`` | 3 | a collective that took too long; ``operation`` is which |
+| ``non_finite`` | 4 | loss or gradients are not finite |
+| ``preempted`` | 3 | the scheduler took the nodes, or the time was up, twice before a step was done |
+| ``cancelled`` | 130 | somebody ended the scheduler's job |
+| ``node`` | 3 | the node: its accelerator, its link, or the whole of it |
+| ``machine`` | 3 | something else of the machine: a launcher that is gone, a disk that is full |
+| ``bug`` | 1 | ours: an exception that nobody foresaw |
+| ``unknown`` | 3 | ended without a word |
 
 ``collective``, ``peer`` and ``interrupted`` are what a rank dies of because another one is gone or stuck.
 """

@@ -376,11 +376,13 @@ class Job:
 
         Raises:
             FileNotFoundError: there is none.
-            UserError: it is damaged, or another version wrote it.
+            UserError: it is damaged, another version wrote it, or it holds a text that no job may have.
         """
         plain = read_object(path)
         try:
-            return cls._from_dict(plain)
+            job = cls._from_dict(plain)
+            validate_texts(job)
+            return job
         except ConfigError as error:
             raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
 

@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.cluster.lifeline import end_with_parent
 from harness.errors import (
-    EXIT_BUG,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_RESUMABLE,
     EXIT_USER,
     STOPPED,
-    HarnessError,
     MachineError,
+    UserError,
 )
-from harness.failures import describe_failure
 from harness.job import Job
 from harness.loop import process
 from harness.loop.signals import ignore_stop_signals, stop_signals_ignored, stop_signals_interrupt
@@ -50,7 +48,11 @@ def main() -> None:
         sys.stderr.write("error: the harness starts its ranks itself; would work: python -m harness.train\n")
         sys.exit(EXIT_USER)
     folder = RunFolder(Path(sys.argv[1]))
-    job = Job.from_json((folder.path / "job.json").read_text())
+    try:
+        job = folder.read_job()
+    except UserError as error:
+        folder.record_error(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), error)
+        leave(error.exit_code)
     if CONTROLLER not in os.environ:
         _run_srun_task(job, folder)
     # Until the loop takes signals there is nothing to save; Python's own answer to SIGINT is a traceback.
@@ -138,13 +140,12 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
 def _end_failed_rank(job: Job, folder: RunFolder, rank: int, run: Run, error: BaseException) -> int:
     """Records the error, and on rank 0 the run's row; returns the exit code."""
     # First of all the cause: what follows can fail or take long.
-    folder.record_error(rank, error, step=run.step)
-    if run.trainer is not None and describe_failure(error)["kind"] == "collective_timeout":
+    failure = folder.record_error(rank, error, step=run.step)
+    if run.trainer is not None and failure["kind"] == "collective_timeout":
         run.trainer.watch.timed_out()
-    code = _exit_code_of(error)
     if rank == 0:
-        _end_failed_run(job, folder, run, code)
-    return code
+        _end_failed_run(job, folder, run, failure["exit_code"])
+    return int(failure["exit_code"])
 
 
 def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, store: dist.Store | None) -> int:
@@ -210,12 +211,6 @@ def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
     if run.recorder is not None:
         with contextlib.suppress(Exception):
             run.recorder.close({})
-
-
-def _exit_code_of(error: BaseException) -> int:
-    if isinstance(error, HarnessError):
-        return error.exit_code
-    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_BUG
 
 
 def describe(job: Job, folder: RunFolder, device: Any) -> str:

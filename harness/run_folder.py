@@ -112,6 +112,17 @@ class RunFolder:
                 (self.path / name).mkdir(exist_ok=True)
             self.set_status("starting")
 
+    def read_job(self) -> Job:
+        """Returns the job that is described here.
+
+        Raises:
+            UserError: there is none, or it is damaged.
+        """
+        try:
+            return Job.read(self.path / "job.json")
+        except FileNotFoundError:
+            raise UserError(f"{self.path}: no job.json; the folder was removed or never made") from None
+
     @contextlib.contextmanager
     def _taking(self, job: Job) -> Iterator[None]:
         """Holds the folder from here on, unless making it ready fails."""
@@ -150,7 +161,9 @@ class RunFolder:
             lambda: write_json_atomically(self.path / "status.json", {"state": state, **owner, **facts})
         )
 
-    def record_error(self, rank: int | None, error: BaseException, *, step: int | None = None) -> None:
+    def record_error(
+        self, rank: int | None, error: BaseException, *, step: int | None = None
+    ) -> dict[str, Any]:
         """Writes ``errors/rank<rank>.json``; the earliest of them is what the run died of.
 
         If even that fails, the error goes to stderr: it must not get lost behind the one of writing it down.
@@ -159,6 +172,9 @@ class RunFolder:
             rank: which rank it happened to; None for the controller.
             error: what was raised, or an account of what was seen from outside.
             step: the last step that was finished, if any.
+
+        Returns:
+            what is recorded; ``kind`` and ``exit_code`` are what the process ends with.
         """
         row = {
             "time": time.time(),
@@ -176,6 +192,7 @@ class RunFolder:
             self._unrecorded.append(row)
             told = row["traceback"] if row["kind"] == "bug" else f"error: {row['message']} "
             sys.stderr.write(f"{told}(could not be recorded in {path.parent}: {failure.strerror})\n")
+        return row
 
     def rewrite_error(self, error: dict[str, Any]) -> None:
         """Replace the recorded error of a rank by one with more in it."""

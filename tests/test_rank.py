@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness import rank
+from harness.cluster.outcome import settle
 from harness.compose import compose_job
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER, DataError
+from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_USER, DataError
 from harness.job import Job
 from harness.run_folder import RunFolder
 
@@ -53,6 +55,7 @@ class BrokenRecorder:
     [
         (DataError("no such file"), EXIT_USER, "failed"),
         (LookupError("a bug"), EXIT_BUG, "failed"),
+        (torch.OutOfMemoryError("CUDA out of memory."), EXIT_MACHINE, "failed"),
         (KeyboardInterrupt(), EXIT_INTERRUPTED, "interrupted"),
     ],
 )
@@ -115,3 +118,24 @@ def test_a_rank_that_a_person_starts_is_one_line(arguments: tuple[str, ...]) -> 
     )
     assert done.returncode == EXIT_USER
     assert done.stderr == "error: the harness starts its ranks itself; would work: python -m harness.train\n"
+
+
+@pytest.mark.parametrize("started_by", ["controller", "srun"])
+def test_a_rank_with_a_damaged_job_is_one_line_of_the_controller(
+    folder: RunFolder, job: Job, started_by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder.path / "job.json").write_text('{"name": 1}')
+    place = {"HARNESS_CONTROLLER": str(os.getpid()), "RANK": "1"}
+    variables = place if started_by == "controller" else {"SLURM_PROCID": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.rank", str(folder.path)],
+        env={**os.environ, **variables, "HARNESS_STARTED": "1.0"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (EXIT_USER, "")
+    assert settle(job, folder, done.returncode) == EXIT_USER
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {folder.path}/job.json: damaged, or another version wrote it: name=1: ")
+    row = json.loads((folder.path / "result.json").read_text())
+    assert (row["error.kind"], row["error.rank"], row["exit_code"]) == ("user", 1, EXIT_USER)

@@ -210,8 +210,8 @@ def unfinished_siblings(job: Job) -> list[str]:
 def _numerics_id(run_dir: Path) -> str | None:
     """Of the job in a run folder; None for one that this version does not understand."""
     try:
-        return Job.from_json((run_dir / "job.json").read_text()).numerics_id
-    except (OSError, ValueError, ConfigError):
+        return Job.read(run_dir / "job.json").numerics_id
+    except (FileNotFoundError, UserError):
         return None
 
 

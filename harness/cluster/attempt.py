@@ -113,7 +113,7 @@ class Allocation:
 def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     """Runs the job that is described in a folder; returns its exit code."""
     started = time.time()
-    job = _read_job(folder)
+    job = folder.read_job()
     if is_finished(job, folder.path):  # the script was submitted again by hand
         return tell_finished(job, folder.path)
     _begin(job, folder, allocation)
@@ -126,11 +126,9 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     except UnfitNodes as error:
         if job.cluster.node_check == "exclude" and allocation.restarts < job.cluster.max_requeues:
             return _requeue_without(error, folder, allocation)
-        folder.record_error(None, error)
-        code = error.exit_code
+        code = folder.record_error(None, error)["exit_code"]
     except Exception as error:
-        folder.record_error(None, error)
-        code = error.exit_code if isinstance(error, MachineError) else EXIT_BUG
+        code = folder.record_error(None, error)["exit_code"]
     if allocation.state() == SUPERSEDED:
         return code  # the folder is another attempt's
     code = settle(job, folder, code)
@@ -150,13 +148,6 @@ def _is_worth_another(folder: RunFolder) -> bool:
         return True
     rows = (folder.row, RunFolder(earlier).row)
     return any((row.get("step") or 0) > (row.get("start_step") or 0) for row in rows)
-
-
-def _read_job(folder: RunFolder) -> Job:
-    try:
-        return Job.read(folder.path / "job.json")
-    except FileNotFoundError:
-        raise UserError(f"{folder.path}: no job.json; the folder was removed or never made") from None
 
 
 def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cluster.outcome import RankDied, memory_kills, settle
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED
+from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED
 from harness.job import Job
 from harness.loop.signals import (
     StopRequest,
@@ -55,8 +55,7 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
             code = _run_ranks(job, folder, started)
     except BaseException as error:
         # Of the launching itself; errors of ranks are recorded by the ranks.
-        folder.record_error(None, error)
-        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_BUG
+        code = folder.record_error(None, error)["exit_code"]
     if ends_process:
         ignore_stop_signals()
     try:

@@ -40,7 +40,7 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
             _close_lost(job, folder)
             submit(submission, [folder], [overrides], adopt=True)
         folder.release()
-    there = job if found is None else Job.from_json((folder.path / "job.json").read_text())
+    there = job if found is None else folder.read_job()
     how = "submitted" if found is None else f"already submitted ({found.state})"
     ident = job_id_of(folder.path)
     words = (

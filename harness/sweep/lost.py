@@ -42,8 +42,12 @@ def look_and_close(points: Sequence[Point]) -> list[Seen]:
             seen[each.point.run_dir] = replace(
                 each, state="running", kind=None, reason=f"another user's job, which is {state}"
             )
-        elif _close(each, state):
-            closed.append(look_at(each.point, listed))
+        else:
+            try:
+                if _close(each, state):
+                    closed.append(look_at(each.point, listed))
+            except UserError as error:  # its job.json is damaged: no row can be made of it
+                seen[each.point.run_dir] = replace(each, kind="user", reason=str(error))
     seen |= {each.point.run_dir: each for each in closed}
     if closed:
         counts = Counter(each.kind or each.state for each in closed)

@@ -10,6 +10,7 @@ import pytest
 
 from harness.cluster.ticket import Ticket
 from harness.compose import compose_job
+from harness.errors import EXIT_USER
 from harness.run_folder import RunFolder
 from harness.sweep.__main__ import main
 from harness.sweep.registry import Point, Registry
@@ -160,6 +161,44 @@ def test_a_point_that_another_process_submits_again_is_left_alone(
     out, _ = run(monkeypatch, capsys, "status", str(sweep.path))
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
     folder.release()
+
+
+def test_a_damaged_point_is_told_and_hides_no_other(
+    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep.points()[0].run_dir / "job.json").write_text("{")
+    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    assert "user: " in out.splitlines()[1] and "job.json: damaged" in out
+    assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
+    assert err == f"{POINTS - 1} points are over without a result: {POINTS - 1} unknown\n"
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "words"),
+    [
+        ("account", "a\ntouch F", "cluster.account=a\\ntouch F: must be one line of printable text"),
+        ("env", {"HF_TOKEN": "hf_x"}, "cluster.env.HF_TOKEN=***: holds a value of HF_TOKEN"),
+    ],
+)
+def test_what_is_resumed_keeps_the_rules_for_texts(
+    slurm: FakeSlurm,
+    sweep: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    field: str,
+    text: object,
+    words: str,
+) -> None:
+    path = sweep.points()[0].run_dir / "job.json"
+    job = json.loads(path.read_text())
+    job["cluster"][field] = text
+    path.write_text(json.dumps(job))
+    monkeypatch.setattr("sys.argv", ["sweep", "resume", str(sweep.path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == EXIT_USER
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert words in line and "hf_x" not in line
 
 
 def test_single_runs_have_the_same_verbs(
