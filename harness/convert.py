@@ -249,7 +249,7 @@ def _convert(
         f"({nbytes / 1e9 / seconds:.2f} GB/s): {target}"
     )
     if warning := inspected.warning():
-        _say(f"WARNING {warning}")
+        _say(warning)
     if config.format == "torchtitan":
         from harness.checkpoint.torchtitan import torchtitan_arguments
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,8 @@ from harness.errors import DISK_FULL, MachineError, UserError
 from harness.model.shapes import is_buffer
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
+# Tensors that a warning lists.
+NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Watched:
 
 
 class Inspected:
-    """A source that counts values that are not finite, by tensor.
+    """A source that notes which tensors have values that are not finite.
 
     Args:
         source: what is read.
@@ -118,26 +120,41 @@ class Inspected:
     def __init__(self, source: Source) -> None:
         self._source = source
         self.tensors = source.tensors
-        self.not_finite: dict[str, int] = {}
+        self._not_finite: list[str] = []
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
         tensor = self._source.read(name)
-        # The extremes of a tensor with a NaN are NaN. They need no second tensor of this size.
-        if tensor.numel() and not all(extreme.isfinite() for extreme in tensor.aminmax()):
-            self.not_finite[name] = int((~tensor.isfinite()).sum())
+        if not is_finite(tensor):
+            self._not_finite.append(name)
         return tensor
 
     def warning(self) -> str | None:
-        """A sentence about the tensors read so far; None where all values were finite."""
-        if not self.not_finite:
-            return None
-        name, values = next(iter(self.not_finite.items()))
-        of = torch.Size(self.tensors[name].shape).numel()
-        return (
-            f"{len(self.not_finite)} of {len(self.tensors)} tensors hold NaN or infinite values, "
-            f"{name} in {values} of its {of}; they were written as they are"
-        )
+        """A warning of the tensors read so far; None where all values were finite."""
+        return non_finite_warning(self._not_finite, len(self.tensors), "written")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values of a tensor are finite."""
+    # The extremes of a tensor with a NaN are NaN. They need no second tensor of this size.
+    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
+
+
+def non_finite_warning(names: Sequence[str], tensors: int, what: str) -> str | None:
+    """Returns a warning of tensors with values that are not finite; None without any.
+
+    Args:
+        names: the tensors.
+        tensors: how many there are in all.
+        what: what was done with them.
+    """
+    if not names:
+        return None
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return (
+        f"WARNING {len(names)} of {tensors} tensors hold NaN or infinite values: "
+        f"{', '.join(names[:NAMES_SHOWN])}{more}; they were {what} as they are"
+    )
 
 
 def total_bytes(source: Source) -> int:

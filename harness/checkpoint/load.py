@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from harness.checkpoint import exchange
 from harness.checkpoint.catalog import Checkpoint, CheckpointFolder, DamagedCheckpoint, reading
+from harness.checkpoint.formats import is_finite, non_finite_warning
 from harness.checkpoint.resume import find_start, folder_of, no_usable, wrote
 from harness.checkpoint.state import (
     OPTIMIZER,
@@ -92,6 +94,7 @@ class Starter:
         state = self._load_initial(start.initial)
         self._clear_way(-1)
         messages.append(f"initial values from {start.initial.path}")
+        messages += self._warnings_of_values()
         return Resumed(start.initial.path, state, tuple(messages))
 
     def _clear_way(self, step: int) -> None:
@@ -181,6 +184,18 @@ class Starter:
             return {}
         except DamagedCheckpoint as error:
             raise UserError(f"checkpoint.initial_load_path={path}: {error}") from error
+
+    def _warnings_of_values(self) -> list[str]:
+        """A warning of weights that are not finite on any rank, if there are."""
+        held = {
+            name: each.to_local() if isinstance(each, DTensor) else each
+            for name, each in model_state(self.engine).items()
+        }
+        found = self.together.gather([name for name, each in held.items() if not is_finite(each)])
+        names = tensor_shapes(self.job.model)
+        wrong = [name for name in names if any(name in each for each in found)]
+        warning = non_finite_warning(wrong, len(names), "loaded")
+        return [warning] if warning else []
 
     def _require_parameters(self, checkpoint: Checkpoint) -> None:
         """Checks names and shapes before DCP does, which has many lines to say of each; on rank 0."""

@@ -86,6 +86,23 @@ def test_training_starts_from_safetensors(
         assert outcome.losses[1] == pytest.approx(expected, rel=tolerance)
 
 
+def test_initial_values_that_are_not_finite_are_told(pool: RankPool, tmp_path: Path) -> None:
+    """The rank that holds them is not the one that speaks."""
+    layout = ("parallelism=fsdp", "parallelism.dp_shard=2", "training.global_batch_size=4")
+    common = (*layout, "training.steps=2", "debug.non_finite=skip")
+    path = "checkpoint.initial_load_path"
+    first = job_of(tmp_path, *common, f"{path}={tmp_path / 'hf'}", "checkpoint.initial_load_in_hf=true")
+    second = job_of(tmp_path, *common, f"{path}={tmp_path / 'first'}")
+    reference = reference_of(first)
+    with torch.no_grad():
+        reference.model.embed_tokens.weight[VOCAB - 1, -1] = torch.nan
+    reference.save_pretrained(tmp_path / "hf")
+    for name, job in (("first", first), ("second", second)):
+        outcome = pool.run(job.world_size, train, job.to_json(), str(tmp_path / name))[0]
+        warning = "WARNING 1 of 39 tensors hold NaN or infinite values: tok_embeddings.weight; "
+        assert f"{warning}they were loaded as they are" in outcome.messages
+
+
 @pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "fsdp_tp_pp", "fsdp_float8"))
 def test_training_ends_in_safetensors(pool: RankPool, tmp_path: Path, layout: str) -> None:
     """Every layout exports the same model, which transformers runs as we do."""
