@@ -333,6 +333,8 @@ def shown_config(
         hydra = config.hydra
         with open_dict(config):
             del config["hydra"]
+        if resolve:
+            OmegaConf.to_container(config, resolve=True)  # names the field in its errors, as resolve does not
         if kind != "job":
             parts: dict[str, Any] = {} if kind == "hydra" else {str(name): config[name] for name in config}
             config = OmegaConf.create(parts | {"hydra": hydra})

@@ -225,6 +225,15 @@ def test_help_lists_groups_and_fields() -> None:
     assert "$$" not in done.stdout
 
 
+def test_cfg_resolve_names_the_field() -> None:
+    for kind in ("job", "all"):
+        done = harness_train("--cfg", kind, "--resolve", "optimizer.lr=${nope}")
+        assert (done.returncode, done.stderr) == (
+            2,
+            "error: optimizer.lr: Interpolation key 'nope' not found\n",
+        )
+
+
 def test_cfg_job_prints_the_job_and_runs_nothing(tmp_path: Path) -> None:
     done = harness_train("--cfg", "job", "model=llama3_8b", f"runs_dir={tmp_path}/runs")
     assert (done.returncode, done.stderr) == (0, "")
