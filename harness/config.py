@@ -72,22 +72,31 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
         prefix: of the fields' dotted names, for errors.
 
     Raises:
-        ConfigError: a key that the dataclass does not have, or a value that is not of its field's type.
+        ConfigError: a key that the dataclass does not have, a value that is not of its field's type, or a
+            field that has no default and is left out.
     """
     hints = _type_hints(cls)
     unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
     if unknown:
         name = sorted(unknown)[0]
         raise ConfigError(f"{prefix}{name}", plain[name], f"{cls.__name__} has no such field")
+    needed = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
+    if left_out := [name for name in needed if name not in plain]:
+        raise ConfigError(f"{prefix}{left_out[0]}", None, "must be given")
     values = {}
     for name, value in plain.items():
         hint = hints[name]
         if not _fits(value, hint):
             raise ConfigError(f"{prefix}{name}", value, f"must be of type {getattr(hint, '__name__', hint)}")
-        if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-            value = from_dict(cast("type", hint), value, f"{prefix}{name}.")
+        inner = next((each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)), None)
+        if inner is not None and isinstance(value, dict):
+            value = from_dict(cast("type", inner), value, f"{prefix}{name}.")
         values[name] = value
     return cls(**values)
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 @functools.cache

@@ -8,14 +8,17 @@ cores.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from harness.cluster.hardware import Accelerator
-from harness.errors import UserError
+from harness.config import from_dict
+from harness.errors import ConfigError, UserError
+from harness.metrics.encoding import parse_object
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class Constants:
     """Cores that all ranks of a node share, where they do: a CPU. None: each has a device to itself."""
 
 
+# What nothing is divided by.
+_MAY_BE_ZERO = ("constants.latency", "constants.async_tp", "constants.launch")
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Constants, and the hardware they are of."""
@@ -61,25 +68,48 @@ class Calibration:
         """Reads a calibration that ``write`` wrote.
 
         Raises:
-            UserError: there is none, or it is of another version.
+            UserError: there is none, it is of another version, or a value cannot be.
         """
-        rule = "would work: a file that harness.plan calibrate=FOLDER wrote"
+        where, works = f"calibration={path}", "would work: a file that harness.plan calibrate=FOLDER wrote"
+        # A calibration has a few hundred bytes; a device may have no end.
+        if Path(path).exists() and not Path(path).is_file():
+            raise UserError(f"{where}: is no file; {works}")
         try:
-            # A calibration has a few hundred bytes; a device may have no end.
-            if Path(path).exists() and not Path(path).is_file():
-                raise UserError(f"calibration={path}: is no file; {rule}")
-            plain: dict[str, Any] = json.loads(Path(path).read_text())
-            accelerator = plain.pop("accelerator")
-            return Calibration(
-                Constants(**plain.pop("constants")),
-                None if accelerator is None else Accelerator(**accelerator),
-                **plain,
-            )
+            read: Calibration = from_dict(Calibration, parse_object(Path(path).read_bytes()))
+            read._validate()
+            return read
         except FileNotFoundError:
-            raise UserError(f"calibration={path}: no such file; {rule}") from None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(f"calibration={path}: cannot be read as a calibration: {error}") from error
+            raise UserError(f"{where}: no such file; {works}") from None
+        except OSError as error:
+            raise UserError(f"{where}: cannot be read: {error.strerror}; {works}") from None
+        except (ConfigError, ValueError) as error:
+            raise UserError(f"{where}: {error}; {works}") from None
+
+    def _validate(self) -> None:
+        """Checks the numbers, with which the plan divides.
+
+        Raises:
+            ConfigError: naming the first that cannot be.
+        """
+        for name, value in self._numbers():
+            is_number = isinstance(value, int | float) and isfinite(value)
+            if not is_number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+                kind = "a number from 0 on" if name in _MAY_BE_ZERO else "a positive number"
+                raise ConfigError(name, value, f"must be {kind}")
+        if self.constants.async_tp > 1:
+            raise ConfigError("constants.async_tp", self.constants.async_tp, "is a share, at most 1")
+
+    def _numbers(self) -> Iterator[tuple[str, Any]]:
+        """Yields the numbers by their dotted names in the file."""
+        for name, value in asdict(self.constants).items():
+            if name != "cores" or value is not None:
+                yield f"constants.{name}", value
+        if self.accelerator is not None:
+            for name in ("memory_gib", "memory_bandwidth", "link_bandwidth", "units"):
+                yield f"accelerator.{name}", getattr(self.accelerator, name)
+            for dtype in {"float32": None, "bfloat16": None, **self.accelerator.peak_flops}:
+                yield f"accelerator.peak_flops.{dtype}", self.accelerator.peak_flops.get(dtype)
 
     def write(self, path: str) -> None:
         """Writes it as JSON."""
-        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")

@@ -104,7 +104,7 @@ KNOWN = [
     ("plan", ["calibration=folder"], "calibration=folder: is no file"),
     ("plan", ["calibration=/dev/zero"], "calibration=/dev/zero: is no file"),
     ("plan", ["calibration=fifo"], "calibration=fifo: is no file"),
-    ("plan", ["calibration=list.json"], "calibration=list.json: cannot be read as a calibration"),
+    ("plan", ["calibration=list.json"], "calibration=list.json: it holds "),
     ("plan", ["--jsn"], "--jsn: no such flag; did you mean --json?"),
     (
         "plan",

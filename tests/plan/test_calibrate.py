@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+import operator
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from published_rows import all_rows
@@ -16,6 +21,7 @@ from harness.plan.calibrate import START, Measured, fit, predicted_rate
 from harness.plan.constants import Calibration, Constants
 from harness.plan.cpu import measure_cpu
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["cluster=slurm_h100", "precision=bf16", "training.seq_len=4096", "model=llama3_8b"]
 
 
@@ -49,10 +55,51 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
     written = Calibration(replace(START, cores=2), measure_cpu(), source="here")
     written.write(path)
     assert Calibration.read(path) == written
-    (tmp_path / "cpu.json").write_text('{"constants": {"speed": 3}}')
-    for wrong, says in ((path, "cannot be read as a calibration"), (str(tmp_path / "no"), "no such file")):
-        with pytest.raises(UserError, match=says):
-            Calibration.read(wrong)
+    with pytest.raises(UserError, match="no: no such file"):
+        Calibration.read(str(tmp_path / "no"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("constants", {"speed": 3}, "constants.speed=3: Constants has no such field"),
+        ("constants", [1], "constants=[1]: must be of type Constants"),
+        ("constants.matmul", "0.5", "constants.matmul=0.5: must be of type float"),
+        ("constants.matmul", {"a": {"b": 1}}, "constants.matmul={'a': {'b': 1}}: must be of type float"),
+        ("constants.matmul", -0.5, "constants.matmul=-0.5: must be a positive number"),
+        ("constants.link", 0, "constants.link=0: must be a positive number"),
+        ("constants.latency", "inf", "constants.latency=inf: must be a number from 0 on"),
+        ("constants.launch", math.nan, "constants.launch=nan: must be a number from 0 on"),
+        ("constants.async_tp", 2, "constants.async_tp=2: is a share, at most 1"),
+        ("constants.cores", 0, "constants.cores=0: must be a positive number"),
+        ("accelerator", "H100", "accelerator=H100: must be of type "),
+        ("accelerator.units", True, "accelerator.units=true: must be of type int"),
+        (
+            "accelerator.peak_flops",
+            {"float32": 1.0},
+            "accelerator.peak_flops.bfloat16=null: must be a positive",
+        ),
+        ("accelerator.peak_flops", {}, "accelerator.peak_flops.float32=null: must be a positive number"),
+        ("source", 3, "source=3: must be of type str"),
+    ],
+)
+def test_a_wrong_value_of_a_calibration_is_named(tmp_path: Path, key: str, value: object, says: str) -> None:
+    plain = json.loads((ROOT / "experiments" / "cpu_layouts" / "calibration.json").read_text())
+    *parts, name = key.split(".")
+    inner: dict[str, Any] = functools.reduce(operator.getitem, parts, plain)
+    inner[name] = value
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(plain))
+    with pytest.raises(UserError) as refused:
+        Calibration.read(str(path))
+    assert str(refused.value).startswith(f"calibration={path}: {says}")
+    assert str(refused.value).endswith("would work: a file that harness.plan calibrate=FOLDER wrote")
+
+
+def test_a_calibration_without_a_part_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "part.json").write_text('{"accelerator": null}')
+    with pytest.raises(UserError, match="constants=null: must be given"):
+        Calibration.read(str(tmp_path / "part.json"))
 
 
 def test_a_core_is_measured() -> None:
