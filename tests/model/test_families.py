@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from held import Held
 from test_accounting import shipped
 from test_against_transformers import close, ours
 from torch import Tensor
 
-from harness.checkpoint.formats import TensorFacts
 from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
 from harness.checkpoint.pieces import fill, whole
 from harness.model.config import ModelConfig
@@ -96,17 +96,6 @@ CASES = {
         "llama4_debug", moe__every_nth_layer=1, moe__top_k=2, attention__nope_temperature=0.0
     ),
 }
-
-
-class Held:
-    """A source in memory."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.held = tensors
-        self.tensors = {name: TensorFacts(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        return self.held[name]
 
 
 def random_model(config: ModelConfig) -> Decoder:

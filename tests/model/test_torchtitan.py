@@ -8,27 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from held import Held
 from test_against_transformers import VARIANTS, close
 from test_llama_original import CONFIGS, meta_logits, meta_weights
 from torch import Tensor
 
 from harness.checkpoint.distributed import DistributedSource, write_plain
-from harness.checkpoint.formats import TensorFacts
 from harness.checkpoint.torchtitan import Torchtitan, torchtitan_arguments
 from harness.errors import ConfigError
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
-
-
-class Held:
-    """A source in memory."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.held = tensors
-        self.tensors = {name: TensorFacts(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        return self.held[name]
 
 
 def loaded(folder: Path, source: Torchtitan) -> dict[str, Tensor]:
