@@ -36,15 +36,21 @@ def job_id_of(run_dir: Path) -> str | None:
 
 
 class JobLost(MachineError):
-    """A SLURM job that is over without having left its row."""
+    """A SLURM job that ended without a result."""
 
     def __init__(self, ticket: Ticket, state: str | None) -> None:
         # SLURM keeps no record of a waiting task of an array that is cancelled.
         self.kind = "cancelled" if ticket.cancelled else _KINDS.get(state or "", "unknown")
-        named = f"SLURM job {ticket.job_id}" if ticket.job_id else f"the SLURM job {ticket.name}"
         said = f"SLURM says {state}" if state else "SLURM does not know it any more"
         log = last_words(slurm_log(ticket)) if ticket.logs and ticket.job_id else ""
-        super().__init__(f"{named} is over and has not said what became of it; {said}{log}")
+        super().__init__(f"{ended_without_result(ticket)}; {said}{log}")
+
+
+def ended_without_result(ticket: Ticket) -> str:
+    """Says that a job has left no row, and where its output is if that is known."""
+    named = f"SLURM job {ticket.job_id}" if ticket.job_id else f"the SLURM job {ticket.name}"
+    look = f", see {slurm_log(ticket)}" if ticket.logs and ticket.job_id else ""
+    return f"{named} ended without a result{look}"
 
 
 def slurm_log(ticket: Ticket) -> Path:

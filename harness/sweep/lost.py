@@ -52,8 +52,8 @@ def look_and_close(points: Sequence[Point]) -> list[Seen]:
     if closed:
         counts = Counter(each.kind or each.state for each in closed)
         named = ", ".join(f"{count} {name}" for name, count in counts.items())
-        count = f"{len(closed)} point{'s are' if len(closed) > 1 else ' is'}"
-        sys.stderr.write(f"{count} over without a result: {named}\n")
+        count = f"{len(closed)} point{'s' if len(closed) > 1 else ''}"
+        sys.stderr.write(f"{count} ended without a result: {named}\n")
     return list(seen.values())
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.cluster.follow import ended_without_result
 from harness.cluster.queue import Jobs, Queued, jobs
 from harness.cluster.ticket import Ticket
 from harness.errors import UserError
@@ -157,11 +158,7 @@ def _state(
     if ticket is not None:
         if listed is None:
             return "running", "there is no SLURM here to ask", None
-        return (
-            "lost",
-            f"job {ticket.job_id or ticket.name} is over and has not said what became of it",
-            "unknown",
-        )
+        return "lost", ended_without_result(ticket), "unknown"
     if folder.may_be_running:
         return "running", "", None
     return "lost", "the process that ran it is gone", "unknown"

@@ -114,7 +114,7 @@ def test_the_end_of_a_job_without_a_row_is_told_before_the_next(
     (job.run_dir / "slurm" / "12_0_log.out").write_text("/bin/bash: no such interpreter\n")
     submit.submit_one(job, folder, [])
     said = capsys.readouterr()
-    assert "SLURM job 12 is over" in said.err and "SLURM says FAILED" in said.err
+    assert "SLURM job 12 ended without a result" in said.err and "SLURM says FAILED" in said.err
     assert "no such interpreter" in said.err
     assert said.out.count("submitted as job 12") == 2
     assert "JobLost" in (job.run_dir / "attempts" / "1" / "result.json").read_text()

@@ -98,7 +98,7 @@ def test_slurm_is_asked_once_whatever_the_number_of_points(
     assert "7_0," not in called[1] and "7_2," not in called[2] and "7_11" in called[2]
     assert out.splitlines()[-1] == "1 pending, 9 failed, 1 running, 1 cancelled"
     kinds = "1 out_of_memory, 1 node, 1 cancelled, 1 preempted, 6 unknown"
-    assert err == f"10 points are over without a result: {kinds}\n"
+    assert err == f"10 points ended without a result: {kinds}\n"
     row = json.loads((sweep.points()[3].run_dir / "result.json").read_text())
     assert (row["error.kind"], row["exit_reason"]) == ("node", "failed")
     assert "SLURM says NODE_FAIL" in row["error.message"]
@@ -124,7 +124,7 @@ def test_a_sweep_is_cancelled_by_one_command_and_its_points_have_not_failed(
     fake_slurm.prints("squeue")
     out, err = run(monkeypatch, capsys, "status", str(sweep.path))
     assert out.splitlines()[-1] == f"{POINTS} cancelled"
-    assert err == f"{POINTS} points are over without a result: {POINTS} cancelled\n"
+    assert err == f"{POINTS} points ended without a result: {POINTS} cancelled\n"
     assert not list(sweep.path.glob("*/errors/*"))
     row = json.loads((sweep.points()[0].run_dir / "result.json").read_text())
     assert (row["exit_reason"], row["exit_code"]) == ("interrupted", 130)
@@ -170,7 +170,7 @@ def test_a_damaged_point_is_told_and_hides_no_other(
     out, err = run(monkeypatch, capsys, "status", str(sweep.path))
     assert "user: " in out.splitlines()[1] and "job.json: damaged" in out
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
-    assert err == f"{POINTS - 1} points are over without a result: {POINTS - 1} unknown\n"
+    assert err == f"{POINTS - 1} points ended without a result: {POINTS - 1} unknown\n"
 
 
 @pytest.mark.parametrize(
