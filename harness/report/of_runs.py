@@ -40,6 +40,8 @@ _COLUMNS = (
     Column("loss", "loss", ".4f"),
     Column("state", "state"),
 )
+# Beside THROUGHPUT, below tables that have both.
+SPREAD = "Spread: 90th less 10th percentile of the steps' rates, over the rate."
 _FAILURES = (
     Column("point", "run"),
     Column("state", "state"),
@@ -106,9 +108,7 @@ def _tables(title: str, rows: Sequence[Row], best: Row | None, folder: Path) -> 
         if len(groups) > 1:
             text.append(f"Runs that compute the same numbers (`{numerics}`): {_values(group[0], differ)}.")
         if any(row.get("measured.spread") for row in group):
-            text.append(
-                f"{THROUGHPUT}. Spread: 90th less 10th percentile of the steps' rates, over the rate."
-            )
+            text.append(f"{THROUGHPUT}. {SPREAD}")
         heading = "Runs" if len(groups) == 1 else f"Runs, group {number}"
         picture = "runs.png" if len(groups) == 1 else f"runs_{number}.png"
         names = [plot_name(row, ordered) for row in ordered]

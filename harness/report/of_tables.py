@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.metrics.window import THROUGHPUT
 from harness.plan.constants import Calibration
 from harness.report import plots
 from harness.report.document import Column, Report, Section
 from harness.report.document import Table as Shown
 from harness.report.experiment import Table
-from harness.report.of_runs import constants_in_words, errors_in_words
+from harness.report.of_runs import SPREAD, constants_in_words, errors_in_words
 from harness.report.provenance import section_of
 from harness.report.statistics import Effect, effects, errors_of
 
@@ -74,9 +75,11 @@ def report_of(
         drawn = plots.bars(
             folder / f"{table.name}.png", f"{in_words(table.name)}: {_subject(table)}", names, table.rows
         )
+        is_measured = any(row["state"] == "completed" for row in table.rows)
         text = [
             f"{_subject(table)}.",
             f"Published: {table.source}. Run it: `{table.command} cluster=slurm_h100`",
+            *([f"Measured {THROUGHPUT}, divided by the number of GPUs. {SPREAD}"] if is_measured else []),
         ]
         picture = f"{table.name}.png" if drawn else None
         sections.append(Section(in_words(table.name), text, Shown(_COLUMNS, table.rows), picture))

@@ -21,6 +21,7 @@ from harness.cluster.hardware import ACCELERATORS
 from harness.compose import compose_points
 from harness.job import Job
 from harness.metrics.result import flatten
+from harness.metrics.window import THROUGHPUT
 from harness.plan.constants import Calibration, Constants
 from harness.report import experiment, published
 from harness.report.__main__ import main
@@ -173,7 +174,7 @@ def test_published_tables_without_a_measurement(
     assert "| Table 4 | async TP | +5.7% | -9.4% | no |" in text
     assert "| Table 5 | schedule: 1F1B to Interleaved1F1B | +28.0% | +28.0% | yes |" in text
     assert "| eager, bf16 | 5,762 | 6,050 | +5.0% | 82.4 | 77.0 | -6.6% | 40.0% | not measured |" in text
-    assert text.count("not measured") == 18
+    assert text.count("not measured") == 18 and THROUGHPUT not in text
     assert "`python -m harness.train -m experiment=llama3_h100/table1 cluster=slurm_h100`" in text
     lines = list(csv.DictReader((tmp_path / "table.csv").open()))
     assert [line["published.tokens_per_second_per_rank"] for line in lines[:3]] == [
@@ -215,6 +216,7 @@ def test_published_tables_with_measurements(
     for cell in ("6,000 | -10.0%", "7,350 | 4.0% | +10.2%", "7,000 | -4.8%", DEVICE):
         assert cell in line
     assert "failed: node: ECC" in text
+    assert f"Measured {THROUGHPUT}, divided by the number of GPUs. Spread: " in text
     assert "9,999" not in text
     # The rows stay when the runs are gone.
     kept = (tmp_path / KEPT).read_text().splitlines()
