@@ -18,6 +18,7 @@ from harness.compose import (
     Composed,
     compose_job,
     compose_points,
+    help_text,
     register_schema,
     shown_config,
     sweep_params,
@@ -132,6 +133,10 @@ def _show(line: CommandLine, config_name: str, schema: type) -> int:
             )
         )
         return EXIT_OK
+    if line.shows == "--help":
+        text = help_text(with_own_keys(line.overrides, schema), config_name=config_name, schema=schema)
+        sys.stdout.write(text)
+        return EXIT_OK
     flag = [f"--info={line.flags['--info']}"] if line.shows == "--info" else [str(line.shows)]
     _show_by_hydra([*flag, *with_own_keys(line.overrides, schema)], config_name, schema)
     return EXIT_OK
@@ -157,7 +162,7 @@ def _several_points(typed: list[str], axes: list[str], *, can_sweep: bool) -> Us
 
 
 def _show_by_hydra(arguments: list[str], config_name: str, schema: type) -> None:
-    """Shows help, information or completions as Hydra does, with its own report of errors switched off."""
+    """Shows information or completions as Hydra does, with its own report of errors switched off."""
     import hydra
 
     # Hydra 1.4 warns of version_base, which 1.3 needs.

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from string import Template
 from typing import Any, cast
 
 from harness.compose_errors import MISSING, translated
@@ -323,16 +324,10 @@ def shown_config(
     Raises:
         UserError: it cannot be composed, or has no such part.
     """
-    from hydra import compose
-    from omegaconf import OmegaConf, open_dict
+    from omegaconf import OmegaConf
 
-    register_model(overrides)
     try:
-        with Composer(config_name, schema):
-            config = compose(config_name, overrides, return_hydra_config=True)
-        hydra = config.hydra
-        with open_dict(config):
-            del config["hydra"]
+        config, hydra = _composed(overrides, config_name, schema)
         if resolve:
             OmegaConf.to_container(config, resolve=True)  # names the field in its errors, as resolve does not
         if kind != "job":
@@ -349,14 +344,43 @@ def shown_config(
     return f"{head}{OmegaConf.to_yaml(shown)}" if OmegaConf.is_config(shown) else f"{shown}\n"
 
 
-def sweep_params(overrides: list[str], *, config_name: str = "train", schema: type = Job) -> dict[str, Any]:
-    """The axes that the job's files go through in a sweep: values by the name of the field or group."""
+def help_text(overrides: list[str], *, config_name: str = "train", schema: type = Job) -> str:
+    """What ``--help`` shows: the template of the primary config, with all groups and fields.
+
+    Hydra's own help looks for the groups in 160 copies of all that is registered, which takes a second.
+    """
+    from omegaconf import OmegaConf
+
+    try:
+        config, hydra = _composed(overrides, config_name, schema)
+        options = {name: ", ".join(options_of(folder)) for name, folder in sorted(groups().items())}
+        text = Template(hydra.help.template).substitute(
+            APP_CONFIG_GROUPS="\n".join(f"{name}: {listed}" for name, listed in options.items()),
+            CONFIG=OmegaConf.to_yaml(config),
+        )
+    except Exception as error:
+        raise translated(error, schema) from error
+    return f"{text.strip()}\n"
+
+
+def _composed(overrides: list[str], config_name: str, schema: type) -> tuple[Any, Any]:
+    """Composes a job's configuration and Hydra's own, apart from each other."""
     from hydra import compose
+    from omegaconf import open_dict
 
     register_model(overrides)
+    with Composer(config_name, schema):
+        whole = compose(config_name, overrides, return_hydra_config=True)
+    config = copy.deepcopy(whole)
+    with open_dict(config):
+        del config["hydra"]
+    return config, whole.hydra
+
+
+def sweep_params(overrides: list[str], *, config_name: str = "train", schema: type = Job) -> dict[str, Any]:
+    """The axes that the job's files go through in a sweep: values by the name of the field or group."""
     try:
-        with Composer(config_name, schema):
-            config = compose(config_name, with_own_keys(overrides, schema), return_hydra_config=True)
-        return dict(config.hydra.sweeper.params or {})
+        _, hydra = _composed(with_own_keys(overrides, schema), config_name, schema)
+        return dict(hydra.sweeper.params or {})
     except Exception as error:
         raise translated(error, schema) from error

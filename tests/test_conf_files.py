@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -223,6 +224,15 @@ def test_help_lists_groups_and_fields() -> None:
         assert f"{group}: " in done.stdout
     assert "  dp_shard: 1" in done.stdout
     assert "$$" not in done.stdout
+
+
+def test_help_takes_no_longer_than_composing() -> None:
+    seconds = []
+    for arguments in (["--cfg", "job"], ["--help"]):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        harness_train(*arguments)
+        seconds.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)
+    assert seconds[1] < 2.5 * seconds[0]
 
 
 def test_cfg_resolve_names_the_field() -> None:
