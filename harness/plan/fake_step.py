@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from harness.data.loader import Batch
 from harness.job import Job
@@ -35,7 +36,7 @@ from harness.parallelism.pipeline import boundary, build_schedule
 from harness.parallelism.stages import split_modules, stages_of_rank
 from harness.plan.fake import CPU, fake_tensors, pretending, stages_in, without_values
 from harness.plan.meter import Meter
-from harness.plan.order import pipeline_order
+from harness.plan.order import pipeline_order, that_gather
 from harness.plan.plan import Action
 from harness.precision.swap import precompute_scales
 
@@ -321,22 +322,55 @@ class _Step:
 
     def _run_stages(self) -> None:
         """With one: every stage takes a microbatch at a time, forward and at once backward."""
-        stages = stages_in(self.schedule)
-        microbatches = Counter(a.stage for a in _passes(self.job, self.mesh.rank("pp")) if a.kind == "F")
+        stages, passes = stages_in(self.schedule), _passes(self.job, self.mesh.rank("pp"))
+        own, frees = [stage.stage_index for stage in stages], self.job.parallelism.reshards_after_forward
+        microbatches = Counter(action.stage for action in passes if action.kind == "F")
+        gathering = that_gather(passes) if frees else set()
+        gathers = Counter((action.stage, action.kind) for action in gathering)
         for again in (False, True):
             # The first gathers parameters, the others find them gathered.
             for place, stage in enumerate(stages):
-                times = microbatches[stage.stage_index] - 1 if again else 1
-                if times:
-                    self.meter.times = times * self.job.accumulation_steps
-                    self._run_microbatch(stage, place, [s.stage_index for s in stages])
+                index = stage.stage_index
+                forward = backward = 1
+                if frees:
+                    forward, backward = gathers[index, "F"], gathers[index, "B"] + gathers[index, "I"]
+                if again:
+                    forward, backward = microbatches[index] - forward, microbatches[index] - backward
+                if forward or backward:
+                    self._run_microbatch(stage, place, own, forward, backward, gathered=again)
+        for stage in stages:
+            self._gather(stage, gathers[stage.stage_index, "W"], anew=True)
         self.meter.times = self.job.accumulation_steps
         for place, stage in enumerate(stages):
             self.meter.begin(f"{place} reduce")
             stage.perform_reduce_grad(1)
         self.meter.times = 1
 
-    def _run_microbatch(self, stage: Any, place: int, own: list[int]) -> None:
+    def _gather(self, stage: Any, times: int, *, anew: bool = False) -> None:
+        """Gathers a stage's parameters, if they are freed; counted so often."""
+        self.meter.times = times * self.job.accumulation_steps
+        modules = [module for module in stage.submod.modules() if isinstance(module, FSDPModule)]
+        for module in modules:
+            if anew and times:
+                module.reshard()
+            module.unshard()
+
+    def _run_microbatch(
+        self, stage: Any, place: int, own: list[int], forward: int, backward: int, *, gathered: bool
+    ) -> None:
+        """Runs a microbatch forward and backward.
+
+        Args:
+            stage: torch's stage.
+            place: the stage's place among those of the rank.
+            own: the stages of the rank.
+            forward: how many forward passes of a local batch it stands for.
+            backward: the same of backward passes.
+            gathered: whether both find the parameters gathered.
+        """
+        if gathered:
+            self._gather(stage, 0)
+        self.meter.times = forward * self.job.accumulation_steps
         index, part, before = stage.stage_index, stage.submod, self.meter.live
         batch = self._batch(self.job.parallelism.pp_microbatch_size)
         batch = take_share(batch, self.positions)
@@ -349,6 +383,9 @@ class _Step:
             self.kept[place] = self.meter.live - before
             gradient = None if part.output is not None else torch.empty_like(out)
             self._send(index + 1, own, gradient)
+            if gathered:
+                self._gather(stage, 0)
+            self.meter.times = backward * self.job.accumulation_steps
             passed = {"stage_output": out, "output_grads": gradient, "input_values": [x]}
             (gradient, *_), _ = stage.backward_maybe_with_nosync("full", passed)
             self._send(index - 1, own, gradient)

@@ -13,6 +13,7 @@ import re
 import sys
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -46,6 +47,20 @@ def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) 
         rows = read_csv_schedule(layout.pp_schedule_csv, layout.pp).passes_of_rank
         return [[Action(stage, kind, microbatch) for stage, kind, microbatch in row] for row in rows]
     return _of_torch(layout.pp_schedule, layout.pp, num_stages(layout, n_layers), microbatches)
+
+
+def that_gather(actions: Sequence[Action]) -> set[Action]:
+    """The passes of a pipeline rank that find their stage's parameters freed, where forward frees them.
+
+    A backward pass, and either half of one that is split, leaves them gathered for what comes next.
+    """
+    gathered: set[int] = set()
+    found = set()
+    for action in actions:
+        if action.stage not in gathered:
+            found.add(action)
+        (gathered.discard if action.kind == "F" else gathered.add)(action.stage)
+    return found
 
 
 @lru_cache(maxsize=512)

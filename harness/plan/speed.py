@@ -13,7 +13,7 @@ from harness.model.accounting import account
 from harness.model.operations import block_kinds, block_operations, block_weights
 from harness.parallelism.stages import split_modules, stages_of_rank
 from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
-from harness.plan.order import pipeline_order
+from harness.plan.order import pipeline_order, that_gather
 from harness.plan.plan import PARTS, Action, Speed, Traffic
 from harness.plan.timeline import simulate
 from harness.plan.work import Block, Moved, Pass, Worker, added
@@ -43,6 +43,8 @@ class Stage:
 
     passes: dict[str, Pass]
     """By kind of action: ``F``, ``B``, ``I``, ``W``."""
+    gathers: dict[str, Pass]
+    """What FSDP adds to a pass that finds the parameters freed by the forward pass before, by kind."""
     sharing: tuple[Sharing, ...]
     once: Pass
     """What FSDP exposes, and copies, once a step (or once a pass over a local batch)."""
@@ -61,6 +63,8 @@ class StepModel:
         self.blocks: list[Block] = self._of_each_block(self.worker.block)
         self.sharing: list[Sharing] = self._of_each_block(self._share)
         self.order = self._order()
+        frees = self.layout.pp > 1 and self.layout.reshards_after_forward
+        self.gathering = {each for row in self.order for each in that_gather(row)} if frees else set()
         modules = split_modules(self.layout, job.model.n_layers)
         self.stages = [self._stage(names) for names in modules]
 
@@ -92,11 +96,11 @@ class StepModel:
         if "output" in names:
             head_forward, head_backward = self.worker.ends()
             forward, inputs = [*forward, head_forward], [*inputs, head_backward]
-        often, once = self._around(blocks, sharing)
-        forward.append(often[0])
-        inputs.append(often[1])
+        always, gathers, once = self._around(blocks, sharing)
+        forward.append(always[0])
+        inputs.append(always[1])
         passes = {"F": added(forward), "I": added(inputs), "W": added(weights)}
-        return Stage(passes | {"B": passes["I"] + passes["W"]}, tuple(sharing), once)
+        return Stage(passes | {"B": passes["I"] + passes["W"]}, gathers, tuple(sharing), once)
 
     # -- FSDP ----
 
@@ -144,12 +148,15 @@ class StepModel:
         seconds = self.machine.collective_seconds(collective, size, group)
         return Moved("dp", collective, group, size, seconds, seconds)
 
-    def _around(self, blocks: list[Block], sharing: list[Sharing]) -> tuple[tuple[Pass, Pass], Pass]:
-        """What FSDP adds to every forward and backward, and once.
+    def _around(
+        self, blocks: list[Block], sharing: list[Sharing]
+    ) -> tuple[tuple[Pass, Pass], dict[str, Pass], Pass]:
+        """What FSDP adds to every forward and backward, to those that find freed parameters, and once.
 
         A block's parameters are gathered while the block before computes, its gradients reduced while the
         next one does (FSDP2's implicit prefetch): what takes longer than that is waited for, and so are the
-        first gather and the last reduction.
+        first gather and the last reduction. Before either half of a split backward the whole stage is
+        gathered (parallelism/pipeline.py).
         """
         again = self.layout.reshards_after_forward
         forward = self._behind(blocks, sharing, lambda b: b.forward.seconds, gathers=True, reduces=False)
@@ -161,14 +168,15 @@ class StepModel:
             reduces=True,
         )
         if self.layout.pp == 1:
-            return (forward, backward), Pass()
+            return (forward, backward), {}, Pass()
         if not again:
-            return (Pass(), Pass()), forward + backward
+            return (Pass(), Pass()), {}, forward + backward
         reduction = self._behind(blocks, sharing, lambda b: 0.0, gathers=False, reduces=True)
-        gathers = self._behind(
+        in_backward = self._behind(
             blocks, sharing, lambda b: b.recompute.seconds + b.inputs.seconds, gathers=True, reduces=False
         )
-        return (forward, gathers), reduction
+        before = self._behind(blocks, sharing, lambda b: 0.0, gathers=True, reduces=False)
+        return (Pass(), Pass()), {"F": forward, "B": in_backward, "I": before, "W": before}, reduction
 
     def _behind(
         self,
@@ -212,7 +220,12 @@ class StepModel:
     def timeline(self) -> list[list[Action]]:
         """What every pipeline rank does and when, in one pass over a local batch."""
         sending = 0.0 if self.layout.pp == 1 else self._send.seconds
-        return simulate(self.order, lambda stage, kind: self.stages[stage].passes[kind].seconds, sending)
+        return simulate(self.order, lambda action: self._pass(action).seconds, sending)
+
+    def _pass(self, action: Action) -> Pass:
+        stage = self.stages[action.stage]
+        one = stage.passes[action.kind]
+        return one + stage.gathers[action.kind] if self.gathering and action in self.gathering else one
 
     @property
     def _send(self) -> Moved:
@@ -254,7 +267,7 @@ class StepModel:
                 moved.append((item, times))
 
         for action in self.order[rank]:
-            add(self.stages[action.stage].passes[action.kind], self.passes)
+            add(self._pass(action), self.passes)
         busy = sum(parts.values())
         parts["bubble"] = makespan * self.passes - busy
         for stage in stages:

@@ -9,7 +9,7 @@ from harness.plan.plan import Action
 
 
 def simulate(
-    order: list[list[Action]], seconds: Callable[[int, str], float], send_seconds: float
+    order: list[list[Action]], seconds: Callable[[Action], float], send_seconds: float
 ) -> list[list[Action]]:
     """Gives every pass its times: it begins when its rank is free and what it needs has come.
 
@@ -19,7 +19,7 @@ def simulate(
 
     Args:
         order: what each rank does, in order.
-        seconds: how long a pass of a stage takes, by stage and kind.
+        seconds: how long a pass takes.
         send_seconds: how long a microbatch's activations travel to the next stage.
 
     Raises:
@@ -40,7 +40,7 @@ def simulate(
                 if ready is None:
                     break
                 start = max(clocks[rank], ready)
-                end = start + seconds(action.stage, action.kind)
+                end = start + seconds(action)
                 timed[rank].append(replace(action, start=start, end=end))
                 kind = "B" if action.kind == "I" else action.kind
                 ended[kind, action.stage, action.microbatch] = clocks[rank] = end

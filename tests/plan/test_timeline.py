@@ -16,7 +16,7 @@ def span(name: str, pp: int, microbatches: int, stages_per_rank: int, send: floa
     """How long a schedule takes when all stages together take 3 seconds times pp."""
     order = pipeline_order(ParallelismConfig(pp=pp, pp_schedule=name), 64, microbatches)
     each = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD / 2, "W": BACKWARD / 2}
-    timed = simulate(order, lambda stage, kind: each[kind] / stages_per_rank, send)
+    timed = simulate(order, lambda action: each[action.kind] / stages_per_rank, send)
     return max(actions[-1].end for actions in timed)
 
 
@@ -53,7 +53,7 @@ def test_passes_wait_for_what_they_need() -> None:
         [Action(0, "F", 0), Action(0, "B", 0)],
         [Action(1, "F", 0), Action(1, "I", 0), Action(1, "W", 0)],
     ]
-    first, second = simulate(order, lambda stage, kind: {"F": 1.0, "B": 4.0, "I": 2.0, "W": 2.0}[kind], 0.5)
+    first, second = simulate(order, lambda action: {"F": 1.0, "B": 4.0, "I": 2.0, "W": 2.0}[action.kind], 0.5)
     assert [(a.start, a.end) for a in first] == [(0.0, 1.0), (5.0, 9.0)]
     assert [(a.start, a.end) for a in second] == [(1.5, 2.5), (2.5, 4.5), (4.5, 6.5)]
 
@@ -61,4 +61,4 @@ def test_passes_wait_for_what_they_need() -> None:
 def test_ranks_that_wait_for_each_other_are_found() -> None:
     order = [[Action(0, "B", 0), Action(0, "F", 0)]]
     with pytest.raises(ValueError, match="waits for itself"):
-        simulate(order, lambda stage, kind: 1.0, 0.0)
+        simulate(order, lambda action: 1.0, 0.0)

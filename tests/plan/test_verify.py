@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,17 +17,24 @@ from tiers import rest_is_thorough
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from harness.cluster.hardware import H100_SXM
+from harness.cluster.pool import RankPool
 from harness.compose import compose_job
+from harness.data.loader import Batch
 from harness.errors import UserError
 from harness.job import Job
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
 from harness.model.shapes import parameter_shapes
+from harness.parallelism.schedules import SCHEDULES
 from harness.plan import verify as module
+from harness.plan.constants import Calibration, Constants
 from harness.plan.fake import pretending
 from harness.plan.fake_step import Cycle, cycle_of, drawn_out, fake_steps, figures_of
+from harness.plan.machine import machine_of
 from harness.plan.memory import rank_memory
 from harness.plan.plan import Plan
+from harness.plan.speed import StepModel
 from harness.plan.verify import Verified, render_verified, verify
 
 module_lay_out = module.lay_out
@@ -266,6 +274,44 @@ def test_bytes_between_stages_and_to_experts() -> None:
         # Rows of each of the two blocks go to the experts and come back, and so do their gradients.
         counts = 8 * job.model.moe.num_experts * 2 * 2
         assert step.sent["ep"] == (2 * 4 * 4 * rows * job.model.moe.top_k * job.model.dim + counts) / 2
+
+
+FREEING = [f"{name} {reshard}" for name in SCHEDULES for reshard in ("always", "never")]
+
+
+def gathers_of(job_json: str) -> int:
+    """All-gathers of FSDP's in a real step."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    from harness.loop.engine import Engine
+
+    job = Job.from_json(job_json)
+    engine = Engine(job, torch.device("cpu"))
+    tokens = torch.zeros(len(engine.rows), job.training.seq_len, dtype=torch.int64)
+    gather = _fsdp_param_group.foreach_all_gather
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", side_effect=gather) as counted:
+        engine.gradients(Batch(tokens, tokens))
+    return counted.call_count
+
+
+@pytest.mark.parametrize(
+    "row", rest_is_thorough(FREEING, "1F1B always", "InterleavedZeroBubble always", "DualPipeV never")
+)
+def test_parameters_are_gathered_as_often_as_planned(pool: RankPool, row: str) -> None:
+    """By the plan, by the step without values, and by ranks that train."""
+    schedule, reshard = row.split()
+    degrees = f"pp=2 dp_shard=2 pp_schedule={schedule} reshard_after_forward={reshard}"
+    job = job_of("llama3_tiny", *layout_of(degrees), "cluster.device=cpu", "training.seq_len=16")
+    machine = machine_of(job, Calibration(Constants(), H100_SXM))
+    assert machine is not None
+    model = StepModel(job, machine)
+    moved = [[(each, n) for each, n in model._rank(rank, 0.0)[1] if each.axis == "dp"] for rank in (0, 1)]
+    planned = [sum(n for each, n in of if each.collective == "all_gather") for of in moved]
+    real = pool.run(4, gathers_of, job.to_json())
+    assert planned == [real[0], real[2]]
+    # The plan leaves norms out, a few hundred bytes of each block, and the sum of the norm.
+    sent = [sum(each.bytes / 2 * n for each, n in of) for of in moved]
+    assert [step.sent["dp"] for step in fake_steps(job)] == pytest.approx(sent, rel=0.01)
 
 
 DEEP = [
