@@ -99,6 +99,7 @@ class Composer:
 
     def __init__(self, config_name: str = "train", schema: type = Job) -> None:
         self.config_name, self.schema = config_name, schema
+        self._last: tuple[Any, dict[str, str], Any] | None = None
         self._hydra = ExitStack()
 
     def __enter__(self) -> Composer:
@@ -170,10 +171,16 @@ class Composer:
         together = tuple(parts.values())
         if together in known or not known:
             return copy.deepcopy(composed(*together))
-        config = copy.deepcopy(composed())
+        # Setting a group takes longest, and few differ from one point of a sweep to the next.
+        last, self._last = self._last, None  # of no use if this call fails
+        if last is None or last[0] != (key, *parts):
+            last = (key, *parts), {}, copy.deepcopy(composed())
+        of, before, config = last
         for group, option in parts.items():
-            config[group] = composed(option)[group]
-        return config
+            if before.get(group) != option:
+                config[group] = composed(option)[group]
+        self._last = of, parts, config
+        return copy.deepcopy(config)
 
 
 _composed: dict[tuple[Any, ...], dict[tuple[str, ...], Any]] = {}
@@ -327,7 +334,7 @@ def shown_config(
     from omegaconf import OmegaConf
 
     try:
-        config, hydra = _composed(overrides, config_name, schema)
+        config, hydra = _job_and_hydra(overrides, config_name, schema)
         if resolve:
             OmegaConf.to_container(config, resolve=True)  # names the field in its errors, as resolve does not
         if kind != "job":
@@ -352,7 +359,7 @@ def help_text(overrides: list[str], *, config_name: str = "train", schema: type 
     from omegaconf import OmegaConf
 
     try:
-        config, hydra = _composed(overrides, config_name, schema)
+        config, hydra = _job_and_hydra(overrides, config_name, schema)
         options = {name: ", ".join(options_of(folder)) for name, folder in sorted(groups().items())}
         text = Template(hydra.help.template).substitute(
             APP_CONFIG_GROUPS="\n".join(f"{name}: {listed}" for name, listed in options.items()),
@@ -363,7 +370,7 @@ def help_text(overrides: list[str], *, config_name: str = "train", schema: type 
     return f"{text.strip()}\n"
 
 
-def _composed(overrides: list[str], config_name: str, schema: type) -> tuple[Any, Any]:
+def _job_and_hydra(overrides: list[str], config_name: str, schema: type) -> tuple[Any, Any]:
     """Composes a job's configuration and Hydra's own, apart from each other."""
     from hydra import compose
     from omegaconf import open_dict
@@ -380,7 +387,7 @@ def _composed(overrides: list[str], config_name: str, schema: type) -> tuple[Any
 def sweep_params(overrides: list[str], *, config_name: str = "train", schema: type = Job) -> dict[str, Any]:
     """The axes that the job's files go through in a sweep: values by the name of the field or group."""
     try:
-        _, hydra = _composed(with_own_keys(overrides, schema), config_name, schema)
+        _, hydra = _job_and_hydra(with_own_keys(overrides, schema), config_name, schema)
         return dict(hydra.sweeper.params or {})
     except Exception as error:
         raise translated(error, schema) from error

@@ -75,7 +75,7 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
         ConfigError: a key that the dataclass does not have, a value that is not of its field's type, or a
             field that has no default and is left out.
     """
-    hints = _type_hints(cls)
+    hints = type_hints(cls)
     unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
     if unknown:
         name = sorted(unknown)[0]
@@ -100,7 +100,8 @@ def _has_no_default(field: dataclasses.Field[Any]) -> bool:
 
 
 @functools.cache
-def _type_hints(cls: type) -> dict[str, Any]:
+def type_hints(cls: type) -> dict[str, Any]:
+    """Types of a dataclass's fields; asked again and again, and slow to find out."""
     return get_type_hints(cls)
 
 

@@ -8,8 +8,9 @@ import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
+from harness.config import type_hints
 from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.paths import conf_dir
@@ -140,7 +141,7 @@ def _is_own_key(override: str, schema: type) -> bool:
     for name in match["key"].split(".") if match is not None and match["sign"] is None else ():
         if not dataclasses.is_dataclass(current) or name not in fields_of(current):
             return False
-        hint = get_type_hints(current)[name]
+        hint = type_hints(current)[name]
         if get_origin(hint) is dict:
             return True
         current = fields_of(current)[name]
@@ -206,7 +207,7 @@ def _check_field(key: str, value: str | None, schema: type, groups: list[str], s
             raise unknown_field(key, value, name, known, prefix, _namesakes(schema, names[-1]))
         inner = fields[name]
         if depth + 1 < len(names):
-            if get_origin(get_type_hints(current)[name]) is dict:
+            if get_origin(type_hints(current)[name]) is dict:
                 return  # its keys are the user's own
             if inner is None:
                 raise ConfigError(key, value, f"{prefix}{name} is a value and has no fields")
@@ -240,7 +241,7 @@ def unknown_field(
 
 def fields_of(schema: type) -> dict[str, Any]:
     """Field names of a dataclass, each with its own dataclass, or None for a plain value."""
-    hints = get_type_hints(schema)
+    hints = type_hints(schema)
     return {
         field.name: next(
             (t for t in (hints[field.name], *get_args(hints[field.name])) if dataclasses.is_dataclass(t)),

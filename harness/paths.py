@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -17,8 +18,12 @@ def conf_dir() -> str:
     Raises:
         UserError: ``$HARNESS_CONF_DIR``, or this installation, holds no ``train.yaml``.
     """
+    return _conf_dir(os.environ.get("HARNESS_CONF_DIR"))
+
+
+@functools.cache
+def _conf_dir(chosen: str | None) -> str:
     package = Path(__file__).resolve().parent
-    chosen = os.environ.get("HARNESS_CONF_DIR")
     for candidate in [Path(chosen)] if chosen else [package.parent / "conf", package / "_conf"]:
         if os.path.isfile(candidate / "train.yaml"):
             return str(candidate.resolve())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from harness.compose_errors import in_words
+from harness.config import type_hints
 from harness.errors import ConfigError
 
 LARGEST_INTEGER = 2**63 - 1
@@ -24,7 +25,7 @@ def check_values(plain: dict[str, Any], schema: type, prefix: str = "") -> None:
     Raises:
         ConfigError: naming the field.
     """
-    hints = get_type_hints(schema)
+    hints = type_hints(schema)
     for name, value in plain.items():
         hint, key = hints[name], f"{prefix}{name}"
         inner = next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from omegaconf import DictConfig
 
-from harness.compose import compose_points
+from harness.compose import compose_job, compose_points
 from harness.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,18 @@ def test_points_are_listed_and_axes_multiply_them(conf: Path) -> None:
         (1, 2, 100, True, 1),
         (1, 2, 100, True, 2),
     ]
+
+
+def test_only_what_differs_from_the_point_before_is_composed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sweep over options of groups, which otherwise takes most of its time to copy them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    axes = ["model=llama3_tiny,qwen3_debug", "optimizer=adamw", "schedule=cosine,linear", "compile=on,off"]
+    put = DictConfig.__setitem__
+    with mock.patch.object(DictConfig, "__setitem__", autospec=True, side_effect=put) as asked:
+        points = compose_points([*axes, "training.seed=3,4", "data=synthetic", "tokenizer=bytes"])
+    put_groups = [call for call in asked.call_args_list if call.args[1] in ("model", "optimizer", "schedule")]
+    assert len(points) == 16 and len(put_groups) <= 16
+    assert all(point.job == compose_job(point.overrides) for point in points)
 
 
 def test_what_is_typed_wins_and_can_be_an_axis(conf: Path) -> None:
