@@ -212,7 +212,7 @@ def _reported(error: HarnessError | OSError) -> int:
             traceback.print_exc()
             return EXIT_BUG
         error = known(f"{os.fsdecode(error.filename)}: {error.strerror}")
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0").lstrip("0").isdecimal():
         # All ranks of a torchrun find the same mistake, and the first to end ends all: let rank 0 speak.
         time.sleep(LISTENING_SECONDS)
     if error.exit_code == EXIT_BUG or os.environ.get("HYDRA_FULL_ERROR") == "1":

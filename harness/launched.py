@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
-from harness.errors import UserError
+from harness.errors import LONGEST_VALUE, UserError
+
+LONGEST_NUMBER = 9
+"""Digits of a number that a launcher sets."""
 
 
 def launched_ranks() -> int | None:
@@ -36,10 +39,13 @@ def _launcher_number(name: str, least: int, below: int | None = None) -> int:
     value = os.environ.get(name)
     if value is None:
         raise _launcher_error(name, "is missing")
-    if not value.isdecimal() or int(value) < least or (below is not None and int(value) >= below):
+    # Python refuses to read very long numbers.
+    number = int(value) if value.isdecimal() and len(value) <= LONGEST_NUMBER else -1
+    if number < least or (below is not None and number >= below):
         end = "" if below is None else f" and less than {below}"
-        raise _launcher_error(f"{name}={value}", f"must be a whole number of at least {least}{end}")
-    return int(value)
+        shown = value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..."
+        raise _launcher_error(f"{name}={shown}", f"must be a whole number of at least {least}{end}")
+    return number
 
 
 def _launcher_error(name: str, rule: str) -> UserError:

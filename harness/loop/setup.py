@@ -20,7 +20,12 @@ from harness.job import Job
 
 def local_rank() -> int:
     """This process's place on its node; 0 when it was started alone."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _of_launcher("LOCAL_RANK", 0)
+
+
+def _of_launcher(name: str, default: int) -> int:
+    """A number that a launcher has set; the default in a process that none has started."""
+    return int(os.environ.get(name, default)) if "RANK" in os.environ else default
 
 
 def pick_device(job: Job) -> torch.device:
@@ -157,7 +162,7 @@ def loopback_if_all_ranks_are_here(job: Job) -> Iterator[None]:
     By default it binds to the address that the host's name resolves to, which on laptops and in containers
     is often none, or one of a network that is down.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks_here = _of_launcher("LOCAL_WORLD_SIZE", 1)
     interface = loopback_interface()
     if ranks_here < job.world_size or interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
         yield

@@ -152,8 +152,11 @@ def _add_file(draw: random.Random, made: Line) -> None:
 
 
 def _change_environment(draw: random.Random, made: Line) -> None:
-    name, value = draw.choice(values.ENVIRONMENTS)
-    made.environment[name] = value
+    if draw.random() < 0.4:
+        made.environment.update(draw.choice(values.LAUNCHERS))
+    else:
+        name, value = draw.choice(values.ENVIRONMENTS)
+        made.environment[name] = value
     if draw.random() < 0.3:
         made.closed = draw.choice(((1,), (2,), (1, 2), (0,), (0, 1, 2)))
 

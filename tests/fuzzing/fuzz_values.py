@@ -133,3 +133,17 @@ ENVIRONMENTS: tuple[tuple[str, str | None], ...] = (
     ("CUDA_VISIBLE_DEVICES", "nope"), ("HYDRA_FULL_ERROR", "x"), ("OMP_NUM_THREADS", "x"), ("TERM", "dumb"),
     ("SLURM_CONF", "/nowhere"), ("SLURM_JOB_ID", "x"), ("COMP_LINE", "x"), ("USER", None), ("NO_COLOR", "1"),
 )
+
+# What launchers set, or part of it.
+LAUNCHERS: tuple[dict[str, str | None], ...] = (
+    {"WORLD_SIZE": "abc"}, {"WORLD_SIZE": "4", "MASTER_ADDR": "nowhere"}, {"LOCAL_RANK": "x"},
+    {"RANK": ""}, {"RANK": "x", "WORLD_SIZE": "1"}, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "abc"},
+    {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "-1"},
+    {"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"},
+    {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"},
+    {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    {"RANK": "0", "WORLD_SIZE": "9" * 5000}, {"RANK": "0", "WORLD_SIZE": "\u0663"},
+    {"SLURM_PROCID": "0"}, {"HARNESS_CONTROLLER": "1"}, {"TORCHELASTIC_RUN_ID": "x"},
+    {"GLOO_SOCKET_IFNAME": "nope0"}, {"GLOO_SOCKET_IFNAME": ""}, {"NCCL_SOCKET_IFNAME": "nope0"},
+)

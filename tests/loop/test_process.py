@@ -15,7 +15,7 @@ from harness.compose import compose_job
 from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.loop import process
-from harness.loop.setup import process_group, set_up_process
+from harness.loop.setup import local_rank, process_group, set_up_process
 
 ROOT = Path(__file__).parents[2]
 OURS = {
@@ -130,3 +130,12 @@ def test_an_interface_that_is_not_here_is_one_line(monkeypatch: pytest.MonkeyPat
     says = r"^GLOO_SOCKET_IFNAME=lo,nope0: .* has no network interface nope0; would work: .*lo"
     with pytest.raises(UserError, match=says), process_group(job, torch.device("cpu")):
         pass
+
+
+def test_what_a_launcher_did_not_set_for_this_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "x")
+    job = compose_job(["model=llama3_tiny", "data=synthetic", "cluster.device=cpu"])
+    with process_group(job, torch.device("cpu")):
+        assert local_rank() == 0
