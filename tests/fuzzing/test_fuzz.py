@@ -100,7 +100,7 @@ KNOWN = [
     ("train", ["-sc"], "-sc: takes one action and a shell; would work: -sc install=bash"),
     ("train", ["-sc", "query=bash"], "-sc query=bash: is for the shell, which sets COMP_LINE"),
     ("train", ["name=${nope}"], "name: Interpolation key 'nope' not found"),
-    ("train", ["--cfg", "job", "--resolve", "name=${nope}"], "Interpolation key 'nope' not found"),
+    ("train", ["--cfg", "job", "--resolve", "name=${nope}"], "name: Interpolation key 'nope' not found"),
     ("plan", ["calibration=folder"], "calibration=folder: is no file"),
     ("plan", ["calibration=/dev/zero"], "calibration=/dev/zero: is no file"),
     ("plan", ["calibration=fifo"], "calibration=fifo: is no file"),
