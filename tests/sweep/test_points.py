@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -63,8 +64,11 @@ def test_only_what_differs_from_the_point_before_is_composed_anew(monkeypatch: p
     put = DictConfig.__setitem__
     with mock.patch.object(DictConfig, "__setitem__", autospec=True, side_effect=put) as asked:
         points = compose_points([*axes, "training.seed=3,4", "data=synthetic", "tokenizer=bytes"])
-    put_groups = [call for call in asked.call_args_list if call.args[1] in ("model", "optimizer", "schedule")]
-    assert len(points) == 16 and len(put_groups) <= 16
+    # Hydra itself puts each of them equally often; the last axis changes most.
+    calls = [call.args for call in asked.call_args_list if isinstance(call.args[2], DictConfig)]
+    times = Counter(key for into, key, _ in calls if "runs_dir" in into)
+    assert times["optimizer"] < times["model"] < times["schedule"] < times["compile"]
+    assert len(points) == 16
     assert all(point.job == compose_job(point.overrides) for point in points)
 
 
