@@ -164,7 +164,10 @@ def test_a_point_that_another_process_submits_again_is_left_alone(
 
 
 def test_a_damaged_point_is_told_and_hides_no_other(
-    slurm: FakeSlurm, sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake_slurm: FakeSlurm,
+    sweep: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (sweep.points()[0].run_dir / "job.json").write_text("{")
     out, err = run(monkeypatch, capsys, "status", str(sweep.path))
@@ -181,7 +184,7 @@ def test_a_damaged_point_is_told_and_hides_no_other(
     ],
 )
 def test_what_is_resumed_keeps_the_rules_for_texts(
-    slurm: FakeSlurm,
+    fake_slurm: FakeSlurm,
     sweep: Registry,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
