@@ -752,7 +752,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 WAYS = [("hf", "dcp"), ("llama", "dcp"), ("dcp", "hf"), ("dcp", "dcp"), ("dcp", "torch")]
 
 
-@pytest.mark.parametrize("way", rest_is_thorough(WAYS, *WAYS[:3]), ids="-".join)
+@pytest.mark.parametrize("way", rest_is_thorough(WAYS, WAYS[0], WAYS[2]), ids="-".join)
 def test_memory_is_that_of_a_few_tensors(way: tuple[str, str], wide: dict[str, Path], tmp_path: Path) -> None:
     source, target = way
     large = wide[f"{source}-large"]

@@ -124,8 +124,15 @@ LAYOUTS = {
     ),
 }
 CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
-# The last layout of each, which has most degrees. Debug sizes are trained in other tests.
-CORE = [(model, layouts[-1]) for model, layouts in LAYOUTS.items() if not model.endswith("_debug")]
+# The last layout, which has most degrees, of a size of each family; of the largest where sizes differ in kind.
+# Debug sizes are trained in other tests.
+CORE = [
+    (model, LAYOUTS[model][-1])
+    for model in (
+        *("llama32_1b", "llama3_405b", "llama4_maverick", "qwen2_7b", "mistral_7b", "mixtral_8x7b"),
+        *("qwen3_0p6b", "qwen3_235b_a22b", "deepseek_v2_lite_16b", "deepseek_v3_671b", "gpt_oss_120b"),
+    )
+]
 # What tensor parallel ranks have whole: norms, latents and their projections, biases of what is summed.
 WHOLE = ("norm.weight", "wq_a.weight", "wkv_a.weight", "router.weight", "router.bias", "wo.bias")
 
