@@ -124,7 +124,7 @@ LAYOUTS = {
     ),
 }
 CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
-# The last layout, which has most degrees, of a size of each family; of the largest where sizes differ in kind.
+# The last layout, which has most degrees, of each family; of its largest size where sizes differ in kind.
 # Debug sizes are trained in other tests.
 CORE = [
     (model, LAYOUTS[model][-1])
