@@ -27,6 +27,8 @@ from harness.precision.hardware import require_hardware
 from harness.precision.linears import check_layout, sort_linears
 from harness.text import validate_texts
 
+FLEX_HEAD = 16
+"""torch._inductor.kernel.flex: "embedding dimension of the query, key, and value must be at least 16"."""
 LONGEST_NAME = 255
 """Bytes in the name of a folder, on the file systems of Linux."""
 
@@ -132,6 +134,7 @@ class Job:
         on_cpu = self.cluster.device == "cpu" or (here and gpus == 0)
         self._validate_async_tp(on_cpu=on_cpu)
         self.validate_device(on_cpu=on_cpu)
+        self._validate_heads_of_flex()
         experts = self.precision.linear != "none" and sort_linears(self.model, self.precision).has_experts
         require_hardware(self.precision, self.cluster, gpus if here else None, experts=experts)
         return self
@@ -267,6 +270,18 @@ class Job:
         if on_cpu and backend != "sdpa":
             rule = "trains on GPUs only, and the ranks compute on CPUs"
             raise ConfigError("training.attention", backend, rule, ["sdpa"])
+
+    def _validate_heads_of_flex(self) -> None:
+        """Checks that heads are as wide as torch's compiler wants them for FlexAttention."""
+        narrowest = min(self.model.head_width, self.model.value_width)
+        if self.training.attention == "flex" and narrowest < FLEX_HEAD:
+            raise ConfigError(
+                "training.attention",
+                "flex",
+                f"takes heads of {FLEX_HEAD} values or more, and those of model={self.model.name} have "
+                f"{narrowest}",
+                ["sdpa"],
+            )
 
     def _validate_attention(self) -> None:
         """Checks that the backend of attention can do what layout, precision and documents ask of it."""

@@ -481,6 +481,13 @@ LAYOUTS = [
         "training.attention=flex: trains on GPUs only, and the ranks compute on CPUs",
     ),
     mistake(
+        "cluster=slurm model=llama3_tiny training.attention=flex",
+        "training.attention=flex: takes heads of 16 values or more, and those of model=llama3_tiny have 8; "
+        "would work: sdpa",
+        "training.attention=sdpa",
+        "training.attention=flex model.head_dim=16",
+    ),
+    mistake(
         "cluster=slurm training.attention=varlen",
         "training.attention=varlen: flash attention over documents takes 16-bit formats, and "
         "precision.param_dtype is float32",

@@ -34,7 +34,8 @@ class TrainingConfig:
     """Seed of parameters and data order."""
     attention: str = execution("sdpa")
     """Backend of attention: ``sdpa``, ``flex`` (FlexAttention) or ``varlen`` (flash attention over documents
-    laid end to end). All compute the same; the last two need a GPU, and skip what documents do not see."""
+    laid end to end). All compute the same; the last two need a GPU, and skip what documents do not see. flex
+    takes heads of 16 values or more."""
     gc_interval: int = execution(50)
     """Steps between garbage collections, which all ranks do together; 0 leaves it to Python."""
 

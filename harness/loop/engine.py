@@ -15,6 +15,7 @@ from harness.data.prefetch import count_valid, place
 from harness.errors import LostGradientError
 from harness.job import Job
 from harness.metrics.annotation import annotated
+from harness.optimizer.adamw import RoundedAdamW
 from harness.optimizer.build import build_optimizer, build_schedule
 from harness.optimizer.in_backward import UpdateInBackward
 from harness.parallelism.balance import Balance
@@ -117,7 +118,6 @@ class Engine:
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
         self.parameters = [parameter for _, parameter in self.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, self.named_parameters())
-        self._fused = bool(self.optimizer.defaults.get("fused"))
         in_backward = job.optimizer.in_backward
         self.updater = (
             UpdateInBackward(self.optimizer, self.parameters, self.mesh, device) if in_backward else None
@@ -201,12 +201,29 @@ class Engine:
     @property
     def skips_on_device(self) -> bool:
         """Whether an update with numbers that are not finite is dropped on the device, unseen by the host."""
-        return self._fused and not self.job.parallelism.cpu_offload
+        if self.job.parallelism.cpu_offload:
+            return False
+        ours = isinstance(self.optimizer, RoundedAdamW) and self.device.type != "cpu"
+        return ours or bool(self.optimizer.defaults.get("fused"))
+
+    @property
+    def asks_for_norm(self) -> bool:
+        """Whether the host has to know the norm before it updates, and so waits for it.
+
+        On a CPU there is nothing to wait for; parameters that are offloaded are updated on the host; and
+        torch's other optimizers cannot drop an update. Where a run stops at the first one without finite
+        numbers, they need not.
+        """
+        if self.skips_on_device:
+            return False
+        on_host = self.device.type == "cpu" or self.job.parallelism.cpu_offload
+        return on_host or self.job.debug.non_finite == "skip"
 
     def update(self, norm: Tensor | float) -> None:
         """Clips, updates the parameters (unless backward has) and moves the schedule on.
 
-        Without a finite norm only the schedule moves on, so that step and learning rate stay together.
+        Without a finite norm only the schedule moves on, so that step and learning rate stay together. (A run
+        that then stops may have updated all the same: see ``asks_for_norm``.)
 
         Args:
             norm: of the gradients; left on the device, nothing waits for it.
@@ -219,8 +236,10 @@ class Engine:
             norm = torch.full((), norm, device=self.device) if isinstance(norm, float) else norm
             # What a fused optimizer calls so: where it is 1 the kernel leaves everything as it is.
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        elif not math.isfinite(norm):
-            return self._skip_update()
+        elif self.asks_for_norm:
+            norm = float(norm)
+            if not math.isfinite(norm):
+                return self._skip_update()
         with annotated("optimizer"):
             clip_gradients(self.parameters, norm, self.job.training.max_norm)
             self.optimizer.step()

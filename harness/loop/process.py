@@ -36,6 +36,9 @@ def settings(job: Job, run_dir: Path) -> dict[str, str]:
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         # A collective that fails ends the process, whose end is what the launcher waits for.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        # Stages of a pipeline share one communicator, made with the mesh. torch warns that it does one thing
+        # after another; every schedule comes to its end that way (tests/parallelism/test_point_to_point.py).
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
         "TORCH_FR_BUFFER_SIZE": str(remembered),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(remembered > 0)),
         "TORCH_FR_DUMP_TEMP_FILE": str(run_dir / FLIGHT_RECORDER / "rank_"),

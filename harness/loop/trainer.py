@@ -38,7 +38,7 @@ from harness.metrics.recorder import Recorder
 from harness.metrics.window import StepTimer, Window
 from harness.model.accounting import account
 from harness.parallelism.compile import CompileWatch
-from harness.precision.linears import sort_linears
+from harness.precision.linears import sort_linears, warning_of_eager
 from harness.run_folder import RunFolder
 
 
@@ -128,6 +128,9 @@ class Trainer:
         precision = self.job.precision
         if precision.linear != "none":
             self._say(sort_linears(self.job.model, precision).describe(precision.linear))
+        warning = warning_of_eager(precision, compiled=self.job.compile.blocks)
+        if warning is not None and self.engine.device.type == "cuda":
+            self._say(f"WARNING {warning}")
         self._start()
         if self.job.checkpoint.create_seed_checkpoint:
             if self.resumed_from is not None and self.progress.step > 0:

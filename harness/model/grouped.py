@@ -34,11 +34,38 @@ def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
         weight_EOI: a matrix [output width, input width] for each group.
         ends_E: before which row each group ends, int32; the last is R.
     """
-    if x_RI.is_cuda and x_RI.dtype == torch.bfloat16:
+    if _has_kernel(x_RI):
         if _leaves_gradients_unwritten(x_RI.device):
             weight_EOI = zero_gradients_where_empty(weight_EOI, ends_E)
         return F.grouped_mm(x_RI, weight_EOI.transpose(1, 2), offs=ends_E)
     return grouped_product(x_RI, weight_EOI, ends_E)
+
+
+def _has_kernel(x_RI: Tensor) -> bool:
+    return x_RI.is_cuda and x_RI.dtype == torch.bfloat16
+
+
+def ends_for_linear(x_RI: Tensor, ends_E: Tensor) -> Tensor:
+    """The ends where ``grouped_linear`` looks for them, asked for once for all products of these rows.
+
+    The kernel does on the device. Where one group is multiplied after another, the host has to know them: in
+    their place on the device it would wait for each product, forward and backward.
+    """
+    return on_host(ends_E) if x_RI.device.type != "cpu" and not _has_kernel(x_RI) else ends_E
+
+
+@torch.library.custom_op("harness::on_host", mutates_args=())
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, for which the host waits.
+
+    An operation of its own, because blocks that are recomputed keep its result (activation_checkpoint.py).
+    """
+    return tensor.to("cpu", copy=True)
+
+
+@on_host.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

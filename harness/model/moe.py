@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward, gated
-from harness.model.grouped import grouped_linear, pad, padded_places, unpad
+from harness.model.grouped import ends_for_linear, grouped_linear, pad, padded_places, unpad
 from harness.model.sharding import Split, as_plain, own_part
 
 # N: tokens, C: residual width, E: experts, K: experts of a token, R: rows (tokens times K), F: hidden width,
@@ -171,14 +171,15 @@ class Experts(nn.Module):
         return unpad(self._feed_forward(pad(x_RC, place_R, places), padded_ends_E), place_R)
 
     def _feed_forward(self, x_RC: Tensor, ends_E: Tensor) -> Tensor:
-        gate = self.multiply(x_RC, own_part(self, "w1"), ends_E)
-        up = self.multiply(x_RC, own_part(self, "w3"), ends_E)
+        ends = ends_for_linear(x_RC, ends_E) if self.multiply is grouped_linear else ends_E
+        gate = self.multiply(x_RC, own_part(self, "w1"), ends)
+        up = self.multiply(x_RC, own_part(self, "w3"), ends)
         if not self.has_bias:
-            return self.multiply(gated(gate, up, self.activation), own_part(self, "w2"), ends_E)
+            return self.multiply(gated(gate, up, self.activation), own_part(self, "w2"), ends)
         rows = torch.arange(x_RC.shape[0], device=x_RC.device, dtype=torch.int32)
         expert_R = torch.searchsorted(ends_E, rows, right=True)
         gate, up = gate + own_part(self, "b1")[expert_R], up + own_part(self, "b3")[expert_R]
-        out_RC = self.multiply(gated(gate, up, self.activation), own_part(self, "w2"), ends_E)
+        out_RC = self.multiply(gated(gate, up, self.activation), own_part(self, "w2"), ends)
         return out_RC + (own_part(self, "b2") / self.output_shares)[expert_R]
 
 

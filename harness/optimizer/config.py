@@ -39,7 +39,8 @@ class OptimizerConfig:
     the parameters, precision.master_dtype."""
     implementation: str = execution("auto")
     """auto (fused), fused, foreach or for-loop: how torch carries the update out. What torch does not have,
-    bfloat16 state or parameters with an update in float32, is carried out by our own loop: auto."""
+    bfloat16 state or parameters with an update in float32, is carried out by our own loop: auto. With foreach
+    and for-loop, debug.non_finite=skip makes the host wait for the norm in every step."""
     in_backward: bool = execution(False)
     """Update every parameter as soon as backward has its gradient and free that, so that gradients never
     stand whole. Needs training.max_norm=0, one pass a step, no pipeline and debug.non_finite=stop."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.parallelism.clip import local_squares, settle_gradients
+from harness.parallelism.clip import local_squares, settle_gradients, without_waiting
 from harness.parallelism.mesh import Mesh
 
 
@@ -25,14 +25,15 @@ class UpdateInBackward:
         optimizer: what updates.
         parameters: all it updates, in the order in which squares are given.
         mesh: the layout, for the norm.
-        device: where the squares are kept.
+        device: where the squares are wanted.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], mesh: Mesh, device: torch.device
     ) -> None:
         self.optimizer, self.mesh, self.device = optimizer, mesh, device
-        self.squares = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+        # Where the parameters are: those of offloaded ones travel all at once.
+        self.squares = torch.zeros(len(parameters), dtype=torch.float64, device=parameters[0].device)
         self.updated: set[int] = set()
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         for index, group in enumerate(optimizer.param_groups):
@@ -42,12 +43,12 @@ class UpdateInBackward:
     def take_squares(self) -> Tensor:
         """This rank's share of every gradient's squared norm since the last call."""
         taken, self.squares = self.squares, torch.zeros_like(self.squares)
-        return taken
+        return without_waiting(taken, self.device)
 
     def _hook(self, index: int, place: int) -> Callable[[Tensor], None]:
         def update(parameter: Tensor) -> None:
             settle_gradients([parameter])
-            self.squares[place] = local_squares([parameter], self.mesh, self.device)[0]
+            self.squares[place] = local_squares([parameter], self.mesh, self.squares.device)[0]
             self._step([parameter], index)
             parameter.grad = None
             self.updated.add(place)

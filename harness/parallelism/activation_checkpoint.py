@@ -23,8 +23,8 @@ from harness.model.decoder import Decoder
 from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
 from harness.parallelism.config import ParallelismConfig
 
-# A choice made twice could be made differently.
-CHOICES = {"aten.topk.default"}
+# A choice made twice could be made differently; and what the host has waited for once, it need not again.
+CHOICES = {"aten.topk.default", "harness.on_host.default"}
 # Where experts are a group of FSDP's with hooks of its own, torch's annotations for profilers are operations
 # inside a block, and recomputing it there are others: parameters have been gathered before.
 SAC_IGNORED_OPS |= {

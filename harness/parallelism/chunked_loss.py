@@ -47,7 +47,8 @@ class ChunkedLoss:
             rows_per_rank = -(-weight_VC.shape[0] // self.mesh.size())
             group, first_row = self.mesh.get_group(), rows_per_rank * self.mesh.get_local_rank()
             weight_VC = weight_VC.to_local()
-        scale = torch.tensor(1 / self.loss.denominator, device=x_BTC.device)
+        # Filled in on the device; a number that is copied there makes the host wait.
+        scale = torch.full((), 1 / self.loss.denominator, device=x_BTC.device)
         total: Tensor = _ChunkedCrossEntropy.apply(
             x_BTC.flatten(0, 1),
             weight_VC,

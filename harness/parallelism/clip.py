@@ -51,7 +51,15 @@ def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device
             gradient = gradient.to_local()
         gradients.append(torch.empty(0) if gradient is None else gradient)
         copies.append(holders // shards)
-    return squares_of(gradients).to(device) / _vector(tuple(copies), device)
+    squares = squares_of(gradients)
+    return without_waiting(squares / _vector(tuple(copies), squares.device), device)
+
+
+def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; what offloaded parameters leave on the host goes through pinned memory."""
+    if tensor.device.type == device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def squares_of(tensors: list[Tensor]) -> Tensor:
@@ -93,6 +101,7 @@ def clip_gradients(parameters: Iterable[Tensor], norm: Tensor | float, max_norm:
     if not max_norm or not local:
         return
     if not isinstance(norm, Tensor):
+        # Filled in on the device; a number that is copied there makes the host wait.
         norm = torch.full((), norm, dtype=torch.float64, device=local[0].device)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Not in the gradients' own kind: of bfloat16 eight bits would be left.

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from harness.model.decoder import Decoder
+from harness.model.grouped import on_host
 from harness.model.moe import Exchange, Experts, MoE, inverse_of, permute
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.context import local_positions
@@ -140,7 +141,8 @@ class ExpertExchange(Exchange):
     def _lengths(self, given: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int]]:
         """How many of so many rows go to each rank, and how many come from it.
 
-        They have to be known to whoever sends: the one place where the host waits for the device.
+        They have to be known to whoever sends: the one place where the host waits for the device, once for a
+        layer and pass. When the layer is recomputed they are known.
         """
-        sent, received = torch.stack((given.sum(1), got.sum(1))).tolist()
+        sent, received = on_host(torch.stack((given.sum(1), got.sum(1)))).tolist()
         return sent, received

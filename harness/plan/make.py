@@ -11,6 +11,7 @@ from harness.plan.memory import memory_limit, rank_memory
 from harness.plan.parameters import parameters_of
 from harness.plan.plan import Plan
 from harness.plan.speed import StepModel
+from harness.precision.linears import warning_of_eager
 
 
 def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
@@ -36,7 +37,7 @@ def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
 
 
 def _notes(job: Job, machine: Machine | None) -> list[str]:
-    """What the figures leave out."""
+    """What the figures leave out, and what is known to be slow."""
     notes = []
     across_nodes = machine is not None and job.world_size > machine.ranks_per_node
     if machine is not None and across_nodes and machine.network_bandwidth is None:
@@ -45,4 +46,5 @@ def _notes(job: Job, machine: Machine | None) -> list[str]:
         notes.append("experts count as loaded evenly")
     if not job.data.attend_across_documents:
         notes.append("attention counts as if documents saw each other")
-    return notes
+    casts = warning_of_eager(job.precision, compiled=job.compile.blocks)
+    return notes if casts is None else [*notes, casts]

@@ -141,6 +141,20 @@ def check_layout(
         )
 
 
+def warning_of_eager(precision: PrecisionConfig, *, compiled: bool) -> str | None:
+    """What to say of a job on GPUs whose casts are not fused; None if they are, or there are none.
+
+    Counted in a step of 42 linears in torchao 0.18: 101 kernels for each in float8_rowwise, 77 in
+    float8_tensorwise and 67 in float8_rowwise_hp.
+    """
+    if compiled or precision.emulate or precision.linear == "none":
+        return None
+    return (
+        f"precision.linear={precision.linear} casts in dozens of small kernels a linear, and GPUs wait for "
+        "the host to launch them; would be faster: compile=on, which fuses them"
+    )
+
+
 def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Every linear's name and [output width, input width], in the decoder's order."""
     shapes = {

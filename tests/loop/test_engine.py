@@ -8,12 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiers import rest_is_thorough
+from waits import waits
 
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
 from harness.loop.engine import Engine, StepOutcome
+from harness.optimizer.build import build_optimizer
+from harness.parallelism.clip import without_waiting
 
 SMALL = [
     *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.steps=10"),
@@ -155,6 +158,44 @@ def test_an_update_without_numbers_changes_nothing_but_the_rate(
         assert (changed, steps) == (set(), 2)
     for changed, _ in pool.run(ranks, changed_by_an_update, job, False):
         assert {"output.weight", "optimizer.state.output.weight.step"} <= changed
+
+
+SKIP = "debug.non_finite=skip"
+# What the engine is told, the device that it is asked for, and whether the device may drop an update by
+# itself, or else the host has to know the norm first.
+KNOWING = [
+    ([], "cuda", True, False),
+    (["precision=bf16_full"], "cuda", True, False),
+    (["optimizer.state_dtype=bfloat16", SKIP], "cuda", True, False),
+    (["optimizer.implementation=foreach"], "cuda", False, False),
+    (["optimizer.implementation=for-loop"], "cuda", False, False),
+    (["optimizer.implementation=foreach", SKIP], "cuda", False, True),
+    (["optimizer.implementation=foreach"], "cpu", False, True),
+    (["precision=bf16_full"], "cpu", False, True),
+    (["parallelism.cpu_offload=true"], "cuda", False, True),
+    (["parallelism.cpu_offload=true", "precision=bf16_full"], "cuda", False, True),
+]
+
+
+@pytest.mark.parametrize(("overrides", "device", "skips", "asks"), KNOWING)
+def test_who_has_to_know_the_norm(overrides: list[str], device: str, skips: bool, asks: bool) -> None:
+    engine = object.__new__(Engine)
+    engine.job = Job.from_json(job_of(*overrides))
+    engine.device = torch.device(device)
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=getattr(torch, engine.job.precision.master_dtype)))
+    engine.optimizer = build_optimizer(engine.job.optimizer, [("output.weight", parameter)])
+    assert (engine.skips_on_device, engine.asks_for_norm) == (skips, asks)
+
+
+def test_what_offloaded_parameters_leave_travels_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    with waits() as found:
+        there = without_waiting(torch.ones(3), torch.device("meta"))
+        assert without_waiting(there, there.device) is there
+    assert there.is_meta
+    assert found == []
+    assert len(pinned) == 1
 
 
 def clipped_norm(job_json: str, max_norm: float) -> tuple[float, float]:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 OURS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_DUMP_TEMP_FILE": "/runs/x/flight_recorder/rank_",
@@ -139,3 +140,19 @@ def test_what_a_launcher_did_not_set_for_this_process_is_left_alone(monkeypatch:
     job = compose_job(["model=llama3_tiny", "data=synthetic", "cluster.device=cpu"])
     with process_group(job, torch.device("cpu")):
         assert local_rank() == 0
+
+
+def test_communicators_of_gpus_are_made_with_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound to a device, torch splits those of all axes off the first one. Else each is made when it is first
+    used, and those of a pipeline in the middle of a step, one for every two ranks."""
+    said: list[dict[str, object]] = []
+
+    def noted(*_: object, **options: object) -> None:
+        said.append(options)
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", noted)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    device = torch.device("cuda", 1)
+    with process_group(job("parallelism=pp", "cluster.device=cpu"), device):
+        pass
+    assert [each["device_id"] for each in said] == [device]

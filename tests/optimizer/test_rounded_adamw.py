@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_adamw import NORMS, by_formula, model, train
 from torch import Tensor
+from waits import waits
 
 from harness.compose import compose_job
 from harness.errors import ConfigError
@@ -138,3 +139,64 @@ def test_state_follows_the_parameters_where_nothing_is_said() -> None:
 def test_refused(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         compose_job(overrides)
+
+
+def three_steps(drop: list[bool] | None, master: torch.dtype, state: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """A parameter and its state after a step for each entry; None: three steps that nobody asks about."""
+    torch.manual_seed(0)
+    config = dataclasses.replace(CONFIG, state_dtype=state)
+    parameter = torch.nn.Parameter(torch.randn(64, 3).to(master))
+    # Where all is float32, torch's own would be built.
+    built = RoundedAdamW(
+        [{"params": [parameter], "weight_decay": 0.2}],
+        config.lr,
+        (config.beta1, config.beta2),
+        config.eps,
+        getattr(torch, state),
+    )
+    gradients = iter(torch.randn(3, 64, 3))
+    for dropped in drop or [False] * 3:
+        gradient = torch.full((64, 3), torch.nan) if dropped else next(gradients)
+        parameter.grad = gradient.to(master)
+        if drop is not None:
+            built.found_inf = torch.tensor(float(dropped))
+        built.step()
+    return parameter.detach(), built.state[parameter]
+
+
+FORMATS = [(torch.bfloat16, "bfloat16"), (torch.bfloat16, "float32"), (torch.float32, "bfloat16")]
+
+
+@pytest.mark.parametrize(("master", "state"), [*FORMATS, (torch.float32, "float32")])
+@pytest.mark.parametrize("drop", [[False] * 3, [True, False, False, True, False, True]])
+def test_a_step_without_numbers_has_not_been(master: torch.dtype, state: str, drop: list[bool]) -> None:
+    """Whatever the device drops, what is left is the three steps that it carried out: also of the count."""
+    expected, expected_state = three_steps(None, master, state)
+    found, found_state = three_steps(drop, master, state)
+    close = {"rtol": 2**-7 if torch.bfloat16 in (master, getattr(torch, state)) else 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(found, expected, **close)
+    for name in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(found_state[name], expected_state[name], **close)
+    assert float(found_state["step"]) == float(expected_state["step"]) == 3
+
+
+@pytest.mark.parametrize(("master", "state"), FORMATS)
+def test_a_dropped_step_changes_no_bit(master: torch.dtype, state: str) -> None:
+    before, state_before = three_steps([False] * 3, master, state)
+    after, state_after = three_steps([False] * 3 + [True], master, state)
+    assert torch.equal(before, after)
+    assert all(torch.equal(state_before[name], state_after[name]) for name in state_before)
+
+
+@pytest.mark.parametrize(("master", "state"), FORMATS)
+def test_the_host_does_not_wait_for_an_update(master: torch.dtype, state: str) -> None:
+    parameter = torch.nn.Parameter(torch.empty(64, 3, device="meta", dtype=master))
+    config = dataclasses.replace(CONFIG, state_dtype=state)
+    built = build_optimizer(config, [("output.weight", parameter)])
+    assert isinstance(built, RoundedAdamW)
+    with waits() as found:
+        for _ in range(2):
+            parameter.grad = torch.empty_like(parameter)
+            built.found_inf = torch.empty((), device="meta")
+            built.step()
+    assert found == []

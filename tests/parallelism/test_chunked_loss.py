@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from memory import Ledger
 from torch import Tensor
+from waits import waits
 
 from harness.data.loader import IGNORE_INDEX
 from harness.parallelism.chunked_loss import ChunkedLoss
@@ -106,3 +107,16 @@ def test_memory_at_a_large_vocabulary_is_a_quarter_at_most() -> None:
         peaks.append(ledger.peak)
     assert peaks[0] > 2 * 512 * 128_256 * 4, "the plain one holds logits and their gradient"
     assert peaks[1] < peaks[0] / 4
+
+
+def test_the_host_does_not_wait_for_it() -> None:
+    """The denominator changes with every step."""
+    loss = TokenLoss(VOCABULARY, None)
+    loss.denominator = 17.0
+    x_BTC, weight_VC, labels_BT = (tensor.detach().to("meta") for tensor in made_up())
+    with waits() as found:
+        ChunkedLoss(loss, 4, None, None)(
+            x_BTC.requires_grad_(), weight_VC.requires_grad_(), labels_BT
+        ).backward()
+    assert x_BTC.grad is not None
+    assert found == []

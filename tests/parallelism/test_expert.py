@@ -15,7 +15,12 @@ from tiers import rest_is_thorough
 
 from harness import parity
 from harness.cluster.pool import RankPool
+from harness.compose import compose_job
 from harness.job import Job
+from harness.model.decoder import Decoder
+from harness.model.kernels import KERNELS
+from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
+from harness.parallelism.stages import split_modules
 from harness.parity import ParityConfig, Trace, compare, compose_layouts, single_process, trace
 from harness.paths import conf_dir
 
@@ -182,3 +187,47 @@ def test_every_token_is_counted_once(pool: RankPool, name: str) -> None:
     [expected] = pool.run(1, loads, single_process(job).to_json())
     assert {sum(row) for row in expected} == {8 * 64 * job.model.moe.top_k}
     assert pool.run(job.world_size, loads, job.to_json()) == [expected] * job.world_size
+
+
+def waited_for(job_json: str) -> int:
+    """How often the host asks its device for lengths in one step."""
+    from waits import ON_HOST, waits
+
+    from harness.data.tokenizer import build_tokenizer
+    from harness.loop.batches import loader_of
+    from harness.loop.engine import Engine
+
+    job = Job.from_json(job_json)
+    engine = Engine(job, torch.device("cpu"))
+    batch = loader_of(job, build_tokenizer(job.tokenizer), engine.rows).next()
+    with waits() as found:
+        engine.gradients(batch)
+    return found.count(ON_HOST)
+
+
+RECOMPUTED = ["fsdp_ep", "fsdp_ep_recompute_full", "fsdp_ep_recompute_op"]
+
+
+@pytest.mark.parametrize("name", rest_is_thorough(RECOMPUTED, "fsdp_ep_recompute_full"))
+def test_lengths_are_asked_for_once_a_layer(pool: RankPool, name: str) -> None:
+    """Also where the layer is computed again."""
+    job = layout(name, "deepseek_v3_debug")
+    wanted = len(job.model.expert_layers) * job.accumulation_steps
+    assert pool.run(job.world_size, waited_for, job.to_json()) == [wanted] * job.world_size
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
+def test_experts_in_float32_ask_once_a_layer(mode: str) -> None:
+    """Nine products a layer of as many groups as there are experts, none of which the kernel takes."""
+    from waits import ON_HOST, waits
+
+    model = ["model=qwen3_moe_debug", "data=synthetic", "tokenizer=bytes", "training.seq_len=32"]
+    job = compose_job([*model, f"activation_checkpoint={mode}"])
+    with torch.device("meta"):
+        part = Decoder(job.model, 32, split_modules(job.parallelism, job.model.n_layers)[0])
+        tokens = torch.zeros(2, 32, dtype=torch.int64)
+    part.use_kernel(KERNELS["sdpa"])
+    apply_activation_checkpoint(part, job.activation_checkpoint)
+    with waits() as found:
+        part(tokens).sum().backward()
+    assert found == [ON_HOST] * len(job.model.expert_layers)

@@ -16,6 +16,7 @@ from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.shapes import linear_split
 from harness.model.sharding import Split
+from harness.plan.make import make_plan
 from harness.precision.config import FLOAT8, PrecisionConfig
 from harness.precision.linears import (
     check_layout,
@@ -58,6 +59,22 @@ def test_small_ones_are_torchaos(linear: str) -> None:
             assert is_small(linear, rows, columns) != takes(module, "wq"), (rows, columns)
             seen.add(takes(module, "wq"))
     assert seen == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (["precision=float8_rowwise"], True),
+        (["precision=float8_tensorwise", "compile=on", "compile.components=[loss]"], True),
+        (["precision=float8_rowwise", "compile=on"], False),
+        (["precision=float8_rowwise", "precision.emulate=true"], False),
+        (["precision=bf16"], False),
+    ],
+)
+def test_whoever_leaves_casts_to_eager_is_told(overrides: list[str], warned: bool) -> None:
+    on_gpus = ["model=llama3_8b", "cluster=slurm_h100", "parallelism=fsdp", "parallelism.dp_shard=8"]
+    notes = make_plan(compose_job([*on_gpus, *overrides, "cluster.partition=gpu"])).notes
+    assert any("compile=on" in note for note in notes) == warned
 
 
 def sort(model: ModelConfig, **fields: object) -> tuple[int, str]:

@@ -1,0 +1,57 @@
+"""What the host would wait for on a GPU, seen without one: ``meta`` is a device whose values nobody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COPIES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+"""Operations that copy, and which argument they copy from."""
+ON_HOST = "harness.on_host.default"
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if str(operation) == ON_HOST:
+            self.found.append(ON_HOST)
+        elif operation in COPIES and not (kwargs or {}).get("non_blocking", False):
+            source = args[COPIES[operation]].device.type
+            if source != result.device.type:
+                self.found.append(f"{operation} from {source} to {result.device.type}")
+        return result
+
+
+class _Numbers(TorchFunctionMode):
+    """Tensors made of numbers of the host, which are no operation."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.tensor, torch.as_tensor) and result.device.type != "cpu":
+            self.found.append(f"{function.__name__} on {result.device.type}")
+        return result
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """Names for what the host waits, in its order. Asking a tensor on meta for a value raises in any case."""
+    found: list[str] = []
+    with _Numbers(found), _Operations(found):
+        yield found
