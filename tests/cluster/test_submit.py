@@ -106,6 +106,21 @@ def test_a_run_folder_that_was_removed_while_the_job_waits(
     submit.submit_one(job, RunFolder(job.run_dir), [])
 
 
+def test_a_job_whose_controller_died_before_it_wrote_the_id_is_told_by_its_id(
+    job: Job,
+    scheduler: list[Queued],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = RunFolder(job.run_dir)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(slurm.Submission, "_sbatch", fail(KeyboardInterrupt()))
+        submit.submit_one(job, folder, [])
+    scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "Resources"))
+    submit.submit_one(job, folder, [])
+    assert "one: already submitted (PENDING) as job 12, " in capsys.readouterr().out
+
+
 def test_the_end_of_a_job_without_a_row_is_told_before_the_next(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
