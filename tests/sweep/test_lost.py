@@ -148,6 +148,12 @@ def test_a_job_that_cannot_be_cancelled_is_an_error_and_one_that_is_over_is_not(
         main()
     assert ended.value.code == 3
     assert "7_1: Access/permission denied" in capsys.readouterr().err
+    (fake_slurm.folder / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr("harness.cluster.queue.COMMAND_SECONDS", 1)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out, said.err) == (3, "", "error: scancel: no answer within 1 s\n")
 
 
 def test_a_point_that_another_process_submits_again_is_left_alone(
