@@ -207,6 +207,8 @@ def read_kept(folder: Path) -> list[Row]:
             row = parse_object(line)
         except ValueError as error:
             raise UserError(f"{path}: line {number} is no JSON object: {error}") from error
+        if missing := [name for name in ("point", "state") if name not in row]:
+            raise UserError(f"{path}: line {number} is no row of a run: {missing[0]} is missing")
         rows.append(completed(row))
     return rows
 
