@@ -293,8 +293,8 @@ def _why_it_ends(job: Job, seconds: float) -> str:
     else:
         why = "SLURM told it to stop"
     return (
-        f"{why}, and cluster.max_requeues={config.max_requeues} lets it go back into the queue no more; the "
-        "same command goes on from its last checkpoint"
+        f"{why}, and cluster.max_requeues={config.max_requeues} allows no further requeue; the same command "
+        "continues from its last checkpoint"
     )
 
 

@@ -151,7 +151,7 @@ def _plan_in_words(
     states = Counter(each.state for each in seen if each not in wanted and each not in starved)
     lines += [f"  {count} {state} already" for state, count in states.items()]
     if starved:
-        lines.append(f"  {len(starved)} out of memory before, left out")
+        lines.append(f"  {len(starved)} out of memory before, left out (resume --out-of-memory starts them)")
     if skipped:
         lines.append(f"  {len(skipped)} skipped, which no job can be made of")
         lines += [f"    {line}" for line in _reasons(skipped, [each.point.overrides for each in seen])]
