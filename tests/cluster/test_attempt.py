@@ -152,6 +152,7 @@ def submitted(tmp_path: Path, job: Job) -> RunFolder:
 
 def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder) -> None:
     run = submitted.path
+    (run / "result.json").write_text("{")  # of an attempt that was killed
     done = start(run, ROOT, str(run), "--code", f"{run}/code/1")
     assert (done.returncode, submitted.state) == (EXIT_MACHINE, "failed")
     [line] = done.stderr.splitlines()
