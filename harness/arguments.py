@@ -73,7 +73,7 @@ class CommandLine:
         """
         shown = [name for name in SHOWS if name in self.flags]
         if len(shown) > 1:
-            raise UserError(f"{shown[1]}: goes not together with {shown[0]}; would work: one of them")
+            raise UserError(f"{shown[1]}: cannot be combined with {shown[0]}; would work: one of them")
         if self.is_multirun and len(self.flags) > 1:
             other = next(name for name in self.flags if name != "--multirun")
             raise UserError(f"{other}: is for one job; would work: the command without -m")

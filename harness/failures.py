@@ -24,12 +24,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, HarnessError
+from harness.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, HarnessError
 
 # The higher, the surer that it is not the cause.
 CONSEQUENCES = {"collective": 1, "collective_timeout": 1, "peer": 2, "interrupted": 3}
-# What a file system says that has no room left, for anybody or for this user.
-FULL = (errno.ENOSPC, errno.EDQUOT)
 VICTIMS = tuple(CONSEQUENCES)
 
 # What of an error stands in the run's row.
@@ -143,7 +141,7 @@ def _kind_of(error: BaseException) -> str:
         return "out_of_memory"
     from_torch = name in ("DistBackendError", "DistStoreError", "DistNetworkError")
     kind = kind_of_text(text)
-    if kind is None and isinstance(error, OSError) and error.errno in (*FULL, errno.EROFS):
+    if kind is None and isinstance(error, OSError) and error.errno in (*DISK_FULL, errno.EROFS):
         return "machine"
     if kind is None and from_torch:
         return "collective_timeout" if "imed out" in text else "collective"

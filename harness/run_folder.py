@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from harness.checkpoint.resume import CONTINUES, can_resume, unfinished_siblings
-from harness.errors import UserError
-from harness.failures import CONSEQUENCES, FULL, SHOWN_OF_ERROR, describe_failure
+from harness.errors import DISK_FULL, UserError
+from harness.failures import CONSEQUENCES, SHOWN_OF_ERROR, describe_failure
 from harness.job import Job
 from harness.locks import Held, lock
 from harness.metrics.encoding import parse_object
@@ -277,7 +277,7 @@ class RunFolder:
         try:
             write()
         except OSError as error:
-            if error.errno not in FULL or not (self.path / RESERVE).exists():
+            if error.errno not in DISK_FULL or not (self.path / RESERVE).exists():
                 raise
             (self.path / RESERVE).unlink(missing_ok=True)
             write()

@@ -80,7 +80,8 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _refuse_secrets(field: str, text: str) -> None:
     variable = field.rpartition(".")[2]
-    assigned = [variable] if text and variable.isupper() else []
+    is_variable = variable.isupper() or field.startswith("cluster.env.")
+    assigned = [variable] if text and is_variable else []
     for name in (*assigned, *(found["name"] for found in _ASSIGNMENT.finditer(text))):
         if _is_secret(name):
             works = f"export {name} in the shell that starts the job; SLURM passes it on"

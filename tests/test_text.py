@@ -103,6 +103,7 @@ SECRETS = [
     ("cluster.env", {"WANDB_API_KEY": SECRET}),
     ("cluster.env", {"AWS_SECRET_ACCESS_KEY": SECRET}),
     ("cluster.env", {"DB_PASSWORD": SECRET}),
+    ("cluster.env", {"hf_token": SECRET}),
     ("cluster.env", {"HTTPS_PROXY": f"http://me:{SECRET}@proxy:3128"}),
     ("cluster.setup", [f"export HF_TOKEN='{SECRET}'"]),
     ("cluster.srun_args", [f"--export=ALL,HF_TOKEN={SECRET}"]),

@@ -108,6 +108,13 @@ def test_no_checkpoint_is_the_users_mistake(
     assert "there are no checksums to compare with" in capsys.readouterr().err
 
 
+def test_a_flag_that_does_not_exist_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--newst", "folder") == EXIT_USER
+    assert capsys.readouterr().err == "error: --newst: no such flag; did you mean --newest?\n"
+
+
 def test_a_sweep_asks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,7 +125,7 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
         code = _run_ranks(job, folder, allocation, started, received)
     except UnfitNodes as error:
         if job.cluster.node_check == "exclude" and allocation.restarts < job.cluster.max_requeues:
-            return _requeue_without(error, folder, allocation)
+            return _requeue_without(error, job, folder, allocation)
         code = folder.record_error(None, error)["exit_code"]
     except Exception as error:
         code = folder.record_error(None, error)["exit_code"]
@@ -177,9 +177,12 @@ def _run_ranks(
     logs = folder.path / "logs"
     with _store() as port, (logs / SRUN_LOG).open("ab") as log:
         environment = {**os.environ, **rank_environment(job, port, started)}
+        if received.last is not None:
+            return EXIT_INTERRUPTED  # srun would die of the signal before it can handle it
         srun = subprocess.Popen(srun_command(job, folder.path), env=environment, stderr=log)
         received.forward_to(srun.pid)
         returned = srun.wait()
+        received.process = None
     return _verdict(folder, allocation, returned)
 
 
@@ -266,12 +269,18 @@ def _go_on_later(job: Job, folder: RunFolder, allocation: Allocation, seconds: f
     return EXIT_RESUMABLE
 
 
-def _requeue_without(unfit: UnfitNodes, folder: RunFolder, allocation: Allocation) -> int:
-    """Puts the job back into the queue without the nodes that failed the check."""
+def _requeue_without(unfit: UnfitNodes, job: Job, folder: RunFolder, allocation: Allocation) -> int:
+    """Puts the job back into the queue without the nodes that failed the check, or fails if it cannot."""
     sys.stderr.write(f"WARNING the job goes back into the queue without {', '.join(unfit.nodes)}: {unfit}\n")
     folder.set_status("requeued", restarts=allocation.restarts + 1, excluded=unfit.nodes)
     folder.release()
-    queue.requeue_without(allocation.job_id, unfit.nodes)
+    try:
+        queue.requeue_without(allocation.job_id, unfit.nodes)
+    except queue.SlurmError as error:
+        sys.stderr.write(f"WARNING this job could not be put back into the queue without them: {error}\n")
+        if allocation.state() in _TAKEN:
+            return EXIT_RESUMABLE  # it is in the queue, with them
+        return settle(job, folder, folder.record_error(None, unfit)["exit_code"])
     return EXIT_RESUMABLE
 
 
@@ -284,8 +293,8 @@ def _why_it_ends(job: Job, seconds: float) -> str:
     else:
         why = "SLURM told it to stop"
     return (
-        f"{why}, and cluster.max_requeues={config.max_requeues} lets it go back into the queue no more; the "
-        "same command goes on from its last checkpoint"
+        f"{why}, and cluster.max_requeues={config.max_requeues} allows no further requeue; the same command "
+        "continues from its last checkpoint"
     )
 
 

@@ -150,8 +150,12 @@ def _record(run_dir: Path, error: Exception, kind: str, code: int) -> NoReturn:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON file; empty if it is not there."""
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    """The object in a JSON file; empty if it is not there or damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 if __name__ == "__main__":

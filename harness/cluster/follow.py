@@ -11,7 +11,7 @@ from harness.cluster.outcome import account_of, last_words, settle
 from harness.cluster.queue import ENDED as ENDED_JOB
 from harness.cluster.queue import Queued, SlurmError, jobs, last_states
 from harness.cluster.ticket import Ticket
-from harness.errors import EXIT_INTERRUPTED, EXIT_OK, MachineError
+from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, MachineError, UserError
 from harness.job import Job
 from harness.run_folder import RunFolder
 
@@ -112,24 +112,40 @@ def follow(job: Job, folder: RunFolder) -> int:
                 asked = now
                 try:
                     found = queued(folder.path)
+                    if found is None and folder.state in ENDED:
+                        tail.show()
+                        return _tell_end(job, folder)
                     is_gone = gone_since is not None and now - gone_since > LAST_WORDS_SECONDS
-                    ticket = Ticket.read(folder.path)
-                    if found is None and is_gone and ticket is not None:
-                        state = state_of(ticket)
-                        if not is_live(state):
-                            return settle_lost(job, folder, ticket, state)
+                    if found is None and is_gone:
+                        code = _settle_if_lost(job, folder)
+                        if code is not None:
+                            return code
                 except SlurmError as error:
                     sys.stderr.write(f"WARNING {error}\n")
                     time.sleep(QUEUE_SECONDS)
                     continue
                 gone_since = None if found is not None else gone_since or now
-                if found is None and folder.state in ENDED:
-                    tail.show()
-                    return _tell_end(job, folder)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         sys.stderr.write(f"\nnot following any more; job {job_id_of(folder.path)} goes on in {folder.path}\n")
         return EXIT_INTERRUPTED
+
+
+def _settle_if_lost(job: Job, folder: RunFolder) -> int | None:
+    """Write the row of a run whose job is over without one; return its exit code, or None if it is not."""
+    ticket = Ticket.read(folder.path)
+    state = None if ticket is None else state_of(ticket)
+    if ticket is None or is_live(state):
+        return None
+    try:
+        folder.hold()
+    except UserError:  # its job still has it, or somebody else is writing the row
+        return None
+    try:
+        # What the job wrote last may have come meanwhile.
+        return None if folder.state in ENDED else settle_lost(job, folder, ticket, state)
+    finally:
+        folder.release()
 
 
 def _tell_end(job: Job, folder: RunFolder) -> int:
@@ -138,7 +154,9 @@ def _tell_end(job: Job, folder: RunFolder) -> int:
         sys.stderr.write(account_of(error, job.world_size, folder))
     if folder.stop_reason is not None:
         sys.stderr.write(f"{folder.stop_reason}\n")
-    return int(folder.row.get("exit_code", EXIT_OK))
+    # The row may be damaged, or not be seen yet on a shared file system.
+    unknown = EXIT_OK if folder.state == "completed" else EXIT_MACHINE
+    return int(folder.row.get("exit_code", unknown))
 
 
 class Tail:

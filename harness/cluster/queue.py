@@ -294,6 +294,8 @@ def cancel(job_ids: Sequence[str]) -> None:
     try:
         _run("scancel", *_as_arrays(job_ids))
     except SlurmError as error:
+        if not error.lines:  # it is not there, or does not answer
+            raise
         complaints = [line for line in error.lines if "Invalid job id" not in line]
         if complaints:
             raise SlurmError(f"scancel: {complaints[0]}", complaints) from None

@@ -42,7 +42,8 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
         folder.release()
     there = job if found is None else folder.read_job()
     how = "submitted" if found is None else f"already submitted ({found.state})"
-    ident = job_id_of(folder.path)
+    # The controller that submitted a job which is there already may have died before it wrote the id.
+    ident = job_id_of(folder.path) if found is None else found.id
     words = (
         f"{job.name}: {how} as job {ident}, {shape_of(there).describe()}, {cost_in_words([there])}"
         f"{_kept_in_words(there, job)}\nrun folder {folder.path}\n"

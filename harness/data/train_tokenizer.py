@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from harness.arguments import Parser
 from harness.data.sources import find_files
 from harness.errors import DataError, UserError
 
@@ -71,9 +72,7 @@ def _read(files: list[Path]) -> Iterator[str]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m harness.data.train_tokenizer", description=__doc__.split("\n")[0]
-    )
+    parser = Parser(prog="python -m harness.data.train_tokenizer", description=__doc__.split("\n")[0])
     glob_help = "globs of the files to learn from; {stdlib} is the running interpreter's standard library"
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=glob_help)
     parser.add_argument(

@@ -168,7 +168,8 @@ def _step(row: Row) -> int:
 def _in_words(path: Path, damaged: list[tuple[int, int]]) -> str:
     lines = ", ".join(str(number) for number, _ in damaged[:_SHOWN]) + (", ..." if damaged[_SHOWN:] else "")
     steps = ", ".join(str(step) for step in list(dict.fromkeys(step for _, step in damaged))[:_SHOWN])
-    return f"WARNING {path}: {len(damaged)} damaged lines ({lines}); the curve has a gap after step {steps}"
+    what = "line is" if len(damaged) == 1 else "lines are"
+    return f"WARNING {path}: {len(damaged)} {what} damaged ({lines}); the curve has a gap after step {steps}"
 
 
 def _free_name(path: Path) -> Path:

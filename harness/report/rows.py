@@ -30,7 +30,7 @@ from harness.report.naming import names_of
 from harness.run_folder import RunFolder
 from harness.sweep.registry import FILE as SWEEP
 from harness.sweep.registry import Point, Registry, labels
-from harness.sweep.state import Seen, look_at_all
+from harness.sweep.state import Seen, look_at_all, typed_overrides
 
 Row = dict[str, Any]
 
@@ -61,7 +61,7 @@ def load(folder: Path) -> list[Row]:
             f"{folder}: no run has left a row here; would work: a folder of runs/ (runs/NAME, or one run's), "
             "or of experiments/"
         )
-    points = [Point(path.name, path, _overrides(path)) for path in runs]
+    points = [Point(path.name, path, typed_overrides(path)) for path in runs]
     return of_points(points, names_of(points))
 
 
@@ -73,11 +73,6 @@ def _run_folders(folder: Path, levels: int = 4) -> list[Path]:
         return []
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
     return [run for path in inside for run in _run_folders(path, levels - 1)]
-
-
-def _overrides(run_dir: Path) -> list[str]:
-    path = run_dir / "overrides.txt"
-    return path.read_text().splitlines() if path.is_file() else []
 
 
 def of_sweep(registry: Registry) -> list[Row]:
@@ -101,7 +96,7 @@ def _of_seen(name: str, seen: Seen) -> Row:
     point = seen.point
     row = {
         # What the run was last made by: the sweep knows what its points were made by first.
-        **as_planned(name, point.job, _overrides(point.run_dir) or point.overrides),
+        **as_planned(name, point.job, typed_overrides(point.run_dir) or point.overrides),
         **RunFolder(point.run_dir).row,
         "state": seen.state,
         "kind": seen.kind,
@@ -212,6 +207,8 @@ def read_kept(folder: Path) -> list[Row]:
             row = parse_object(line)
         except ValueError as error:
             raise UserError(f"{path}: line {number} is no JSON object: {error}") from error
+        if missing := [name for name in ("point", "state") if name not in row]:
+            raise UserError(f"{path}: line {number} is no row of a run: {missing[0]} is missing")
         rows.append(completed(row))
     return rows
 

@@ -123,9 +123,15 @@ def cancel(arguments: argparse.Namespace) -> int:
             ids.append(each.job_id)
     cancel_jobs(ids)
     sys.stdout.write(f"cancelled {len(ids)} of {len(points)} points\n")
-    here = len(busy) - len(ids)
+    here = sum(each.ticket is None for each in busy)
     if here:
         sys.stdout.write(f"{here} run here: ^C in their controller's terminal ends them\n")
+    elsewhere = len(busy) - len(ids) - here
+    if elsewhere:
+        raise UserError(
+            f"{elsewhere} points were submitted to SLURM, and there is no squeue here; would work: a login "
+            "node of the cluster"
+        )
     return EXIT_OK
 
 

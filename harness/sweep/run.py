@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import uuid
@@ -53,7 +54,8 @@ def sweep(composed: Sequence[Composed]) -> int:
             RunFolder(point.run_dir).plan(job, point.overrides)
         registry.add(points, skipped)
         # As composed now: labels such as the partition or the time limit may be others than last time.
-        started = _start(registry, look_and_close(points), by_folder, skipped, anew=True)
+        seen = look_and_close(points)
+        started = _start(registry, seen, by_folder, skipped, anew=True, busy=_busy_besides(registry, points))
     return _finish(registry, points, by_folder, started)
 
 
@@ -79,6 +81,7 @@ def _start(
     *,
     out_of_memory: bool = False,
     anew: bool = False,
+    busy: Sequence[Seen] = (),
 ) -> _Started:
     """Shows what there is to do, asks where it is dear, and does it: here to the end, on SLURM by submitting.
 
@@ -89,6 +92,7 @@ def _start(
         skipped: what could not be.
         out_of_memory: start what failed for want of memory too.
         anew: start what is complete too, where the job says ``checkpoint.resume=false``.
+        busy: other points of the sweep that wait or run.
     """
     wanted, starved = _sort(seen, jobs, out_of_memory=out_of_memory, anew=anew)
     sys.stderr.write(_plan_in_words(registry, seen, wanted, starved, jobs, skipped))
@@ -96,9 +100,16 @@ def _start(
     local = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "local"]
     if remote:
         confirm([jobs[each.point.run_dir] for each in remote])
-        _submit(registry, remote, jobs, [each for each in seen if each.state in BUSY])
+        _submit(registry, remote, jobs, [*(each for each in seen if each.state in BUSY), *busy])
     stopped = _run_here(local, jobs)
     return _Started(stopped, submitted_only=not local and not starved)
+
+
+def _busy_besides(registry: Registry, points: Sequence[Point]) -> list[Seen]:
+    """Points that another command has added to the sweep, and that wait or run."""
+    typed = {os.path.normpath(point.run_dir) for point in points}
+    others = [point for point in registry.points() if os.path.normpath(point.run_dir) not in typed]
+    return [each for each in look_at_all(others) if each.state in BUSY]
 
 
 def _sort(
@@ -151,7 +162,7 @@ def _plan_in_words(
     states = Counter(each.state for each in seen if each not in wanted and each not in starved)
     lines += [f"  {count} {state} already" for state, count in states.items()]
     if starved:
-        lines.append(f"  {len(starved)} out of memory before, left out")
+        lines.append(f"  {len(starved)} out of memory before, left out (resume --out-of-memory starts them)")
     if skipped:
         lines.append(f"  {len(skipped)} skipped, which no job can be made of")
         lines += [f"    {line}" for line in _reasons(skipped, [each.point.overrides for each in seen])]
@@ -179,7 +190,8 @@ def _show_dry(
     wanted, starved = _sort(seen, jobs, out_of_memory=False, anew=True)
     sys.stderr.write(_plan_in_words(registry, seen, wanted, starved, jobs, skipped))
     remote = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "slurm"]
-    arrays, first = _arrays(remote, jobs, [each for each in seen if each.state in BUSY])
+    busy = [*(each for each in seen if each.state in BUSY), *_busy_besides(registry, points)]
+    arrays, first = _arrays(remote, jobs, busy)
     for array in arrays:
         after = first if array.after is None else [f"ID_OF_ARRAY_{array.after + 1}"]
         script = _submission(registry, array, registry.name, after).script(planned=True)

@@ -71,7 +71,13 @@ def points_in(folder: Path) -> list[Point]:
     )
     if not runs:
         raise UserError(f"{folder}: neither the folder of a sweep nor that of a run{registry.neighbours()}")
-    return [Point(run.name, run, (run / "overrides.txt").read_text().splitlines()) for run in runs]
+    return [Point(run.name, run, typed_overrides(run)) for run in runs]
+
+
+def typed_overrides(run_dir: Path) -> list[str]:
+    """What a run was last made by; empty where that is not written down."""
+    path = run_dir / "overrides.txt"
+    return path.read_text().splitlines() if path.is_file() else []
 
 
 def look_at_all(points: Sequence[Point]) -> list[Seen]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from harness.cluster import attempt
 from harness.cluster.attempt import Allocation, StepFailed, _verdict, _why_it_ends, rank_environment
+from harness.cluster.batch import Received
+from harness.cluster.node_check import UnfitNodes
+from harness.cluster.queue import SlurmError
 from harness.compose import compose_job
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE
 from harness.job import Job
@@ -98,6 +103,34 @@ def test_ranks_of_one_node_need_no_name_of_it(job: Job) -> None:
     assert rank_environment(pair, 1, 1.0)["MASTER_ADDR"] != "127.0.0.1"
 
 
+def test_a_signal_that_comes_before_srun_is_no_failure_of_srun(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setenv("PATH", "/nowhere")
+    received = Received()
+    received.last = signal.SIGUSR2
+    code = attempt._run_ranks(job, RunFolder(tmp_path), Granted("RUNNING"), 0.0, received)
+    assert code == EXIT_INTERRUPTED
+
+
+@pytest.mark.parametrize(("refused", "state"), [(False, "RUNNING"), (True, "RUNNING"), (True, "PENDING")])
+def test_an_unfit_node_of_a_job_that_cannot_be_requeued_is_the_error(
+    refused: bool, state: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def requeue_without(*_: object) -> None:
+        if refused:
+            raise SlurmError("scontrol requeue 7: Access/permission denied")
+
+    monkeypatch.setattr(attempt.queue, "requeue_without", requeue_without)
+    folder = RunFolder(tmp_path)
+    code = attempt._requeue_without(UnfitNodes({"node1": ["bad"]}), job, folder, Granted(state))
+    if refused and state == "RUNNING":
+        assert (code, folder.state, folder.row["error.message"]) == (EXIT_MACHINE, "failed", "node1: bad")
+    else:
+        assert (code, folder.state) == (EXIT_RESUMABLE, "requeued")
+
+
 def start(run: Path, code: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "harness.cluster.batch", *arguments],
@@ -119,6 +152,7 @@ def submitted(tmp_path: Path, job: Job) -> RunFolder:
 
 def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder) -> None:
     run = submitted.path
+    (run / "result.json").write_text("{")  # of an attempt that was killed
     done = start(run, ROOT, str(run), "--code", f"{run}/code/1")
     assert (done.returncode, submitted.state) == (EXIT_MACHINE, "failed")
     [line] = done.stderr.splitlines()

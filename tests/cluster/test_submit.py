@@ -11,7 +11,7 @@ from harness.cluster import follow, queue, slurm, submit
 from harness.cluster.queue import Jobs, Queued
 from harness.cluster.ticket import Ticket
 from harness.compose import compose_job
-from harness.errors import UserError
+from harness.errors import EXIT_MACHINE, EXIT_OK, UserError
 from harness.job import Job
 from harness.run_folder import RunFolder
 
@@ -106,6 +106,21 @@ def test_a_run_folder_that_was_removed_while_the_job_waits(
     submit.submit_one(job, RunFolder(job.run_dir), [])
 
 
+def test_a_job_whose_controller_died_before_it_wrote_the_id_is_told_by_its_id(
+    job: Job,
+    scheduler: list[Queued],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = RunFolder(job.run_dir)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(slurm.Submission, "_sbatch", fail(KeyboardInterrupt()))
+        submit.submit_one(job, folder, [])
+    scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "Resources"))
+    submit.submit_one(job, folder, [])
+    assert "one: already submitted (PENDING) as job 12, " in capsys.readouterr().out
+
+
 def test_the_end_of_a_job_without_a_row_is_told_before_the_next(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,3 +133,53 @@ def test_the_end_of_a_job_without_a_row_is_told_before_the_next(
     assert "no such interpreter" in said.err
     assert said.out.count("submitted as job 12") == 2
     assert "JobLost" in (job.run_dir / "attempts" / "1" / "result.json").read_text()
+
+
+@pytest.fixture
+def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run whose job has left the queue."""
+    for name in ("POLL_SECONDS", "QUEUE_SECONDS"):
+        monkeypatch.setattr(follow, name, 0.01)
+    monkeypatch.setattr(follow, "LAST_WORDS_SECONDS", 0.0)
+    folder = RunFolder(job.run_dir)
+    submit.submit_one(job, folder, [])
+    return folder
+
+
+def test_a_row_that_comes_late_is_not_taken_for_a_lost_job(
+    job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_meanwhile(_: object) -> dict[str, str]:
+        followed.conclude(job, "completed", EXIT_OK, {})
+        return {"12": "COMPLETED"}
+
+    monkeypatch.setattr(follow, "last_states", end_meanwhile)
+    assert follow.follow(job, followed) == EXIT_OK
+    assert (followed.state, followed.row["exit_code"]) == ("completed", EXIT_OK)
+
+
+def test_a_lost_job_is_settled_when_its_folder_is_free(
+    job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = RunFolder(job.run_dir)
+    other.hold()
+
+    def release_when_asked_twice(_: object, asked: list[int] = []) -> dict[str, str]:  # noqa: B006
+        asked.append(1)
+        if len(asked) == 2:
+            assert followed.state == "submitted"
+            other.release()
+        return {"12": "NODE_FAIL"}
+
+    monkeypatch.setattr(follow, "last_states", release_when_asked_twice)
+    assert follow.follow(job, followed) == EXIT_MACHINE
+    assert followed.row["error.kind"] == "node"
+
+
+@pytest.mark.parametrize(("state", "code"), [("completed", EXIT_OK), ("failed", EXIT_MACHINE)])
+def test_an_end_without_a_readable_row_has_the_exit_code_of_its_state(
+    job: Job, followed: RunFolder, state: str, code: int
+) -> None:
+    followed.set_status(state)
+    (job.run_dir / "result.json").write_text("{")
+    assert follow.follow(job, followed) == code

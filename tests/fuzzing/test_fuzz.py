@@ -94,7 +94,7 @@ KNOWN = [
     ("train", ["--cfg", "jobs"], "--cfg=jobs: would work: job, hydra, all"),
     ("train", ["-m", "--cfg"], "--cfg: takes a value; would work: --cfg job"),
     ("train", ["-m", "--cfg", "job"], "--cfg: is for one job; would work: the command without -m"),
-    ("train", ["--info", "--help"], "--info: goes not together with --help"),
+    ("train", ["--info", "--help"], "--info: cannot be combined with --help"),
     ("train", ["--config-dir", "folder"], "--config-dir: is not taken; would work: HARNESS_CONF_DIR=FOLDER"),
     ("train", ["-cn", "nope"], "--config-name=nope: no such file in "),
     ("train", ["-sc"], "-sc: takes one action and a shell; would work: -sc install=bash"),

@@ -132,6 +132,9 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     (tmp_path / KEPT).write_text('{"point": "a", "state": "completed"}\n{"point": \n')
     with pytest.raises(UserError, match=r"results.jsonl: line 2 is no JSON"):
         load(tmp_path)
+    (tmp_path / KEPT).write_text('{"point": "a"}\n')
+    with pytest.raises(UserError, match=r"results.jsonl: line 1 is no row of a run: state is missing"):
+        load(tmp_path)
 
 
 def test_a_folder_without_runs_is_one_line(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_resuming_completes_what_can_be(commands: Commands, arguments: tuple[str
     again = commands.run("train", *arguments, code=1)
     assert "10 points, 2 to run" in again
     assert "5 completed already" in again
-    assert "1 out of memory before, left out" in again
+    assert "1 out of memory before, left out (resume --out-of-memory" in again
     assert "1 of 8 points did not complete" in again
     last = commands.run("sweep", "resume", str(commands.home / "layouts"), "--out-of-memory")
     assert "8 points, 1 to run" in last

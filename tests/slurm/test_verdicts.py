@@ -76,10 +76,10 @@ ORPHAN = (
 
 
 def test_a_job_whose_controller_died_is_found_and_runs(commands: Commands, orphan: Path) -> None:
-    assert "already submitted (" in commands.train(*ORPHAN)
-    assert (
-        len(commands.slurm.run("squeue", "--noheader", "--name", f"orphan.{orphan.name}").splitlines()) == 1
-    )
+    said = commands.train(*ORPHAN)
+    listed = commands.slurm.run("squeue", "--noheader", "--format=%i", "--name", f"orphan.{orphan.name}")
+    [ident] = listed.split()
+    assert "already submitted (" in said and f") as job {ident}, " in said
     until(lambda: step_of(orphan) > 0, "steps")
 
 

@@ -90,3 +90,24 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
     run._submit(Registry(tmp_path), wanted, jobs, waiting[:2])
     run._submit(Registry(tmp_path), wanted, jobs, waiting)
     assert asked == [(2, [], 4), (4, ["77"], 4)]
+
+
+def test_points_of_another_command_for_the_same_sweep_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = points(tmp_path, "name=n", "training.seed=1,2")
+    Registry(tmp_path / "n").path.mkdir()
+    Registry(tmp_path / "n").add([point for point, _ in before], [])
+    taken = {str(point.run_dir): f"77_{index}" for index, (point, _) in enumerate(before)}
+
+    def look_at(point: Point) -> Seen:
+        ident = taken.get(str(point.run_dir))
+        if ident is None:
+            return Seen(point, "planned")
+        return Seen(point, "running", ticket=Ticket("n"), job_id=ident)
+
+    monkeypatch.setattr(run, "look_at_all", lambda asked: [look_at(point) for point in asked])
+    typed = ["cluster=slurm", "training.global_batch_size=8", f"runs_dir={tmp_path}", "name=n"]
+    typed += ["training.seed=3,4,5", "cluster.max_running=3", "cluster.dry_run=true"]
+    assert run.sweep(compose_points(typed)) == 0
+    assert "--array=0-2%1\n" in capsys.readouterr().out

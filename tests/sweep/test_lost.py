@@ -148,6 +148,26 @@ def test_a_job_that_cannot_be_cancelled_is_an_error_and_one_that_is_over_is_not(
         main()
     assert ended.value.code == 3
     assert "7_1: Access/permission denied" in capsys.readouterr().err
+    (fake_slurm.folder / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr("harness.cluster.queue.COMMAND_SECONDS", 1)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out, said.err) == (3, "", "error: scancel: no answer within 1 s\n")
+
+
+def test_without_slurm_nothing_is_said_of_jobs_that_may_run(
+    sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    assert out.splitlines()[-1] == f"{POINTS} running" and "there is no SLURM here to ask" in out and not err
+    monkeypatch.setattr("sys.argv", ["sweep", "cancel", str(sweep.path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (EXIT_USER, f"cancelled 0 of {POINTS} points\n")
+    assert f"{POINTS} points were submitted to SLURM, and there is no squeue here" in said.err
 
 
 def test_a_point_that_another_process_submits_again_is_left_alone(
@@ -211,6 +231,7 @@ def test_single_runs_have_the_same_verbs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (sweep.path / "sweep.jsonl").unlink()
+    (sweep.path / "p2" / "overrides.txt").unlink()  # a controller was killed before it wrote it
     fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|RUNNING|None")
     out, _ = run(monkeypatch, capsys, "status", str(sweep.path / "p0"))
     assert "job 7_0 waits: Resources" in out and out.endswith("1 pending\n")
