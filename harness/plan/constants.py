@@ -9,6 +9,7 @@ cores.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -72,7 +73,7 @@ class Calibration:
         """
         where, works = f"calibration={path}", "would work: a file that harness.plan calibrate=FOLDER wrote"
         # A calibration has a few hundred bytes; a device may have no end.
-        if Path(path).exists() and not Path(path).is_file():
+        if os.path.exists(path) and not os.path.isfile(path):
             raise UserError(f"{where}: is no file; {works}")
         try:
             read: Calibration = from_dict(Calibration, parse_object(Path(path).read_bytes()))

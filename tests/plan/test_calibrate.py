@@ -57,6 +57,8 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
     assert Calibration.read(path) == written
     with pytest.raises(UserError, match="no: no such file"):
         Calibration.read(str(tmp_path / "no"))
+    with pytest.raises(UserError, match="File name too long"):
+        Calibration.read("a" * 300)
 
 
 @pytest.mark.parametrize(
