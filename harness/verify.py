@@ -6,23 +6,21 @@ one is damaged, or a folder has none that is complete; 2: there is no checkpoint
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from harness.app import guarded
+from harness.app import run_parsed
+from harness.arguments import Parser
 from harness.errors import EXIT_MACHINE, EXIT_OK
 
 
 def main() -> None:
     """Entry point of ``python -m harness.verify`` and of the console script."""
-    parser = argparse.ArgumentParser(
-        prog="python -m harness.verify", description="Compares checkpoints with their checksums."
-    )
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run folder, or a checkpoint")
+    parser = Parser(prog="python -m harness.verify", description="Compares checkpoints with their checksums.")
+    text = "a run folder, a folder of checkpoints, or a checkpoint"
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help=text)
     parser.add_argument("--newest", action="store_true", help="only the newest checkpoint of each folder")
-    arguments = parser.parse_args()
-    sys.exit(guarded(lambda: verify_all(arguments.folders, newest=arguments.newest)))
+    run_parsed(parser, lambda typed: verify_all(typed.folders, newest=typed.newest))
 
 
 def verify_all(folders: Sequence[str], *, newest: bool) -> int:
