@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from harness.cluster.pool import RankPool
 
 EXIT_DIFFERS = 1
+KEPT_REFERENCES = 8
 TOLERANCES = {"float32": (1e-5, 1e-4), "bfloat16": (1e-3, 5e-2), "float8": (1e-3, 2e-1)}
 
 
@@ -204,7 +205,7 @@ class Judge:
     pool: RankPool
     config: ParityConfig
     references: dict[str, Trace] = dataclasses.field(default_factory=dict)
-    """What one process did, by the job's id."""
+    """What one process did, by the job's id; of the last few jobs, because gradients take memory."""
 
     def verdict(self, name: str, job: Job) -> Verdict:
         """Compare one layout; where several comparisons show it, return the worst.
@@ -218,6 +219,8 @@ class Judge:
     def _compare(self, name: str, job: Job) -> Verdict:
         alone, steps = single_process(job), self.config.steps
         if alone.id not in self.references:
+            for oldest in list(self.references)[: 1 - KEPT_REFERENCES]:
+                del self.references[oldest]
             [self.references[alone.id]] = self.pool.run(1, trace, alone.to_json(), steps)
         traces = self.pool.run(job.world_size, trace, job.to_json(), steps)
         return compare(

@@ -13,7 +13,18 @@ from harness.cluster.pool import RankPool
 from harness.compose import Composer
 from harness.compositions import random_job
 from harness.errors import UserError
-from harness.parity import Judge, ParityConfig, ParityJob, Trace, comparisons, job_of, line, trace
+from harness.parity import (
+    KEPT_REFERENCES,
+    Judge,
+    ParityConfig,
+    ParityJob,
+    Trace,
+    comparisons,
+    job_of,
+    line,
+    single_process,
+    trace,
+)
 
 QUICK, ALL = range(12), range(200)
 RANKS = 4
@@ -84,6 +95,20 @@ def with_router_gradients_too_large(job_json: str, steps: int) -> Trace:
 
     with mock.patch.object(Router, "forward", forward):
         return trace(job_json, steps)
+
+
+def test_few_references_are_kept() -> None:
+    """Each composition has its own, and its gradients take memory."""
+
+    class Pool:
+        def run(self, ranks: int, *_: object) -> list[Trace]:
+            return [Trace([1.0], [1.0], [1], [{}]) for _ in range(ranks)]
+
+    judge, jobs = Judge(Pool(), ParityConfig(steps=STEPS)), []  # type: ignore[arg-type]
+    for seed in range(KEPT_REFERENCES + 2):
+        jobs.append(drawn(0, f"training.seed={seed}")[1])
+        judge._compare("row", jobs[-1])
+    assert list(judge.references) == [single_process(job).id for job in jobs[-KEPT_REFERENCES:]]
 
 
 def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: Judge) -> None:
