@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from harness.cluster.pool import RankPool
 
 EXIT_DIFFERS = 1
+KEPT_REFERENCES = 8
 TOLERANCES = {"float32": (1e-5, 1e-4), "bfloat16": (1e-3, 5e-2), "float8": (1e-3, 2e-1)}
 
 
@@ -204,7 +205,7 @@ class Judge:
     pool: RankPool
     config: ParityConfig
     references: dict[str, Trace] = dataclasses.field(default_factory=dict)
-    """What one process did, by the job's id."""
+    """What one process did, by the job's id; of the last few jobs, because gradients take memory."""
 
     def verdict(self, name: str, job: Job) -> Verdict:
         """Compare one layout; where several comparisons show it, return the worst.
@@ -216,13 +217,37 @@ class Judge:
         return min(verdicts, key=lambda verdict: (verdict.passed, -verdict.gradient))
 
     def _compare(self, name: str, job: Job) -> Verdict:
-        alone, steps = single_process(job), self.config.steps
+        traces = self.pool.run(job.world_size, trace, job.to_json(), self.config.steps)
+
+        def against(expected: Trace) -> Verdict:
+            return compare(name, job.world_size, expected, traces, tolerances_of(job, self.config))
+
+        alone = single_process(job)
+        verdict = against(self._reference(alone))
+        if verdict.passed or not rounds(job):
+            return verdict
+        # One process adds all rows of a batch in the format, and can be the less exact of the two: seen of an
+        # embedding's gradient in bfloat16, 5 % from float32 where eight ranks were 0.6 % from it.
+        return against(self._reference(in_float32(alone)))
+
+    def _reference(self, alone: Job) -> Trace:
         if alone.id not in self.references:
-            [self.references[alone.id]] = self.pool.run(1, trace, alone.to_json(), steps)
-        traces = self.pool.run(job.world_size, trace, job.to_json(), steps)
-        return compare(
-            name, job.world_size, self.references[alone.id], traces, tolerances_of(job, self.config)
-        )
+            for oldest in list(self.references)[: 1 - KEPT_REFERENCES]:
+                del self.references[oldest]
+            [self.references[alone.id]] = self.pool.run(1, trace, alone.to_json(), self.config.steps)
+        return self.references[alone.id]
+
+
+def rounds(job: Job) -> bool:
+    """Return whether a job computes in a format below float32."""
+    return job.precision.param_dtype != "float32" or job.precision.linear != "none"
+
+
+def in_float32(job: Job) -> Job:
+    """Return a copy of a job that computes in float32."""
+    copied = Job.from_json(job.to_json())
+    copied.precision = type(job.precision)()
+    return copied.resolve(gpus=0)
 
 
 def tolerances_of(job: Job, config: ParityConfig) -> tuple[float, float]:
@@ -242,13 +267,11 @@ def comparisons(job: Job) -> list[Job]:
     gradients more than an error in the layout would. So such a job is compared twice: in float32, with its
     own choices, and in its own format, with experts in turn.
     """
-    rounds = job.precision.param_dtype != "float32" or job.precision.linear != "none"
-    if not rounds or not job.model.moe.enabled or job.model.moe.force_balance:
+    if not rounds(job) or not job.model.moe.enabled or job.model.moe.force_balance:
         return [job]
-    exact, in_turn = Job.from_json(job.to_json()), Job.from_json(job.to_json())
-    exact.precision = type(job.precision)()
+    in_turn = Job.from_json(job.to_json())
     in_turn.model.moe.force_balance = True
-    return [each.resolve(gpus=0) for each in (exact, in_turn)]
+    return [in_float32(job), in_turn.resolve(gpus=0)]
 
 
 def parity(job: ParityJob, overrides: list[str]) -> int:

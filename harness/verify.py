@@ -17,7 +17,8 @@ from harness.errors import EXIT_MACHINE, EXIT_OK
 def main() -> None:
     """Entry point of ``python -m harness.verify`` and of the console script."""
     parser = Parser(prog="python -m harness.verify", description="Compares checkpoints with their checksums.")
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run folder, or a checkpoint")
+    text = "a run folder, a folder of checkpoints, or a checkpoint"
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help=text)
     parser.add_argument("--newest", action="store_true", help="only the newest checkpoint of each folder")
     run_parsed(parser, lambda typed: verify_all(typed.folders, newest=typed.newest))
 

@@ -13,7 +13,18 @@ from harness.cluster.pool import RankPool
 from harness.compose import Composer
 from harness.compositions import random_job
 from harness.errors import UserError
-from harness.parity import Judge, ParityConfig, ParityJob, Trace, comparisons, job_of, line, trace
+from harness.parity import (
+    KEPT_REFERENCES,
+    Judge,
+    ParityConfig,
+    ParityJob,
+    Trace,
+    comparisons,
+    job_of,
+    line,
+    single_process,
+    trace,
+)
 
 QUICK, ALL = range(12), range(200)
 RANKS = 4
@@ -37,6 +48,15 @@ def test_a_random_job_computes_what_one_process_computes(judge: Judge, seed: int
     overrides, job = drawn(seed)
     verdict = judge.verdict(f"parity.seed={seed}", job)
     assert verdict.passed, line(verdict) + " ".join(overrides)
+
+
+@pytest.mark.thorough
+def test_one_process_may_be_the_less_exact_one(pool: RankPool) -> None:
+    """Seed 150 of eight ranks: the embedding's gradient in bfloat16, summed over all rows at once."""
+    with Composer("parity", ParityJob) as composer:
+        _, job = random_job(composer, 150, 8, ())
+    judge = Judge(pool, ParityConfig(steps=STEPS))
+    assert judge.verdict("parity.seed=150", job_of(job)).passed
 
 
 def test_a_seed_stands_for_one_job() -> None:
@@ -84,6 +104,20 @@ def with_router_gradients_too_large(job_json: str, steps: int) -> Trace:
 
     with mock.patch.object(Router, "forward", forward):
         return trace(job_json, steps)
+
+
+def test_few_references_are_kept() -> None:
+    """Each composition has its own, and its gradients take memory."""
+
+    class Pool:
+        def run(self, ranks: int, *_: object) -> list[Trace]:
+            return [Trace([1.0], [1.0], [1], [{}]) for _ in range(ranks)]
+
+    judge, jobs = Judge(Pool(), ParityConfig(steps=STEPS)), []  # type: ignore[arg-type]
+    for seed in range(KEPT_REFERENCES + 2):
+        jobs.append(drawn(0, f"training.seed={seed}")[1])
+        judge._compare("row", jobs[-1])
+    assert list(judge.references) == [single_process(job).id for job in jobs[-KEPT_REFERENCES:]]
 
 
 def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: Judge) -> None:

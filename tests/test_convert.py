@@ -32,6 +32,7 @@ from harness.checkpoint.huggingface import (
     plan_shards,
     write_huggingface,
 )
+from harness.checkpoint.llama import _load
 from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
@@ -529,6 +530,27 @@ def test_damage_is_noticed(copy: Path, tmp_path: Path) -> None:
     save_meta(tmp_path / "meta", [{}])
     (tmp_path / "meta" / "consolidated.00.pth").write_bytes(b"PK\x03\x04 and nothing more")
     assert "consolidated.00.pth: cannot be read: " in refused(tmp_path / "meta", out, *TINY)
+
+
+def test_a_flipped_bit_of_metas_file_is_no_traceback(tmp_path: Path) -> None:
+    """torch raises KeyError, IndexError or TypeError of some of them."""
+    file = tmp_path / "consolidated.00.pth"
+    torch.save({"norm.weight": torch.ones(4)}, file)
+    content = file.read_bytes()
+    begin = content.index(b"\x80\x02")
+    refusals = 0
+    for at in range(begin, begin + 150):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        try:
+            _load(file)
+        except UserError as error:
+            assert "\n" not in str(error)
+            refusals += 1
+    assert refusals > 50
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match=r"cannot be read: .*Is a directory"):
+        _load(file)
 
 
 def test_tied_embeddings_that_are_not(tmp_path: Path) -> None:

@@ -643,6 +643,10 @@ PIPELINES = [
         f"{PP} parallelism.pp_last_stage_less_layers=-9", "parallelism.pp_last_stage_less_layers=-9: must "
     ),
     mistake(
+        f"{PP} parallelism.pp_first_stage_less_layers=9999999967",
+        "parallelism.pp_first_stage_less_layers=9999999967: must be at least 0 and at most 12, twice",
+    ),
+    mistake(
         f"{PP} parallelism.pp_layers_per_stage=2",
         "parallelism.pp_schedule=1F1B: takes one stage per rank, and the split gives 2",
         *(

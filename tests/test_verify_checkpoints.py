@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from harness.checkpoint import verify as module
 from harness.checkpoint.storage import Reader, Writer
 from harness.checkpoint.verify import verify
 from harness.compose import compose_job
@@ -68,10 +69,14 @@ def test_a_flipped_bit_is_found_and_named(
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_what_else_can_be_damaged(tmp_path: Path) -> None:
+def test_what_else_can_be_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, 4)
     flip(path / ".metadata", 9)
     assert verify(str(path)).reason == ".metadata does not have the checksum it was written with"
+    read = []
+    monkeypatch.setattr(module, "_checksum", lambda fs, file: read.append(Path(file).name) or "other")
+    assert verify(str(path)).state == "damaged"
+    assert sorted(read) == [".metadata", "__0_0.distcp"], "a damaged file is read once for its checksum"
     (path / "__0_0.distcp").unlink()
     assert verify(str(path)).reason == "__0_0.distcp is missing"
     (path / "manifest.json").write_text("{}")
@@ -103,6 +108,10 @@ def test_no_checkpoint_is_the_users_mistake(
 ) -> None:
     assert run(monkeypatch, tmp_path) == EXIT_USER
     assert "there is no checkpoint; would work: " in capsys.readouterr().err
+    for typed, says in (([], "FOLDER; would work: "), (["--nwest", tmp_path], "did you mean --newest?")):
+        assert run(monkeypatch, *typed) == EXIT_USER
+        said = capsys.readouterr().err
+        assert says in said and said.count("\n") == 1
     dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path / "foreign"), no_dist=True)
     assert run(monkeypatch, tmp_path / "foreign") == EXIT_USER
     assert "there are no checksums to compare with" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -98,9 +97,13 @@ def _load(file: Path) -> dict[str, Tensor]:
     """The parameters in a file, mapped and not read; runs no code that the file might hold."""
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged bytes make torch raise almost anything
         raise UserError(f"{file}: {load_failure(error)}") from None
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
         raise UserError(f"{file}: holds something else than named tensors")
     return {name: tensor for name, tensor in content.items() if not is_buffer(name)}
 

@@ -192,8 +192,8 @@ class Starter:
             for name, each in model_state(self.engine).items()
         }
         found = self.together.gather([name for name, each in held.items() if not is_finite(each)])
-        names = tensor_shapes(self.job.model)
-        wrong = [name for name in names if any(name in each for each in found)]
+        names, on_any = tensor_shapes(self.job.model), set().union(*found)
+        wrong = [name for name in names if name in on_any]
         warning = non_finite_warning(wrong, len(names), "loaded")
         return [warning] if warning else []
 

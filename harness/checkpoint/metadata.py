@@ -188,7 +188,7 @@ def _index(record: Any) -> MetadataIndex:
 def _place(record: Any) -> _StorageInfo:
     fields = _fields(record, _Place)
     file = _checked(fields["relative_path"], str, "relative_path")
-    if "/" in file or file in ("", ".", ".."):
+    if "/" in file or "\0" in file or file in ("", ".", ".."):
         _refuse(f"{file!r} is no file of the checkpoint's folder")
     place = _StorageInfo(file, _count(fields["offset"]), _count(fields["length"]))
     if CHECKSUM in fields:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import gt, itemgetter
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -292,9 +292,11 @@ class Reader(FileSystemReader):
         stream = Entry(file, place)
         tensor = stream.load()
         for item in items:
-            target = planner.resolve_tensor(item).detach()
-            part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-            if part.shape != target.shape:
+            ends = [
+                offset + length for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
+            ]
+            if tensor.dim() != len(ends) or any(map(gt, ends, tensor.shape)):
                 raise DamagedCheckpoint(f"{stream.span}: the tensor has shape {list(tensor.shape)}")
-            target.copy_(part)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)

@@ -49,6 +49,9 @@ def check_torchtitan(model: ModelConfig) -> None:
         rule = f"dense models are written, and torchtitan has other names for model.family={family}"
         raise ConfigError("convert.format", "torchtitan", rule, "dcp, hf, torch")
     family_of(model)
+    if model.attention.qkv_bias or model.attention.output_bias:
+        rule = "torchtitan's attention has no biases, and model.attention.qkv_bias=true"
+        raise ConfigError("convert.format", "torchtitan", rule, "dcp, hf, torch")
     if model.rope.scaling not in _SCALINGS[family]:
         rule = f"torchtitan's {family} does not scale so"
         raise ConfigError("model.rope.scaling", model.rope.scaling, rule, _SCALINGS[family])

@@ -116,8 +116,8 @@ def _compare(checkpoint: Checkpoint) -> list[str]:
     files = checkpoint.manifest["files"]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         found = list(threads.map(lambda name: _checksum(fs, f"{root}/{name}"), files))
-    wrong = [name for name, each in zip(files, found, strict=True) if each != files[name][CHECKSUM]]
-    return [_describe(checkpoint, fs, root, name, METADATA in wrong) for name in wrong]
+    wrong = {name: each for name, each in zip(files, found, strict=True) if each != files[name][CHECKSUM]}
+    return [_describe(checkpoint, fs, root, name, each, METADATA in wrong) for name, each in wrong.items()]
 
 
 def _checksum(fs: Any, path: str) -> str:
@@ -131,9 +131,8 @@ def _checksum(fs: Any, path: str) -> str:
     return digest.hexdigest()
 
 
-def _describe(checkpoint: Checkpoint, fs: Any, root: str, name: str, blind: bool) -> str:
+def _describe(checkpoint: Checkpoint, fs: Any, root: str, name: str, found: str, blind: bool) -> str:
     """One file's damage, with the entries that it hit where the metadata can be trusted to say them."""
-    found = _checksum(fs, f"{root}/{name}")
     if found.startswith("unreadable"):
         return f"{name}: {found}"
     text = f"{name} does not have the checksum it was written with"

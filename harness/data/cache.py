@@ -127,10 +127,10 @@ def remove_abandoned(root: Path) -> None:
     for path in root.glob(".tokens-*"):
         try:
             held = lock(path / LOCK)
-        except (Held, NotADirectoryError):
-            continue
         except FileNotFoundError:
             held = None
+        except (Held, OSError):  # another user's cannot be opened
+            continue
         # A builder locks its folder right after it has made it. Where there are no locks, age has to do.
         with held or contextlib.nullcontext():
             if _seconds_since_change(path) > (_ABANDONED_SECONDS if held is None else _LOCKING_SECONDS):

@@ -23,6 +23,7 @@ from harness.metrics.encoding import parse_object
 
 META = "meta.json"
 CHECKED = "checked.json"
+SPLITS = ("train", "validation")
 BLOCK_BYTES = 1 << 24
 SAMPLE_BLOCKS = 32
 _THREADS = 4
@@ -56,10 +57,11 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = parse_object((folder / META).read_bytes())
         if meta["dtype"] not in ("uint16", "uint32") or not all(
-            isinstance(meta["tokens"][split], int) for split in ("train", "validation")
+            isinstance(meta["tokens"][split], int) for split in SPLITS
         ):
             raise ValueError("it does not say how many tokens of which format there are")
-        for facts in meta.get("files", {}).values():
+        for name in (name for split in SPLITS for name in files_of(split) if "files" in meta):
+            facts = meta["files"][name]
             if len(facts["xxh3_64"]) != _num_blocks(facts["size"]):
                 raise ValueError("it lacks checksums")
     except (*_NO_FILE, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -95,7 +97,7 @@ def check_contents(folder: Path, meta: dict[str, Any], split: str) -> None:
     """
     check_sizes(folder, meta, split)
     if "files" not in meta:
-        for each in ("train", "validation"):
+        for each in SPLITS:
             _check_starts(folder, meta, each)
         _add_checksums(folder, meta)
         return
@@ -142,7 +144,7 @@ def _check_starts(folder: Path, meta: dict[str, Any], split: str) -> None:
 
 
 def _add_checksums(folder: Path, meta: dict[str, Any]) -> None:
-    files = describe_files(folder, ("train", "validation"))
+    files = describe_files(folder, SPLITS)
     _write_if_possible(folder / META, {**meta, "files": files})
 
 

@@ -93,7 +93,7 @@ class LocalFiles:
             if _is_saved(folder):
                 words = f"data=c4 data.dataset={folder} data.subset=null"
                 return f"; {pattern} is a dataset saved to disk, write {words}"
-            if folder.is_dir():
+            if os.path.isdir(folder):
                 return f"; {pattern} is a folder, write {pattern.rstrip('/')}/**/*"
         return ""
 
@@ -314,7 +314,7 @@ def open_dataset(config: DataConfig, split: str) -> Any:
 
 def _is_saved(folder: Path) -> bool:
     """Return whether ``save_to_disk`` of `datasets` has written the folder."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return any(os.path.isfile(folder / name) for name in ("dataset_dict.json", "state.json"))
 
 
 def _saved_split(config: DataConfig, split: str) -> Any:

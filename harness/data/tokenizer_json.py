@@ -128,7 +128,7 @@ def number_of_ids(content: bytes, file: Path) -> int:
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
         ids += [token["id"] for token in plain.get("added_tokens") or []]
         return int(max(ids)) + 1
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise DataError(f"tokenizer file {file} is no tokenizer.json: no vocabulary") from error
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +22,7 @@ CONFIG = "config.json"
 # Fields of one table may follow from fields of another; two rounds are enough for the families there are.
 _MOST_ROUNDS = 5
 _MAY_BE_ZERO = ("moe.first_dense_layers", "moe.shared_hidden_dim", "moe.num_experts")
-_MOST = {"n_layers": 10_000}
+_MOST, _MOST_OF_ANY = {"n_layers": 10_000}, 2**40
 
 
 def model_from_config(path: str) -> ModelConfig:
@@ -32,7 +34,10 @@ def model_from_config(path: str) -> ModelConfig:
     Raises:
         UserError: it describes none that the decoder can be.
     """
-    file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
+    file = Path(path) / CONFIG if os.path.isdir(path) else Path(path)
+    # A device may have no end.
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise UserError(f"{file}: is no file")
     content = read_object(file)
     try:
         family = _family(content)
@@ -77,7 +82,7 @@ def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
         _set(model, name, value, name)
     rope = found_rope(family, found)
     _set(model, "rope.theta", rope.theta, "rope_theta")
-    if rope.scaling not in STRETCHING:
+    if rope.scaling not in list(STRETCHING):  # it may be a list or an object
         known = [name if name != "none" else "default" for name in STRETCHING]
         raise UserError(f"it has rope_type {rope.scaling!r}; would work: {', '.join(known)}")
     model.rope.scaling = str(rope.scaling)
@@ -98,7 +103,8 @@ def _take_said(family: Family, found: Mapping[str, Any], model: ModelConfig) -> 
         if value is not None or (says.nullable and says.to_ours is None):
             _set(model, says.ours, value, says.theirs)
         elif says.to_ours is None:
-            raise UserError(f"it has no {says.theirs}")
+            follows = ", and what it follows from is missing or wrong" if callable(says.default) else ""
+            raise UserError(f"it has no {says.theirs}{follows}")
 
 
 def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> None:
@@ -113,14 +119,21 @@ def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> None:
         owner = getattr(owner, group)
     hint = get_type_hints(type(owner))[last]
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if float in kinds and type(value) is int:
-        value = float(value)
+    if value is None and type(None) not in kinds:
+        raise UserError(f"it has no {theirs}")
+    least = 0 if name in _MAY_BE_ZERO else 1
+    if type(value) is int and float in kinds:
+        is_out = abs(value) > _MOST_OF_ANY
+        value = value if is_out else float(value)
+    elif type(value) is int and int in kinds:
+        is_out = not least <= value <= _MOST.get(name, _MOST_OF_ANY)
+    else:
+        is_out = type(value) is float and not math.isfinite(value)
+    if is_out:
+        raise UserError(f"it has {theirs} {value!r}, which is out of range")
     if type(value) not in kinds:
         wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
         raise UserError(f"it has {theirs} {value!r} where a value of type {wanted} belongs")
-    least = 0 if name in _MAY_BE_ZERO else 1
-    if type(value) is int and not least <= value <= _MOST.get(name, 2**40):
-        raise UserError(f"it has {theirs} {value!r}, which is out of range")
     setattr(owner, last, value)
 
 

@@ -244,10 +244,10 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
     found = own_part(family, found)
     quantized = found.get("quantization_config")
     if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else ""
         raise UserError(
-            f"config.json has quantization_config: weights quantized by {method} are not read; "
-            "would work: the same in bfloat16"
+            f"config.json has quantization_config: weights quantized by {method or 'some method'} are not "
+            "read; would work: the same in bfloat16"
         )
     facts: list[_Fact] = []
     for says in family.says(model):

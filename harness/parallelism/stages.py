@@ -91,8 +91,9 @@ def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
     """Raises ConfigError when the numbers that rule the automatic split leave a stage without a module."""
     first, last = layout.pp_first_stage_less_layers, layout.pp_last_stage_less_layers
     for name, weight in (("pp_first_stage_less_layers", first), ("pp_last_stage_less_layers", last)):
-        if weight < 0:
-            raise ConfigError(f"parallelism.{name}", weight, "must not be negative")
+        if not 0 <= weight <= 2 * n_layers:
+            rule = f"must be at least 0 and at most {2 * n_layers}, twice model.n_layers"
+            raise ConfigError(f"parallelism.{name}", weight, rule)
     layers = layout.pp_layers_per_stage
     works = [*fitting_layers_per_stage(layout, n_layers), "null"]
     if layers is not None and layers < 1:

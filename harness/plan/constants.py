@@ -9,9 +9,9 @@ cores.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Constants:
 
 # What nothing is divided by.
 _MAY_BE_ZERO = ("constants.latency", "constants.async_tp", "constants.launch")
+_LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Calibration:
         """
         where, works = f"calibration={path}", "would work: a file that harness.plan calibrate=FOLDER wrote"
         # A calibration has a few hundred bytes; a device may have no end.
-        if Path(path).exists() and not Path(path).is_file():
+        if os.path.exists(path) and not os.path.isfile(path):
             raise UserError(f"{where}: is no file; {works}")
         try:
             read: Calibration = from_dict(Calibration, parse_object(Path(path).read_bytes()))
@@ -92,7 +93,7 @@ class Calibration:
             ConfigError: naming the first that cannot be.
         """
         for name, value in self._numbers():
-            is_number = isinstance(value, int | float) and isfinite(value)
+            is_number = isinstance(value, int | float) and value <= _LARGEST  # which NaN is not
             if not is_number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
                 kind = "a number from 0 on" if name in _MAY_BE_ZERO else "a positive number"
                 raise ConfigError(name, value, f"must be {kind}")

@@ -95,6 +95,14 @@ def in_an_entry(checkpoint: Path, ran: Path) -> None:
     rewrite(checkpoint, pickle.dumps(metadata))
 
 
+def of_another_shape(checkpoint: Path, ran: Path) -> None:
+    """Puts a tensor of fewer dimensions than the metadata says in the place of a weight."""
+    place = add_file(checkpoint, torch.tensor(1.0))
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    metadata.storage_data[theirs.MetadataIndex("norm.weight", [0])] = place
+    rewrite(checkpoint, pickle.dumps(metadata))
+
+
 def add_file(checkpoint: Path, content: Any) -> _StorageInfo:
     torch.save(content, checkpoint / "other.distcp")
     return _StorageInfo("other.distcp", 0, (checkpoint / "other.distcp").stat().st_size)
@@ -162,6 +170,7 @@ def test_a_forged_checkpoint_is_refused(
         (in_a_neighbour, with_payload, f".metadata {NAMES_IT}"),
         (in_a_shared_folder, as_bytes, "norm.weight is no tensor in this checkpoint"),
         (in_a_shared_folder, in_an_entry, f"the entry {NAMES_IT}"),
+        (in_a_shared_folder, of_another_shape, "the tensor has shape []"),
     ],
 )
 def test_a_run_goes_on_from_the_one_before(
@@ -232,6 +241,7 @@ def test_only_classes_of_metadata_are_made() -> None:
             metadata(storage_data={INDEX: _StorageInfo("../../other", 0, 1)}),
             "'../../other' is no file of the",
         ),
+        (metadata(storage_data={INDEX: _StorageInfo("a\0", 0, 1)}), "'a\\x00' is no file of the"),
         (metadata(storage_data={INDEX: _StorageInfo("a", -1, 1)}), "a position is negative"),
         (metadata(state_dict_metadata={"w": theirs.TensorProperties(torch.int8)}), "an object is Properties"),
         (

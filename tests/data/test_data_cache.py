@@ -173,6 +173,11 @@ DAMAGES = {
     "starts that are zeros": ("train.starts", lambda c: bytes(len(c)), "checksum"),
     "meta.json emptied": ("meta.json", lambda c: b"", "meta.json"),
     "meta.json without counts": ("meta.json", lambda c: c.replace(b"tokens", b"else"), "meta.json"),
+    "meta.json without a file": (
+        "meta.json",
+        lambda c: c.replace(b"train.starts", b"trai..starts"),
+        "meta.json",
+    ),
     "meta.json an array": ("meta.json", lambda c: b"[]", "not an object"),
     "meta.json removed": ("meta.json", lambda c: None, "No such file"),
 }
@@ -250,7 +255,10 @@ def test_what_a_killed_builder_left_is_removed(monkeypatch):
         "import os, sys; from pathlib import Path; from harness.locks import lock;"
         "held = lock(Path(sys.argv[1]) / '.lock', create=True); os.kill(os.getpid(), 9)"
     )
-    killed, unlocked, busy = (Path(f"cache/.tokens-key-{name}") for name in ("killed", "unlocked", "busy"))
+    killed, unlocked, busy, closed = (
+        Path(f"cache/.tokens-key-{name}") for name in ("killed", "unlocked", "busy", "closed")
+    )
+    (closed / ".lock").mkdir(parents=True)  # it cannot be opened, as another user's
     for path in (killed, unlocked, busy):
         path.mkdir(parents=True)
         (path / "train.tokens").write_bytes(b"ab")

@@ -131,6 +131,8 @@ def test_no_file():
     write("corpus/a.txt", "x")
     with pytest.raises(DataError, match=r"corpus is a folder, write corpus/\*\*/\*"):
         documents("corpus")
+    with pytest.raises(DataError, match=r"^no file matches"):
+        documents("a" * 300)
 
 
 COMPRESSED = {

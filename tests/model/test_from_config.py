@@ -109,6 +109,33 @@ def test_wrong_values_end_in_one_line(name: str, tmp_path: Path) -> None:
     assert refused > 50
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "it has rope_type ['linear']; would work: default, "),
+        ({"rms_norm_eps": 10**400}, f"it has rms_norm_eps {10**400}, which is out of range"),
+        ({"rms_norm_eps": float("inf")}, "it has rms_norm_eps inf, which is out of range"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "it has no factor"),
+        ({"num_attention_heads": 0}, "it has no head_dim, and what it follows from is missing or wrong"),
+        ({"quantization_config": {"bits": 4}}, "config.json has quantization_config: weights quantized by"),
+    ],
+    ids=lambda part: "" if isinstance(part, str) else next(iter(part)),
+)
+def test_what_cannot_be_taken_is_named(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        model_from_config(write(tmp_path, {**FILES["mistral_7b"], **change}))
+    assert str(refused.value).startswith(f"{tmp_path}/config.json: {says}")
+
+
+def test_paths_that_are_no_file() -> None:
+    """A device has no end, and some names no system takes."""
+    with pytest.raises(UserError, match="/dev/null: is no file"):
+        model_from_config("/dev/null")
+    for path in ("a" * 300, "/dev/null/x", "\0"):
+        with pytest.raises(UserError):
+            model_from_config(path)
+
+
 def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FILES["qwen3_8b"]), encoding="utf-8-sig")
     assert model_from_config(str(tmp_path)).family == "qwen3"

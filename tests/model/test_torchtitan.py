@@ -16,6 +16,7 @@ from torch import Tensor
 from harness.checkpoint.distributed import DistributedSource, write_plain
 from harness.checkpoint.torchtitan import Torchtitan, torchtitan_arguments
 from harness.errors import ConfigError
+from harness.model.attention_config import AttentionConfig
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
 
@@ -83,6 +84,10 @@ def change(config: ModelConfig, **fields: object) -> ModelConfig:
     ("config", "says"),
     [
         (change(CONFIGS["llama2"], family="deepseek_v3"), "convert.format=torchtitan: dense models"),
+        (
+            change(CONFIGS["llama2"], attention=AttentionConfig(qkv_bias=True, output_bias=True)),
+            "convert.format=torchtitan: torchtitan's attention has no biases",
+        ),
         (CONFIGS["wide_heads"], "model.head_dim=24: torchtitan's Llama has heads of width"),
         (
             change(CONFIGS["llama2"], rope=dataclasses.replace(CONFIGS["llama2"].rope, scaling="yarn")),

@@ -57,6 +57,8 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
     assert Calibration.read(path) == written
     with pytest.raises(UserError, match="no: no such file"):
         Calibration.read(str(tmp_path / "no"))
+    with pytest.raises(UserError, match="File name too long"):
+        Calibration.read("a" * 300)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,9 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
         ),
         ("accelerator.peak_flops", {}, "accelerator.peak_flops.float32=null: must be a positive number"),
         ("source", 3, "source=3: must be of type str"),
+        ("constants.matmul", 10**400, "constants.matmul=1000"),
     ],
+    ids=lambda part: str(part)[:60],
 )
 def test_a_wrong_value_of_a_calibration_is_named(tmp_path: Path, key: str, value: object, says: str) -> None:
     plain = json.loads((ROOT / "experiments" / "cpu_layouts" / "calibration.json").read_text())
