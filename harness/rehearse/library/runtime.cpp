@@ -1,0 +1,487 @@
+// The CUDA runtime.
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "stand_in.h"
+
+Device device = {"NVIDIA H100 80GB HBM3", 9, 0, size_t(79) << 30, 132, 228, 1};
+
+// Says what the device is; to be called before anything asks.
+EXPORT void virtual_gpu_become(
+    const char* name, int major, int minor, size_t bytes, int multiprocessors, int shared_kib, int count
+) {
+    snprintf(device.name, sizeof device.name, "%s", name);
+    device.major = major, device.minor = minor, device.bytes = bytes;
+    device.multiprocessors = multiprocessors, device.shared_kib = shared_kib, device.count = count;
+}
+
+namespace {
+
+std::atomic<size_t> used{0};
+thread_local int current = 0;
+
+// Address ranges of one kind of memory.
+class Ranges {
+public:
+    void add(const void* start, size_t bytes) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        ranges_[(const char*)start] = bytes;
+    }
+    // Bytes of the range that began there; 0 if none did.
+    size_t remove(const void* start) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        auto found = ranges_.find((const char*)start);
+        if (found == ranges_.end()) return 0;
+        size_t bytes = found->second;
+        ranges_.erase(found);
+        return bytes;
+    }
+    // Start and bytes of the range that a place is in; none: no bytes.
+    std::pair<const char*, size_t> find(const void* place) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        auto after = ranges_.upper_bound((const char*)place);
+        if (after == ranges_.begin()) return {nullptr, 0};
+        --after;
+        return (const char*)place < after->first + after->second ? std::pair<const char*, size_t>(*after) : std::pair<const char*, size_t>();
+    }
+    bool contain(const void* place) { return find(place).second; }
+
+private:
+    std::mutex mutex_;
+    std::map<const char*, size_t> ranges_;
+};
+
+Ranges& on_device() {
+    static Ranges* ranges = new Ranges;
+    return *ranges;
+}
+
+Ranges& pinned() {
+    static Ranges* ranges = new Ranges;
+    return *ranges;
+}
+
+const char* place_of(const void* place) {
+    return on_device().contain(place) ? "device" : pinned().contain(place) ? "pinned" : "pageable";
+}
+
+// Larger ones would only fill memory: nobody looks at the values.
+constexpr size_t COPIED_AT_MOST = 64 << 10;
+
+void copy(void* to, const void* from, size_t bytes, bool waits) {
+    std::string how = std::string(place_of(from)) + " to " + place_of(to);
+    record_copy(how.c_str(), bytes);
+    // CUDA Runtime API, "API synchronization behavior": a copy from the device to pageable memory waits.
+    if (waits || how == "device to pageable") record_wait(("copy " + how).c_str());
+    if (bytes <= COPIED_AT_MOST) memcpy(to, from, bytes);
+}
+
+}  // namespace
+
+void* reserve(size_t bytes) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* start = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return start == MAP_FAILED ? nullptr : start;
+}
+
+bool take(size_t bytes) {
+    if ((used += bytes) <= device.bytes) return true;
+    used -= bytes;
+    return false;
+}
+
+void give_back(size_t bytes) { used -= bytes; }
+size_t taken() { return used; }
+void add_device_range(void* start, size_t bytes) { on_device().add(start, bytes); }
+void remove_device_range(void* start) { on_device().remove(start); }
+void* device_range(void* place, size_t* bytes) {
+    auto found = on_device().find(place);
+    *bytes = found.second;
+    return (void*)found.first;
+}
+
+// What others than torch's allocator take: context and communicators.
+EXPORT int virtual_gpu_take(size_t bytes) { return take(bytes); }
+
+// Kernels of the program: each file of it registers its own when it is loaded.
+
+EXPORT void** __cudaRegisterFatBinary(void*) { return (void**)opaque(); }
+EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
+EXPORT void __cudaUnregisterFatBinary(void**) {}
+EXPORT char __cudaInitModule(void**) { return 1; }
+EXPORT void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+EXPORT void __cudaRegisterFunction(
+    void**, const char* function, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*
+) {
+    name_function(function, name);
+}
+
+struct Shape {
+    dim3 grid, block;
+    size_t shared;
+    void* stream;
+};
+static thread_local std::vector<Shape> shapes;
+
+EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
+    shapes.push_back({grid, block, shared, stream});
+    return 0;
+}
+EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+    Shape shape = shapes.back();
+    shapes.pop_back();
+    *grid = shape.grid, *block = shape.block, *shared = shape.shared, *(void**)stream = shape.stream;
+    return cudaSuccess;
+}
+
+static cudaError_t launch(const void* function) {
+    record_launch(function);
+    return cudaSuccess;
+}
+EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+    *kernel = (cudaKernel_t)function;
+    return cudaSuccess;
+}
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t) {
+    return launch(kernel);
+}
+EXPORT cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
+    return launch(function);
+}
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* function, void**) {
+    return launch(function);
+}
+EXPORT cudaError_t cudaLaunchCooperativeKernel(
+    const void* function, dim3, dim3, void**, size_t, cudaStream_t
+) {
+    return launch(function);
+}
+EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* argument) {
+    function(argument);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamAddCallback(
+    cudaStream_t stream, cudaStreamCallback_t callback, void* argument, unsigned
+) {
+    callback(stream, cudaSuccess, argument);
+    return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+    *attributes = {};
+    attributes->maxThreadsPerBlock = 1024;
+    attributes->numRegs = 64;
+    attributes->binaryVersion = attributes->ptxVersion = 10 * device.major + device.minor;
+    attributes->maxDynamicSharedSizeBytes = (device.shared_kib - 1) << 10;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+EXPORT cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttribute, int, int) {
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaLibraryLoadData(
+    cudaLibrary_t* library, const void*, cudaJitOption*, void**, unsigned, cudaLibraryOption*, void**, unsigned
+) {
+    *library = (cudaLibrary_t)opaque();
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t, const char* name) {
+    *kernel = (cudaKernel_t)opaque();
+    name_function(*kernel, strdup(name));
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaLibraryUnload(cudaLibrary_t) { return cudaSuccess; }
+EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+    *blocks = 2;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
+    int* blocks, const void*, int, size_t, unsigned
+) {
+    *blocks = 2;
+    return cudaSuccess;
+}
+
+// Devices.
+
+EXPORT cudaError_t cudaGetDeviceCount(int* count) {
+    *count = device.count;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaGetDevice(int* which) {
+    *which = current;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaSetDevice(int which) {
+    if (which < 0 || which >= device.count) return cudaErrorInvalidDevice;
+    current = which;
+    return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+    *properties = {};
+    memcpy(properties->name, device.name, sizeof properties->name);
+    properties->totalGlobalMem = device.bytes;
+    properties->major = device.major, properties->minor = device.minor;
+    properties->multiProcessorCount = device.multiprocessors;
+    properties->sharedMemPerMultiprocessor = size_t(device.shared_kib) << 10;
+    properties->sharedMemPerBlockOptin = size_t(device.shared_kib - 1) << 10;
+    properties->sharedMemPerBlock = 48 << 10;
+    properties->reservedSharedMemPerBlock = 1 << 10;
+    properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
+    properties->warpSize = 32;
+    properties->maxThreadsPerBlock = 1024;
+    properties->maxThreadsPerMultiProcessor = 2048;
+    properties->maxBlocksPerMultiProcessor = 32;
+    properties->maxThreadsDim[0] = properties->maxThreadsDim[1] = 1024, properties->maxThreadsDim[2] = 64;
+    properties->maxGridSize[0] = 2147483647;
+    properties->maxGridSize[1] = properties->maxGridSize[2] = 65535;
+    properties->l2CacheSize = 50 << 20;
+    properties->totalConstMem = 65536;
+    properties->textureAlignment = 512;
+    properties->memPitch = 2147483647;
+    properties->memoryBusWidth = 5120;
+    properties->concurrentKernels = properties->asyncEngineCount = properties->unifiedAddressing = 1;
+    properties->canMapHostMemory = properties->hostRegisterSupported = properties->managedMemory = 1;
+    properties->cooperativeLaunch = properties->streamPrioritiesSupported = 1;
+    properties->memoryPoolsSupported = 1;
+    properties->clusterLaunch = device.major >= 9;
+    return cudaSuccess;
+}
+
+// The driver numbers attributes alike.
+EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    switch (attribute) {
+        case cudaDevAttrComputeCapabilityMajor: *value = device.major; break;
+        case cudaDevAttrComputeCapabilityMinor: *value = device.minor; break;
+        case cudaDevAttrMultiProcessorCount: *value = device.multiprocessors; break;
+        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = device.shared_kib << 10; break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (device.shared_kib - 1) << 10; break;
+        case cudaDevAttrMaxSharedMemoryPerBlock: *value = 48 << 10; break;
+        case cudaDevAttrMaxRegistersPerBlock:
+        case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
+        case cudaDevAttrWarpSize:
+        case cudaDevAttrMaxBlocksPerMultiprocessor: *value = 32; break;
+        case cudaDevAttrMaxThreadsPerBlock:
+        case cudaDevAttrMaxBlockDimX:
+        case cudaDevAttrMaxBlockDimY: *value = 1024; break;
+        case cudaDevAttrMaxBlockDimZ: *value = 64; break;
+        case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
+        case cudaDevAttrMaxGridDimX: *value = 2147483647; break;
+        case cudaDevAttrMaxGridDimY:
+        case cudaDevAttrMaxGridDimZ: *value = 65535; break;
+        case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
+        case cudaDevAttrGlobalMemoryBusWidth: *value = 5120; break;
+        case cudaDevAttrMemoryClockRate: *value = 2619000; break;
+        case cudaDevAttrClockRate: *value = 1980000; break;
+        case cudaDevAttrUnifiedAddressing:
+        case cudaDevAttrCooperativeLaunch:
+        case cudaDevAttrMemoryPoolsSupported: *value = 1; break;
+        default:
+            // Memory that is mapped; nothing that reaches other devices in hardware (multicast, fabric).
+            *value = int(attribute) == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+    }
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int which) {
+    snprintf(id, length, "0000:%02X:00.0", which + 1);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+    *can = 1;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+    *least = 0, *greatest = -5;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaDeviceSynchronize() {
+    record_wait("device");
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaDriverGetVersion(int* version) {
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
+EXPORT const char* cudaGetErrorString(cudaError_t error) {
+    switch (error) {
+        case cudaSuccess: return "no error";
+        case cudaErrorMemoryAllocation: return "out of memory";
+        case cudaErrorNotSupported: return "operation not supported by the virtual GPU";
+        default: return "error of the virtual GPU";
+    }
+}
+EXPORT const char* cudaGetErrorName(cudaError_t error) {
+    return error == cudaSuccess ? "cudaSuccess" : "cudaError";
+}
+EXPORT cudaError_t cudaGetLastError() { return cudaSuccess; }
+EXPORT cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+EXPORT cudaError_t cudaProfilerStart() { return cudaSuccess; }
+EXPORT cudaError_t cudaProfilerStop() { return cudaSuccess; }
+
+// Memory.
+
+EXPORT cudaError_t cudaMalloc(void** start, size_t bytes) {
+    *start = take(bytes) ? reserve(bytes) : nullptr;
+    if (!*start) return cudaErrorMemoryAllocation;
+    on_device().add(*start, bytes);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaMallocAsync(void** start, size_t bytes, cudaStream_t) { return cudaMalloc(start, bytes); }
+EXPORT cudaError_t cudaFree(void* start) {
+    size_t bytes = on_device().remove(start);
+    if (!bytes) return cudaSuccess;
+    munmap(start, bytes);
+    give_back(bytes);
+    // CUDA Runtime API, cudaFree: it waits for what the device has to do.
+    record_wait("free");
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaFreeAsync(void* start, cudaStream_t) { return cudaFree(start); }
+EXPORT cudaError_t cudaHostAlloc(void** start, size_t bytes, unsigned) {
+    record("pinned", double(bytes));
+    *start = reserve(bytes);
+    if (!*start) return cudaErrorMemoryAllocation;
+    pinned().add(*start, bytes);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaFreeHost(void* start) {
+    if (size_t bytes = pinned().remove(start)) munmap(start, bytes);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaHostRegister(void* start, size_t bytes, unsigned) {
+    record("pinned", double(bytes));
+    pinned().add(start, bytes);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaHostUnregister(void* start) {
+    pinned().remove(start);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+    *total = device.bytes, *free = device.bytes - used;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* place) {
+    *attributes = {};
+    attributes->device = current;
+    attributes->devicePointer = attributes->hostPointer = (void*)place;
+    attributes->type = on_device().contain(place) ? cudaMemoryTypeDevice
+                       : pinned().contain(place)  ? cudaMemoryTypeHost
+                                                  : cudaMemoryTypeUnregistered;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+    copy(to, from, bytes, false);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+    copy(to, from, bytes, true);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t) {
+    copy(to, from, bytes, false);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemcpy2DAsync(
+    void* to, size_t, const void* from, size_t, size_t width, size_t height, cudaMemcpyKind, cudaStream_t
+) {
+    record_copy((std::string(place_of(from)) + " to " + place_of(to)).c_str(), width * height);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) {
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaGetSymbolAddress(void** place, const void*) {
+    static void* symbols = reserve(1 << 20);
+    *place = symbols;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemsetAsync(void* start, int value, size_t bytes, cudaStream_t) {
+    record("memset", double(bytes));
+    if (bytes <= COPIED_AT_MOST) memset(start, value, bytes);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemset(void* start, int value, size_t bytes) {
+    return cudaMemsetAsync(start, value, bytes, nullptr);
+}
+EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
+    *pool = (cudaMemPool_t)opaque();
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) {
+    *(size_t*)value = used;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
+EXPORT cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return cudaSuccess; }
+EXPORT cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
+
+// Streams and events: whatever is queued is done.
+
+EXPORT cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+    *stream = (cudaStream_t)opaque();
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
+EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+    return cudaStreamCreate(stream);
+}
+EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    ::operator delete(stream);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
+    *priority = 0;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+    *status = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+EXPORT cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t) {
+    record_wait("stream");
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    *event = (cudaEvent_t)opaque();
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    ::operator delete(event);
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { return cudaSuccess; }
+EXPORT cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t) {
+    record_wait("event");
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
+    *milliseconds = 5;  // whoever measures kernels does not go on for long
+    return cudaSuccess;
+}
+
+// The parameters changed from CUDA 12 to 13; only the first four matter.
+#undef cudaStreamGetCaptureInfo
+EXPORT cudaError_t virtual_gpu_capture_info(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id) {
+    *status = cudaStreamCaptureStatusNone;
+    if (id) *id = 0;
+    return cudaSuccess;
+}
+asm(".globl cudaStreamGetCaptureInfo\n.set cudaStreamGetCaptureInfo, virtual_gpu_capture_info");
+asm(".globl cudaStreamGetCaptureInfo_v2\n.set cudaStreamGetCaptureInfo_v2, virtual_gpu_capture_info");
+asm(".globl cudaStreamGetCaptureInfo_v3\n.set cudaStreamGetCaptureInfo_v3, virtual_gpu_capture_info");
