@@ -64,7 +64,7 @@ class Meter(TorchDispatchMode):
         self.sent: dict[str, float] = defaultdict(float)
         self.times = 1
         self._phase = ""
-        self._axis_of_group = _axes_of_groups(mesh)
+        self._axis_of_group = axes_of_groups(mesh)
         self._experts = {mesh.experts.get_group(EXPERT).group_name} if mesh.experts is not None else set()
         self._known: dict[int, tuple[weakref.ref, list[int]]] = {}
         self._counts = True
@@ -160,7 +160,7 @@ class Meter(TorchDispatchMode):
 _LOCAL = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
-def _axes_of_groups(mesh: Mesh) -> dict[str, str]:
+def axes_of_groups(mesh: Mesh) -> dict[str, str]:
     """The axis of every process group, by the group's name; an axis may have the whole world."""
     axes = {dist.group.WORLD.group_name: WORLD}  # type: ignore[union-attr]
     if mesh.context is not None:

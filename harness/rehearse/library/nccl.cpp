@@ -16,8 +16,10 @@ struct ncclComm {
 namespace {
 
 std::atomic<int> ids{0};
+size_t communicator_bytes = 0;
 
 ncclResult_t make(ncclComm_t* comm, int ranks, int rank, const std::string& name) {
+    if (!take(communicator_bytes)) return ncclUnhandledCudaError;
     *comm = new ncclComm{ranks, rank, name};
     record("communicator\t" + name, ranks);
     return ncclSuccess;
@@ -55,6 +57,9 @@ ncclResult_t point_to_point(const char* kind, ncclComm_t comm, int peer, double 
 }
 
 }  // namespace
+
+// Memory of each communicator's buffers.
+EXPORT void virtual_gpu_communicators_take(size_t bytes) { communicator_bytes = bytes; }
 
 EXPORT ncclResult_t ncclGetVersion(int* version) {
     *version = NCCL_VERSION_CODE;

@@ -82,6 +82,9 @@ EXPORT void virtual_gpu_clear() {
 // Has somebody told, on the calling thread, of every wait and of every copy from or to pageable memory.
 EXPORT void virtual_gpu_observe(Observer told) { observer = told; }
 
+// A kernel that Python stands in for.
+EXPORT void virtual_gpu_kernel(const char* name) { record(std::string("kernel\t") + name); }
+
 EXPORT int virtual_gpu_write(const char* path) {
     std::lock_guard<std::mutex> lock(books().mutex);
     FILE* file = fopen(path, "w");

@@ -1,0 +1,202 @@
+"""What a rank cannot have in a rehearsal, and what stands in for it.
+
+* **Other ranks.** Between GPUs NCCL's calls lead nowhere (library/nccl.cpp). In host memory torch's fake
+  process group leaves every tensor as it is. ``LoneStore`` answers for ranks that are not there.
+* **Values.** All of the device's memory is zeros. Where the code asks for a number and goes on from it, it
+  still asks, and is then given what this file says: rows travel to experts evenly (or skewed, as
+  ``rehearse.skew`` says), documents are a quarter of a sequence, stages agree that shapes are known.
+* **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.testing._internal.distributed.fake_pg  # makes the backend known  # noqa: F401
+from torch import Tensor
+from torch.distributed.pipelining.stage import PipelineStage
+
+from harness.data.loader import Batch, Loader
+from harness.job import Job
+from harness.loop import setup
+from harness.model.kernels import VarlenKernel
+from harness.parallelism.expert import ExpertExchange
+from harness.rehearse.gpu import VirtualGpu
+
+NCCL_ID_BYTES = 128
+DOCUMENTS = 4
+"""Documents of a sequence, where they are told apart."""
+
+
+@contextmanager
+def alone(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
+    """Everything that is missing is stood in for."""
+    with ExitStack() as undo:
+        if job.world_size > 1:
+            undo.enter_context(patch.object(setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"))
+        undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
+        undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
+        if hasattr(PipelineStage, "_warmup_backward_result"):
+            undo.enter_context(patch.object(PipelineStage, "_warmup_backward_result", _shapes_are_known))
+        kernels = _cudnn_attention(gpu)
+        yield
+        kernels._destroy()
+
+
+class LoneStore(dist.Store):
+    """A store whose other ranks have always just set what is asked for.
+
+    What they would have set is what this rank has set under its own number, and an id of NCCL is the key
+    that it stands under: so the library's communicators are called as they are here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+        self._timeout = dist.default_pg_timeout
+
+    def group_of(self, communicator: str) -> str:
+        """The key under which the id of a communicator stands, as the library calls it."""
+        for key, value in self._values.items():
+            if value.rstrip(b"\0") == communicator.encode():
+                return key
+        return communicator
+
+    def set(self, key: str, value: Any) -> None:
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        if key not in self._values:
+            # Names of communicators are told apart by their ends.
+            self._values[key] = key.encode()[-NCCL_ID_BYTES + 1 :].ljust(NCCL_ID_BYTES, b"\0")
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if self._values.get(key, b"") in (b"", expected.encode()):
+            self.set(key, desired)
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        return None
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._values)
+
+    def set_timeout(self, timeout: Any) -> None:
+        self._timeout = timeout
+
+    def clone(self) -> LoneStore:
+        return self
+
+
+class Tokens(Loader):
+    """Batches of the job's shape; tokens are all alike, because nothing is computed."""
+
+    samples_per_epoch = None
+
+    def __init__(self, job: Job, rows: int) -> None:
+        self._shape = rows, job.training.seq_len
+        self._tells_documents_apart = not job.data.attend_across_documents
+
+    def next(self) -> Batch:
+        rows, length = self._shape
+        tokens, documents = torch.zeros(rows, length, dtype=torch.int64), None
+        if self._tells_documents_apart:
+            documents = (torch.arange(length) * DOCUMENTS // length).expand(rows, length).contiguous()
+        return Batch(tokens, tokens.clone(), documents)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+    def reset(self) -> None:
+        return
+
+
+def rows_by_rank(rows: int, ranks: int, skew: float) -> list[int]:
+    """How many of a rank's rows go to each rank of a group: evenly, but for what is skewed to the first."""
+    first = round(rows / ranks * (1 + skew)) if ranks > 1 else rows
+    left, others = rows - first, max(1, ranks - 1)
+    return [first, *(left // others + (place < left % others) for place in range(ranks - 1))]
+
+
+def _lengths(skew: float) -> Any:
+    asked = ExpertExchange._lengths
+
+    def lengths(exchange: ExpertExchange, given: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int]]:
+        asked(exchange, given, got, rows)  # as in training, with whatever waiting that takes
+        sent = rows_by_rank(rows, exchange.ranks, skew)
+        return sent, [sent[exchange.group.rank()]] * exchange.ranks
+
+    return lengths
+
+
+_asked_mask = VarlenKernel.mask
+
+
+def _mask(
+    kernel: VarlenKernel, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+) -> Tensor | None:
+    """Where documents (or chunks) begin, as many as there would be."""
+    if _asked_mask(kernel, documents_BT, batch, length, device) is None:
+        return None
+    pieces = DOCUMENTS if documents_BT is not None else 1
+    if kernel.reach.span.chunk is not None:
+        pieces = max(pieces, -(-length // kernel.reach.span.chunk))
+    return F.pad(torch.empty(batch * pieces, dtype=torch.int64, device=device), (0, 1)).int()
+
+
+_vote = getattr(PipelineStage, "_warmup_backward_result", None)
+
+
+def _shapes_are_known(stage: Any, received_result: Tensor | None = None) -> Tensor:
+    """Every stage has said its shapes (harness/parallelism/pipeline.py), so the vote is 1."""
+    assert _vote is not None
+    _vote(stage, received_result=received_result)
+    return torch.ones(1, dtype=torch.int32).to(stage.device)
+
+
+def _cudnn_attention(gpu: VirtualGpu) -> Any:
+    """torch's two operators of cuDNN's attention."""
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, p: float = 0.0,
+        causal: bool = False, debug: bool = False, *, scale: float | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        gpu.launch("cuDNN attention, forward")
+        B, H, T, _ = q.shape
+        out_BHTE = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+        lse_BHT1 = q.new_empty(B, H, T, 1, dtype=torch.float32)
+        seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+        return out_BHTE, lse_BHT1, None, None, T, k.shape[2], seed, offset, q.new_empty(0)
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, scale: float | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gpu.launch("cuDNN attention, backward")
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    operators = torch.library.Library("aten", "IMPL")
+    name = "_scaled_dot_product_cudnn_attention"
+    operators.impl(name, forward, "CUDA", allow_override=True)
+    operators.impl(f"{name}_backward", backward, "CUDA", allow_override=True)
+    return operators

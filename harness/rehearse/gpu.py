@@ -1,0 +1,126 @@
+"""The stand-in library from within a process that it is loaded into: what the device is, and what was called."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from harness.rehearse.build import GPU_LIBRARY
+from harness.rehearse.device import VirtualDevice
+
+_OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t)
+_PACKAGE = str(Path(__file__).parent.parent)
+_OWN = str(Path(__file__).parent)
+
+
+@dataclass
+class Calls:
+    """What was called between two moments."""
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    """Launches by the kernel's name."""
+    products: dict[tuple[str, ...], tuple[int, float]] = field(default_factory=dict)
+    """Number and FLOPs of cuBLAS's by formats of both sides, batch, rows, inner length and columns."""
+    collectives: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    """Number and bytes put in, by kind and communicator."""
+    communicators: list[str] = field(default_factory=list)
+    """Those that were made."""
+    copies: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Number and bytes by direction."""
+    unknown: list[str] = field(default_factory=list)
+    """Functions that the library does not have; each has failed."""
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Moments at which the host waited for the device, by what it called and where in the code."""
+
+
+class VirtualGpu:
+    """The library; a process has one.
+
+    Args:
+        device: what it is to be.
+    """
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._library = ctypes.CDLL(GPU_LIBRARY)
+        for name in ("bytes", "multiprocessors"):
+            assert getattr(device, name) > 0
+        self._library.virtual_gpu_become(
+            device.name.encode(),
+            device.major,
+            device.minor,
+            ctypes.c_size_t(device.bytes),
+            device.multiprocessors,
+            device.shared_kib,
+            device.count,
+        )
+        self._library.virtual_gpu_take(ctypes.c_size_t(device.context_bytes))
+        self._library.virtual_gpu_communicators_take(ctypes.c_size_t(device.communicator_bytes))
+        self._waits: Counter[tuple[str, str]] = Counter()
+        # Kept: the library has its address only.
+        self._observer = _OBSERVER(self._observe)
+        self._library.virtual_gpu_observe(self._observer)
+
+    def clear(self) -> None:
+        """Forgets what was called so far."""
+        self._waits.clear()
+        self._library.virtual_gpu_clear()
+
+    def launch(self, kernel: str) -> None:
+        """Counts a kernel that Python stands in for."""
+        self._library.virtual_gpu_kernel(kernel.encode())
+
+    def calls(self) -> Calls:
+        """What was called since the last ``clear``."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "calls"
+            if self._library.virtual_gpu_write(os.fsencode(path)):
+                raise OSError(f"{path} cannot be written")
+            return read_calls(path.read_text(), self._waits)
+
+    def _observe(self, event: bytes, size: int) -> None:
+        """Called by the library, on the thread that waits or copies."""
+        frame: FrameType | None = sys._getframe(1)
+        self._waits[event.decode(), place_in_code(frame)] += 1
+
+
+def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
+    """Reads what ``virtual_gpu_write`` has written."""
+    calls = Calls()
+    readers: dict[str, Callable[[int, float, list[str]], None]] = {
+        "kernel": lambda count, _, name: calls.kernels.update({name[0]: count}),
+        "product": lambda count, flops, said: calls.products.__setitem__(tuple(said), (count, flops)),
+        "collective": lambda count, size, said: calls.collectives.__setitem__(
+            (said[0], said[1]), (count, size)
+        ),
+        "communicator": lambda count, _, name: calls.communicators.append(name[0]),
+        "copy": lambda count, size, how: calls.copies.__setitem__(how[0], (count, size)),
+        "unknown": lambda count, _, name: calls.unknown.append(name[0]),
+    }
+    for line in text.splitlines():
+        count, amount, kind, *said = line.split("\t")
+        if kind in readers:
+            readers[kind](int(count), float(amount), said)
+    # The library tells of copies of pageable memory too, to have their place: those do not wait.
+    calls.waits = Counter({key: count for key, count in waits.items() if key[0] != "pageable to device"})
+    return calls
+
+
+def place_in_code(frame: FrameType | None) -> str:
+    """File and line of the innermost of the harness's frames, else of the innermost of all."""
+    innermost = frame
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE) and not path.startswith(_OWN):
+            return f"{os.path.relpath(path, _PACKAGE)}:{frame.f_lineno}"
+        frame = frame.f_back
+    if innermost is None:
+        return "no Python code"
+    path = innermost.f_code.co_filename
+    return f"{path.split('site-packages/')[-1]}:{innermost.f_lineno}"

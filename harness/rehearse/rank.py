@@ -1,0 +1,266 @@
+"""Ranks of rehearsals: ``python -m harness.rehearse.rank``, started with the stand-in library loaded.
+
+The process imports torch once and then takes requests, a line of JSON each, from standard input. Every rank is
+a process of its own, forked from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.job import Job
+from harness.loop.process import set_environment
+from harness.rehearse.device import virtual_device
+from harness.rehearse.figures import OUT_OF_MEMORY, Collective, Copy, Failure, Product, RankFigures, Wait
+
+
+@dataclass(frozen=True)
+class Request:
+    """One rank to rehearse."""
+
+    job: str
+    """The resolved job as JSON."""
+    rank: int
+    steps: int
+    skew: float
+    result: str
+    """File that the figures are written to."""
+    log: str
+    """File that the process prints to."""
+
+
+def main() -> None:
+    """Serves requests until standard input ends; answers each with the exit code of its rank."""
+    requests = (Request(**json.loads(line)) for line in sys.stdin)
+    first = next(requests, None)
+    if first is None:
+        return
+    # Some of it is read when torch is imported, and is the same for all jobs.
+    set_environment(Job.from_json(first.job), Path(first.result).parent)
+    import harness.loop.engine
+    import harness.rehearse.alone  # noqa: F401
+
+    serve(first)
+    for request in requests:
+        serve(request)
+
+
+def serve(request: Request) -> None:
+    """Forks a process for a rank and waits for it."""
+    process = os.fork()
+    if process == 0:
+        _be_rank(request)
+    sys.stdout.write(f"{process}\n")
+    sys.stdout.flush()
+    _, status = os.waitpid(process, 0)
+    sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+    sys.stdout.flush()
+
+
+def _be_rank(request: Request) -> None:
+    """Rehearses in the forked process, and ends it."""
+    code = 1
+    try:
+        log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        figures = rehearse(Job.from_json(request.job), request.rank, request.steps, request.skew)
+        Path(request.result).write_text(json.dumps(dataclasses.asdict(figures)))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Destructors of communicators have nothing to say.
+        os._exit(code)
+
+
+def rehearse(job: Job, rank: int, steps: int, skew: float) -> RankFigures:
+    """Builds a rank of the job and runs steps of it, in this process."""
+    from harness.rehearse.gpu import VirtualGpu
+
+    device = virtual_device(job)
+    gpu = VirtualGpu(device)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_RANK=str(rank % device.count),
+        LOCAL_WORLD_SIZE=str(device.count),
+    )
+    figures = RankFigures(rank, rank // (job.world_size // job.parallelism.pp), device.name)
+    rehearsal = Rehearsal(job, gpu, figures, steps)
+    try:
+        rehearsal.run(skew)
+    except Exception as error:
+        traceback.print_exc()
+        figures.failure = _failure(error, rehearsal.step)
+    return figures
+
+
+class Rehearsal:
+    """One rank's steps, and what is counted of them."""
+
+    def __init__(self, job: Job, gpu: Any, figures: RankFigures, steps: int) -> None:
+        self.job, self.gpu, self.figures, self.steps = job, gpu, figures, steps
+        self.step: int | None = None
+
+    def run(self, skew: float) -> None:
+        """Sets up, builds and trains as ``harness.rank`` does; fills in the figures as they come."""
+        import torch
+
+        from harness.loop.engine import Engine
+        from harness.loop.setup import pick_device, process_group, set_up_process
+        from harness.parallelism.compile import CompileWatch
+        from harness.rehearse.alone import LoneStore, alone
+
+        job, figures = self.job, self.figures
+        store = None if job.world_size == 1 else LoneStore()
+        device = pick_device(job)
+        set_up_process(job)
+        with alone(job, self.gpu, skew), process_group(job, device, store):
+            try:
+                began, watch = time.perf_counter(), CompileWatch()
+                engine = Engine(job, device)
+                figures.build_seconds = time.perf_counter() - began
+                self._train(engine, device, watch, store)
+            finally:
+                statistics = torch.cuda.memory_stats()
+                figures.memory["allocated"] = statistics["allocated_bytes.all.peak"]
+                figures.memory["reserved"] = statistics["reserved_bytes.all.peak"]
+                figures.allocation_retries = statistics["num_alloc_retries"]
+
+    def _train(self, engine: Any, device: Any, watch: Any, store: Any) -> None:
+        from harness.data.prefetch import Prefetcher
+        from harness.rehearse.alone import Tokens
+
+        figures, memory = self.figures, self.figures.memory
+        memory["parameters"] = _bytes_on_device(
+            tensor for part in engine.parts for tensor in (*part.parameters(), *part.buffers())
+        )
+        loader = Prefetcher(Tokens(self.job, len(engine.rows)), self.job.data.prefetch, device)
+        for step in range(self.steps):
+            self.step = step
+            batch = loader.next()
+            self.gpu.clear()
+            began, processor = time.perf_counter(), time.process_time()
+            outcome = engine.gradients(batch)
+            passed, passed_processor = time.perf_counter(), time.process_time()
+            memory["gradients"] = _bytes_on_device(p.grad for p in engine.parameters if p.grad is not None)
+            updating, updating_processor = time.perf_counter(), time.process_time()
+            engine.update(outcome.norm)
+            calls = self.gpu.calls() if step == self.steps - 1 else None
+            figures.host_seconds = passed - began + time.perf_counter() - updating
+            figures.cpu_seconds = passed_processor - processor + time.process_time() - updating_processor
+            if step == 0:
+                figures.first_step_seconds = figures.host_seconds
+                watch.settle()
+            if calls is not None:
+                self._count(calls, engine, store)
+            figures.steps = step + 1
+        loader.close()
+        memory["optimizer"] = _bytes_on_device(
+            value for state in engine.optimizer.state.values() for value in state.values()
+        )
+        figures.graphs, figures.compile_seconds = watch.graphs, watch.seconds
+        figures.recompilations = watch.unexpected
+
+    def _count(self, calls: Any, engine: Any, store: Any) -> None:
+        figures, groups = self.figures, _Groups(engine.mesh, store)
+        figures.kernels = dict(calls.kernels.most_common())
+        for (left, right, *shape), (count, flops) in calls.products.items():
+            formats = left if left == right else f"{left} x {right}"
+            figures.products.append(Product(count, *map(int, shape), formats=formats, flops=flops))
+        figures.products.sort(key=lambda product: -product.flops)
+        for (kind, communicator), (count, size) in calls.collectives.items():
+            axis, ranks = groups.of(communicator)
+            figures.collectives.append(Collective(axis, kind, ranks, count, size * sent_by(kind, ranks)))
+        figures.collectives.sort(key=lambda each: (each.axis, each.kind))
+        figures.communicators = [" of ".join(map(str, groups.of(name))) for name in calls.communicators]
+        figures.waits = [Wait(where, what, count) for (what, where), count in calls.waits.most_common()]
+        figures.copies = [Copy(how, *found) for how, found in sorted(calls.copies.items())]
+        figures.unknown = calls.unknown
+
+
+class _Groups:
+    """Which ranks the library's communicators connect."""
+
+    def __init__(self, mesh: Any, store: Any) -> None:
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _process_group_color
+
+        from harness.plan.meter import axes_of_groups
+
+        self._store, self._ranks, self._axes = store, dict[str, int](), axes_of_groups(mesh)
+        self._colours: dict[int, str] = {}
+        for group in list(dist.distributed_c10d._world.pg_map):
+            ranks = dist.get_process_group_ranks(group)
+            self._ranks[group.group_name] = len(ranks)
+            # Several groups may have the same ranks; one that is an axis says more than another.
+            colour = _process_group_color(ranks)
+            if colour not in self._colours or group.group_name in self._axes:
+                self._colours[colour] = group.group_name
+
+    def of(self, communicator: str) -> tuple[str, int]:
+        """The axis of a communicator, or what else is known of it, and its ranks."""
+        kind, _, colour = communicator.partition(" ")
+        if kind == "split":
+            name = self._colours.get(int(colour))
+            return (communicator, 0) if name is None else (self._axes.get(name, name), self._ranks[name])
+        key = self._store.group_of(communicator)
+        for name, ranks in self._ranks.items():
+            if f"/{name}/" in f"/{key}":
+                pair = key.rsplit("/", 1)[-1]
+                axis = self._axes.get(name, name)
+                return (f"{axis}, ranks {pair}", 2) if ":" in pair else (axis, ranks)
+        return key, 0
+
+
+def sent_by(kind: str, ranks: int) -> float:
+    """Bytes that a rank sends over those that it puts in, as the plan has it."""
+    from harness.plan.meter import sent_by as planned
+
+    if kind in ("exchange", "broadcast", "reduce") or ranks == 0:
+        return 1.0
+    return planned(kind, ranks)
+
+
+def _bytes_on_device(tensors: Any) -> float:
+    """Bytes of the storages of tensors that lie on the device."""
+    storages = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if hasattr(local, "is_cuda") and local.is_cuda:
+            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return float(sum(storages.values()))
+
+
+def _failure(error: Exception, step: int | None) -> Failure:
+    import torch
+
+    from harness.rehearse.gpu import place_in_code
+
+    trace, frame = error.__traceback__, None
+    lines = []
+    while trace is not None:
+        frame = trace.tb_frame
+        lines.append((frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    del frame
+    package = str(Path(__file__).parent.parent)
+    own = [f"{os.path.relpath(path, package)}:{line}" for path, line in lines if path.startswith(package)]
+    kind = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
+    where = own[-1] if own else place_in_code(None)
+    return Failure(kind, str(error), where, step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Rehearses ranks one after another, in processes that fork from one that has imported torch (no torch here)."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from harness.errors import MachineError, UserError
+from harness.job import Job
+from harness.rehearse.build import GPU_LIBRARY, library
+from harness.rehearse.config import RehearseConfig
+from harness.rehearse.figures import Failure, RankFigures
+
+LINES_SHOWN = 3
+# Devices of NVIDIA's driver; what nvidia-smi would list.
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def require_no_gpu(config: RehearseConfig) -> None:
+    """Raises UserError on a machine with a GPU, unless it is asked for."""
+    if _DRIVER.is_dir() and any(_DRIVER.iterdir()) and not config.real_gpu:
+        raise UserError(
+            "this machine has a GPU, which says more than a virtual one; "
+            "would work: python -m harness.train, or rehearse.real_gpu=true"
+        )
+
+
+class Rehearsals:
+    """A context in which ranks are rehearsed.
+
+    Raises:
+        UserError: what it takes is not there.
+    """
+
+    def __enter__(self) -> Rehearsals:
+        folder = library()
+        self._scratch = tempfile.TemporaryDirectory(prefix="harness-rehearse-")
+        self._log = open(Path(self._scratch.name) / "server.log", "w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "harness.rehearse.rank"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment(folder),
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+        self._scratch.cleanup()
+
+    def run(self, job: Job, rank: int, config: RehearseConfig) -> RankFigures:
+        """Rehearses one rank of a job.
+
+        Raises:
+            MachineError: the processes cannot be started.
+        """
+        result, log = (Path(self._scratch.name) / name for name in ("result.json", "rank.log"))
+        result.unlink(missing_ok=True)
+        log.write_text("")
+        request = {
+            "job": job.to_json(),
+            "rank": rank,
+            "steps": config.steps,
+            "skew": config.skew,
+            "result": str(result),
+            "log": str(log),
+        }
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{json.dumps(request)}\n")
+        self._process.stdin.flush()
+        deadline = time.monotonic() + config.timeout_seconds
+        process = int(self._answer(self._process.stdout, deadline) or 0)
+        code = self._answer(self._process.stdout, deadline)
+        if code is None:
+            os.kill(process, signal.SIGKILL)
+            self._answer(self._process.stdout, time.monotonic() + config.timeout_seconds)
+            return _ended(job, rank, f"took longer than rehearse.timeout_seconds={config.timeout_seconds}", log)
+        if code != "0":
+            how = f"signal {-int(code)}" if int(code) < 0 else f"exit code {code}"
+            return _ended(job, rank, f"ended with {how}", log)
+        return RankFigures.from_plain(json.loads(result.read_text()))
+
+    def _answer(self, stream: IO[str], deadline: float) -> str | None:
+        """A line of the server; None when it does not come in time."""
+        ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        line = stream.readline().strip()
+        if not line:
+            raise MachineError(f"the process of the rehearsal has ended: {_last_words(Path(self._log.name))}")
+        return line
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables of a process that has the stand-in library.
+
+    Args:
+        folder: the libraries.
+    """
+    paths = [str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "LD_PRELOAD": str(folder / GPU_LIBRARY),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")])),
+        "TRITON_LIBCUDA_PATH": str(folder),
+        # What is measured of kernels here must not be believed on a GPU.
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "CUDA_MODULE_LOADING": "LAZY",
+    }
+
+
+def _ended(job: Job, rank: int, how: str, log: Path) -> RankFigures:
+    """Figures of a rank whose process has left none."""
+    pp_rank = rank // (job.world_size // job.parallelism.pp)
+    figures = RankFigures(rank, pp_rank, str(job.cluster.accelerator))
+    figures.failure = Failure("process", f"{how}: {_last_words(log)}", "unknown", None)
+    return figures
+
+
+def _last_words(log: Path) -> str:
+    return " / ".join(log.read_text(errors="replace").strip().splitlines()[-LINES_SHOWN:])
+
+
