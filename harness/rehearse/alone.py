@@ -40,6 +40,7 @@ def alone(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
     with ExitStack() as undo:
         if job.world_size > 1:
             undo.enter_context(patch.object(setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"))
+            undo.enter_context(patch.object(dist, "init_process_group", _without_device))
         undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
         undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
         if hasattr(PipelineStage, "_warmup_backward_result"):
@@ -88,7 +89,7 @@ class LoneStore(dist.Store):
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        return True
+        return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         return None
@@ -130,6 +131,17 @@ class Tokens(Loader):
 
     def reset(self) -> None:
         return
+
+
+_init_process_group = dist.init_process_group
+
+
+def _without_device(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    """Groups cannot be split from the world, which the fake process group cannot do; each is made anew.
+
+    NCCL's communicators are made when they are first used.
+    """
+    _init_process_group(*args, **kwargs)
 
 
 def rows_by_rank(rows: int, ranks: int, skew: float) -> list[int]:

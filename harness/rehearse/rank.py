@@ -215,13 +215,12 @@ class _Groups:
         if kind == "split":
             name = self._colours.get(int(colour))
             return (communicator, 0) if name is None else (self._axes.get(name, name), self._ranks[name])
-        key = self._store.group_of(communicator)
-        for name, ranks in self._ranks.items():
-            if f"/{name}/" in f"/{key}":
-                pair = key.rsplit("/", 1)[-1]
-                axis = self._axes.get(name, name)
-                return (f"{axis}, ranks {pair}", 2) if ":" in pair else (axis, ranks)
-        return key, 0
+        # Each group has a store inside of its parent's, under its name: 0//11//cuda//0; ids of pairs are 2:3.
+        *stores, which = self._store.group_of(communicator).split("/")
+        for name in reversed(stores):
+            if name in self._ranks:
+                return self._axes.get(name, name), 2 if ":" in which else self._ranks[name]
+        return communicator, 0
 
 
 def sent_by(kind: str, ranks: int) -> float:
