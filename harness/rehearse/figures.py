@@ -30,7 +30,7 @@ class Collective:
     axis: str
     """``dp``, ``tp``, ``cp``, ``ep``, ``pp`` or ``world``; else what is known of the group."""
     kind: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``; ``exchange`` is a group of sends."""
+    """As NCCL has them; ``exchange`` is a group of sends, ``send`` one between stages."""
     ranks: int
     count: int
     bytes: float

@@ -30,6 +30,8 @@ class Calls:
     """Number and FLOPs of cuBLAS's by formats of both sides, batch, rows, inner length and columns."""
     collectives: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
     """Number and bytes put in, by kind and communicator."""
+    sends: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    """Number and bytes of what goes to and comes from other ranks alone (``send``, ``receive``)."""
     communicators: list[str] = field(default_factory=list)
     """Those that were made."""
     copies: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -102,6 +104,9 @@ def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
         "communicator": lambda count, _, name: calls.communicators.append(name[0]),
         "copy": lambda count, size, how: calls.copies.__setitem__(how[0], (count, size)),
         "unknown": lambda count, _, name: calls.unknown.append(name[0]),
+        "point to point": lambda count, size, said: calls.sends.__setitem__(
+            (said[0], said[1]), (count, size)
+        ),
     }
     for line in text.splitlines():
         count, amount, kind, *said = line.split("\t")

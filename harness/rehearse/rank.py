@@ -180,8 +180,12 @@ class Rehearsal:
             formats = left if left == right else f"{left} x {right}"
             figures.products.append(Product(count, *map(int, shape), formats=formats, flops=flops))
         figures.products.sort(key=lambda product: -product.flops)
-        for (kind, communicator), (count, size) in calls.collectives.items():
+        found = [*calls.collectives.items(), *calls.sends.items()]
+        for (kind, communicator), (count, size) in found:
             axis, ranks = groups.of(communicator)
+            # A group of sends is an exchange, and on a pipeline each is one by itself.
+            if kind == "receive" or kind == ("exchange" if axis == "pp" else "send"):
+                continue
             figures.collectives.append(Collective(axis, kind, ranks, count, size * sent_by(kind, ranks)))
         figures.collectives.sort(key=lambda each: (each.axis, each.kind))
         figures.communicators = [" of ".join(map(str, groups.of(name))) for name in calls.communicators]
@@ -227,7 +231,7 @@ def sent_by(kind: str, ranks: int) -> float:
     """Bytes that a rank sends over those that it puts in, as the plan has it."""
     from harness.plan.meter import sent_by as planned
 
-    if kind in ("exchange", "broadcast", "reduce") or ranks == 0:
+    if kind in ("exchange", "send", "broadcast", "reduce") or ranks == 0:
         return 1.0
     return planned(kind, ranks)
 

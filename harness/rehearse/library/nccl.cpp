@@ -50,7 +50,7 @@ void end_group() {
 }
 
 ncclResult_t point_to_point(const char* kind, ncclComm_t comm, int peer, double bytes) {
-    record(std::string("point to point\t") + kind + "\t" + comm->name + (peer == comm->rank ? "\tself" : "\tother"), bytes);
+    if (peer != comm->rank) record(std::string("point to point\t") + kind + "\t" + comm->name, bytes);
     sent[comm] += kind == std::string("send") && peer != comm->rank ? bytes : 0;
     if (!depth) end_group();
     return ncclSuccess;

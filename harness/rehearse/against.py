@@ -1,0 +1,106 @@
+"""A rehearsed rank beside its plan (no torch)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from harness.job import Job
+from harness.model.operations import block_operations
+from harness.parallelism.stages import split_modules, stages_of_rank
+from harness.plan.parameters import parameters_of
+from harness.plan.plan import Plan
+from harness.rehearse.figures import RankFigures
+
+HOST_KINDS = {"exchange": "all_to_all"}
+"""What the plan calls a collective that NCCL knows as something else."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure, rehearsed and planned."""
+
+    name: str
+    unit: str
+    """``bytes``, ``FLOPs``, ``count`` or ``seconds``."""
+    rehearsed: float
+    planned: float | None
+    """None: the plan says nothing of it."""
+
+    @property
+    def difference(self) -> float | None:
+        """What was rehearsed over the plan's figure, less one; None where there is nothing to compare."""
+        return self.rehearsed / self.planned - 1 if self.planned else None
+
+
+def memory_lines(figures: RankFigures, plan: Plan) -> list[Line]:
+    """Memory of the device: what stays, and the peaks."""
+    kinds = plan.memory[figures.pp_rank].kinds
+    peak = plan.memory[figures.pp_rank].peak
+    planned = {
+        "parameters": kinds["parameters"],
+        "gradients": parameters_of(plan.job, figures.pp_rank).gradient_bytes,
+        "optimizer": kinds["optimizer"],
+        "allocated": peak - kinds["runtime"],
+        "reserved": peak,
+    }
+    return [
+        Line(name, "bytes", figures.memory[name], planned[name]) for name in planned if name in figures.memory
+    ]
+
+
+def work_lines(figures: RankFigures, plan: Plan) -> list[Line]:
+    """What the step computes, and how long the host takes to say so."""
+    step = None if plan.speed is None else plan.speed.step_seconds
+    return [
+        Line("kernels", "count", figures.launches, None),
+        Line("products", "count", figures.product_count, None),
+        Line("products", "FLOPs", figures.product_flops, product_flops(plan.job, figures.pp_rank)),
+        Line("host", "seconds", figures.host_seconds, step),
+        Line("host, processor", "seconds", figures.cpu_seconds, step),
+    ]
+
+
+def traffic_lines(figures: RankFigures, plan: Plan) -> list[Line]:
+    """Collectives and their bytes, by axis and kind.
+
+    The plan is of the busiest rank, whose figures other stages of a pipeline need not reach.
+    """
+    here: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for each in figures.collectives:
+        found = here[each.axis, HOST_KINDS.get(each.kind, each.kind)]
+        found[0] += each.count
+        found[1] += each.bytes
+    planned: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for said in plan.traffic:
+        planned[said.axis, said.collective][0] += said.count
+        planned[said.axis, said.collective][1] += said.bytes
+    lines = []
+    for key in sorted({*here, *planned}):
+        for place, unit in enumerate(("count", "bytes")):
+            expected = planned[key][place] if key in planned else None
+            lines.append(Line(" ".join(key), unit, here[key][place], expected))
+    return lines
+
+
+def product_flops(job: Job, pp_rank: int) -> float:
+    """FLOPs of a rank's products that cuBLAS computes, forward and backward, without what is recomputed.
+
+    Attention and experts have kernels of their own.
+    """
+    layout, model = job.parallelism, job.model
+    modules = split_modules(layout, model.n_layers)
+    own = [name for stage in stages_of_rank(layout, model.n_layers, pp_rank) for name in modules[stage]]
+    layers = [int(name.removeprefix("layers.")) for name in own if name.startswith("layers.")]
+    values = 0.0
+    for layer in layers:
+        operations = block_operations(model, layer, job.training.seq_len)
+        for product in operations.products:
+            if product.experts == 1:
+                values += product.parameters / (layout.tp if product.split != "none" else 1)
+    if "output" in own:
+        values += model.vocab_size * model.dim / layout.tp
+    rows = job.global_batch_size // layout.data_parallel * job.training.seq_len / layout.cp
+    return 6.0 * rows * values
+
+
