@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from harness.job import Job
 from harness.model.operations import block_operations
 from harness.parallelism.stages import split_modules, stages_of_rank
+from harness.plan.memory import CUBLAS_WORKSPACE
 from harness.plan.parameters import parameters_of
 from harness.plan.plan import Plan
 from harness.rehearse.figures import RankFigures
@@ -41,7 +42,8 @@ def memory_lines(figures: RankFigures, plan: Plan) -> list[Line]:
         "parameters": kinds["parameters"],
         "gradients": parameters_of(plan.job, figures.pp_rank).gradient_bytes,
         "optimizer": kinds["optimizer"],
-        "allocated": peak - kinds["runtime"],
+        # The workspaces of cuBLAS are torch's tensors.
+        "allocated": peak - kinds["runtime"] + 2 * CUBLAS_WORKSPACE,
         "reserved": peak,
     }
     return [

@@ -184,7 +184,7 @@ def _shapes_are_known(stage: Any, received_result: Tensor | None = None) -> Tens
     """Every stage has said its shapes (harness/parallelism/pipeline.py), so the vote is 1."""
     assert _vote is not None
     _vote(stage, received_result=received_result)
-    return torch.ones(1, dtype=torch.int32).to(stage.device)
+    return torch.ones(1, dtype=torch.int32)
 
 
 def _cudnn_attention(gpu: VirtualGpu) -> Any:

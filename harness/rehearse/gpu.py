@@ -15,7 +15,7 @@ from types import FrameType
 from harness.rehearse.build import GPU_LIBRARY
 from harness.rehearse.device import VirtualDevice
 
-_OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t)
+_OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _PACKAGE = str(Path(__file__).parent.parent)
 _OWN = str(Path(__file__).parent)
 
@@ -86,10 +86,9 @@ class VirtualGpu:
                 raise OSError(f"{path} cannot be written")
             return read_calls(path.read_text(), self._waits)
 
-    def _observe(self, event: bytes, size: int) -> None:
-        """Called by the library, on the thread that waits or copies."""
-        frame: FrameType | None = sys._getframe(1)
-        self._waits[event.decode(), place_in_code(frame)] += 1
+    def _observe(self, how: bytes) -> None:
+        """Called by the library, on the thread that waits."""
+        self._waits[how.decode(), place_in_code(_caller())] += 1
 
 
 def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
@@ -112,9 +111,16 @@ def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
         count, amount, kind, *said = line.split("\t")
         if kind in readers:
             readers[kind](int(count), float(amount), said)
-    # The library tells of copies of pageable memory too, to have their place: those do not wait.
-    calls.waits = Counter({key: count for key, count in waits.items() if key[0] != "pageable to device"})
+    calls.waits = Counter(waits)
     return calls
+
+
+def _caller() -> FrameType | None:
+    """Frame of what has called the library; None on a thread without Python code."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
 
 
 def place_in_code(frame: FrameType | None) -> str:

@@ -29,12 +29,8 @@ Books& books() {
     return *all;
 }
 
-using Observer = void (*)(const char* event, size_t bytes);
+using Observer = void (*)(const char* how);
 Observer observer = nullptr;
-
-void tell(const char* event, size_t bytes) {
-    if (observer) observer(event, bytes);
-}
 
 std::string demangled(const char* name) {
     int status = 0;
@@ -65,12 +61,11 @@ void record_launch(const void* function) {
 
 void record_wait(const char* how) {
     record(std::string("wait\t") + how);
-    tell(how, 0);
+    if (observer) observer(how);
 }
 
 void record_copy(const char* how, size_t bytes) {
     record(std::string("copy\t") + how, double(bytes));
-    if (std::string(how).find("pageable") != std::string::npos) tell(how, bytes);
 }
 
 EXPORT void virtual_gpu_clear() {
@@ -79,7 +74,7 @@ EXPORT void virtual_gpu_clear() {
     books().launches.clear();
 }
 
-// Has somebody told, on the calling thread, of every wait and of every copy from or to pageable memory.
+// Has somebody told of every wait, on the thread that waits.
 EXPORT void virtual_gpu_observe(Observer told) { observer = told; }
 
 // A kernel that Python stands in for.

@@ -67,19 +67,26 @@ Ranges& pinned() {
     return *ranges;
 }
 
+// Whether this thread's last call has waited already: torch waits once more after a copy, for nothing.
+thread_local bool has_waited = false;
+
 const char* place_of(const void* place) {
     return on_device().contain(place) ? "device" : pinned().contain(place) ? "pinned" : "pageable";
 }
 
-// Larger ones would only fill memory: nobody looks at the values.
-constexpr size_t COPIED_AT_MOST = 64 << 10;
+// Device memory is zeros and stays so, whatever is copied there: a value that one kernel was given and none
+// replaced would be taken for the answer of another. More than this of zeros nobody looks at.
+constexpr size_t ZEROED_AT_MOST = 64 << 10;
 
 void copy(void* to, const void* from, size_t bytes, bool waits) {
     std::string how = std::string(place_of(from)) + " to " + place_of(to);
     record_copy(how.c_str(), bytes);
     // CUDA Runtime API, "API synchronization behavior": a copy from the device to pageable memory waits.
-    if (waits || how == "device to pageable") record_wait(("copy " + how).c_str());
-    if (bytes <= COPIED_AT_MOST) memcpy(to, from, bytes);
+    if (waits || how == "device to pageable") {
+        record_wait(("copy " + how).c_str());
+        has_waited = true;
+    }
+    if (!on_device().contain(to) && bytes <= ZEROED_AT_MOST) memset(to, 0, bytes);
 }
 
 }  // namespace
@@ -141,6 +148,7 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* s
 }
 
 static cudaError_t launch(const void* function) {
+    has_waited = false;
     record_launch(function);
     return cudaSuccess;
 }
@@ -405,9 +413,8 @@ EXPORT cudaError_t cudaGetSymbolAddress(void** place, const void*) {
     *place = symbols;
     return cudaSuccess;
 }
-EXPORT cudaError_t cudaMemsetAsync(void* start, int value, size_t bytes, cudaStream_t) {
+EXPORT cudaError_t cudaMemsetAsync(void*, int, size_t bytes, cudaStream_t) {
     record("memset", double(bytes));
-    if (bytes <= COPIED_AT_MOST) memset(start, value, bytes);
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemset(void* start, int value, size_t bytes) {
@@ -450,7 +457,8 @@ EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* 
 EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t) {
-    record_wait("stream");
+    if (!has_waited) record_wait("stream");
+    has_waited = false;
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }

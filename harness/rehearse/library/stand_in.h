@@ -51,4 +51,4 @@ void record(const std::string& event, double amount = 0);  // fields are separat
 void record_launch(const void* function);
 void name_function(const void* function, const char* mangled);
 void record_wait(const char* how);                // the host waits for the device
-void record_copy(const char* how, size_t bytes);  // and, from pageable memory, has somebody told
+void record_copy(const char* how, size_t bytes);
