@@ -3,9 +3,10 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+REHEARSAL := .venv-rehearsal
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train test thorough lint format parity bench soak clean
+.PHONY: help install lock train test thorough lint format parity bench rehearsal rehearse soak clean
 
 help:  ## show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -53,9 +54,27 @@ parity: $(READY)  ## prove that every layout computes what one process computes
 bench: $(READY)  ## measure training speed on this CPU (experiments/README.md says how to add torchtitan)
 	$(BIN)/python experiments/cpu_baseline/compare.py
 
+# Builds of torch for CUDA and for a CPU do not share an environment. === takes the one that is called so, which
+# is the one for CUDA; a build for a CPU has a name behind its version. CUDA's headers have to be of its version.
+TORCH_CUDA ?= torch===2.13.0
+$(REHEARSAL)/.ready: pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(REHEARSAL)
+	$(REHEARSAL)/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
+	$(REHEARSAL)/bin/python -m pip install --quiet --only-binary :all: $(TORCH_CUDA)
+	$(REHEARSAL)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	cuda=$$($(REHEARSAL)/bin/python -c 'from harness.rehearse.build import cuda_version; print(cuda_version())') && \
+	$(REHEARSAL)/bin/python -m pip install --quiet "nvidia-cuda-crt==$$cuda.*"
+	$(REHEARSAL)/bin/python -m pip check
+	@touch $@
+
+rehearsal: $(REHEARSAL)/.ready  ## make an environment for rehearsals on virtual GPUs (6 GB; needs g++)
+
+rehearse: $(REHEARSAL)/.ready  ## run the tests that rehearse: every layout, format and way to run a step
+	$(REHEARSAL)/bin/python -m pytest -m rehearsal tests/rehearse
+
 soak: $(READY)  ## kill training runs at random moments and inject faults into checkpoints; writes the tables
 	$(BIN)/python experiments/checkpoint/soak.py
 	$(BIN)/python experiments/checkpoint/faults.py
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(REHEARSAL) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -23,10 +23,18 @@ from harness.model.decoder import Decoder
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.parity import ParityJob
 from harness.plan.config import PlanJob
+from harness.rehearse.config import RehearseJob
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
-PRIMARY = {"bench": BenchJob, "convert": ConvertJob, "train": Job, "parity": ParityJob, "plan": PlanJob}
+PRIMARY = {
+    "bench": BenchJob,
+    "convert": ConvertJob,
+    "train": Job,
+    "parity": ParityJob,
+    "plan": PlanJob,
+    "rehearse": RehearseJob,
+}
 PACKAGE = "# @package _global_"
 
 

@@ -36,6 +36,8 @@ def plan(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
         draw(Path(job.picture), made)
     if job.verify:
         return _verify(made, step=job.verify_step, as_json=as_json)
+    if job.rehearse:
+        return _rehearse(made, as_json=as_json)
     sys.stdout.write(f"{dumps(as_dict(made), indent=2)}\n" if as_json else render(made))
     return EXIT_OK
 
@@ -101,6 +103,24 @@ def _verify(made: Plan, *, step: bool, as_json: bool) -> int:
     else:
         sys.stdout.write("\n".join(render_verified(verified, made)) + "\n")
     return EXIT_OK
+
+
+def _rehearse(made: Plan, *, as_json: bool) -> int:
+    """Rehearses the ranks of a plan that differ, and prints both."""
+    from harness.plan.render import as_dict, render
+    from harness.rehearse.__main__ import EXIT_FAILED, rehearse_ranks
+    from harness.rehearse.config import RehearseConfig
+    from harness.rehearse.render import as_dict as rehearsed_as_dict
+    from harness.rehearse.render import render as render_rehearsed
+
+    gc.enable()
+    ranks = rehearse_ranks(made, RehearseConfig())
+    if as_json:
+        rehearsed = {"rehearsed": rehearsed_as_dict(made, ranks)["ranks"]}
+        sys.stdout.write(f"{dumps(as_dict(made) | rehearsed, indent=2)}\n")
+    else:
+        sys.stdout.write(f"{render(made)}\n{render_rehearsed(made, ranks)}")
+    return EXIT_FAILED if any(rank.failure is not None for rank in ranks) else EXIT_OK
 
 
 def main() -> None:

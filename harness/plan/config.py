@@ -9,6 +9,7 @@ from pathlib import Path
 from harness.config import label
 from harness.errors import ConfigError
 from harness.job import Job
+from harness.rehearse.config import put_on_virtual_gpus
 
 
 @dataclass
@@ -27,6 +28,8 @@ class PlanJob(Job):
     """Build the job on a fake process group, in this process, and compare what it holds with the plan."""
     verify_step: bool = label(False)
     """With verify: run one step of every stage on fake tensors too."""
+    rehearse: bool = label(False)
+    """Rehearse the job on virtual GPUs too (``harness.rehearse``), and show what it takes beside the plan."""
     calibration: str | None = label(None)
     """Constants of the machine to plan for, a file that ``calibrate`` wrote; null: those of published
     runs."""
@@ -41,6 +44,8 @@ class PlanJob(Job):
         self._validate_plan()
         if self.search or self.calibrate is not None:
             return self
+        if self.rehearse:
+            gpus = put_on_virtual_gpus(self)
         super().resolve(launched_ranks=launched_ranks, gpus=gpus)
         return self
 
@@ -57,7 +62,10 @@ class PlanJob(Job):
             raise ConfigError(
                 "verify", True, rule, "verify=false, then verify=true for the layout you choose"
             )
-        for name in ("search", "verify", "picture"):
+        if self.rehearse and (self.search or self.verify):
+            other = "search" if self.search else "verify"
+            raise ConfigError("rehearse", True, f"goes not together with {other}=true", f"{other}=false")
+        for name in ("search", "verify", "picture", "rehearse"):
             if self.calibrate is not None and getattr(self, name):
                 rule = "fits constants to runs and looks at no job"
                 raise ConfigError("calibrate", self.calibrate, rule, f"calibrate alone, then {name} without")

@@ -53,14 +53,8 @@ class RehearseJob(Job):
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> RehearseJob:
         """As a job does, on a machine that has the GPUs that are rehearsed on."""
-        if self.cluster.device == "cpu":
-            raise ConfigError("cluster.device", "cpu", "a rehearsal is of a job on GPUs", ["cuda", "auto"])
-        self.cluster.device = "cuda"
-        self.cluster.accelerator = self.cluster.accelerator or DEFAULT
-        super().resolve(launched_ranks=launched_ranks, gpus=gpus or self.cluster.ranks or GPUS)
-        if self.cluster.accelerator not in VIRTUAL:
-            rule = "there is no virtual one"
-            raise ConfigError("cluster.accelerator", self.cluster.accelerator, rule, VIRTUAL)
+        gpus = put_on_virtual_gpus(self)
+        super().resolve(launched_ranks=launched_ranks, gpus=gpus)
         self.rehearse.validate(self.world_size)
         return self
 
@@ -68,6 +62,21 @@ class RehearseJob(Job):
     def plain(self) -> Job:
         """The job alone, as every other verb has it."""
         return Job(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)})
+
+
+def put_on_virtual_gpus(job: Job) -> int:
+    """Says of a job that is not resolved yet that its nodes have GPUs; returns how many a local job finds.
+
+    Raises:
+        ConfigError: it is for a CPU, or for GPUs that there are no virtual ones of.
+    """
+    if job.cluster.device == "cpu":
+        raise ConfigError("cluster.device", "cpu", "a rehearsal is of a job on GPUs", ["cuda", "auto"])
+    job.cluster.device = "cuda"
+    job.cluster.accelerator = job.cluster.accelerator or DEFAULT
+    if job.cluster.accelerator not in VIRTUAL:
+        raise ConfigError("cluster.accelerator", job.cluster.accelerator, "there is no virtual one", VIRTUAL)
+    return job.cluster.ranks or GPUS
 
 
 def ranks_to_rehearse(job: Job, config: RehearseConfig) -> list[int]:

@@ -16,10 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.cluster.lifeline import end_with_parent
 from harness.job import Job
 from harness.loop.process import set_environment
 from harness.rehearse.device import virtual_device
 from harness.rehearse.figures import OUT_OF_MEMORY, Collective, Copy, Failure, Product, RankFigures, Wait
+
+CONTROLLER = "HARNESS_REHEARSAL"
+"""Variable with the process that asks; when it is gone, so are the ranks."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Request:
 
 
 def main() -> None:
-    """Serves requests until standard input ends; answers each with the exit code of its rank."""
+    """Serves requests until standard input ends; answers each with the process of its rank, and its exit code."""
+    end_with_parent(int(os.environ[CONTROLLER]))
     requests = (Request(**json.loads(line)) for line in sys.stdin)
     first = next(requests, None)
     if first is None:
@@ -238,10 +243,17 @@ def sent_by(kind: str, ranks: int) -> float:
 
 def _bytes_on_device(tensors: Any) -> float:
     """Bytes of the storages of tensors that lie on the device."""
+    from torch import Tensor
+
+    from harness.precision.swap import plain
+
     storages = {}
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
-        if hasattr(local, "is_cuda") and local.is_cuda:
+        if not isinstance(tensor, Tensor):
+            continue
+        values = plain(tensor)
+        local = getattr(values, "_local_tensor", values)
+        if local.is_cuda:
             storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
     return float(sum(storages.values()))
 

@@ -19,6 +19,7 @@ from harness.job import Job
 from harness.rehearse.build import GPU_LIBRARY, library
 from harness.rehearse.config import RehearseConfig
 from harness.rehearse.figures import Failure, RankFigures
+from harness.rehearse.rank import CONTROLLER
 
 LINES_SHOWN = 3
 # Devices of NVIDIA's driver; what nvidia-smi would list.
@@ -114,6 +115,7 @@ def environment(folder: Path) -> dict[str, str]:
     """
     paths = [str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
+        CONTROLLER: str(os.getpid()),
         "LD_PRELOAD": str(folder / GPU_LIBRARY),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")])),
         "TRITON_LIBCUDA_PATH": str(folder),
