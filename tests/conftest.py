@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from harness.cluster.config import count_gpus
 from harness.cluster.pool import RankPool
+from harness.errors import UserError
+from harness.rehearse import build
 
 # Fixtures of a session that take long to make, or the whole machine; longest first.
 SHARED = ("slurm", "pool")
@@ -24,6 +26,18 @@ GROUPS_SHOWN = 40
 
 # A shell ignores interrupts for what it runs in the background, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _no_rehearsals() -> str:
+    """Why nothing can be rehearsed here; empty where it can."""
+    try:
+        build.require_build()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+NO_REHEARSALS = _no_rehearsals()
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and there is none"))
         if item.get_closest_marker("thorough") and not THOROUGH:
             item.add_marker(pytest.mark.skip(reason="thorough: make thorough runs it"))
+        if item.get_closest_marker("rehearsal") and NO_REHEARSALS:
+            item.add_marker(pytest.mark.skip(reason=NO_REHEARSALS))
         # Where CI runs, a missing SLURM is a failure.
         if item.get_closest_marker("slurm") and shutil.which("sbatch") is None and "CI" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="needs SLURM, which .ci/run installs"))

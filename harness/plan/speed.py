@@ -92,7 +92,8 @@ class StepModel:
         inputs = [block.recompute + block.inputs for block in blocks]
         weights = [block.weights for block in blocks]
         if "tok_embeddings" in names or "output" in names:
-            sharing += [self._share_table()] * (("tok_embeddings" in names) + ("output" in names))
+            tables = {"tok_embeddings", "output"} & set(names)
+            sharing += [self._share_table()] * (1 if model.tied_embeddings else len(tables))
         if "output" in names:
             head_forward, head_backward = self.worker.ends()
             forward, inputs = [*forward, head_forward], [*inputs, head_backward]

@@ -258,23 +258,24 @@ def _bytes_on_device(tensors: Any) -> float:
     return float(sum(storages.values()))
 
 
-def _failure(error: Exception, step: int | None) -> Failure:
+def _failure(error: BaseException, step: int | None) -> Failure:
     import torch
 
-    from harness.rehearse.gpu import place_in_code
-
-    trace, frame = error.__traceback__, None
-    lines = []
-    while trace is not None:
-        frame = trace.tb_frame
-        lines.append((frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    del frame
-    package = str(Path(__file__).parent.parent)
-    own = [f"{os.path.relpath(path, package)}:{line}" for path, line in lines if path.startswith(package)]
+    # torch's pipelines raise an error of their own from what has happened.
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    error = next((each for each in chain if isinstance(each, torch.OutOfMemoryError)), error)
+    package, own = str(Path(__file__).parent.parent), str(Path(__file__).parent)
+    # Frames of errors that were raised from it lead here; its own begin where it was caught.
+    lines = [
+        f"{os.path.relpath(frame.filename, package)}:{frame.lineno}"
+        for each in chain
+        for frame in traceback.extract_tb(each.__traceback__)
+        if frame.filename.startswith(package) and not frame.filename.startswith(own)
+    ]
     kind = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
-    where = own[-1] if own else place_in_code(None)
-    return Failure(kind, str(error), where, step)
+    return Failure(kind, str(error), lines[-1] if lines else "torch", step)
 
 
 if __name__ == "__main__":

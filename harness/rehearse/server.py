@@ -12,7 +12,6 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from harness.errors import MachineError, UserError
 from harness.job import Job
@@ -51,10 +50,10 @@ class Rehearsals:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
             env=environment(folder),
             start_new_session=True,
         )
+        self._said = b""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -81,30 +80,36 @@ class Rehearsals:
             "result": str(result),
             "log": str(log),
         }
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{json.dumps(request)}\n")
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{json.dumps(request)}\n".encode())
         self._process.stdin.flush()
         deadline = time.monotonic() + config.timeout_seconds
-        process = int(self._answer(self._process.stdout, deadline) or 0)
-        code = self._answer(self._process.stdout, deadline)
+        process = int(self._answer(deadline) or 0)
+        code = self._answer(deadline)
         if code is None:
             os.kill(process, signal.SIGKILL)
-            self._answer(self._process.stdout, time.monotonic() + config.timeout_seconds)
+            self._answer(time.monotonic() + config.timeout_seconds)
             return _ended(job, rank, f"took longer than rehearse.timeout_seconds={config.timeout_seconds}", log)
         if code != "0":
             how = f"signal {-int(code)}" if int(code) < 0 else f"exit code {code}"
             return _ended(job, rank, f"ended with {how}", log)
         return RankFigures.from_plain(json.loads(result.read_text()))
 
-    def _answer(self, stream: IO[str], deadline: float) -> str | None:
+    def _answer(self, deadline: float) -> str | None:
         """A line of the server; None when it does not come in time."""
-        ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return None
-        line = stream.readline().strip()
-        if not line:
-            raise MachineError(f"the process of the rehearsal has ended: {_last_words(Path(self._log.name))}")
-        return line
+        assert self._process.stdout is not None
+        while b"\n" not in self._said:
+            # Not the stream's own readline: what that has read ahead, select does not know of.
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            read = os.read(self._process.stdout.fileno(), 4096)
+            if not read:
+                words = _last_words(Path(self._log.name))
+                raise MachineError(f"the process of the rehearsal has ended: {words}")
+            self._said += read
+        line, _, self._said = self._said.partition(b"\n")
+        return line.decode()
 
 
 def environment(folder: Path) -> dict[str, str]:

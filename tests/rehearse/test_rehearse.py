@@ -1,0 +1,214 @@
+"""Rehearsals, as far as no build of torch for CUDA is needed: what is asked, read, compared and shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from harness.cluster.hardware import ACCELERATORS, find_accelerator
+from harness.compose import compose_job
+from harness.errors import ConfigError, UserError
+from harness.plan.make import make_plan
+from harness.rehearse import build, server
+from harness.rehearse.against import memory_lines, product_flops, traffic_lines
+from harness.rehearse.alone import rows_by_rank
+from harness.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
+from harness.rehearse.device import VIRTUAL, virtual_device
+from harness.rehearse.figures import OUT_OF_MEMORY, Collective, Failure, Product, RankFigures, Wait
+from harness.rehearse.gpu import place_in_code, read_calls
+from harness.rehearse.render import as_dict, render, short_name
+
+BASE = ["model=llama3_debug", "data=synthetic", "tokenizer=bytes", "precision=bf16"]
+
+
+def job_of(*overrides: str) -> RehearseJob:
+    return compose_job([*BASE, *overrides], config_name="rehearse", schema=RehearseJob)
+
+
+def test_a_job_without_hardware_is_rehearsed_on_eight_h100() -> None:
+    job = job_of("parallelism=fsdp")
+    device = virtual_device(job)
+    assert (job.world_size, job.cluster.device, job.cluster.accelerator) == (8, "cuda", "H100 SXM")
+    assert (device.name, device.major, device.count) == ("NVIDIA H100 80GB HBM3", 9, 8)
+
+
+@pytest.mark.parametrize("name", VIRTUAL)
+def test_a_virtual_gpu_says_what_the_driver_would(name: str) -> None:
+    device = virtual_device(job_of(f"cluster.accelerator={name}"))
+    accelerator = ACCELERATORS[name]
+    assert find_accelerator(device.name) in (accelerator, None)
+    assert find_accelerator(device.name) is not None or name == "H100 96GB"
+    assert 0.98 < device.bytes / (accelerator.memory_gib * 2**30) <= 1
+    assert device.multiprocessors == accelerator.units
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("cluster.device=cpu", "cluster.device=cpu: a rehearsal is of a job on GPUs; would work: cuda, auto"),
+        ("cluster.accelerator=MI300X", "cluster.accelerator=MI300X: there is no virtual one; would work: A100"),
+        ("rehearse.ranks=[0,8]", "rehearse.ranks=[0, 8]: the job has 8 ranks; would work: ranks from 0 to 7"),
+        ("rehearse.ranks=[]", "rehearse.ranks=[]: must name a rank; would work: null, or [0]"),
+        ("rehearse.steps=1", "rehearse.steps=1: the first step is unlike the others; would work: at least 2"),
+        ("rehearse.skew=1.0", "rehearse.skew=1.0: must be at least 0 and below 1; would work: 0.25"),
+        ("rehearse.timeout_seconds=0", "rehearse.timeout_seconds=0: must be at least 1"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        job_of("parallelism=fsdp", override)
+    assert str(found.value).startswith(said)
+
+
+def test_ranks_that_differ_are_the_first_ones_of_three_pipeline_ranks() -> None:
+    job = job_of("parallelism=fsdp_pp", "parallelism.pp=4", "model.n_layers=8")
+    assert ranks_to_rehearse(job, job.rehearse) == [0, 4, 6]
+    assert ranks_to_rehearse(job, RehearseConfig(ranks=[5])) == [5]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("skew", [0.0, 0.5])
+def test_every_row_goes_to_some_rank(ranks: int, skew: float) -> None:
+    sent = rows_by_rank(1000, ranks, skew)
+    assert (len(sent), sum(sent)) == (ranks, 1000)
+    assert sent[0] == round(1000 / ranks * (1 + skew if ranks > 1 else 1))
+    assert max(sent[1:], default=0) - min(sent[1:], default=0) <= 1
+
+
+def test_calls_are_read() -> None:
+    text = (
+        "3\t0\tkernel\tvoid f<int>(int)\n"
+        "2\t64\tproduct\tbfloat16\tfloat8_e4m3\t1\t2\t4\t8\n"
+        "5\t100\tcollective\tall_gather\tid 0\n"
+        "4\t40\tpoint to point\tsend\tid 1\n"
+        "1\t2\tcommunicator\tid 0\n"
+        "1\t24\tcopy\tdevice to pinned\n"
+        "1\t0\tunknown\tcudaGraphLaunch\n"
+        "7\t0\tmemset\n"
+    )
+    calls = read_calls(text, Counter({("stream", "loop/engine.py:1"): 2}))
+    assert calls.kernels == {"void f<int>(int)": 3}
+    assert calls.products == {("bfloat16", "float8_e4m3", "1", "2", "4", "8"): (2, 64.0)}
+    assert calls.collectives == {("all_gather", "id 0"): (5, 100.0)}
+    assert calls.sends == {("send", "id 1"): (4, 40.0)}
+    assert (calls.communicators, calls.unknown) == (["id 0"], ["cudaGraphLaunch"])
+    assert calls.waits == {("stream", "loop/engine.py:1"): 2}
+
+
+def test_a_place_is_the_innermost_line_of_the_harness() -> None:
+    frame = sys._getframe()
+    assert place_in_code(frame).startswith("_pytest/") or "test_rehearse.py" in place_in_code(frame)
+    assert place_in_code(None) == "no Python code"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<int>(int)", "multi_tensor_apply_kernel"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)",
+            "vectorized_elementwise_kernel<FillFunctor>",
+        ),
+        ("triton_poi_fused_0", "triton_poi_fused_0"),
+    ],
+)
+def test_kernels_have_short_names(kernel: str, name: str) -> None:
+    assert short_name(kernel) == name
+
+
+def figures_of(**changes: object) -> RankFigures:
+    found = RankFigures(
+        rank=0,
+        pp_rank=0,
+        device="NVIDIA H100 80GB HBM3",
+        steps=3,
+        memory={"parameters": 2.0**30, "allocated": 3.0 * 2**30, "reserved": 4.0 * 2**30},
+        kernels={"triton_poi_fused_0": 7},
+        products=[Product(2, 1, 8, 4, 16, "bfloat16", 2048.0)],
+        collectives=[Collective("dp", "all_gather", 8, 15, 1e6), Collective("ep", "exchange", 8, 4, 1e6)],
+        waits=[Wait("parallelism/expert.py:145", "stream", 4)],
+        host_seconds=100.0,
+        cpu_seconds=100.0,
+    )
+    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
+
+
+def test_figures_stand_beside_the_plan() -> None:
+    plan = make_plan(job_of("parallelism=fsdp").plain)
+    memory = {line.name: line for line in memory_lines(figures_of(), plan)}
+    assert memory["reserved"].planned == plan.memory[0].peak
+    assert memory["reserved"].difference == pytest.approx(4 * 2**30 / plan.memory[0].peak - 1)
+    traffic = {(line.name, line.unit): line for line in traffic_lines(figures_of(), plan)}
+    assert traffic["dp all_gather", "count"].rehearsed == 15
+    assert traffic["dp all_gather", "count"].planned == 16
+    assert traffic["dp reduce_scatter", "count"].rehearsed == 0
+    assert traffic["ep all_to_all", "count"].planned is None
+
+
+def test_planned_products_of_all_pipeline_ranks_are_the_whole_models() -> None:
+    """6 for each parameter that multiplies and token: each rank of a stage has an equal share."""
+    job = job_of("parallelism=fsdp_tp_pp").plain
+    in_stage = job.world_size // job.parallelism.pp
+    total = sum(product_flops(job, pp_rank) * in_stage for pp_rank in range(job.parallelism.pp))
+    accounting = make_plan(job).accounting
+    tokens = job.global_batch_size * job.training.seq_len
+    dense = accounting.parameters - job.model.vocab_size * job.model.dim - 17 * job.model.dim
+    assert total == pytest.approx(6 * dense * tokens, rel=1e-3)
+
+
+def test_what_is_shown() -> None:
+    plan = make_plan(job_of("parallelism=fsdp").plain)
+    text = render(plan, [figures_of()])
+    assert "THE HOST WOULD KEEP THE GPU WAITING: it works 100 s on a step here" in text
+    assert "host waits for the device: parallelism/expert.py:145 4 x (stream)" in text
+    assert "2 x [8, 4] [4, 16] bfloat16" in text
+    failure = Failure(OUT_OF_MEMORY, "CUDA out of memory.\nTried to allocate 448.00 MiB.", "model/a.py:1", 0)
+    failed = render(plan, [figures_of(failure=failure)])
+    assert "OUT OF MEMORY in step 1 at model/a.py:1: CUDA out of memory. Tried to allocate 448.00 MiB." in failed
+    assert "collectives" not in failed
+    plain = as_dict(plan, [figures_of()])["ranks"][0]
+    assert {"name": "reserved", "unit": "bytes"}.items() <= plain["against_plan"][2].items()
+
+
+def test_figures_survive_the_way_between_processes() -> None:
+    figures = figures_of(failure=Failure("RuntimeError", "no", "a.py:1", None))
+    assert RankFigures.from_plain(dataclasses.asdict(figures)) == figures
+
+
+def test_without_a_build_for_cuda_one_line_says_so() -> None:
+    if build.cuda_version() is not None:
+        pytest.skip("this build of torch has CUDA")
+    command = [sys.executable, "-m", "harness.rehearse", *BASE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (UserError.exit_code, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: rehearsals need a build of torch for CUDA") and "make rehearsal" in line
+
+
+def test_without_a_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cuda_version", lambda: "13.0")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match=r"rehearsals need g\+\+; would work: the system's package of GCC"):
+        build.require_build()
+
+
+def test_a_machine_with_a_gpu_is_refused_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "0000:01:00.0").mkdir()
+    monkeypatch.setattr(server, "_DRIVER", tmp_path)
+    with pytest.raises(UserError, match="this machine has a GPU.*rehearse.real_gpu=true"):
+        server.require_no_gpu(RehearseConfig())
+    server.require_no_gpu(RehearseConfig(real_gpu=True))
+
+
+def test_a_plan_takes_a_rehearsal_or_a_search() -> None:
+    from harness.plan.config import PlanJob
+
+    with pytest.raises(ConfigError, match="rehearse=true: goes not together with search=true"):
+        compose_job([*BASE, "rehearse=true", "search=true"], config_name="plan", schema=PlanJob)
+    job = compose_job([*BASE, "rehearse=true", "parallelism=fsdp"], config_name="plan", schema=PlanJob)
+    assert (job.world_size, job.cluster.accelerator) == (8, "H100 SXM")
