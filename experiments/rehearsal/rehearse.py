@@ -85,7 +85,9 @@ def rehearse_one(rehearsals: Rehearsals, of: str, name: str, overrides: list[str
         row = row_of(of, name, overrides, plan, figures)
         with ROWS.open("a") as file:
             file.write(f"{json.dumps(row)}\n")
-        said = "" if row["failure"] is None else f": {row['failure']['kind']}, {row['failure']['message'][:200]}"
+        said = (
+            "" if row["failure"] is None else f": {row['failure']['kind']}, {row['failure']['message'][:200]}"
+        )
         taken = time.perf_counter() - began
         sys.stderr.write(f"{name}, rank {rank}: {taken:.0f} s{said}\n")
 
@@ -130,9 +132,9 @@ def write_tables() -> None:
     count = sum(len({row["job"] for row in found}) for found in of_sets.values())
     text = [
         f"# {count} rehearsed jobs\n",
-        "Written by `rehearse.py`; one line for each rehearsed rank, of its third step. Products are cuBLAS's, "
-        "kernels all others. Memory is at its peak, in GiB. Host seconds are processor time on the machine of "
-        "the rehearsal.\n",
+        "Written by `rehearse.py`; one line for each rehearsed rank, of its third step. Products are "
+        "cuBLAS's, kernels all others. Memory is at its peak, in GiB. Host seconds are processor time on the "
+        "machine of the rehearsal.\n",
         "## Debug models\n",
         small_table(of_sets["small"]),
         "## Full sizes: memory\n",
@@ -144,7 +146,16 @@ def write_tables() -> None:
 
 
 def small_table(found: list[dict[str, Any]]) -> str:
-    header = ["job", "rank", "kernels", "products", "collectives", "host waits", "allocated / reserved", "graphs"]
+    header = [
+        "job",
+        "rank",
+        "kernels",
+        "products",
+        "collectives",
+        "host waits",
+        "allocated / reserved",
+        "graphs",
+    ]
     lines = []
     for row in found:
         kinds = [f"{each['axis']} {each['kind']} {each['count']}" for each in row["collectives"]]
@@ -159,7 +170,17 @@ def small_table(found: list[dict[str, Any]]) -> str:
 
 
 def full_table(found: list[dict[str, Any]]) -> str:
-    header = ["job", "rank of", "allocated", "reserved", "planned", "difference", "kernels", "host s", "step s, planned"]
+    header = [
+        "job",
+        "rank of",
+        "allocated",
+        "reserved",
+        "planned",
+        "difference",
+        "kernels",
+        "host s",
+        "step s, planned",
+    ]
     lines = []
     for row in found:
         memory, planned = row["memory"], planned_peak(row)

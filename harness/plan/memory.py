@@ -22,10 +22,11 @@ from harness.plan.plan import KINDS, Action, RankMemory
 GIB = 2**30
 MIB = 2**20
 
-FRAGMENTATION = 0.15
-"""What CUDA's caching allocator reserves beyond what is allocated at the fullest moment, as a share of it:
-blocks that are free, but too small for what is asked for. It is what GMLake's authors found on average in
-training runs, of up to 33 % (arXiv:2401.08156, abstract); nothing is fitted."""
+FRAGMENTATION, FRAGMENTATION_OF_PIPELINES = 0.10, 0.02
+"""What CUDA's caching allocator reserves beyond what is allocated at the fullest moment, as a share of it: blocks
+that are free, but too small for what is asked for. Measured: what torch's allocator reserves in rehearsals of
+jobs of full size is so met best (experiments/rehearsal/TABLES.md). Pipelines gather a stage once, and not block
+after block, and leave fewer holes."""
 CUBLAS_WORKSPACE = 32 * MIB
 """Of cuBLAS on Hopper, for each stream that multiplies (docs.nvidia.com/cuda/cublas, cublasSetWorkspace)."""
 HBM_LEFT = 0.99
@@ -220,4 +221,5 @@ class _Rank:
         if self.cpu:
             return CPU_PROCESS
         own = self._gradients() if self.fsdp else 0.0
-        return FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE
+        share = FRAGMENTATION_OF_PIPELINES if self.pipelined else FRAGMENTATION
+        return share * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE

@@ -20,7 +20,7 @@ EXIT_FAILED = 1
 
 
 def rehearse(job: RehearseJob, *, as_json: bool) -> int:
-    """Rehearses a job's ranks and prints what was found; returns the exit code, 0 if all came to their end."""
+    """Rehearses a job's ranks and prints what was found; returns 0 if all came to their end."""
     if launched_ranks() is not None:
         raise UserError("harness.rehearse starts its ranks itself; start it without torchrun")
     plan = make_plan(job.plain)

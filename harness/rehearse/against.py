@@ -104,5 +104,3 @@ def product_flops(job: Job, pp_rank: int) -> float:
         values += model.vocab_size * model.dim / layout.tp
     rows = job.global_batch_size // layout.data_parallel * job.training.seq_len / layout.cp
     return 6.0 * rows * values
-
-

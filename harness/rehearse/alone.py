@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torch.testing._internal.distributed.fake_pg  # makes the backend known  # noqa: F401
+import torch.testing._internal.distributed.fake_pg  # makes the backend known
 from torch import Tensor
 from torch.distributed.pipelining.stage import PipelineStage
 
@@ -154,7 +154,9 @@ def rows_by_rank(rows: int, ranks: int, skew: float) -> list[int]:
 def _lengths(skew: float) -> Any:
     asked = ExpertExchange._lengths
 
-    def lengths(exchange: ExpertExchange, given: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    def lengths(
+        exchange: ExpertExchange, given: Tensor, got: Tensor, rows: int
+    ) -> tuple[list[int], list[int]]:
         asked(exchange, given, got, rows)  # as in training, with whatever waiting that takes
         sent = rows_by_rank(rows, exchange.ranks, skew)
         return sent, [sent[exchange.group.rank()]] * exchange.ranks

@@ -82,10 +82,14 @@ def require_build() -> None:
         )
     for tool in ("g++", "nm"):
         if shutil.which(tool) is None:
-            raise UserError(f"rehearsals need {tool}; would work: the system's package of GCC (g++, binutils)")
+            raise UserError(
+                f"rehearsals need {tool}; would work: the system's package of GCC (g++, binutils)"
+            )
     for header, package in HEADERS.items():
         if not any((folder / header).exists() for folder in _include_folders()):
-            raise UserError(f"rehearsals need {header}; would work: pip install {package}, of torch's version")
+            raise UserError(
+                f"rehearsals need {header}; would work: pip install {package}, of torch's version"
+            )
 
 
 def _torch_folder() -> Path:
@@ -134,7 +138,9 @@ def _failing(names: set[str]) -> str:
     for name in sorted(names):
         found = _CALLED.fullmatch(name)
         assert found is not None, name
-        lines.append(f'extern "C" int {name}() {{ virtual_gpu_unknown("{name}"); return {FAILURES[found[1]]}; }}')
+        lines.append(
+            f'extern "C" int {name}() {{ virtual_gpu_unknown("{name}"); return {FAILURES[found[1]]}; }}'
+        )
     return "\n".join(lines) + "\n"
 
 

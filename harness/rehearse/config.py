@@ -37,7 +37,9 @@ class RehearseConfig:
         if self.ranks is not None and not self.ranks:
             raise ConfigError("rehearse.ranks", "[]", "must name a rank", "null, or [0]")
         if self.steps < 2:
-            raise ConfigError("rehearse.steps", self.steps, "the first step is unlike the others", "at least 2")
+            raise ConfigError(
+                "rehearse.steps", self.steps, "the first step is unlike the others", "at least 2"
+            )
         if not 0 <= self.skew < 1:
             raise ConfigError("rehearse.skew", self.skew, "must be at least 0 and below 1", "0.25")
         if self.timeout_seconds < 1:

@@ -92,7 +92,7 @@ class RankFigures:
     waits: list[Wait] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """Functions of CUDA's libraries that the stand-in does not have; what follows such a call may be wrong."""
+    """Functions of CUDA's libraries that the stand-in does not have, and that failed."""
     graphs: int = 0
     recompilations: int = 0
     compile_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""The stand-in library from within a process that it is loaded into: what the device is, and what was called."""
+"""The stand-in library, in a process that it is loaded into: what the device is, and what was called."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ranks of rehearsals: ``python -m harness.rehearse.rank``, started with the stand-in library loaded.
 
-The process imports torch once and then takes requests, a line of JSON each, from standard input. Every rank is
-a process of its own, forked from it.
+The process imports torch once and then takes requests, a line of JSON each, from standard input. Every rank
+is a process of its own, forked from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Request:
 
 
 def main() -> None:
-    """Serves requests until standard input ends; answers each with the process of its rank, and its exit code."""
+    """Serves requests until standard input ends; answers each with its rank's process and exit code."""
     end_with_parent(int(os.environ[CONTROLLER]))
     requests = (Request(**json.loads(line)) for line in sys.stdin)
     first = next(requests, None)
@@ -183,7 +183,8 @@ class Rehearsal:
         figures.kernels = dict(calls.kernels.most_common())
         for (left, right, *shape), (count, flops) in calls.products.items():
             formats = left if left == right else f"{left} x {right}"
-            figures.products.append(Product(count, *map(int, shape), formats=formats, flops=flops))
+            batch, rows, inner, columns = map(int, shape)
+            figures.products.append(Product(count, batch, rows, inner, columns, formats, flops))
         figures.products.sort(key=lambda product: -product.flops)
         found = [*calls.collectives.items(), *calls.sends.items()]
         for (kind, communicator), (count, size) in found:

@@ -22,7 +22,9 @@ def render(plan: Plan, ranks: Sequence[RankFigures]) -> str:
     """What ``harness.rehearse`` prints."""
     job = plan.job
     head = f"{job.name}, {mesh_of(job.parallelism)} ({job.world_size} ranks)"
-    return "\n".join([f"rehearsed: {head} on a virtual {ranks[0].device}\n", *(_rank(plan, r) for r in ranks)])
+    return "\n".join(
+        [f"rehearsed: {head} on a virtual {ranks[0].device}\n", *(_rank(plan, r) for r in ranks)]
+    )
 
 
 def as_dict(plan: Plan, ranks: Sequence[RankFigures]) -> dict[str, Any]:
@@ -51,7 +53,9 @@ def _lines(plan: Plan, figures: RankFigures) -> list[Line]:
 
 
 def _rank(plan: Plan, figures: RankFigures) -> str:
-    blocks = [f"rank {figures.rank}" + (f", pipeline rank {figures.pp_rank}" if plan.job.parallelism.pp > 1 else "")]
+    blocks = [
+        f"rank {figures.rank}" + (f", pipeline rank {figures.pp_rank}" if plan.job.parallelism.pp > 1 else "")
+    ]
     if figures.failure is not None:
         blocks.append(_failure(figures))
     blocks.append(_table("memory, GiB", memory_lines(figures, plan)))
@@ -110,16 +114,14 @@ def _facts(plan: Plan, figures: RankFigures) -> str:
     lines += _some(
         "products",
         [
-            f"{p.count} x {f'{p.batch} x ' if p.batch > 1 else ''}[{p.rows}, {p.inner}] [{p.inner}, {p.columns}] "
-            f"{p.formats}, {p.flops / 1e12:.4g} TFLOP"
+            f"{p.count} x {f'{p.batch} x ' if p.batch > 1 else ''}[{p.rows}, {p.inner}] "
+            f"[{p.inner}, {p.columns}] {p.formats}, {p.flops / 1e12:.4g} TFLOP"
             for p in figures.products
         ],
     )
     waits = [f"{wait.where} {wait.count} x ({wait.what})" for wait in figures.waits]
     lines.append(f"host waits for the device: {'; '.join(waits) or 'never'}")
-    copies = [
-        f"{copy.how} {copy.count} x, {_size(copy.bytes)}" for copy in figures.copies
-    ]
+    copies = [f"{copy.how} {copy.count} x, {_size(copy.bytes)}" for copy in figures.copies]
     lines.append(f"copies: {'; '.join(copies) or 'none'}")
     if figures.graphs:
         lines.append(

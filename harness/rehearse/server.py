@@ -1,4 +1,4 @@
-"""Rehearses ranks one after another, in processes that fork from one that has imported torch (no torch here)."""
+"""Rehearses ranks one after another, each in a process that forks from one with torch (no torch here)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rehearsals:
     def __enter__(self) -> Rehearsals:
         folder = library()
         self._scratch = tempfile.TemporaryDirectory(prefix="harness-rehearse-")
-        self._log = open(Path(self._scratch.name) / "server.log", "w+")  # noqa: SIM115
+        self._log = open(Path(self._scratch.name) / "server.log", "w+")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "harness.rehearse.rank"],
             stdin=subprocess.PIPE,
@@ -89,7 +89,9 @@ class Rehearsals:
         if code is None:
             os.kill(process, signal.SIGKILL)
             self._answer(time.monotonic() + config.timeout_seconds)
-            return _ended(job, rank, f"took longer than rehearse.timeout_seconds={config.timeout_seconds}", log)
+            return _ended(
+                job, rank, f"took longer than rehearse.timeout_seconds={config.timeout_seconds}", log
+            )
         if code != "0":
             how = f"signal {-int(code)}" if int(code) < 0 else f"exit code {code}"
             return _ended(job, rank, f"ended with {how}", log)
@@ -122,7 +124,9 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {
         CONTROLLER: str(os.getpid()),
         "LD_PRELOAD": str(folder / GPU_LIBRARY),
-        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")])),
+        "LD_LIBRARY_PATH": os.pathsep.join(
+            filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")])
+        ),
         "TRITON_LIBCUDA_PATH": str(folder),
         # What is measured of kernels here must not be believed on a GPU.
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
@@ -143,5 +147,3 @@ def _ended(job: Job, rank: int, how: str, log: Path) -> RankFigures:
 
 def _last_words(log: Path) -> str:
     return " / ".join(log.read_text(errors="replace").strip().splitlines()[-LINES_SHOWN:])
-
-

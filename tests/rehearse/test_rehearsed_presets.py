@@ -1,7 +1,7 @@
 """Every preset of how a job is laid out and run, rehearsed: what a step calls, and what it takes.
 
-Nothing is computed, so shapes may be those of real models; only the mixtures are debug models. A preset that is new
-is rehearsed too, because the lists are those of conf/.
+Nothing is computed, so shapes may be those of real models; only the mixtures are debug models. A preset that
+is new is rehearsed too, because the lists are those of conf/.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXPERTS = "parallelism/expert.py"
 WAITS = {
     "bf16_full": {"loop/engine.py"},
 }
-"""What makes the host wait in a step, by preset: the optimizers that are not fused ask whether the norm is finite."""
+"""What makes the host wait in a step: optimizers that are not fused ask whether the norm is finite."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,11 @@ class Rehearsed:
 
 def rehearsed(rehearsals: Rehearsals, *overrides: str) -> Rehearsed:
     named = {each.partition("=")[0] for each in overrides}
-    common = [each for each in ("data=synthetic", "tokenizer=bytes", "precision=bf16") if each.split("=")[0] not in named]
+    common = [
+        each
+        for each in ("data=synthetic", "tokenizer=bytes", "precision=bf16")
+        if each.split("=")[0] not in named
+    ]
     job = compose_job([*common, *overrides], config_name="rehearse", schema=RehearseJob)
     ranks = [rehearsals.run(job.plain, rank, job.rehearse) for rank in ranks_to_rehearse(job, job.rehearse)]
     return Rehearsed(make_plan(job.plain), ranks)
@@ -67,7 +71,7 @@ def options(group: str) -> list[str]:
 
 
 def check(found: Rehearsed, *, waits: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    """What holds for every step: it ends, calls nothing unknown, waits where it must only, and holds what is planned."""
+    """Check what holds for every step: it ends, calls nothing unknown, waits only where it must."""
     for figures in found.ranks:
         assert figures.failure is None, figures.failure
         assert figures.unknown == []
