@@ -18,6 +18,7 @@ from harness.errors import ConfigError
 from harness.job import Job
 from harness.parity import ParityJob
 from harness.plan.config import PlanJob
+from harness.rehearse.config import RehearseJob
 from harness.report.__main__ import _parser as _report_parser
 from harness.sweep.__main__ import _parser
 
@@ -51,7 +52,7 @@ def test_harness_commands_compose(command: str, monkeypatch: pytest.MonkeyPatch)
         assert str(folder).startswith("runs/") or (ROOT / folder).is_dir()
         return
     schemas = {"bench": BenchJob, "parity": ParityJob, "convert": ConvertJob, "download": DownloadJob}
-    schemas["plan"] = PlanJob
+    schemas |= {"plan": PlanJob, "rehearse": RehearseJob}
     schema, name = schemas.get(verb, Job), verb
     if words[0] == "torchrun":
         for variable, value in (("RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
