@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from harness.compose import compose_job
 from harness.errors import UserError
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
-from harness.rehearse.against import Line, memory_lines, traffic_lines
 from harness.rehearse.config import RehearseJob, ranks_to_rehearse
 from harness.rehearse.figures import RankFigures
 from harness.rehearse.server import Rehearsals, require_no_gpu
@@ -36,7 +36,6 @@ COMMON = {
         *("training.seq_len=8192", "training.global_batch_size=null"),
     ),
 }
-# What the numbers of the full sizes are to be held to: the median, and the worst.
 GIB = 2**30
 
 
@@ -79,10 +78,9 @@ def rehearse_one(rehearsals: Rehearsals, of: str, name: str, overrides: list[str
         sys.stderr.write(f"{name}: {error}\n")
         return
     require_no_gpu(job.rehearse)
-    plan = make_plan(job.plain)
     for rank in ranks_to_rehearse(job, job.rehearse):
         figures = rehearsals.run(job.plain, rank, job.rehearse)
-        row = row_of(of, name, overrides, plan, figures)
+        row = row_of(of, name, overrides, job.world_size, figures)
         with ROWS.open("a") as file:
             file.write(f"{json.dumps(row)}\n")
         said = (
@@ -92,24 +90,22 @@ def rehearse_one(rehearsals: Rehearsals, of: str, name: str, overrides: list[str
         sys.stderr.write(f"{name}, rank {rank}: {taken:.0f} s{said}\n")
 
 
-def row_of(of: str, name: str, overrides: list[str], plan: Plan, figures: RankFigures) -> dict[str, Any]:
+def row_of(
+    of: str, name: str, overrides: list[str], world_size: int, figures: RankFigures
+) -> dict[str, Any]:
     """What is kept of a rank: everything but kernels' and products' lists."""
     plain = dataclasses.asdict(figures)
     for left_out in ("kernels", "products"):
         del plain[left_out]
-    lines = memory_lines(figures, plan) + (traffic_lines(figures, plan) if figures.failure is None else [])
     return {
         "job": name,
         "set": of,
         "overrides": overrides,
-        "world_size": plan.job.world_size,
+        "world_size": world_size,
         **plain,
         "launches": figures.launches,
         "product_count": figures.product_count,
         "product_flops": figures.product_flops,
-        "step_seconds": None if plan.speed is None else plan.speed.step_seconds,
-        "limit": plan.memory_limit,
-        "lines": [dataclasses.asdict(line) for line in lines],
     }
 
 
@@ -183,9 +179,9 @@ def full_table(found: list[dict[str, Any]]) -> str:
     ]
     lines = []
     for row in found:
-        memory, planned = row["memory"], planned_peak(row)
+        memory, (peak, seconds) = row["memory"], planned(row)
         failed = row["failure"] is not None
-        difference = "" if failed or not planned else f"{planned / memory['reserved'] - 1:+.1%}"
+        difference = "" if failed else f"{peak / memory['reserved'] - 1:+.1%}"
         reserved = f"**{row['failure']['kind']}**" if failed else f"{memory['reserved'] / GIB:.2f}"
         lines.append(
             [
@@ -193,28 +189,34 @@ def full_table(found: list[dict[str, Any]]) -> str:
                 f"{row['rank']} / {row['world_size']}",
                 f"{memory.get('allocated', 0) / GIB:.2f}",
                 reserved,
-                "" if planned is None else f"{planned / GIB:.2f}",
+                f"{peak / GIB:.2f}",
                 difference,
                 f"{row['launches']:,}",
                 f"{row['cpu_seconds']:.2f}",
-                "" if row["step_seconds"] is None else f"{row['step_seconds']:.2f}",
+                f"{seconds:.2f}",
             ]
         )
     return table(header, lines)
 
 
-def planned_peak(row: dict[str, Any]) -> float | None:
-    lines = [Line(**each) for each in row["lines"]]
-    return next((line.planned for line in lines if line.name == "reserved"), None)
+def planned(row: dict[str, Any]) -> tuple[float, float]:
+    """Peak memory of the row's ranks, bytes, and seconds of a step, by today's plan."""
+    plan = _plan_of(tuple(row["overrides"]))
+    assert plan.speed is not None
+    return plan.memory[row["pp_rank"]].peak, plan.speed.step_seconds
+
+
+@cache
+def _plan_of(overrides: tuple[str, ...]) -> Plan:
+    return make_plan(compose_job(overrides, config_name="rehearse", schema=RehearseJob).plain)
 
 
 def memory_summary(found: list[dict[str, Any]]) -> list[str]:
     """How far the plan is off."""
     errors = []
     for row in found:
-        planned = planned_peak(row)
-        if row["failure"] is None and planned:
-            errors.append(planned / row["memory"]["reserved"] - 1)
+        if row["failure"] is None:
+            errors.append(planned(row)[0] / row["memory"]["reserved"] - 1)
     if not errors:
         return []
     sizes = [abs(error) for error in errors]

@@ -13,7 +13,7 @@ from harness.job import Job
 from harness.model.operations import block_kinds, block_weights
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
-from harness.plan.memory import FRAGMENTATION, memory_limit
+from harness.plan.memory import fragmentation, memory_limit
 from harness.plan.memory_activations import ActivationBytes
 from harness.plan.order import pipeline_order
 from harness.plan.parameters import BYTES
@@ -64,7 +64,7 @@ class Floors:
         if key not in self._known:
             experts, others = (sum(sizes) / layout.pp for sizes in zip(*self._blocks, strict=True))
             always, gradients, after = self._held(layout, experts, others + self._tables / layout.pp)
-            self._known[key] = _with_fragments(always + gradients, after)
+            self._known[key] = _with_fragments(layout, always + gradients, after)
         return self._known[key]  # type: ignore[no-any-return]
 
     def _held(self, layout: ParallelismConfig, experts: float, others: float) -> tuple[float, float, float]:
@@ -131,7 +131,7 @@ class Floors:
         # their gradients; the output of a last stage does not wait.
         boundaries = streams * (2 * len(own) - 2) if layout.pp > 1 else 0.0
         slack = streams if layout.pp > 1 and len(modules) - 1 in own else 0.0
-        return _with_fragments(always + boundaries - slack + max(early, late + gradients), after)
+        return _with_fragments(layout, always + boundaries - slack + max(early, late + gradients), after)
 
     def _kept(self, point: Point, layout: ParallelismConfig) -> tuple[dict[Any, float], float]:
         """What a microbatch leaves behind in each kind of block, and the stream between blocks, in bytes."""
@@ -158,9 +158,9 @@ class Floors:
         return self._known[key]  # type: ignore[no-any-return]
 
 
-def _with_fragments(total: float, own: float) -> float:
+def _with_fragments(layout: ParallelismConfig, total: float, own: float) -> float:
     """What the allocator reserves for so much and the gradients of shards (memory.py, _runtime)."""
-    return (1 + FRAGMENTATION) * total + own
+    return (1 + fragmentation(layout)) * total + own
 
 
 def _in_flight(actions: Sequence[Action], sizes: Mapping[int, float]) -> tuple[float, float]:

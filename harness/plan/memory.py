@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from harness.cluster.hardware import ACCELERATORS
 from harness.job import Job
+from harness.parallelism.config import ParallelismConfig
 from harness.plan.memory_activations import ActivationBytes, on_cpu
 from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus
 from harness.plan.order import pipeline_order
@@ -23,10 +24,10 @@ GIB = 2**30
 MIB = 2**20
 
 FRAGMENTATION, FRAGMENTATION_OF_PIPELINES = 0.10, 0.02
-"""What CUDA's caching allocator reserves beyond what is allocated at the fullest moment, as a share of it: blocks
-that are free, but too small for what is asked for. Measured: what torch's allocator reserves in rehearsals of
-jobs of full size is so met best (experiments/rehearsal/TABLES.md). Pipelines gather a stage once, and not block
-after block, and leave fewer holes."""
+"""What CUDA's caching allocator reserves beyond what is allocated at the fullest moment, as a share of it:
+blocks that are free, but too small for what is asked for. Fitted to what torch's allocator reserves in
+rehearsals of jobs of full size (experiments/rehearsal). Pipelines gather a stage once and not block after
+block, and leave fewer holes."""
 CUBLAS_WORKSPACE = 32 * MIB
 """Of cuBLAS on Hopper, for each stream that multiplies (docs.nvidia.com/cuda/cublas, cublasSetWorkspace)."""
 HBM_LEFT = 0.99
@@ -54,6 +55,11 @@ def rank_memory(job: Job) -> list[RankMemory]:
         _Rank(job, parameters_of(job, rank, shapes), prices, order[rank], microbatches).memory()
         for rank in range(layout.pp)
     ]
+
+
+def fragmentation(layout: ParallelismConfig) -> float:
+    """The share that a layout's fragments take."""
+    return FRAGMENTATION_OF_PIPELINES if layout.pp > 1 else FRAGMENTATION
 
 
 def memory_limit(job: Job) -> float | None:
@@ -221,5 +227,4 @@ class _Rank:
         if self.cpu:
             return CPU_PROCESS
         own = self._gradients() if self.fsdp else 0.0
-        share = FRAGMENTATION_OF_PIPELINES if self.pipelined else FRAGMENTATION
-        return share * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE
+        return fragmentation(self.job.parallelism) * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
+from tiers import rest_is_thorough
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments" / "memory"))
@@ -24,6 +27,7 @@ from harness.plan.memory import GIB, memory_limit, rank_memory
 from harness.plan.memory_activations import ActivationBytes
 from harness.plan.parameters import parameters_of
 from harness.plan.plan import KINDS
+from harness.rehearse.config import RehearseJob
 
 MIB = 2**20
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "checkpoint=disabled", "cluster.device=cpu")
@@ -39,18 +43,56 @@ def peak(job: Job) -> float:
 
 
 def test_published_runs_are_met() -> None:
-    """All within 15 %, the median within 7 %; ``pytest -s`` shows the table."""
-    errors, lines = {}, []
+    """Those without a pipeline within 12 %, the median within 6 %; ``pytest -s`` shows the table.
+
+    torchtitan's pipelines took 14 to 25 % more than the plan has, which is of this project's code. A rehearsal
+    of the first row of table 5, without async_tp, reserves 64.0 GiB; the plan has 62.8, torchtitan took 82.5.
+    """
+    errors, lines, pipelined = {}, [], {}
     for row in all_rows():
         planned, published = peak(row.job) / GIB, row.published.memory_gib
-        errors[row.name] = planned / published - 1
-        lines.append(f"{row.name:75} {planned:5.1f} {published:5.1f} {errors[row.name]:+6.1%}")
+        of = pipelined if row.job.parallelism.pp > 1 else errors
+        of[row.name] = planned / published - 1
+        lines.append(f"{row.name:75} {planned:5.1f} {published:5.1f} {of[row.name]:+6.1%}")
     sizes = [abs(error) for error in errors.values()]
-    lines.append(f"median {median(sizes):.1%}, worst {max(sizes):.1%}")
+    lines.append(f"without a pipeline: median {median(sizes):.1%}, worst {max(sizes):.1%}")
     sys.stdout.write("\n".join(["", "planned GiB, published GiB, error", *lines, ""]))
     assert len(all_rows()) == 18
-    assert max(sizes) <= 0.15, errors
-    assert median(sizes) <= 0.07
+    assert max(sizes) <= 0.12, errors
+    assert median(sizes) <= 0.06
+    assert all(-0.25 <= error <= -0.14 for error in pipelined.values()), pipelined
+
+
+REHEARSED = Path(__file__).parents[2] / "experiments/rehearsal/results.jsonl"
+FEW = ("8b_fsdp8_sel_op", "8b_fsdp8_full_c", "8b_tp8", "8b_pp2_fsdp4", "70b_fsdp64", "qwen3_30b_fsdp_ep8")
+
+
+def rehearsed_ranks() -> dict[str, list[dict[str, Any]]]:
+    """Rows of jobs of full size that came to their end, by the job's name."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in map(json.loads, REHEARSED.read_text().splitlines()):
+        if row["set"] == "full" and row["failure"] is None:
+            found.setdefault(row["job"], []).append(row)
+    return found
+
+
+def errors_of(rows: list[dict[str, Any]]) -> list[float]:
+    """How far the plan is off what torch's allocator reserved."""
+    job = compose_job(rows[0]["overrides"], config_name="rehearse", schema=RehearseJob).plain
+    memory = rank_memory(job)
+    return [memory[row["pp_rank"]].peak / row["memory"]["reserved"] - 1 for row in rows]
+
+
+@pytest.mark.parametrize("name", rest_is_thorough(rehearsed_ranks(), *FEW))
+def test_what_rehearsed_allocators_reserve_is_met(name: str) -> None:
+    assert max(map(abs, errors_of(rehearsed_ranks()[name]))) <= 0.12
+
+
+@pytest.mark.thorough
+def test_rehearsed_allocators_are_met_on_the_whole() -> None:
+    errors = [error for rows in rehearsed_ranks().values() for error in errors_of(rows)]
+    assert len(rehearsed_ranks()) >= 40
+    assert median(map(abs, errors)) <= 0.05
 
 
 def saved_by_autograd(job: Job, layer: int) -> int:

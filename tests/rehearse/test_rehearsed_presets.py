@@ -31,7 +31,7 @@ SHAPE = ["training.seq_len=512", "training.global_batch_size=16", "cluster=slurm
 MIXTURE = ["model=deepseek_v3_debug", *SHAPE]
 SMALL = ["model=llama3_debug", *SHAPE]
 
-EXPERTS = "parallelism/expert.py"
+EXPERTS = {"parallelism/expert.py", "model/grouped.py"}
 """Where rows travel to experts the host has to know how many."""
 WAITS = {
     "bf16_full": {"loop/engine.py"},
@@ -76,7 +76,7 @@ def check(found: Rehearsed, *, waits: set[str] = frozenset()) -> None:  # type: 
         assert figures.failure is None, figures.failure
         assert figures.unknown == []
         assert figures.communicators == [], "a communicator is made in the first step, and none later"
-        assert {wait.where.partition(":")[0] for wait in figures.waits} == waits, figures.waits
+        assert {wait.where.partition(":")[0] for wait in figures.waits} <= waits, figures.waits
         assert figures.recompilations == 0
         memory = {line.name: line for line in memory_lines(figures, found.plan)}
         for name in ("parameters", "gradients", "optimizer"):
@@ -109,7 +109,7 @@ def check_sharding(found: Rehearsed) -> None:
 def test_layouts(rehearsals: Rehearsals, preset: str) -> None:
     experts = "ep" in preset.split("_")
     found = rehearsed(rehearsals, *(MIXTURE if experts else DENSE), f"parallelism={preset}")
-    check(found, waits={EXPERTS} if experts else set())
+    check(found, waits=EXPERTS if experts else set())
     layout = found.plan.job.parallelism
     if layout.pp == 1 and not experts:
         check_sharding(found)
