@@ -90,9 +90,7 @@ def rehearse_one(rehearsals: Rehearsals, of: str, name: str, overrides: list[str
         sys.stderr.write(f"{name}, rank {rank}: {taken:.0f} s{said}\n")
 
 
-def row_of(
-    of: str, name: str, overrides: list[str], world_size: int, figures: RankFigures
-) -> dict[str, Any]:
+def row_of(of: str, name: str, overrides: list[str], world_size: int, figures: RankFigures) -> dict[str, Any]:
     """What is kept of a rank: everything but kernels' and products' lists."""
     plain = dataclasses.asdict(figures)
     for left_out in ("kernels", "products"):

@@ -45,7 +45,7 @@ def peak(job: Job) -> float:
 def test_published_runs_are_met() -> None:
     """Those without a pipeline within 12 %, the median within 6 %; ``pytest -s`` shows the table.
 
-    torchtitan's pipelines took 14 to 25 % more than the plan has, which is of this project's code. A rehearsal
+    torchtitan's pipelines took up to a third more than the plan has, which is of our code. A rehearsal
     of the first row of table 5, without async_tp, reserves 64.0 GiB; the plan has 62.8, torchtitan took 82.5.
     """
     errors, lines, pipelined = {}, [], {}
