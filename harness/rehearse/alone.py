@@ -53,8 +53,8 @@ def alone(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
 class LoneStore(dist.Store):
     """A store whose other ranks have always just set what is asked for.
 
-    What they would have set is what this rank has set under its own number, and an id of NCCL is the key
-    that it stands under: so the library's communicators are called as they are here.
+    An id of NCCL is the key that it stands under, so the library's communicators are called as they are
+    here. Of its symmetric memory another rank tells what this one does.
     """
 
     def __init__(self) -> None:
@@ -73,10 +73,22 @@ class LoneStore(dist.Store):
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
+        if key not in self._values and (mine := self._under_own_number(key)) is not None:
+            return mine
         if key not in self._values:
             # Names of communicators are told apart by their ends.
             self._values[key] = key.encode()[-NCCL_ID_BYTES + 1 :].ljust(NCCL_ID_BYTES, b"\0")
         return self._values[key]
+
+    def _under_own_number(self, key: str) -> bytes | None:
+        """What this rank has told of its symmetric memory, as another tells it; None of other keys."""
+        head, _, number = key.rpartition("/")
+        own = next((value for k, value in self._values.items() if k.rpartition("/")[0] == head), None)
+        if "SymmetricMemory" not in head or own is None:
+            return None
+        # It begins with the number of the device, and two ranks of one device are refused
+        # (CUDASymmetricMemory.cu, RendezvousRequest).
+        return int(number).to_bytes(4, "little") + own[4:]
 
     def add(self, key: str, amount: int) -> int:
         total = int(self._values.get(key, b"0")) + amount

@@ -151,6 +151,23 @@ def test_compilation(rehearsals: Rehearsals, preset: str) -> None:
     assert any(name.startswith("triton_") for name in figures.kernels) == (preset != "off")
 
 
+def test_asynchronous_tensor_parallel_multiplies_what_comes_piece_by_piece(rehearsals: Rehearsals) -> None:
+    both = [
+        rehearsed(rehearsals, *SMALL, "parallelism=fsdp_tp", "compile=on", f"parallelism.async_tp={async_tp}")
+        for async_tp in ("false", "true")
+    ]
+    for found in both:
+        check(found)
+    plain, pieces = (found.ranks[0] for found in both)
+    assert pieces.product_count > plain.product_count
+    assert pieces.product_flops == plain.product_flops
+    gathered = [
+        sum(each.count for each in figures.collectives if (each.axis, each.kind) == ("tp", "all_gather"))
+        for figures in (plain, pieces)
+    ]
+    assert gathered[1] < gathered[0]
+
+
 def test_recomputing_less_takes_more_memory_and_less_work(rehearsals: Rehearsals) -> None:
     peaks, products = [], []
     for mode in ("none", "selective_op", "full"):

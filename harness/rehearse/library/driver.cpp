@@ -157,6 +157,20 @@ EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle
     *handle = (CUmemGenericAllocationHandle)found->second;
     return CUDA_SUCCESS;
 }
+// Memory that other processes see goes by a file, and what comes from there takes nothing here.
+EXPORT CUresult cuMemExportToShareableHandle(
+    void* file, CUmemGenericAllocationHandle, CUmemAllocationHandleType type, unsigned long long
+) {
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
+    *(int*)file = memfd_create("virtual_gpu", 0);
+    return *(int*)file < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemImportFromShareableHandle(
+    CUmemGenericAllocationHandle* handle, void*, CUmemAllocationHandleType
+) {
+    *handle = (CUmemGenericAllocationHandle) new Physical{0};
+    return CUDA_SUCCESS;
+}
 EXPORT CUresult cuMemGetAddressRange(CUdeviceptr* start, size_t* bytes, CUdeviceptr place) {
     size_t found = 0;
     *start = (CUdeviceptr)device_range((void*)place, &found);
