@@ -1,0 +1,103 @@
+"""torchtitan 0.2.2's Llama 3.1 8B on 8 virtual H100, beside this project's: ``8b_fsdp8_sel_op`` of full.txt.
+
+    .venv-rehearsal/bin/python experiments/rehearsal/titan_side.py FOLDER [compile]
+
+FOLDER holds torchtitan and what it needs (pip install --target). Model, parallelisation, recomputation, loss and
+clipping are torchtitan's own; the step is its ``Trainer.train_step`` without metrics. It prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from harness.compose import compose_job
+from harness.rehearse.build import library
+from harness.rehearse.config import RehearseJob
+from harness.rehearse.device import virtual_device
+from harness.rehearse.server import environment
+
+JOB = "model=llama3_8b parallelism=fsdp data=synthetic tokenizer=bytes cluster=slurm_h100 cluster.nodes=1"
+ROWS, LENGTH, RANKS, STEPS = 2, 8192, 8, 3
+
+
+def main() -> None:
+    if "LD_PRELOAD" not in os.environ:
+        folder = sys.argv[1]
+        variables = environment(library()) | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        variables["PYTHONPATH"] = os.pathsep.join([folder, variables["PYTHONPATH"]])
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env=variables).returncode)
+    print(json.dumps(rehearse(compiled="compile" in sys.argv[2:])))
+
+
+def rehearse(*, compiled: bool) -> dict[str, Any]:
+    """Three steps of rank 0; what the last one called."""
+    from harness.rehearse.gpu import VirtualGpu
+
+    job = compose_job(JOB.split(), config_name="rehearse", schema=RehearseJob).plain
+    gpu = VirtualGpu(virtual_device(job))
+    os.environ.update(RANK="0", WORLD_SIZE=str(RANKS), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(RANKS))
+    import torch
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed import utils as dist_utils
+    from torchtitan.models.llama3 import llama3_args
+    from torchtitan.models.llama3.infra.parallelize import parallelize_llama
+    from torchtitan.models.llama3.model.model import Transformer
+
+    from harness.loop.setup import process_group
+    from harness.rehearse.alone import LoneStore, alone
+
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    config = JobConfig()
+    config.training.seq_len, config.training.local_batch_size = LENGTH, ROWS
+    config.activation_checkpoint.mode = "selective"
+    config.activation_checkpoint.selective_ac_option = "op"
+    config.compile.enable, config.compile.components = compiled, ["model"]
+    with alone(job, gpu, 0.0), process_group(job, device, LoneStore()):
+        dims = ParallelDims(1, RANKS, 1, 1, 1, 1, 1, RANKS)
+        arguments = llama3_args["8B"]
+        arguments.update_from_config(config)
+        with torch.device("meta"):
+            model = Transformer(arguments)
+        parallelize_llama(model, dims, config)
+        model.to_empty(device=device)
+        with torch.no_grad():
+            model.init_weights(buffer_device=None)
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        for _ in range(STEPS):
+            gpu.clear()
+            began = time.process_time()
+            tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+            optimizer.zero_grad()
+            pred = model(tokens)
+            loss = cross_entropy_loss(pred, tokens)
+            del pred
+            loss.backward()
+            dist_utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            optimizer.step()
+            taken = time.process_time() - began
+        calls, memory = gpu.calls(), torch.cuda.memory_stats()
+    return {
+        "compiled": compiled,
+        "kernels": sum(calls.kernels.values()),
+        "products": sum(count for count, _ in calls.products.values()),
+        "product_flops": sum(flops for _, flops in calls.products.values()),
+        "collectives": {kind: found for (kind, _), found in calls.collectives.items()},
+        "waits": {f"{where} ({how})": count for (how, where), count in calls.waits.items()},
+        "allocated": memory["allocated_bytes.all.peak"],
+        "reserved": memory["reserved_bytes.all.peak"],
+        "cpu_seconds": taken,
+        "unknown": calls.unknown,
+    }
+
+
+if __name__ == "__main__":
+    main()
