@@ -2,8 +2,9 @@
 
     .venv-rehearsal/bin/python experiments/rehearsal/titan_side.py FOLDER [compile]
 
-FOLDER holds torchtitan and what it needs (pip install --target). Model, parallelisation, recomputation, loss and
-clipping are torchtitan's own; the step is its ``Trainer.train_step`` without metrics. It prints a line of JSON.
+FOLDER holds torchtitan and what it needs (pip install --target). Model, parallelisation, recomputation, loss
+and clipping are torchtitan's own; the step is its ``Trainer.train_step`` without metrics. It prints a line of
+JSON.
 """
 
 from __future__ import annotations
