@@ -11,7 +11,7 @@ from harness.config import execution
 from harness.errors import ConfigError, divisors
 from harness.model.config import ModelConfig
 from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
-from harness.parallelism.stages import check_stages, fitting_layers_per_stage, stages_per_rank
+from harness.parallelism.stages import check_stages, check_weights, fitting_layers_per_stage, stages_per_rank
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: neighbours on the last axis share the fastest links."""
@@ -315,6 +315,7 @@ class ParallelismConfig:
     def _validate_pipeline(self, model: ModelConfig, local_batch_size: int, share: int) -> None:
         if self.pp_schedule not in SCHEDULES:
             raise ConfigError("parallelism.pp_schedule", self.pp_schedule, "no such schedule", SCHEDULES)
+        check_weights(self, model.n_layers)
         if self.pp == 1:
             return
         if model.tied_embeddings:

@@ -38,6 +38,7 @@ def stages_per_rank(layout: ParallelismConfig, n_layers: int) -> int:
 
 def fitting_layers_per_stage(layout: ParallelismConfig, n_layers: int) -> list[int]:
     """Values of pp_layers_per_stage that suit the layout's degree and schedule."""
+    check_weights(layout, n_layers)
     weight = _weight(layout, n_layers)
     schedule = SCHEDULES[layout.pp_schedule]
     totals = {layers: -(-weight // layers) for layers in range(1, weight + 1)}
@@ -62,6 +63,19 @@ def num_stages(layout: ParallelismConfig, n_layers: int) -> int:
     if layout.pp_layers_per_stage is not None:
         return -(-_weight(layout, n_layers) // layout.pp_layers_per_stage)
     return layout.pp * (1 if SCHEDULES[layout.pp_schedule].stages_per_rank == "one" else 2)
+
+
+def check_weights(layout: ParallelismConfig, n_layers: int) -> None:
+    """Check how many layers embedding and head stand for, also without a pipeline: a search tries some.
+
+    Raises:
+        ConfigError: less than none, or more than would change anything.
+    """
+    for name in ("pp_first_stage_less_layers", "pp_last_stage_less_layers"):
+        weight = getattr(layout, name)
+        if not 0 <= weight <= 2 * n_layers:
+            rule = f"must be at least 0 and at most {2 * n_layers}, twice model.n_layers"
+            raise ConfigError(f"parallelism.{name}", weight, rule)
 
 
 def check_stages(layout: ParallelismConfig, n_layers: int) -> None:
@@ -90,10 +104,6 @@ def check_stages(layout: ParallelismConfig, n_layers: int) -> None:
 def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
     """Raises ConfigError when the numbers that rule the automatic split leave a stage without a module."""
     first, last = layout.pp_first_stage_less_layers, layout.pp_last_stage_less_layers
-    for name, weight in (("pp_first_stage_less_layers", first), ("pp_last_stage_less_layers", last)):
-        if not 0 <= weight <= 2 * n_layers:
-            rule = f"must be at least 0 and at most {2 * n_layers}, twice model.n_layers"
-            raise ConfigError(f"parallelism.{name}", weight, rule)
     layers = layout.pp_layers_per_stage
     works = [*fitting_layers_per_stage(layout, n_layers), "null"]
     if layers is not None and layers < 1:
