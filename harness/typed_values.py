@@ -15,12 +15,12 @@ LARGEST_NUMBER = 3.4e38
 
 
 def check_values(plain: dict[str, Any], schema: type, prefix: str = "") -> None:
-    """Checks lists and mappings inside out, and that every number is one that a tensor can hold.
+    """Check the elements of lists and mappings, and that every number fits into a tensor.
 
     Args:
         plain: the composed job as containers; its keys are fields.
         schema: its dataclass.
-        prefix: dotted name of what ``plain`` is a part of.
+        prefix: dotted name of ``plain``'s parent field, with a dot at its end.
 
     Raises:
         ConfigError: naming the field.

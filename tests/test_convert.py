@@ -18,6 +18,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from held import Held
 from peak_memory import bytes_of_converting
 from tiers import rest_is_thorough
 from torch import Tensor
@@ -25,7 +26,6 @@ from torch import Tensor
 from harness.checkpoint import formats, progress
 from harness.checkpoint.catalog import CheckpointFolder, open_checkpoint
 from harness.checkpoint.distributed import DistributedSource, write_distributed
-from harness.checkpoint.formats import TensorFacts
 from harness.checkpoint.huggingface import (
     HuggingFaceSource,
     finish_huggingface,
@@ -104,17 +104,6 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
         found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name])
         for name in expected
     )
-
-
-class Held:
-    """A source in memory."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.held = tensors
-        self.tensors = {name: TensorFacts(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        return self.held[name]
 
 
 def only_entry(folder: Path) -> list[str]:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from held import Held
 from peak_memory import bytes_of_converting
 from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.checkpoint.catalog import open_checkpoint
 from harness.checkpoint.distributed import DistributedSource, write_distributed
-from harness.checkpoint.formats import Cast, Source, TensorFacts
+from harness.checkpoint.formats import Cast, Source
 from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
 from harness.checkpoint.pieces import Theirs
 from harness.compose import compose_job
@@ -34,19 +35,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher around this process."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-class Held:
-    """A source in memory that counts how often each tensor is read."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.held = tensors
-        self.tensors = {name: TensorFacts(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        self.reads: list[str] = []
-
-    def read(self, name: str) -> Tensor:
-        self.reads.append(name)
-        return self.held[name]
 
 
 def model_of(*overrides: str) -> ModelConfig:

@@ -52,14 +52,14 @@ def memory_lines(figures: RankFigures, plan: Plan) -> list[Line]:
 
 
 def work_lines(figures: RankFigures, plan: Plan) -> list[Line]:
-    """What the step computes, and how long the host takes to say so."""
+    """Launches and FLOPs of a step, and the host's time beside the plan's time of the GPU."""
     step = None if plan.speed is None else plan.speed.step_seconds
     return [
         Line("kernels", "count", figures.launches, None),
         Line("products", "count", figures.product_count, None),
         Line("products", "FLOPs", figures.product_flops, product_flops(plan.job, figures.pp_rank)),
-        Line("host", "seconds", figures.host_seconds, step),
-        Line("host, processor", "seconds", figures.cpu_seconds, step),
+        Line("host (planned: GPU)", "seconds", figures.host_seconds, step),
+        Line("host CPU (planned: GPU)", "seconds", figures.cpu_seconds, step),
     ]
 
 

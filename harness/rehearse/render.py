@@ -63,7 +63,7 @@ def _rank(plan: Plan, figures: RankFigures) -> str:
         blocks.append(_table("a step", work_lines(figures, plan)))
         lines = traffic_lines(figures, plan)
         if lines:
-            blocks.append(_table("collectives, and GiB sent", lines))
+            blocks.append(_table("collectives", lines))
         blocks.append(_facts(plan, figures))
     return "".join(block if block.endswith("\n") else f"{block}\n" for block in blocks)
 
@@ -80,9 +80,11 @@ def _failure(figures: RankFigures) -> str:
 def _table(title: str, lines: Sequence[Line]) -> str:
     if not lines:
         return ""
+    # A table of bytes alone has their unit in its title.
+    units = {"FLOPs": ", FLOPs", "bytes": ", GiB sent"} if len({line.unit for line in lines}) > 1 else {}
     rows = [
         {
-            title: f"{line.name}, {line.unit}" if line.unit == "FLOPs" else line.name,
+            title: f"{line.name}{units.get(line.unit, '')}",
             "rehearsed": _figure(line.unit, line.rehearsed),
             "planned": "" if line.planned is None else _figure(line.unit, line.planned),
             "difference": "" if line.difference is None else f"{line.difference:+.1%}",

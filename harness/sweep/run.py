@@ -64,7 +64,7 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
 
     Args:
         registry: the sweep.
-        out_of_memory: also points that failed for want of memory, which fail again unless something changed.
+        out_of_memory: also start points that ran out of memory; they fail again unless something changed.
     """
     with registry.controlled():
         seen = look_and_close(registry.points())
@@ -83,16 +83,16 @@ def _start(
     anew: bool = False,
     busy: Sequence[Seen] = (),
 ) -> _Started:
-    """Shows what there is to do, asks where it is dear, and does it: here to the end, on SLURM by submitting.
+    """Print the plan, ask before a costly submission, then submit points to SLURM and run the local ones.
 
     Args:
         registry: the sweep.
         seen: its points.
         jobs: their jobs, by run folder.
-        skipped: what could not be.
-        out_of_memory: start what failed for want of memory too.
-        anew: start what is complete too, where the job says ``checkpoint.resume=false``.
-        busy: other points of the sweep that wait or run.
+        skipped: points that are not legal jobs.
+        out_of_memory: also start points that ran out of memory.
+        anew: also start completed points whose job has ``checkpoint.resume=false``.
+        busy: other points of the sweep that are pending or running.
     """
     wanted, starved = _sort(seen, jobs, out_of_memory=out_of_memory, anew=anew)
     sys.stderr.write(_plan_in_words(registry, seen, wanted, starved, jobs, skipped))
@@ -115,7 +115,7 @@ def _busy_besides(registry: Registry, points: Sequence[Point]) -> list[Seen]:
 def _sort(
     seen: Sequence[Seen], jobs: dict[Path, Job], *, out_of_memory: bool, anew: bool
 ) -> tuple[list[Seen], list[Seen]]:
-    """The points to start, and those that are left out because memory did not suffice."""
+    """Return the points to start, and those left out because they ran out of memory."""
     starved = [] if out_of_memory else [each for each in seen if each.kind == "out_of_memory"]
     done = [
         each
@@ -127,7 +127,7 @@ def _sort(
 
 @dataclass(frozen=True)
 class _Started:
-    """What was done: whether somebody asked to stop, and whether nothing has an end yet to be told of."""
+    """Whether the user stopped the sweep, and whether all started points were only submitted."""
 
     stopped: bool
     submitted_only: bool
@@ -328,5 +328,5 @@ def log_table(registry: Registry, seen: Sequence[Seen], jobs: Sequence[Job]) -> 
     try:
         log_sweep(wanting[0].metrics, registry.path, registry.name, rows_of(seen, whole=True))
     except Exception as error:
-        # What a client of a remote service raises is not ours to list, and the table is here.
+        # W&B's client raises errors of many kinds. The table is in the sweep's folder in any case.
         sys.stderr.write(f"WARNING the table could not be logged to W&B: {type(error).__name__}: {error}\n")

@@ -1,4 +1,4 @@
-"""What has become of a point: read from its run folder, and from SLURM's queue while it is there."""
+"""The state of a sweep's point, read from its run folder and from SLURM's queue."""
 
 from __future__ import annotations
 

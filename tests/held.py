@@ -1,4 +1,4 @@
-"""A source of weights in memory, to be read and written as the formats of checkpoints are."""
+"""Weights in memory, with the interface of a checkpoint that is read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from harness.checkpoint.formats import TensorFacts
 
 
 class Held:
-    """A source in memory."""
+    """A source in memory that lists which tensors were read, in order."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.held = tensors
         self.tensors = {name: TensorFacts(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        self.reads: list[str] = []
 
     def read(self, name: str) -> Tensor:
+        self.reads.append(name)
         return self.held[name]
