@@ -107,8 +107,9 @@ def _facts(plan: Plan, figures: RankFigures) -> str:
     lines = []
     step = None if plan.speed is None else plan.speed.step_seconds
     if step is not None and figures.cpu_seconds > step:
-        took = f"it works {seconds(figures.cpu_seconds)} on a step here"
-        lines.append(f"THE HOST WOULD KEEP THE GPU WAITING: {took}, the GPU {seconds(step)} by the plan")
+        host, gpu = seconds(figures.cpu_seconds), seconds(step)
+        took = f"a step takes {host} of CPU time here, and {gpu} of the GPU by the plan"
+        lines.append(f"THE HOST WOULD KEEP THE GPU WAITING: {took}")
     kernels = Counter[str]()
     for name, count in figures.kernels.items():
         kernels[short_name(name)] += count

@@ -170,7 +170,7 @@ def test_planned_products_of_all_pipeline_ranks_are_the_whole_models() -> None:
 def test_what_is_shown() -> None:
     plan = make_plan(job_of("parallelism=fsdp").plain)
     text = render(plan, [figures_of()])
-    assert "THE HOST WOULD KEEP THE GPU WAITING: it works 100 s on a step here" in text
+    assert "THE HOST WOULD KEEP THE GPU WAITING: a step takes 100 s of CPU time here, and" in text
     assert "host waits for the device: parallelism/expert.py:145 4 x (stream)" in text
     assert "2 x [8, 4] [4, 16] bfloat16" in text
     failure = Failure(OUT_OF_MEMORY, "CUDA out of memory.\nTried to allocate 448.00 MiB.", "model/a.py:1", 0)
