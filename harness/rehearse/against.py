@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from harness.job import Job
 from harness.model.operations import block_operations
 from harness.parallelism.stages import split_modules, stages_of_rank
+from harness.plan.machine import machine_of
 from harness.plan.memory import CUBLAS_WORKSPACE
 from harness.plan.parameters import parameters_of
 from harness.plan.plan import Plan
+from harness.plan.speed import StepModel
 from harness.rehearse.figures import RankFigures
 
 HOST_KINDS = {"exchange": "all_to_all"}
@@ -64,24 +66,22 @@ def work_lines(figures: RankFigures, plan: Plan) -> list[Line]:
 
 
 def traffic_lines(figures: RankFigures, plan: Plan) -> list[Line]:
-    """Collectives and their bytes, by axis and kind.
-
-    The plan is of the busiest rank, whose figures other stages of a pipeline need not reach.
-    """
+    """Collectives and their bytes, by axis and kind; those of the rank's own place in the pipeline."""
     here: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for each in figures.collectives:
         found = here[each.axis, HOST_KINDS.get(each.kind, each.kind)]
         found[0] += each.count
         found[1] += each.bytes
     planned: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for said in plan.traffic:
-        planned[said.axis, said.collective][0] += said.count
-        planned[said.axis, said.collective][1] += said.bytes
+    machine = machine_of(plan.job)
+    for expected in [] if machine is None else StepModel(plan.job, machine).traffic(figures.pp_rank):
+        planned[expected.axis, expected.collective][0] += expected.count
+        planned[expected.axis, expected.collective][1] += expected.bytes
     lines = []
     for key in sorted({*here, *planned}):
         for place, unit in enumerate(("count", "bytes")):
-            expected = planned[key][place] if key in planned else None
-            lines.append(Line(" ".join(key), unit, here[key][place], expected))
+            value = planned[key][place] if key in planned else None
+            lines.append(Line(" ".join(key), unit, here[key][place], value))
     return lines
 
 

@@ -192,6 +192,8 @@ class Rehearsal:
             # A group of sends is an exchange, and on a pipeline each is one by itself.
             if kind == "receive" or kind == ("exchange" if axis == "pp" else "send"):
                 continue
+            if kind == "exchange" and axis == "dp":
+                axis = "ep"  # both have the same ranks; FSDP exchanges nothing
             figures.collectives.append(Collective(axis, kind, ranks, count, size * sent_by(kind, ranks)))
         figures.collectives.sort(key=lambda each: (each.axis, each.kind))
         figures.communicators = [" of ".join(map(str, groups.of(name))) for name in calls.communicators]

@@ -151,7 +151,7 @@ def test_figures_stand_beside_the_plan() -> None:
     assert memory["reserved"].difference == pytest.approx(4 * 2**30 / plan.memory[0].peak - 1)
     traffic = {(line.name, line.unit): line for line in traffic_lines(figures_of(), plan)}
     assert traffic["dp all_gather", "count"].rehearsed == 15
-    assert traffic["dp all_gather", "count"].planned == 16
+    assert traffic["dp all_gather", "count"].planned == 15
     assert traffic["dp reduce_scatter", "count"].rehearsed == 0
     assert traffic["ep all_to_all", "count"].planned is None
 
