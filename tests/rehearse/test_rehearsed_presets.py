@@ -15,7 +15,7 @@ import pytest
 from harness.compose import compose_job
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
-from harness.rehearse.against import Line, memory_lines, traffic_lines
+from harness.rehearse.comparison import Line, memory_lines, traffic_lines
 from harness.rehearse.config import RehearseJob, ranks_to_rehearse
 from harness.rehearse.figures import OUT_OF_MEMORY, RankFigures
 from harness.rehearse.server import Rehearsals

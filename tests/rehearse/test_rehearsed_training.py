@@ -1,7 +1,7 @@
 """``harness.train`` on virtual GPUs: launcher, loop, checkpoints, traces and failures of a job for CUDA.
 
 Every rank is a process of its own, as on a node. NCCL's calls return without moving anything; losses are 0.
-The jobs are in float32, because the library does not have cuDNN's attention (harness/rehearse/alone.py).
+The jobs are in float32, because the library has no cuDNN attention (harness/rehearse/substitutes.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rehearsed rank beside its plan (no torch)."""
+"""Comparison of a rehearsed rank with its plan (no torch)."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from harness.plan.speed import StepModel
 from harness.rehearse.figures import RankFigures
 
 HOST_KINDS = {"exchange": "all_to_all"}
-"""What the plan calls a collective that NCCL knows as something else."""
+"""NCCL's names of collectives, and the plan's."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One figure, rehearsed and planned."""
+    """One quantity, rehearsed and planned."""
 
     name: str
     unit: str
     """``bytes``, ``FLOPs``, ``count`` or ``seconds``."""
     rehearsed: float
     planned: float | None
-    """None: the plan says nothing of it."""
+    """None if the plan does not predict it."""
 
     @property
     def difference(self) -> float | None:
-        """What was rehearsed over the plan's figure, less one; None where there is nothing to compare."""
+        """Rehearsed over planned, less one; None if nothing was planned."""
         return self.rehearsed / self.planned - 1 if self.planned else None
 
 
 def memory_lines(figures: RankFigures, plan: Plan) -> list[Line]:
-    """Memory of the device: what stays, and the peaks."""
+    """Compare the device memory: parameters, gradients, optimizer state and the peaks."""
     kinds = plan.memory[figures.pp_rank].kinds
     peak = plan.memory[figures.pp_rank].peak
     planned = {
@@ -54,7 +54,7 @@ def memory_lines(figures: RankFigures, plan: Plan) -> list[Line]:
 
 
 def work_lines(figures: RankFigures, plan: Plan) -> list[Line]:
-    """Launches and FLOPs of a step, and the host's time beside the plan's time of the GPU."""
+    """Compare launches and FLOPs of a step, and the host's time with the planned time of the GPU."""
     step = None if plan.speed is None else plan.speed.step_seconds
     return [
         Line("kernels", "count", figures.launches, None),
@@ -66,7 +66,7 @@ def work_lines(figures: RankFigures, plan: Plan) -> list[Line]:
 
 
 def traffic_lines(figures: RankFigures, plan: Plan) -> list[Line]:
-    """Collectives and their bytes, by axis and kind; those of the rank's own place in the pipeline."""
+    """Compare collectives and their bytes by axis and kind, as planned for the rank's pipeline rank."""
     here: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for each in figures.collectives:
         found = here[each.axis, HOST_KINDS.get(each.kind, each.kind)]
@@ -86,9 +86,9 @@ def traffic_lines(figures: RankFigures, plan: Plan) -> list[Line]:
 
 
 def product_flops(job: Job, pp_rank: int) -> float:
-    """FLOPs of a rank's products that cuBLAS computes, forward and backward, without what is recomputed.
+    """Return the FLOPs of a rank's cuBLAS products, forward and backward, without recomputation.
 
-    Attention and experts have kernels of their own.
+    Attention and experts run in other kernels.
     """
     layout, model = job.parallelism, job.model
     modules = split_modules(layout, model.n_layers)
