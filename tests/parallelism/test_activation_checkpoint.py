@@ -140,7 +140,7 @@ def test_selective_layers_are_those_of_the_whole_model() -> None:
         (["activation_checkpoint.every_nth_layer=0"], r"must be at least 1"),
         (
             ["parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "activation_checkpoint=selective_op"],
-            r"keeps results for one backward pass, and the pipeline schedule takes two",
+            r"saves results for one backward pass, and the pipeline schedule has two",
         ),
     ],
 )

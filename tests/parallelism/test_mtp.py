@@ -22,7 +22,7 @@ from harness.model.accounting import account
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.shapes import parameter_shapes
-from harness.parallelism.execute import one_later
+from harness.parallelism.execute import shift_by_one
 from harness.parity import Trace, trace
 from harness.precision.linears import sort_linears
 
@@ -142,7 +142,7 @@ def test_losses_and_gradients_are_the_papers(pool: RankPool, overrides: list[str
 
 def test_labels_at_the_ends_of_sequences_and_documents() -> None:
     inputs, labels = torch.arange(10, 18).unsqueeze(0), torch.arange(11, 19).unsqueeze(0)
-    later = one_later(Batch(inputs, labels))
+    later = shift_by_one(Batch(inputs, labels))
     ignored = IGNORE_INDEX
     assert later.inputs_BT[0, :-1].tolist() == [11, 12, 13, 14, 15, 16, 17]
     assert later.labels_BT.tolist() == [[12, 13, 14, 15, 16, 17, 18, ignored]]
@@ -150,10 +150,10 @@ def test_labels_at_the_ends_of_sequences_and_documents() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     cut = labels.clone()
     cut[0, 2] = ignored
-    later = one_later(Batch(inputs, cut, documents))
+    later = shift_by_one(Batch(inputs, cut, documents))
     assert later.labels_BT.tolist() == [[12, ignored, ignored, 15, 16, 17, 18, ignored]]
     # Where the first token of a document is predicted, the one before it does so too.
-    later = one_later(Batch(inputs, labels, documents))
+    later = shift_by_one(Batch(inputs, labels, documents))
     assert later.labels_BT.tolist() == [[12, 13, ignored, 15, 16, 17, 18, ignored]]
     assert labels.tolist() == [[11, 12, 13, 14, 15, 16, 17, 18]]
 
@@ -187,8 +187,8 @@ def with_what_follows_within_a_share(job_json: str, steps: int) -> Trace:
     def share(batch: Batch, positions: Tensor | None) -> Batch:
         return batch if positions is None else batch.each(lambda x: x.index_select(1, positions))
 
-    def one_later_of_share(batch: Batch) -> Batch:
-        return one_later(share(batch, shared[0]))
+    def shift_by_one_of_share(batch: Batch) -> Batch:
+        return shift_by_one(share(batch, shared[0]))
 
     shared: list[Tensor | None] = [None]
     original = execute.DirectExecutor.__init__
@@ -202,7 +202,7 @@ def with_what_follows_within_a_share(job_json: str, steps: int) -> Trace:
 
     with (
         mock.patch.object(execute.DirectExecutor, "__init__", init),
-        mock.patch.object(execute, "one_later", one_later_of_share),
+        mock.patch.object(execute, "shift_by_one", shift_by_one_of_share),
         mock.patch.object(execute, "take_share", take),
     ):
         return trace(job_json, steps)
