@@ -180,24 +180,28 @@ VALUES = [
     ),
     mistake(
         "precision=float8_rowwise precision.emulate=true precision.enable_fsdp_float8_all_gather=true",
-        "precision.enable_fsdp_float8_all_gather=true: shards of a weight have one scale",
+        "precision.enable_fsdp_float8_all_gather=true: needs one scale for all shards of a weight",
         "precision.enable_fsdp_float8_all_gather=false",
         "precision.linear=float8_tensorwise",
     ),
     mistake(
         "precision=float8_tensorwise precision.emulate=true "
         "precision.precompute_float8_dynamic_scale_for_fsdp=true",
-        "precision.precompute_float8_dynamic_scale_for_fsdp=true: the scales are those of weights gathered",
+        "precision.precompute_float8_dynamic_scale_for_fsdp=true: applies only to weights gathered",
         "precision.precompute_float8_dynamic_scale_for_fsdp=false",
         "precision.enable_fsdp_float8_all_gather=true",
     ),
     mistake(
         "precision=mxfp8 precision.emulate=true precision.auto_filter_small_kn=true",
-        "precision.auto_filter_small_kn=true: torchao has measured float8_tensorwise and float8_rowwise",
+        "precision.auto_filter_small_kn=true: torchao has measurements of float8_tensorwise and "
+        "float8_rowwise, not of mxfp8",
         "precision.auto_filter_small_kn=false",
     ),
-    mistake("precision.emulate=true", "precision.emulate=true: linears multiply in param_dtype"),
-    mistake("precision.filter_fqns=[wq]", "precision.filter_fqns=['wq']: linears multiply in param_dtype"),
+    mistake("precision.emulate=true", "precision.emulate=true: has no effect, because precision.linear=none"),
+    mistake(
+        "precision.filter_fqns=[wq]",
+        "precision.filter_fqns=['wq']: has no effect, because precision.linear=none",
+    ),
     mistake(
         "precision=float8_rowwise precision.emulate=true precision.filter_fqns=[wx]",
         "precision.filter_fqns=wx: is in no linear's name",
@@ -423,7 +427,7 @@ LAYOUTS = [
     ),
     mistake(
         "parallelism.cp=2 parallelism.tp=4 training.seq_len=100",
-        "training.seq_len=100: must be a multiple of 8: two pieces for each of parallelism.cp=2 ranks, and "
+        "training.seq_len=100: must be a multiple of 8: two pieces for each of parallelism.cp=2 ranks, "
         "each split over parallelism.tp=4",
         "training.seq_len=96",
         "training.seq_len=100 parallelism.sequence_parallel=false",

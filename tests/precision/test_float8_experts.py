@@ -19,7 +19,7 @@ from harness.model.grouped import grouped_product, pad, padded_places, unpad
 from harness.model.moe import Experts
 from harness.parity import Trace, compare, line, trace
 from harness.precision.config import FLOAT8, GROUPED, PrecisionConfig
-from harness.precision.grouped import grouped_in
+from harness.precision.grouped import build_grouped_product
 from harness.precision.hardware import GROUPED_CAPABILITY
 from harness.precision.linears import sort_linears
 from harness.precision.swap import swap_linears
@@ -77,7 +77,7 @@ def test_a_product_by_hand(linear: str) -> None:
     w, g = torch.randn(len(LENGTHS), 256, 128), torch.randn(rows, 256)
     place_R, ends_E, places = padded_places(ends_of(LENGTHS), rows, precision.expert_block)
     inputs, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
-    output = unpad(grouped_in(precision)(pad(inputs, place_R, places), weight, ends_E), place_R)
+    output = unpad(build_grouped_product(precision)(pad(inputs, place_R, places), weight, ends_E), place_R)
     output.backward(g)
 
     def along_rows(values: Tensor) -> Tensor:
@@ -287,10 +287,10 @@ def test_the_kernels_that_gpus_call(linear: str, monkeypatch: pytest.MonkeyPatch
     if linear == "mxfp8":
         monkeypatch.setattr(quant, "_mxfp8_cutedsl_kernels_available", False)
         with pytest.raises(UserError, match=r"nvidia-cutlass-dsl .*moe.experts"):
-            grouped_in(precision)
+            build_grouped_product(precision)
         monkeypatch.setattr(quant, "_mxfp8_cutedsl_kernels_available", True)
     plain, swapped = experts_of("qwen3")
-    swapped.multiply, swapped.row_block = grouped_in(precision), precision.expert_block
+    swapped.multiply, swapped.row_block = build_grouped_product(precision), precision.expert_block
     x_RC, load_E = torch.randn(40, 128), torch.tensor([40, 0, 0, 0, 0, 0, 0, 0])
     output = swapped(x_RC, load_E)
     assert output.dtype == torch.float32
@@ -324,4 +324,4 @@ def test_mxfp8_without_torchaos_kernels_is_refused(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(mxfp8_grouped_mm, "_SM100_KERNELS_AVAILABLE", False)
     with pytest.raises(UserError, match=r"^precision.linear=mxfp8: experts cannot multiply"):
-        grouped_in(PrecisionConfig(linear="mxfp8"))
+        build_grouped_product(PrecisionConfig(linear="mxfp8"))
