@@ -157,7 +157,7 @@ VALUES = [
     mistake("validation.steps=0", "validation.steps=0: must be at least 1"),
     mistake(
         "validation.interval=5 data.validation_fraction=0",
-        "data.validation_fraction=0.0: validation is asked for, and no documents are set apart for it",
+        "data.validation_fraction=0.0: validation is enabled, but no documents are held out for it",
         "data.validation_fraction=0.02",
     ),
     mistake(

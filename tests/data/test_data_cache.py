@@ -198,7 +198,7 @@ def test_a_damaged_cache_is_built_again(damage, opened_before, capsys):
         file.write_bytes(content)
     assert documents_of(opened()) == expected
     said = capsys.readouterr().err
-    assert says in said and "is damaged and is built again" in said and said.count("\n") == 1
+    assert says in said and "is damaged and is rebuilt" in said and said.count("\n") == 1
     assert documents_of(opened()) == expected
     assert capsys.readouterr().err == ""
     assert len(list(Path("cache").iterdir())) == 1
@@ -225,7 +225,7 @@ def test_a_cache_of_an_earlier_version_gets_checksums(capsys):
     starts = meta.with_name("train.starts")
     starts.write_bytes(bytes(16))
     assert documents_of(opened()) == ["ab", "c"]
-    assert "ascending places" in capsys.readouterr().err
+    assert "ascending offsets" in capsys.readouterr().err
 
 
 def test_a_large_cache_that_was_checked_is_sampled(monkeypatch):

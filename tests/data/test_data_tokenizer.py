@@ -82,7 +82,7 @@ def test_pieces_of_a_long_text_are_the_ids_of_the_whole(tokenizer, monkeypatch):
 def test_a_text_is_not_cut_where_that_would_change_its_ids():
     """A tokenizer whose ids depend on the lines before: each line is numbered."""
     text = "line\n" * 1_000_000
-    assert list(long_text.cut_where_encoding_does(text, lambda part: list(range(part.count("\n"))))) == [text]
+    assert list(long_text.split_long_text(text, lambda part: list(range(part.count("\n"))))) == [text]
 
 
 def test_the_size_of_a_vocabulary_is_known_without_building(tmp_path):

@@ -12,7 +12,7 @@ import torch
 
 from harness.data import DataConfig
 from harness.data.loader import IGNORE_INDEX, Batch, Loader
-from harness.data.prefetch import PlacedBatch, Prefetcher, count_valid
+from harness.data.prefetch import DeviceBatch, Prefetcher, count_valid
 from harness.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_labels_are_counted_in_the_thread() -> None:
     loader = Prefetcher(Numbers(), 2, CPU)
     batches = [loader.next() for _ in range(4)]
     loader.close()
-    assert all(isinstance(batch, PlacedBatch) for batch in batches)
+    assert all(isinstance(batch, DeviceBatch) for batch in batches)
     assert [count_valid(batch) for batch in batches] == [8, 7, 6, 5]
     assert [count_valid(Batch(*batch)) for batch in batches] == [8, 7, 6, 5]
 

@@ -14,7 +14,7 @@ from test_data_tokenizer import AWKWARD
 from harness.compose import compose_job
 from harness.data import TokenizerConfig
 from harness.data.hf_tokenizer import export_tokenizer
-from harness.data.tokenizer import build_tokenizer, with_ends
+from harness.data.tokenizer import build_tokenizer, with_bos_eos
 from harness.data.vocabulary import vocabulary_size
 from harness.errors import ConfigError, DataError
 
@@ -109,38 +109,38 @@ def test_a_document_cannot_end_itself(file: Path, theirs: Any) -> None:
 def test_ends_are_what_transformers_files_say(file: Path, theirs: Any, tmp_path: Path) -> None:
     ours = build_tokenizer(config_of(file))
     assert (ours.bos_id, ours.eos_id) == (None, theirs.eos_token_id) == (None, 1002)
-    assert with_ends([7], ours) == [7, 1002]
+    assert with_bos_eos([7], ours) == [7, 1002]
     # As transformers writes a token in full, and in the file of older versions.
     said = {"bos_token": {"content": "<|im_start|>", "lstrip": False}, "eos_token": "<|endoftext|>"}
     (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(said))
-    assert with_ends([7], build_tokenizer(config_of(tmp_path / "tokenizer.json"))) == [1001, 7, 1000]
+    assert with_bos_eos([7], build_tokenizer(config_of(tmp_path / "tokenizer.json"))) == [1001, 7, 1000]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    assert with_ends([7], build_tokenizer(config_of(tmp_path / "tokenizer.json"))) == [1001, 7, 1002]
+    assert with_bos_eos([7], build_tokenizer(config_of(tmp_path / "tokenizer.json"))) == [1001, 7, 1002]
 
 
 def test_ends_are_what_the_job_says(file: Path, tmp_path: Path) -> None:
     chosen = build_tokenizer(config_of(file, bos="<|im_start|>", eos="<|endoftext|>"))
-    assert with_ends([7], chosen) == [1001, 7, 1000]
-    assert with_ends([7], build_tokenizer(config_of(file, eos=""))) == [7]
+    assert with_bos_eos([7], chosen) == [1001, 7, 1000]
+    assert with_bos_eos([7], build_tokenizer(config_of(file, eos=""))) == [7]
     assert chosen.fingerprint != build_tokenizer(config_of(file)).fingerprint
     (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
     alone = build_tokenizer(config_of(tmp_path / "tokenizer.json", bos="", eos="<|endoftext|>"))
-    assert with_ends([7], alone) == [7, 1000]
+    assert with_bos_eos([7], alone) == [7, 1000]
 
 
 @pytest.mark.parametrize(
     ("said", "fields", "says"),
     [
-        (None, {}, "no tokenizer_config.json beside it says which token begins a document"),
-        (None, {"bos": ""}, "no tokenizer_config.json beside it says which token ends a document"),
+        (None, {}, "no tokenizer_config.json in its folder defines bos_token"),
+        (None, {"bos": ""}, "no tokenizer_config.json in its folder defines eos_token"),
         (
             {"bos_token": None},
             {},
             "which token ends a document; would work: tokenizer.eos=\"'<|endoftext|>'\"",
         ),
-        ({"eos_token": "</s>"}, {}, "has no token '</s>', which is to be eos; would work: tokenizer.eos="),
-        (CHAT, {"bos": "<s>"}, "has no token '<s>', which is to be bos; would work: tokenizer.bos="),
+        ({"eos_token": "</s>"}, {}, "has no token '</s>' for eos; would work: tokenizer.eos="),
+        (CHAT, {"bos": "<s>"}, "has no token '<s>' for bos; would work: tokenizer.bos="),
     ],
 )
 def test_ends_that_cannot_be_known(
@@ -182,7 +182,7 @@ def test_a_bad_file_is_one_line(content: str, tmp_path: Path) -> None:
 
 def test_bad_files_beside_it(file: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
-    for content, says in (("{", "cannot be read as JSON"), ("[]", "holds no object")):
+    for content, says in (("{", "cannot be read as JSON"), ("[]", "not a JSON object")):
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(DataError, match=says):
             build_tokenizer(config_of(tmp_path / "tokenizer.json"))
