@@ -174,7 +174,7 @@ def test_what_an_error_offers_can_be_typed(file: Path, tmp_path: Path) -> None:
 def test_a_bad_file_is_one_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(
-        DataError, match=r"^tokenizer file .*tokenizer\.json is no tokenizer\.json: "
+        DataError, match=r"^tokenizer file .*tokenizer\.json is not a tokenizer\.json: "
     ) as caught:
         build_tokenizer(config_of(tmp_path / "tokenizer.json", bos="", eos=""))
     assert "\n" not in str(caught.value)
