@@ -37,8 +37,9 @@ class ChunkedLoss:
     def __init__(self, loss: TokenLoss, chunks: int, mesh: DeviceMesh | None, compiled: str | None) -> None:
         self.loss, self.chunks, self.mesh = loss, chunks, mesh
         # A split vocabulary needs collectives inside, which a compiled function could not call.
-        compiles = compiled and mesh is None
-        self.cross_entropy = torch.compile(_cross_entropy, backend=compiled) if compiles else _cross_entropy
+        self.cross_entropy = (
+            torch.compile(_cross_entropy, backend=compiled) if compiled and mesh is None else _cross_entropy
+        )
 
     def __call__(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> Tensor:
         """Map normed activations [B, T, C], the projection's weight and labels [B, T] to a float32 scalar."""

@@ -52,7 +52,7 @@ def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device
         gradients.append(torch.empty(0) if gradient is None else gradient)
         copies.append(holders // shards)
     squares = squares_of(gradients)
-    return without_waiting(squares / _constant(tuple(copies), squares.device), device)
+    return without_waiting(squares / _vector(tuple(copies), squares.device), device)
 
 
 def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
@@ -85,7 +85,7 @@ def squares_of(tensors: list[Tensor]) -> Tensor:
 
 
 @functools.cache
-def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+def _vector(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Vector of values, cached: each copy to the device makes the host wait."""
     return torch.tensor(values, dtype=torch.float64, device=device)
 

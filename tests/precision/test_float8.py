@@ -212,7 +212,7 @@ def test_a_head_in_float8(pool: RankPool) -> None:
 
 
 def test_gathering_in_float8_skips_a_rounding_to_bfloat16(pool: RankPool) -> None:
-    """So the field is one of numerics."""
+    """So the field is part of the numerics."""
     tensorwise = (*precision_of("float8_tensorwise", "bfloat16"), "parallelism=fsdp")
     option = "precision.enable_fsdp_float8_all_gather=true"
     assert job_of(*tensorwise).numerics_id != job_of(*tensorwise, option).numerics_id
