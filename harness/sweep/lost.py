@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.cluster.follow import LAST_WORDS_SECONDS, is_live, settle_lost
+from harness.cluster.follow import LAST_WRITES_SECONDS, is_live, record_lost_job
 from harness.cluster.queue import Jobs, last_states
 from harness.errors import EXIT_INTERRUPTED, UserError
 from harness.run_folder import RunFolder
@@ -29,7 +29,7 @@ def look_and_close(points: Sequence[Point]) -> list[Seen]:
     lost = [each for each in seen.values() if each.state == "lost"]
     if any(each.has_begun_elsewhere for each in lost):
         # What a job that has just ended wrote can take a while to be seen on a shared file system.
-        time.sleep(LAST_WORDS_SECONDS)
+        time.sleep(LAST_WRITES_SECONDS)
         seen |= {each.point.run_dir: look_at(each.point, listed) for each in lost}
         lost = [each for each in seen.values() if each.state == "lost"]
     ids = [each.ticket.job_id for each in lost if each.ticket is not None and each.ticket.job_id is not None]
@@ -77,7 +77,7 @@ def _close(lost: Seen, state: str | None) -> bool:
         if lost.ticket is None:
             folder.settle(lost.point.job, "interrupted", EXIT_INTERRUPTED)
         else:
-            settle_lost(lost.point.job, folder, lost.ticket, state, quiet=True)
+            record_lost_job(lost.point.job, folder, lost.ticket, state, quiet=True)
         return True
     finally:
         folder.release()

@@ -150,7 +150,7 @@ def _state(
         return "completed", "", None
     if found is not None and status != "failed":
         again = f", started {ticket.restarts + 1} times" if ticket is not None and ticket.restarts else ""
-        if found.waits:
+        if found.is_waiting:
             return "pending", f"job {found.id} waits: {found.reason}{again}", None
         return "running", f"job {found.id}{again}", None
     if status == "failed":

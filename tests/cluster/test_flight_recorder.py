@@ -46,7 +46,7 @@ def test_a_rank_that_does_not_come_is_seen_where_it_is_also_after_a_resume(
     row, folder = second.read("result.json"), second.run_dir / "flight_recorder"
     assert (row["error.kind"], row["error.rank"], row["step"]) == ("collective_timeout", 0, reached + 2)
     assert row["error.absent_ranks"] == [1]
-    assert "rank 1 did not come to the collective that rank 0 waited in: " in second.err
+    assert "rank 1 did not reach the collective that rank 0 waited in: " in second.err
     assert f"where every rank stood: {folder.relative_to(second.folder)}" in second.err
     waiting, absent = ((folder / f"stacks-rank{rank}.txt").read_text() for rank in (0, 1))
     for rank, text in enumerate((waiting, absent)):

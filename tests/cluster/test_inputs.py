@@ -15,7 +15,7 @@ from harness.errors import ConfigError
 @pytest.fixture(autouse=True)
 def as_if_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest's folders lie where temporary files of one machine lie."""
-    monkeypatch.setattr(inputs, "_OF_A_NODE", ("/local",))
+    monkeypatch.setattr(inputs, "_NODE_LOCAL", ("/local",))
     monkeypatch.setattr(inputs.tempfile, "gettempdir", lambda: "/local")
     for cached in (inputs._matches_any, inputs._is_missing):
         cached.cache_clear()

@@ -143,12 +143,12 @@ def test_nodes_follow_from_the_layout(overrides: str, shape: tuple[int, int]) ->
 
 MISTAKES = """
 cluster=slurm parallelism.dp_shard=9 training.global_batch_size=9
-    cluster.ranks_per_node=8: 9 ranks do not share out evenly over 2 nodes of 8
+    cluster.ranks_per_node=8: 9 ranks do not fill 2 nodes of 8 evenly
     ; would work: degrees that multiply to 8 or 16
 cluster=slurm parallelism.dp_shard=4 cluster.nodes=2
     parallelism.dp_shard=4: the degrees multiply to 4 (dp_shard=4), but there are 16 ranks
 cluster=slurm cluster.time=soon
-    cluster.time=soon: must be a time as sbatch takes it; would work: 90, 1:30:00, 2-12:00:00
+    cluster.time=soon: must be a time in one of sbatch's forms; would work: 90, 1:30:00, 2-12:00:00
 cluster=slurm cluster.time=1 cluster.signal_seconds=60
     cluster.signal_seconds=60: must be less than cluster.time=1
 cluster=slurm cluster.sbatch.partition=gpu
@@ -156,7 +156,7 @@ cluster=slurm cluster.sbatch.partition=gpu
 cluster=slurm cluster.sbatch={mail-type:[END,FAIL]}
     cluster.sbatch.mail-type=['END', 'FAIL']: must be one value, or true for an option without one
 cluster=slurm cluster.ranks_per_node=null
-    cluster.ranks_per_node=null: SLURM has to be told; would work: 8, GPUs of a node
+    cluster.ranks_per_node=null: must be set for SLURM; would work: 8, GPUs of a node
 cluster=slurm cluster.accelerator=H1000
     cluster.accelerator=H1000: not in the table; would work: A100 SXM 40GB
 cluster=slurm cluster.max_running=0
@@ -293,15 +293,15 @@ def test_two_attempts_in_vain_are_not_followed_by_a_third(tmp_path: Path) -> Non
 
     folder = RunFolder(tmp_path)
     end(tmp_path, None, None)
-    assert attempt._is_worth_another(folder), "the first may be told to stop before it has begun"
+    assert attempt._has_progress(folder), "the first may be told to stop before it has begun"
     end(tmp_path / "attempts" / "9", 0, 5)
     end(tmp_path / "attempts" / "10", 5, 5)
-    assert not attempt._is_worth_another(folder)
+    assert not attempt._has_progress(folder)
     end(tmp_path / "attempts" / "10", 5, 6)
-    assert attempt._is_worth_another(folder)
+    assert attempt._has_progress(folder)
     end(tmp_path / "attempts" / "10", 5, 5)
     end(tmp_path, 5, 6)
-    assert attempt._is_worth_another(folder)
+    assert attempt._has_progress(folder)
 
 
 @pytest.mark.parametrize(

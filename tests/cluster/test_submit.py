@@ -55,13 +55,15 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job: Job, monkeypatch:
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(slurm, "take_snapshot", fail(full))
     folder = RunFolder(job.run_dir)
-    with pytest.raises(UserError, match=r"cannot be written, so it is not submitted: .*No space left"):
+    with pytest.raises(
+        UserError, match=r"cannot write the job's files, so it was not submitted: .*No space left"
+    ):
         submit.submit_one(job, folder, [])
     assert folder.state == "planned"
     # Nor can the status be written.
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "set_status", fail(full))
-        submit._withdraw([folder])
+        submit._reset_to_planned([folder])
 
 
 @pytest.mark.parametrize(("place", "state"), [("take_snapshot", "planned"), ("_sbatch", "submitted")])
@@ -140,7 +142,7 @@ def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run whose job has left the queue."""
     for name in ("POLL_SECONDS", "QUEUE_SECONDS"):
         monkeypatch.setattr(follow, name, 0.01)
-    monkeypatch.setattr(follow, "LAST_WORDS_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "LAST_WRITES_SECONDS", 0.0)
     folder = RunFolder(job.run_dir)
     submit.submit_one(job, folder, [])
     return folder

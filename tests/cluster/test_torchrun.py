@@ -13,7 +13,7 @@ import pytest
 from launching import LONG, TWO_RANKS, Launch, until
 from test_launch import GONE_SECONDS, patch_rank
 
-from harness.cluster.torchrun import _meet
+from harness.cluster.torchrun import _rendezvous
 from harness.compose import compose_job
 from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, MachineError
 from harness.rank import Run, _end_failed_run
@@ -102,6 +102,6 @@ def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPa
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(MachineError, match=r"^rank 1 cannot meet the others at 127.0.0.1:1 ") as failed:
-        _meet(job)
+    with pytest.raises(MachineError, match=r"^rank 1 cannot connect to the store at 127.0.0.1:1 ") as failed:
+        _rendezvous(job)
     assert "\n" not in str(failed.value)

@@ -86,7 +86,7 @@ def test_a_node_that_fails_its_check_is_left_out_when_the_job_is_requeued(
     until(lambda: read(run / "status.json").get("state") in ("completed", "failed"), "the job to end", 120)
     assert read(run / "status.json")["state"] == "completed", logs_of(run)
     log = (run / "slurm" / f"{job_of(run)}_0_log.out").read_text()
-    [node] = re.findall(r"goes back into the queue without (node\d): \1: 0.0 GiB of", log)
+    [node] = re.findall(r"requeueing without (node\d): \1: 0.0 GiB of", log)
     described = commands.slurm.run("scontrol", "show", "job", "--oneliner", job_of(run))
     facts = dict(word.partition("=")[::2] for word in described.split())
     assert facts["ExcNodeList"] == node

@@ -96,15 +96,15 @@ def test_the_batch_shell_passes_signals_on_until_there_are_no_requeues_left(
     until(lambda: read(orphan / "status.json").get("reason"), "it to end")
     status, row = read(orphan / "status.json"), read(orphan / "result.json")
     assert (status["state"], row["exit_code"], row["saved"]) == ("interrupted", EXIT_RESUMABLE, True)
-    assert status["reason"].startswith("SLURM told it to stop, and cluster.max_requeues=1"), logs_of(orphan)
+    assert status["reason"].startswith("SLURM stopped the job, and cluster.max_requeues=1"), logs_of(orphan)
     assert read(orphan / "attempts" / "1" / "result.json")["saved"]
 
 
 VERDICTS = {
     "segfault": ("unknown", 1, "RankDied", "rank 1 ended with 'Segmentation fault"),
     "killed": ("unknown", 1, "RankDied", "rank 1 ended with 'Killed'"),
-    "lags": ("collective_timeout", 0, "RuntimeError", "rank 1 did not come to the collective that rank 0"),
-    "hangs": ("collective_timeout", 0, "RuntimeError", "rank 1 did not come to the collective that rank 0"),
+    "lags": ("collective_timeout", 0, "RuntimeError", "rank 1 did not reach the collective that rank 0"),
+    "hangs": ("collective_timeout", 0, "RuntimeError", "rank 1 did not reach the collective that rank 0"),
 }
 
 

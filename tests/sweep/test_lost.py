@@ -50,7 +50,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr("harness.sweep.lost.LAST_WORDS_SECONDS", 0.0)
+    monkeypatch.setattr("harness.sweep.lost.LAST_WRITES_SECONDS", 0.0)
     return FakeSlurm(folder)
 
 
