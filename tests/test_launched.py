@@ -29,7 +29,7 @@ def test_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("WORLD_SIZE", "abc", "WORLD_SIZE=abc: must be a whole number of at least 1; RANK=1 says"),
+        ("WORLD_SIZE", "abc", "WORLD_SIZE=abc: must be a whole number of at least 1; RANK=1 means"),
         ("WORLD_SIZE", None, "WORLD_SIZE: is missing; RANK=1 means that a launcher started"),
         ("RANK", "-1", "RANK=-1: must be a whole number of at least 0 and less than 2"),
         ("RANK", "2", "RANK=2: must be a whole number of at least 0 and less than 2"),

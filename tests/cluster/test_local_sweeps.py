@@ -85,4 +85,4 @@ def test_no_sweep_in_a_folder(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == EXIT_USER
-    assert done.stderr == f"error: {tmp_path}/nothing: neither the folder of a sweep nor that of a run\n"
+    assert done.stderr == f"error: {tmp_path}/nothing: neither a sweep folder nor a run folder\n"

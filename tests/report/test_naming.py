@@ -61,7 +61,7 @@ def test_models_that_differ_are_told_in_few_words(tmp_path: Path) -> None:
         "model=llama4_debug",
     ]
     [told] = report_of("t", rows, tmp_path).sections[0].text[:1]
-    assert told.startswith("Every run computes something else (model (") and len(told) < 200
+    assert told.startswith("The numerics of all runs differ (model (") and len(told) < 200
     assert in_short(["model.dim", "optimizer.lr"]) == "model.dim, optimizer.lr"
 
 

@@ -86,10 +86,10 @@ def test_a_row_without_a_point_is_noticed(
     plan_with(lambda job, calibration: pytest.fail("nothing is to be predicted"))
     rows = [*ROWS, ROWS[0]]
     monkeypatch.setattr(published, "read", lambda folder: rows)
-    with pytest.raises(UserError, match=r"table1.yaml: its points are not the published rows of table1"):
+    with pytest.raises(UserError, match=r"table1.yaml: its points do not match the published rows of table1"):
         experiment.tables_of(FOLDER)
     monkeypatch.setattr(published, "read", lambda folder: ROWS[1:])
-    with pytest.raises(UserError, match=r"table1.yaml: its points are not the published rows of table1"):
+    with pytest.raises(UserError, match=r"table1.yaml: its points do not match the published rows of table1"):
         experiment.tables_of(FOLDER)
 
 

@@ -134,17 +134,13 @@ def test_groups_of_numerics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pla
     folder = make_sweep(tmp_path / "both", [*space, "optimizer.lr=1e-3,2e-3"])
     assert run(monkeypatch, folder, "--out", tmp_path / "out") == 0
     text = (tmp_path / "out" / "tables.md").read_text()
-    assert re.search(
-        r"## Runs, group 1\n\nRuns that compute the same numbers \(`\w{12}`\): optimizer.lr=0.001.", text
-    )
-    assert re.search(
-        r"## Runs, group 2\n\nRuns that compute the same numbers \(`\w{12}`\): optimizer.lr=0.002.", text
-    )
+    assert re.search(r"## Runs, group 1\n\nRuns of equal numerics \(`\w{12}`\): optimizer.lr=0.001.", text)
+    assert re.search(r"## Runs, group 2\n\nRuns of equal numerics \(`\w{12}`\): optimizer.lr=0.002.", text)
     assert not (folder / "report").exists()
     folder = make_sweep(tmp_path / "each", [*space[:-2], "name=n", "optimizer.lr=1e-3,2e-3"])
     assert run(monkeypatch, folder) == 0
     text = (folder / "report" / "tables.md").read_text()
-    assert "Every run computes something else (optimizer.lr): compare losses as well as speed." in text
+    assert "The numerics of all runs differ (optimizer.lr): compare losses as well as speed." in text
 
 
 def test_published_tables_without_a_measurement(
@@ -230,7 +226,7 @@ def test_published_tables_with_measurements(
     ("arguments", "message"),
     [
         (["nowhere"], "error: nowhere: no such folder; would work: a folder of runs/, or of experiments/"),
-        (["."], "error: .: no run has left a row here; would work: a folder of runs/"),
+        (["."], "error: .: no rows of runs found; would work: a folder of runs/"),
         ([".", "--runs", "x"], "error: --runs=x: is for experiments; would work: python -m harness.report x"),
     ],
 )

@@ -130,15 +130,15 @@ def test_kept_rows_are_the_rows(tmp_path: Path) -> None:
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     (tmp_path / KEPT).write_text('{"point": "a", "state": "completed"}\n{"point": \n')
-    with pytest.raises(UserError, match=r"results.jsonl: line 2 is no JSON"):
+    with pytest.raises(UserError, match=r"results.jsonl: line 2 is not a JSON"):
         load(tmp_path)
     (tmp_path / KEPT).write_text('{"point": "a"}\n')
-    with pytest.raises(UserError, match=r"results.jsonl: line 1 is no row of a run: state is missing"):
+    with pytest.raises(UserError, match=r"results.jsonl: line 1 is not a row of a run: state is missing"):
         load(tmp_path)
 
 
 def test_a_folder_without_runs_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no run has left a row here; would work: a folder of runs/"):
+    with pytest.raises(UserError, match=r"no rows of runs found; would work: a folder of runs/"):
         load(tmp_path)
     with pytest.raises(UserError, match=r"nothing: no such folder; would work"):
         load(tmp_path / "nothing")

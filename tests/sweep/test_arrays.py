@@ -14,7 +14,7 @@ from harness.run_folder import RunFolder
 from harness.sweep import run
 from harness.sweep.arrays import Array, arrays_of
 from harness.sweep.registry import Point, Registry
-from harness.sweep.state import Seen
+from harness.sweep.state import PointState
 
 SHAPES = "parallelism.dp_shard=1,2,4,8"
 
@@ -76,10 +76,10 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
         RunFolder(point.run_dir).plan(job, point.overrides)
     tickets = [Ticket("before", index, f"77_{index}") for index in range(4)]
     waiting = [
-        Seen(point, "pending", ticket=ticket, job_id=ticket.job_id)
+        PointState(point, "pending", ticket=ticket, job_id=ticket.job_id)
         for (point, _), ticket in zip(own[:4], tickets, strict=True)
     ]
-    wanted = [Seen(point, "planned") for point, _ in own[4:]]
+    wanted = [PointState(point, "planned") for point, _ in own[4:]]
     asked = []
 
     def submit(submission: run.Submission, folders: list[RunFolder], overrides: list[list[str]]) -> list[str]:
@@ -100,13 +100,13 @@ def test_points_of_another_command_for_the_same_sweep_count(
     Registry(tmp_path / "n").add([point for point, _ in before], [])
     taken = {str(point.run_dir): f"77_{index}" for index, (point, _) in enumerate(before)}
 
-    def look_at(point: Point) -> Seen:
+    def read_state(point: Point) -> PointState:
         ident = taken.get(str(point.run_dir))
         if ident is None:
-            return Seen(point, "planned")
-        return Seen(point, "running", ticket=Ticket("n"), job_id=ident)
+            return PointState(point, "planned")
+        return PointState(point, "running", ticket=Ticket("n"), job_id=ident)
 
-    monkeypatch.setattr(run, "look_at_all", lambda asked: [look_at(point) for point in asked])
+    monkeypatch.setattr(run, "look_at_all", lambda asked: [read_state(point) for point in asked])
     typed = ["cluster=slurm", "training.global_batch_size=8", f"runs_dir={tmp_path}", "name=n"]
     typed += ["training.seed=3,4,5", "cluster.max_running=3", "cluster.dry_run=true"]
     assert run.sweep(compose_points(typed)) == 0

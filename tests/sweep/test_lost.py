@@ -161,7 +161,11 @@ def test_without_slurm_nothing_is_said_of_jobs_that_may_run(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     out, err = run(monkeypatch, capsys, "status", str(sweep.path))
-    assert out.splitlines()[-1] == f"{POINTS} running" and "there is no SLURM here to ask" in out and not err
+    assert (
+        out.splitlines()[-1] == f"{POINTS} running"
+        and "no SLURM here to read its state from" in out
+        and not err
+    )
     monkeypatch.setattr("sys.argv", ["sweep", "cancel", str(sweep.path)])
     with pytest.raises(SystemExit) as ended:
         main()
