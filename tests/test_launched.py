@@ -1,4 +1,4 @@
-"""What a launcher says of this process: complete and possible, or one line."""
+"""A launcher's environment variables are complete and valid, or a one-line error."""
 
 from __future__ import annotations
 

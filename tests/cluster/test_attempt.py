@@ -1,4 +1,4 @@
-"""One attempt at a SLURM job, without SLURM: the verdict on its ranks, and code that cannot be run."""
+"""One attempt at a SLURM job, without SLURM: the verdict on its ranks, and code that cannot be imported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STOP = KeyboardInterrupt()
 
 
 class Granted(Allocation):
-    """An allocation whose state the test knows."""
+    """An allocation with a given state."""
 
     def __init__(self, state: str) -> None:
         super().__init__("7", 0)
@@ -52,14 +52,14 @@ def job() -> Job:
 
 
 VERDICTS = {
-    # srun's SIGTERM has made an interruption of rank 0's error.
+    # srun's SIGTERM turned rank 0's error into an interruption.
     "dead, 0 interrupted": (DIED + ENDED, "RUNNING", EXIT_INTERRUPTED, STOP, (1, "RankDied")),
     "killed, 0 sees it": (KILLED + ENDED + EXITED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "dies late": (EXITED + ENDED + DIED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "hangs": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
     "lags": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
-    "told to stop": ("", "RUNNING", EXIT_RESUMABLE, None, None),
-    "told to stop before a step": (
+    "stopped": ("", "RUNNING", EXIT_RESUMABLE, None, None),
+    "stopped before a step": (
         "",
         "RUNNING",
         EXIT_INTERRUPTED,

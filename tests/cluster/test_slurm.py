@@ -1,4 +1,4 @@
-"""What SLURM is asked for, and how its answers are read; without SLURM. With it: tests/slurm."""
+"""sbatch scripts and options, and parsing of SLURM's output, without SLURM. Tests with SLURM: tests/slurm."""
 
 from __future__ import annotations
 
@@ -186,13 +186,13 @@ def test_times_are_read_as_sbatch_reads_them() -> None:
             minutes_of(text)
 
 
-def test_what_costs_much_is_asked_for_and_nobody_is_there() -> None:
+def test_a_costly_job_needs_confirmation() -> None:
     made = job("cluster=slurm_h100", "parallelism.dp_shard=64", "cluster.time=10:00:00")
     assert cost_in_words([made]) == "at most 640 GPU-hours (H100 SXM)"
     with pytest.raises(UserError, match=r"at most 640 GPU-hours.*would work: cluster.confirm_gpu_hours=640"):
         confirm([made])
     confirm([job("cluster=slurm_h100", "parallelism.dp_shard=8", "cluster.time=12:30:00")])
-    # Four ranks of a node that nobody else gets.
+    # Four ranks on an exclusive node.
     assert cost_in_words([job("cluster=slurm_h100", "parallelism.dp_shard=4")]).startswith("at most 8 GPU")
     assert cost_in_words([job("cluster=slurm", "parallelism.dp_shard=4")]) == "at most 4 GPU-hours"
 
@@ -235,7 +235,7 @@ def test_ranks_in_a_container(container: str, tmp_path: Path) -> None:
     assert command[place - len(container.split()) : place] == container.split()
 
 
-def test_jobs_on_one_node_meet_at_ports_of_their_own() -> None:
+def test_jobs_on_one_node_use_their_own_ports() -> None:
     with attempt._store() as one, attempt._store() as other:
         assert one != other
         for port in (one, other):
@@ -286,14 +286,14 @@ def test_a_scheduler_that_does_not_answer_is_not_one_that_has_forgotten(
     assert attempt.Allocation("7", 0).state() == "UNKNOWN"
 
 
-def test_two_attempts_in_vain_are_not_followed_by_a_third(tmp_path: Path) -> None:
+def test_two_attempts_without_progress_are_not_followed_by_a_third(tmp_path: Path) -> None:
     def end(path: Path, start: int | None, step: int | None) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / "result.json").write_text(json.dumps({"start_step": start, "step": step}))
 
     folder = RunFolder(tmp_path)
     end(tmp_path, None, None)
-    assert attempt._has_progress(folder), "the first may be told to stop before it has begun"
+    assert attempt._has_progress(folder), "the first attempt may be stopped before it has begun"
     end(tmp_path / "attempts" / "9", 0, 5)
     end(tmp_path / "attempts" / "10", 5, 5)
     assert not attempt._has_progress(folder)

@@ -1,4 +1,4 @@
-"""Fields of ``cluster`` that change what SLURM is asked for; without SLURM."""
+"""Fields of ``cluster`` that change a SLURM job's options; without SLURM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def job(*overrides: str) -> Job:
 
 
 def commands_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
-    """Puts shell scripts before the machine's commands."""
+    """Put shell scripts first in PATH."""
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     for name, text in scripts.items():
         path = folder / name.replace("_", "-")
@@ -120,7 +120,7 @@ def test_a_time_limit_that_is_not_given_is_the_partitions(
 
 
 def run_script(made: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.CompletedProcess[str]:
-    """Runs the sbatch script of a job by bash, as SLURM does on the first node."""
+    """Run the sbatch script of a job by bash, as SLURM does on the first node."""
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     script = folder / "job.sh"
     script.write_text(Submission([made], [folder], folder, "x").script())
@@ -184,7 +184,7 @@ def test_a_configuration_of_slurms_that_is_not_there_is_named_at_once(
             ask()
 
 
-def test_what_sbatch_says_is_said_once_and_waiting_is_told(
+def test_errors_of_sbatch_are_shown_once_and_waiting_is_announced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(queue, "ANSWER_SECONDS", 0.05)
@@ -212,7 +212,7 @@ def test_a_node_without_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 SICK = "0, 12, 81559, 0\n1, 40960, 81559, 0\n2, 0, 81559, 3\n3, 0, 16000, [N/A]"
 
 
-def test_what_is_wrong_with_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "logs").mkdir()
     commands_in(tmp_path, monkeypatch, nvidia_smi=f"printf '{SICK}'")
     assert node_check.faults_here(tmp_path, 0) == []

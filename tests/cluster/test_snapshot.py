@@ -16,7 +16,7 @@ from harness.errors import MachineError, UserError
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package with a private module, a link to a file outside, and files that are no code."""
+    """A package with a private module, a link to a file outside, and files that are not code."""
     package = tmp_path / "checkout" / "harness"
     (package / "model").mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -99,8 +99,8 @@ def test_a_copy_that_fails_leaves_nothing(
     assert os.listdir(tmp_path / "home" / "code") == []
 
 
-def test_what_is_copied_is_what_the_name_says(package: Path, tmp_path: Path) -> None:
-    """A file that is edited while jobs are submitted does not change what the digest stands for."""
+def test_the_copy_matches_its_digest(package: Path, tmp_path: Path) -> None:
+    """Editing a file while jobs are submitted does not change the content of an existing snapshot."""
     before = snapshot_path(tmp_path / "home")
     (package / "__init__.py").write_text("edited\n")
     assert take_snapshot(tmp_path / "home") == before

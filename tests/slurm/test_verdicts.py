@@ -37,7 +37,7 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
 
 
 def submit_pairs(commands: Commands, *names: str) -> None:
-    """Submits jobs of two ranks whose rank 1 misbehaves."""
+    """Submit jobs of two ranks whose rank 1 misbehaves."""
     for name in names:
         commands.train(
             *(f"name={name}", *PAIR, *ON_SLURM[:-1], misbehaving(name), NODE),
@@ -57,7 +57,7 @@ def more_pairs(commands: Commands) -> None:
 
 @pytest.fixture(scope="module")
 def orphan(commands: Commands, pairs: None) -> Path:
-    """Submits a job whose controller is killed after sbatch has answered, before it has written the id."""
+    """Submit a job and kill its controller after sbatch has answered, before it has written the id."""
     shim = commands.home / "bin"
     shim.mkdir()
     (shim / "sbatch").write_text(
@@ -117,14 +117,14 @@ def test_the_first_cause_is_the_verdict_and_no_requeue_hides_it(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("pair", ["killed", "hangs"])
-def test_so_it_is_for_a_rank_that_is_killed_and_one_that_never_comes(
+def test_verdicts_of_a_killed_rank_and_one_that_never_reaches_a_collective(
     commands: Commands, more_pairs: None, pair: str
 ) -> None:
     check_verdict(commands, pair)
 
 
 def check_verdict(commands: Commands, pair: str) -> None:
-    """Waits for a pair's end, and compares its row with the verdict that it should have."""
+    """Wait for a job's end, and compare its row with the expected verdict."""
     run = commands.only_run(pair)
     kind, rank, name, message = VERDICTS[pair]
 

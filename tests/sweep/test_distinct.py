@@ -1,4 +1,4 @@
-"""Points that are one job: equal ones run once, and those that differ in labels only are refused."""
+"""Duplicate points run once, and points that differ in labels only are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_labels_make_no_second_run(axis: str, field: str, tmp_path: Path) -> Non
     assert str(caught.value).endswith(f"would work: '{works}', a folder for each")
     assert f"{field}={second} would share {tmp_path}/n/" in str(caught.value)
     assert not list(tmp_path.iterdir())
-    # What is named works: four run folders, told apart in every table.
+    # The suggested value works: four run folders, with different names in every table.
     found = unique_points(compose_points([*typed[1:], works]))
     assert len({point.run_dir for point, _ in found}) == 4
     registry = Registry(tmp_path)
@@ -61,7 +61,7 @@ def test_labels_added_to_the_command_count_nothing_twice(tmp_path: Path) -> None
         skipped = [Skipped([f"parallelism.tp={n}", *more], "cannot be") for n in (3, 5)]
         registry.add(points, skipped)
         assert len(registry.points()) == len(registry.skipped()) == 2
-    # A file that has them twice is read as well.
+    # A file with duplicates is read too.
     rows = [
         {"skipped": "no", "overrides": ["parallelism.tp=3", *more]} for more in ([], ["cluster.wait=true"])
     ]
