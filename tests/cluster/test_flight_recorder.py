@@ -47,7 +47,7 @@ def test_a_rank_that_does_not_reach_a_collective_is_located_also_after_a_resume(
     assert (row["error.kind"], row["error.rank"], row["step"]) == ("collective_timeout", 0, reached + 2)
     assert row["error.absent_ranks"] == [1]
     assert "rank 1 did not reach the collective that rank 0 waited in: " in second.err
-    assert f"where every rank stood: {folder.relative_to(second.folder)}" in second.err
+    assert f"the collective and each rank's position: {folder.relative_to(second.folder)}" in second.err
     waiting, absent = ((folder / f"stacks-rank{rank}.txt").read_text() for rank in (0, 1))
     for rank, text in enumerate((waiting, absent)):
         assert text.startswith(f"rank {rank}, step {reached + 3}: ")
