@@ -291,5 +291,5 @@ def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert "none of the 2 points can be" in done.stderr
+    assert "none of the 2 points is a valid job" in done.stderr
     assert not any(tmp_path.iterdir())
