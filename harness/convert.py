@@ -232,23 +232,23 @@ def _convert(
 ) -> None:
     import torch
 
-    from harness.checkpoint.formats import Cast, Inspected, Watched, total_bytes, written_whole
+    from harness.checkpoint.formats import Cast, FiniteCheckSource, ProgressSource, atomic_target, total_bytes
     from harness.checkpoint.progress import progress
 
     started = time.monotonic()
     for note in _notes(config, found, tokenizer):
         _say(f"note: {note}")
-    inspected = Inspected(_open(found, model))
-    source = Cast(inspected, getattr(torch, config.dtype) if config.dtype else None)
+    checked = FiniteCheckSource(_open(found, model))
+    source = Cast(checked, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)
-    with written_whole(target, nbytes) as place, progress(nbytes) as tell:
-        _write(config, found, model, tokenizer, Watched(source, tell), place)
+    with atomic_target(target, nbytes) as place, progress(nbytes) as advance:
+        _write(config, found, model, tokenizer, ProgressSource(source, advance), place)
     seconds = time.monotonic() - started
     _say(
         f"{len(source.tensors)} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
         f"({nbytes / 1e9 / seconds:.2f} GB/s): {target}"
     )
-    if warning := inspected.warning():
+    if warning := checked.warning():
         _say(warning)
     if config.format == "torchtitan":
         from harness.checkpoint.torchtitan import torchtitan_arguments

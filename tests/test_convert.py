@@ -515,7 +515,7 @@ def test_damage_is_noticed(copy: Path, tmp_path: Path) -> None:
     assert "was not finished: there is no .metadata" in refused(source, out, *TINY)
     [first, *_] = sorted(copy.glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:-8])
-    assert f"{first}: is no whole safetensors file" in refused(copy, out, *TINY)
+    assert f"{first}: not a complete safetensors file" in refused(copy, out, *TINY)
     save_meta(tmp_path / "meta", [{}])
     (tmp_path / "meta" / "consolidated.00.pth").write_bytes(b"PK\x03\x04 and nothing more")
     assert "consolidated.00.pth: cannot be read: " in refused(tmp_path / "meta", out, *TINY)
@@ -559,7 +559,7 @@ def test_tied_embeddings_that_are_not(tmp_path: Path) -> None:
         save_meta(tmp_path / f"meta_{case}", to_meta(state.held, untied, 1, True))
     for folder in ("other", "meta_other"):
         told = refused(tmp_path / folder, out, *TIED)
-        assert "the output projection is not the embedding table; would work" in told
+        assert "the output projection differs from the embedding table; would work" in told
     for folder in ("same", "meta_same"):
         run(tmp_path / folder, tmp_path / f"out_{folder}", *TIED)
         manifest = open_checkpoint(str(tmp_path / f"out_{folder}")).manifest
@@ -662,7 +662,7 @@ def test_a_disk_that_is_too_small(theirs: Path, tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["formats.Watched.read", "storage.HashingStream.write"])
+@pytest.mark.parametrize("place", ["formats.ProgressSource.read", "storage.HashingStream.write"])
 def test_an_end_from_outside(place: str, theirs: Path, tmp_path: Path) -> None:
     """SIGTERM while a tensor is read, and while torch writes one."""
     kill = (

@@ -17,7 +17,7 @@ from harness.checkpoint.catalog import open_checkpoint
 from harness.checkpoint.distributed import DistributedSource, write_distributed
 from harness.checkpoint.formats import Cast, Source
 from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
-from harness.checkpoint.pieces import Theirs
+from harness.checkpoint.pieces import HuggingFaceNames
 from harness.compose import compose_job
 from harness.convert import ConvertJob, Found, convert, model_manifest
 from harness.errors import EXIT_OK, ConfigError, UserError
@@ -101,11 +101,11 @@ def test_each_tensor_is_read_once(family: str) -> None:
     """Stacked experts are not read again for every expert, and two stacks at most are held."""
     model = model_of(f"model={family}_debug")
     source = Held(random_tensors(model))
-    theirs = Theirs(Cast(source, torch.float32), model)
-    for name in theirs.tensors:
-        tensor = theirs.read(name)
-        assert tensor.is_contiguous() and tuple(tensor.shape) == theirs.tensors[name].shape
-        assert len(theirs._held) <= 2
+    renamed = HuggingFaceNames(Cast(source, torch.float32), model)
+    for name in renamed.tensors:
+        tensor = renamed.read(name)
+        assert tensor.is_contiguous() and tuple(tensor.shape) == renamed.tensors[name].shape
+        assert len(renamed._cache) <= 2
     assert sorted(source.reads) == sorted(source.tensors)
 
 

@@ -503,7 +503,7 @@ def test_unknown_protocol(tmp_path: Path) -> None:
         ("checkpoint.async_mode=later", "checkpoint.async_mode=later: no such mode; would work: disabled"),
         (
             "checkpoint=async_pinned",
-            "checkpoint.async_mode=async_with_pinned_mem: memory is pinned",
+            "checkpoint.async_mode=async_with_pinned_mem: pinned memory needs a GPU",
         ),
         ("checkpoint.export_dtype=bfloat16", "checkpoint.export_dtype=bfloat16: only a model-only last"),
         ("checkpoint.last_save_in_hf=true", "checkpoint.last_save_in_hf=true: Hugging Face's format holds"),
@@ -522,10 +522,10 @@ def test_mistakes(tmp_path: Path, typed: str, says: str) -> None:
 def test_mistakes_found_when_starting(tmp_path: Path) -> None:
     for number, (typed, says) in enumerate(
         [
-            (f"checkpoint.initial_load_path={tmp_path}", "no checkpoint: it was not finished"),
+            (f"checkpoint.initial_load_path={tmp_path}", "not a checkpoint: it was not finished"),
             (
                 "checkpoint.allow_changed=[no.field]",
-                "checkpoint.allow_changed=no.field: no field of this",
+                "checkpoint.allow_changed=no.field: no numerics field has this name",
             ),
         ]
     ):

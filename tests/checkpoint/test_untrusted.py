@@ -109,7 +109,7 @@ def add_file(checkpoint: Path, content: Any) -> _StorageInfo:
 
 
 Forge = Callable[[Path, Path], None]
-NAMES_IT = "is not to be trusted: it names 'posix.mkdir', which no checkpoint needs; nothing of it was run"
+NAMES_IT = "is not trusted: it names 'posix.mkdir', which no checkpoint needs; no code of it was run"
 
 
 def refusal_of_converting(trained: RunFolder, tmp_path: Path, forge: Forge) -> str:
@@ -168,7 +168,7 @@ def test_a_forged_checkpoint_is_refused(
         (in_a_shared_folder, with_payload, f".metadata {NAMES_IT}"),
         (in_the_own_folder, with_payload, f".metadata {NAMES_IT}"),
         (in_a_neighbour, with_payload, f".metadata {NAMES_IT}"),
-        (in_a_shared_folder, as_bytes, "norm.weight is no tensor in this checkpoint"),
+        (in_a_shared_folder, as_bytes, "norm.weight is not a tensor in this checkpoint"),
         (in_a_shared_folder, in_an_entry, f"the entry {NAMES_IT}"),
         (in_a_shared_folder, of_another_shape, "the tensor has shape []"),
     ],
@@ -239,9 +239,9 @@ def test_only_classes_of_metadata_are_made() -> None:
         (metadata(storage_data={"w": 1}), "an object is str"),
         (
             metadata(storage_data={INDEX: _StorageInfo("../../other", 0, 1)}),
-            "'../../other' is no file of the",
+            "'../../other' is not a file in the",
         ),
-        (metadata(storage_data={INDEX: _StorageInfo("a\0", 0, 1)}), "'a\\x00' is no file of the"),
+        (metadata(storage_data={INDEX: _StorageInfo("a\0", 0, 1)}), "'a\\x00' is not a file in the"),
         (metadata(storage_data={INDEX: _StorageInfo("a", -1, 1)}), "a position is negative"),
         (metadata(state_dict_metadata={"w": theirs.TensorProperties(torch.int8)}), "an object is Properties"),
         (
@@ -252,7 +252,7 @@ def test_only_classes_of_metadata_are_made() -> None:
                     )
                 }
             ),
-            "the chunks of w are not the whole tensor",
+            "the chunks of w do not add up to the tensor",
         ),
     ],
 )
