@@ -36,7 +36,7 @@ from harness.checkpoint.llama import _load
 from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
-from harness.convert import ConvertConfig, ConvertJob, Found, convert, find_source, model_manifest
+from harness.convert import ConvertConfig, ConvertJob, WeightFolder, convert, find_source, model_manifest
 from harness.data import TokenizerConfig
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
 from harness.model.config import ModelConfig
@@ -150,7 +150,7 @@ def test_dcp_to_torch(overrides: list[str], tmp_path: Path) -> None:
     """The decoder takes the file as it is, and computes what transformers computes."""
     model = model_of(overrides)
     network = transformer(model)
-    manifest = model_manifest(Found("hf", "", {}), model, None)
+    manifest = model_manifest(WeightFolder("hf", "", {}), model, None)
     write_distributed(Held(ours(network, model)), tmp_path / "step-0", manifest)
     run(tmp_path / "step-0", tmp_path / "model.pt", "convert.format=torch")
     for mmap in (False, True):
@@ -228,7 +228,7 @@ def test_dcp_of_other_software(
     dcp.save({**state, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "step-3", no_dist=True)
     run(tmp_path / "step-3", tmp_path / "out", "convert.format=hf", *overrides)
     assert same(read_all(HuggingFaceSource(tmp_path / "out", model)), ours(network, model))
-    assert "nothing vouches for what it holds" in capsys.readouterr().out
+    assert "its content cannot be verified" in capsys.readouterr().out
 
 
 def test_a_format_to_another_number_format(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def save_training(folder: Path, step: int, network: Any, model: ModelConfig) -> 
     weights = ours(network, model)
     state = {**weights, "optimizer.state.norm.weight.exp_avg": torch.ones(64), "rng.0": torch.ones(8)}
     manifest = {
-        **model_manifest(Found("dcp", "", {}), model, TokenizerConfig(kind="bytes")),
+        **model_manifest(WeightFolder("dcp", "", {}), model, TokenizerConfig(kind="bytes")),
         "step": step,
         "holds": "full",
         "job": {"name": "x"},
@@ -289,7 +289,7 @@ def test_a_run_gives_its_newest_complete_checkpoint(
         shutil.rmtree(tmp_path / "step-9", ignore_errors=True)
         run(source, tmp_path / "step-9")
         told = capsys.readouterr().out
-        assert "step-3 is passed over: __0_0.distcp has 3 bytes instead of" in told
+        assert "step-3 is skipped: __0_0.distcp has 3 bytes instead of" in told
         checkpoint = open_checkpoint(str(tmp_path / "step-9"))
         assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (2, "model", {"name": "x"})
         assert checkpoint.manifest["tokenizer"]["kind"] == "bytes"
@@ -304,7 +304,7 @@ def test_weights_that_training_saved_for_transformers(tmp_path: Path) -> None:
     network = transformer(model)
     step = tmp_path / "run" / "checkpoints" / "step-7"
     write_huggingface(Held(ours(network, model)), model, None, step, None, 5.0)
-    manifest = model_manifest(Found("dcp", "", {}), model, None)
+    manifest = model_manifest(WeightFolder("dcp", "", {}), model, None)
     (step / "manifest.json").write_bytes(encode_manifest({**manifest, "step": 7, "holds": "hf", "files": {}}))
     run(tmp_path / "run", tmp_path / "out")
     checkpoint = open_checkpoint(str(tmp_path / "out"))
@@ -369,7 +369,7 @@ def test_another_model_is_refused(copy: Path, tmp_path: Path) -> None:
     assert "model.n_layers=3: config.json has num_hidden_layers 2" in refused(
         copy, out, *TINY, "model.n_layers=3"
     )
-    assert "must be told which model it holds; would work: model=NAME" in refused(copy, out)
+    assert "does not record its model; would work: model=NAME" in refused(copy, out)
     save_meta(
         tmp_path / "meta",
         to_meta(ours(transformer(model_of(TINY)), model_of(TINY)), model_of(TINY), 1, True),
@@ -483,7 +483,9 @@ def test_missing_tensors_are_refused(copy: Path, tmp_path: Path) -> None:
     model = model_of(TINY)
     weights = ours(transformer(model), model)
     del weights["layers.1.ffn_norm.weight"]
-    write_distributed(Held(weights), tmp_path / "dcp", model_manifest(Found("hf", "", {}), model, None))
+    write_distributed(
+        Held(weights), tmp_path / "dcp", model_manifest(WeightFolder("hf", "", {}), model, None)
+    )
     assert "1 missing (layers.1.ffn_norm.weight)" in refused(tmp_path / "dcp", out)
     index = json.loads((copy / "model.safetensors.index.json").read_text())
     file = index["weight_map"]["model.norm.weight"]
@@ -510,7 +512,7 @@ def test_damage_is_noticed(copy: Path, tmp_path: Path) -> None:
     assert f"{source}: .metadata does not have the checksum" in refused(source, out)
     flip_a_byte(source / ".metadata", 100)
     (source / "manifest.json").unlink()
-    assert "did not finish it: the manifest is missing" in refused(source, out, *TINY)
+    assert "did not finish writing it: the manifest is missing" in refused(source, out, *TINY)
     (source / ".metadata").unlink()
     assert "was not finished: there is no .metadata" in refused(source, out, *TINY)
     [first, *_] = sorted(copy.glob("*.safetensors"))
@@ -582,9 +584,11 @@ def test_targets_that_are_there(copy: Path, tmp_path: Path) -> None:
     (full / "inside").mkdir(parents=True)
     empty.mkdir()
     file.touch()
-    assert refused(copy, full, *TINY).startswith(f"convert.target={full}: is there already")
-    assert refused(copy, file, *TINY, "convert.format=torch").startswith(f"convert.target={file}: is there")
-    assert "is a folder, and torch's is a file" in refused(copy, empty, *TINY, "convert.format=torch")
+    assert refused(copy, full, *TINY).startswith(f"convert.target={full}: already exists")
+    assert refused(copy, file, *TINY, "convert.format=torch").startswith(
+        f"convert.target={file}: already exists"
+    )
+    assert "is a folder; format=torch writes a file" in refused(copy, empty, *TINY, "convert.format=torch")
     run(copy, empty, *TINY)
     run(copy, tmp_path / "new" / "deep" / "step-0", *TINY)
     with pytest.raises(UserError, match="cannot be written"):
@@ -605,7 +609,7 @@ def test_targets_that_are_there(copy: Path, tmp_path: Path) -> None:
             "convert.dtype=fp8: no such format; would work: float32",
         ),
         ({"source": "x", "target": "y", "max_shard_gb": 0.0}, "convert.max_shard_gb=0.0: must be positive"),
-        ({"source": "x", "target": "s3://y"}, "convert.target=s3://y: is no local path"),
+        ({"source": "x", "target": "s3://y"}, "convert.target=s3://y: is not a local path"),
     ],
 )
 def test_fields(fields: dict[str, Any], says: str) -> None:
@@ -619,7 +623,7 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
     for name, says in (
         ("nowhere", "no such folder"),
-        ("file.pt", "is a file; folders are read"),
+        ("file.pt", "is a file, must be a folder"),
         ("empty", "holds no weights; would work: a folder with"),
         ("run", "none of its 1 checkpoints is complete"),
     ):
@@ -699,7 +703,7 @@ def test_the_command(theirs: Path, tmp_path: Path) -> None:
     assert find_source(str(tmp_path)).manifest["step"] == 0
     done = command(f"convert.source={theirs}", f"convert.target={out}", *TINY)
     assert done.returncode == EXIT_USER
-    assert re.fullmatch(r"error: convert\.target=.*: is there already; would work: .*\n", done.stderr)
+    assert re.fullmatch(r"error: convert\.target=.*: already exists; would work: .*\n", done.stderr)
 
 
 def test_refusing_imports_no_torch(tmp_path: Path) -> None:
@@ -754,7 +758,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for kind in ("hf", "dcp", "llama"):
             found[f"{kind}-{size}"] = folder / f"{kind}-{size}"
         write_huggingface(source, model, None, found[f"hf-{size}"], None, 5.0)
-        manifest = model_manifest(Found("hf", "", {}), model, None)
+        manifest = model_manifest(WeightFolder("hf", "", {}), model, None)
         write_distributed(source, found[f"dcp-{size}"], manifest)
         save_meta(found[f"llama-{size}"], to_meta(source.held, model, 2, True))
     return found

@@ -19,7 +19,7 @@ from harness.checkpoint.formats import Cast, Source
 from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
 from harness.checkpoint.pieces import HuggingFaceNames
 from harness.compose import compose_job
-from harness.convert import ConvertJob, Found, convert, model_manifest
+from harness.convert import ConvertJob, WeightFolder, convert, model_manifest
 from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
@@ -185,7 +185,7 @@ def test_the_block_of_multi_token_prediction_stands_where_the_released_model_has
     require_same(HuggingFaceSource(tmp_path, model), tensors)
     save_file({**stored, copies[1]: stored[copies[1]] + 1}, tmp_path / "model.safetensors")
     with pytest.raises(
-        UserError, match=r"shared_head\.head\.weight is not lm_head\.weight.*model\.mtp\.depth=0"
+        UserError, match=r"shared_head\.head\.weight differs from lm_head\.weight.*model\.mtp\.depth=0"
     ):
         HuggingFaceSource(tmp_path, model).read("output.weight")
     with pytest.raises(UserError, match=r"missing \(model\.layers\.4\.eh_proj\.weight\)"):
@@ -284,7 +284,7 @@ def test_memory_is_that_of_a_few_tensors(case: tuple[str, str], tmp_path: Path) 
         if source == "hf":
             write_huggingface(held, model, None, tmp_path / name, None, 5.0)
         else:
-            write_distributed(held, tmp_path / name, model_manifest(Found("hf", "", {}), model, None))
+            write_distributed(held, tmp_path / name, model_manifest(WeightFolder("hf", "", {}), model, None))
     size = sum(file.stat().st_size for file in (tmp_path / "large").iterdir())
     assert size > 150e6
     typed = overrides if source == "hf" else []

@@ -168,7 +168,7 @@ def test_the_command(hub: Hub, tmp_path: Path) -> None:
     assert same(folder) and not parts(folder)
     told = done.stdout.splitlines()
     commit = commit_of(FILES)
-    assert told[0] == f"{REPO} at {commit[:12]}: 8 files, 0.005 GB brought: assets/hf/{REPO}"
+    assert told[0] == f"{REPO} at {commit[:12]}: 8 files, 0.005 GB downloaded: assets/hf/{REPO}"
     assert json.loads((folder / "download.json").read_text())["commit"] == commit
     # What it says comes next is what can be typed, in the folder where it was.
     target = f"assets/hf/{REPO}-dcp/step-0"
@@ -190,7 +190,7 @@ def test_what_is_there_is_not_brought_again(
     here.requests.clear()
     run(f"repo={REPO}", "what=[tokenizer,index]", "to=out")
     assert here.downloads() == [("model.safetensors.index.json", "")]
-    assert "1 files, 0.000 GB brought, 4 there already: out" in capsys.readouterr().out
+    assert "1 files, 0.000 GB downloaded, 4 already there: out" in capsys.readouterr().out
     # Also what somebody else has put there, if it is the same.
     (tmp_path / "out" / WEIGHTS[0]).write_bytes(FILES[WEIGHTS[0]])
     (tmp_path / "out" / "generation_config.json").write_bytes(FILES["generation_config.json"])
@@ -205,13 +205,13 @@ def test_what_is_something_else_is_left_alone(here: Hub, tmp_path: Path) -> None
     (tmp_path / "out" / "config.json").write_text("mine")
     said = refused(UserError, f"repo={REPO}", "to=out")
     assert said.startswith(
-        "out/config.json: is there already, and is not the hub's; would work: another folder"
+        "out/config.json: already exists and differs from the hub's; would work: another folder"
     )
     assert here.downloads() == [] and (tmp_path / "out" / "config.json").read_text() == "mine"
     # So is what came and was changed since.
     run(f"repo={REPO}", "what=tokenizer", "to=other")
     (tmp_path / "other" / "tokenizer_config.json").write_text("{}")
-    assert "other/tokenizer_config.json: is there already" in refused(UserError, f"repo={REPO}", "to=other")
+    assert "other/tokenizer_config.json: already exists" in refused(UserError, f"repo={REPO}", "to=other")
 
 
 def test_a_newer_commit_replaces_what_came_before(here: Hub, tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_damage_is_noticed(here: Hub, tmp_path: Path) -> None:
 
     here.mishap = other
     said = refused(MachineError, f"repo={REPO}", "what=[config,weights]", "to=out")
-    assert "what came is not what the hub has" in said
+    assert "the download does not have the hub's checksum" in said
     here.mishap = lambda handler, content: False
     run(f"repo={REPO}", "what=[config,weights]", "to=out")
     assert same(tmp_path / "out", files)
@@ -365,12 +365,12 @@ def test_a_disk_that_fills_up(here: Hub, tmp_path: Path, monkeypatch: pytest.Mon
         def write(self, content: bytes) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    watched = client._Watched.__init__
+    watched = client._ProgressFile.__init__
     monkeypatch.setattr(
-        client._Watched, "__init__", lambda self, stream, *rest: watched(self, Full(stream), *rest)
+        client._ProgressFile, "__init__", lambda self, stream, *rest: watched(self, Full(stream), *rest)
     )
     said = refused(MachineError, f"repo={REPO}", "what=weights", "to=out")
-    assert "the disk is full, or a quota is; with more space the same command goes on" in said
+    assert "the disk is full, or a quota is; with more space the same command resumes" in said
 
 
 def test_a_place_that_cannot_be_written(here: Hub, tmp_path: Path) -> None:
@@ -418,9 +418,7 @@ def test_a_gated_repository(hub: Hub) -> None:
 def test_a_token_that_the_hub_does_not_know(hub: Hub) -> None:
     done = command(f"repo={REPO}", "what=config", HF_TOKEN="hf_mistyped")
     assert done.returncode == EXIT_USER
-    assert done.stderr.startswith(
-        "error: the hub does not take your token (HF_TOKEN, or your login): HTTP 401"
-    )
+    assert done.stderr.startswith("error: the hub rejects your token (HF_TOKEN, or your login): HTTP 401")
     assert done.stderr.count("\n") == 1
 
 
@@ -440,12 +438,12 @@ def test_repositories_and_revisions_that_are_none(here: Hub, monkeypatch: pytest
 def test_no_network(hub: Hub) -> None:
     done = command(f"repo={REPO}", HF_ENDPOINT="http://127.0.0.1:9")
     assert done.returncode == EXIT_MACHINE
-    assert done.stderr.startswith("error: no whole answer from http://127.0.0.1:9: ")
+    assert done.stderr.startswith("error: no complete answer from http://127.0.0.1:9: ")
     assert done.stderr.count("\n") == 1
     done = command(f"repo={REPO}", HF_HUB_OFFLINE="1")
     assert done.returncode == EXIT_USER
     assert done.stderr.startswith(
-        "error: HF_HUB_OFFLINE=1 forbids to ask the hub; would work: HF_HUB_OFFLINE=0"
+        "error: HF_HUB_OFFLINE=1 forbids access to the hub; would work: HF_HUB_OFFLINE=0"
     )
 
 
@@ -462,8 +460,8 @@ def test_no_network(hub: Hub) -> None:
             "what=[config,weight]: no such files; would work: one or a list",
         ),
         (["repo=a/b", "what=[]"], "what=[]: no such files"),
-        (["repo=https://huggingface.co/a/b/tree/main"], "is no name; would work: a/b"),
-        (["repo=a/b/c"], "repo=a/b/c: is no name; would work: owner/name"),
+        (["repo=https://huggingface.co/a/b/tree/main"], "not a valid name; would work: a/b"),
+        (["repo=a/b/c"], "repo=a/b/c: not a valid name; would work: owner/name"),
         (["repo=a/b", "revision=''"], "revision='': must be given; would work: main"),
         (["repos=a/b"], "repos=a/b: no such field; did you mean repo?"),
         (["repo=a/b", "model=llama3_8b"], "model=llama3_8b: no such field; "),
