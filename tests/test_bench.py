@@ -144,7 +144,7 @@ def test_an_unknown_figure_stays_unknown() -> None:
         (
             {},
             ["cluster=slurm_cpu"],
-            r"^cluster\.kind=slurm: this machine is measured.*would work: cluster=local",
+            r"^cluster\.kind=slurm: bench measures the machine.*would work: cluster=local",
         ),
         ({}, ["metrics.warmup_steps=13"], r"^training\.steps=13: .*would work: at least 14"),
     ],
@@ -162,7 +162,7 @@ def test_what_cannot_be_measured_is_refused(
         (BenchConfig(rounds=0), r"^bench\.rounds=0: must be at least 1"),
         (
             BenchConfig(variants={"base": "precision=bf16"}),
-            r"^bench\.variants\.base=precision=bf16: .*called",
+            r"^bench\.variants\.base=precision=bf16: .*name of the job",
         ),
         (BenchConfig(out=""), r"^bench\.out=''"),
     ],

@@ -74,8 +74,8 @@ def test_what_is_typed_is_not_drawn() -> None:
 
 
 def test_no_legal_draw_is_one_line() -> None:
-    found = pytest.raises(UserError, match=r"parity\.seed=0: none of 9 draws is legal, .*model\.n_kv_heads=3")
-    with mock.patch.object(compositions, "DRAWS", 9), found:
+    says = r"parity\.seed=0: none of 9 samples is valid; .*model\.n_kv_heads=3"
+    with mock.patch.object(compositions, "SAMPLES", 9), pytest.raises(UserError, match=says):
         drawn(0, "model=llama3_tiny", "model.n_kv_heads=3")
 
 

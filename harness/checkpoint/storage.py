@@ -234,7 +234,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class Reader(FileSystemReader):
-    """Reads one checkpoint and verifies the checksums of what it reads.
+    """Reads one checkpoint and verifies checksums while reading.
 
     Args:
         path: folder, a path or an fsspec URL.
