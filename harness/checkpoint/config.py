@@ -35,7 +35,7 @@ class CheckpointConfig:
     """Number of complete checkpoints to keep; older ones are removed. 0 keeps all."""
 
     resume: bool = label(True)
-    """Whether the same command resumes from the newest complete checkpoint. If false, it starts from step 0
+    """Whether the same command resumes from the newest complete checkpoint. If false, it starts over
     and moves existing checkpoints to ``superseded/``."""
 
     load_step: int = label(-1)

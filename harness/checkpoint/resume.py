@@ -149,7 +149,7 @@ def no_usable_error(folder: str, reasons: list[str]) -> UserError:
     """The error for a folder in which no checkpoint can be used; the user has to decide."""
     return UserError(
         f"checkpoint.folder={folder}: no checkpoint can be used ({'; '.join(reasons)}); would work: "
-        "checkpoint.resume=false, which starts from step 0 and moves them to superseded/"
+        "checkpoint.resume=false, which starts over and moves them to superseded/"
     )
 
 
@@ -171,7 +171,7 @@ def tell_finished(job: Job, run_dir: Path) -> int:
     """Print that no steps are left; return the exit code."""
     sys.stdout.write(
         f"{job.name}: all {job.training.steps} steps are done, see {run_dir}; checkpoint.resume=false trains "
-        "again from step 0, python -m harness.convert exports the weights\n"
+        "from the start again, python -m harness.convert exports the weights\n"
     )
     return EXIT_OK
 

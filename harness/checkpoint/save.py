@@ -183,7 +183,10 @@ class Saver:
         self.account.seconds += time.perf_counter() - started
 
     def poll(self) -> None:
-        """Report a background save that has ended, and update ``gives_up``; cheap enough for every step."""
+        """Report a background save that has ended, and update ``gives_up``; cheap enough for every step.
+
+        All ranks see the same failure, though not necessarily in the same step.
+        """
         saving = self._background
         if saving is None or saving.reported or not saving.written.done():
             return
