@@ -1,4 +1,4 @@
-"""Weights in memory, with the interface of a checkpoint that is read."""
+"""Weights in memory, with the interface of a checkpoint reader."""
 
 from __future__ import annotations
 
