@@ -240,7 +240,7 @@ VALUES = [
     ),
     mistake("debug.non_finite=ignore", "debug.non_finite=ignore: no such policy", "debug.non_finite=skip"),
     mistake("debug.max_skipped_steps=0", "debug.max_skipped_steps=0: must be at least 1"),
-    mistake("metrics.console=loud", "metrics.console=loud: is no kind of console", "metrics.console=plain"),
+    mistake("metrics.console=loud", "metrics.console=loud: no such console", "metrics.console=plain"),
     mistake("cluster.device=tpu", "cluster.device=tpu: no such device", "cluster.device=cpu"),
     mistake("cluster.kind=cloud", "cluster.kind=cloud: no such way to start ranks", "cluster.kind=local"),
     mistake("cluster.ranks_per_node=0", "cluster.ranks_per_node=0: must be at least 1, or null"),

@@ -172,7 +172,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("parameters", f"{counted(counts.parameters)} in all, {counted(active)} active, {held} a rank"),
         (
             "FLOPs",
-            f"{counts.flops_per_token_full / 1e9:,.4g} GFLOP a token (attention whole), "
+            f"{counts.flops_per_token_full / 1e9:,.4g} GFLOP a token (full attention), "
             f"{counts.flops_per_token_causal / 1e9:,.4g} (causal half)",
         ),
     ]
@@ -284,7 +284,7 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
             ("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(rate * job.world_size)} in all")
         )
         mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
-        facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (attention whole)"))
+        facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (full attention)"))
     facts.append(("fits", _fits(plan)))
     total = f"{job.training.steps:,} steps, {counted(tokens_of(job))} tokens"
     if plan.gpu_hours is not None:

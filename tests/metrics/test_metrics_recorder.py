@@ -1,4 +1,4 @@
-"""The recorder: the file first, and no view stops a run."""
+"""The recorder writes the file first, and a failing view does not stop a run."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_view_that_fails_later_is_switched_off(
         capsys.readouterr().out.count("broken is off, metrics.jsonl goes on: ConnectionError: the server is")
         == 1
     )
-    assert list((tmp_path / "tensorboard").iterdir()), "the other view goes on"
+    assert list((tmp_path / "tensorboard").iterdir()), "the other view continues"
 
 
 def test_close_survives_a_failing_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_close_survives_a_failing_view(tmp_path: Path, monkeypatch: pytest.Monke
     record(tmp_path, wandb=True).close({})
 
 
-def test_a_console_nobody_reads_does_not_stop_the_run(
+def test_a_closed_console_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(text: str) -> None:

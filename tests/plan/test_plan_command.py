@@ -79,7 +79,7 @@ batch       256 x 8,192 = 2.097 M tokens a step; 32 on each data-parallel rank, 
 schedule    Interleaved1F1B, 16 stages (2 on each rank)
 execution   activation checkpointing full, compiled, linears in float8_tensorwise
 parameters  405.9 B in all, 405.9 B active, 790 M to 800 M a rank
-FLOPs       2,625 GFLOP a token (attention whole), 2,524 (causal half)
+FLOPs       2,625 GFLOP a token (full attention), 2,524 (causal half)
 
 memory at its peak, GiB on each rank
   ranks   stages     parameters  gradients  optimizer  activations  logits  gathered  runtime   peak
@@ -101,7 +101,7 @@ a step, predicted: 16.0 s
   update                       100 ms    0.6%
 
 throughput  256 tokens/s a GPU, 131,072 in all
-MFU         45.7%, 672.1 TFLOP/s a GPU (attention whole)
+MFU         45.7%, 672.1 TFLOP/s a GPU (full attention)
 fits        yes: the fullest rank takes 57.25 of 75.00 GiB, 17.75 GiB left
 budget      3,000 steps, 6.291 B tokens: 6,827 GPU-hours, 13.3 h on 512 x H100 SXM
 
