@@ -140,4 +140,4 @@ class Recorder:
         all data, and a broken plot must not end a run.
         """
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        self._tell(lambda console: console.warn(f"{name} is off, metrics.jsonl goes on: {reason}"))
+        self._tell(lambda console: console.warn(f"{name} is off, metrics.jsonl continues: {reason}"))
