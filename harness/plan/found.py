@@ -1,4 +1,4 @@
-"""What a search found: as text, as plain containers, and as a sweep that measures it."""
+"""The result of a search: as text, as plain containers, and as a sweep that measures it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from harness.plan.render import (
 from harness.plan.search import Candidate, Found, Lost
 from harness.plan.space import Point
 
-# Reasons that are shown one by one; the others are added up.
+# Reasons that are shown one by one; the others are summed.
 _SHOWN = 6
-# Fields of the plan that no training job has.
+# Fields of PlanJob that a training job does not have.
 _OWN = ("search", "top", "sweep_file", "verify", "verify_step", "calibrate", "calibration", "picture")
 
 
 def render_found(found: Found) -> str:
-    """What a search prints, without its sweep file."""
+    """Format the result of a search, without its sweep file."""
     plan = found.best[0].plan
     job = plan.job
     unit = "GPU" if plan.accelerator is not None else "rank"
@@ -45,7 +45,7 @@ def render_found(found: Found) -> str:
     head = (
         f"{job.name} on {devices(plan, job.world_size)}{where}; {job.global_batch_size:,} x "
         f"{job.training.seq_len:,} = {counted(tokens_per_step(job))} tokens a step\n"
-        f"{found.points:,} ways to run {found.layouts:,} layouts, {found.planned:,} of them planned whole, "
+        f"{found.points:,} ways to run {found.layouts:,} layouts, {found.planned:,} of them fully planned, "
         f"in {found.seconds:.1f} s\n"
     )
     kept = sorted(field for field in found.space.typed if field.startswith(_MOVED))
@@ -89,10 +89,10 @@ def _losers(found: Found) -> str:
     if others:
         lines.append(f"  {others:>9,}  illegal by {len(lost.illegal) - len(rows)} other rules")
     if lost.closest is not None:
-        lacks, point = lost.closest
-        told = _point_in_words(found, point)
+        shortfall, point = lost.closest
         lines.append(
-            f"  {lost.too_large:>9,}  do not fit; the closest lacks at least {gib(lacks)} GiB: {told}"
+            f"  {lost.too_large:>9,}  do not fit; the closest is at least {gib(shortfall)} GiB too large: "
+            f"{_point_in_words(found, point)}"
         )
     for part, count in lost.slower.most_common():
         lines.append(f"  {count:>9,}  slower, most of all by {part_in_words(part)}")
@@ -111,7 +111,7 @@ def _shortened(text: str) -> str:
 
 
 def found_as_dict(found: Found) -> dict[str, Any]:
-    """The same for machines."""
+    """The result of a search as plain containers, for JSON."""
     lost: Lost = found.lost
     return {
         "world_size": found.space.world,
@@ -149,9 +149,9 @@ def _without_timeline(plan: Plan) -> dict[str, Any]:
 
 
 def sweep_path(name: str, asked: str | None) -> Path:
-    """Where the sweep file goes: where it is wanted, or to sweeps/search, for ``sweep=search/NAME``.
+    """Return the path of the sweep file: ``asked``, or in sweeps/search, for ``sweep=search/NAME``.
 
-    Installed packages and folders that cannot be written take no files; those go into the working folder.
+    If the harness is an installed package, or that folder is not writable: in the current folder.
     """
     if asked is not None:
         return Path(asked)
@@ -163,22 +163,22 @@ def sweep_path(name: str, asked: str | None) -> Path:
 
 
 def _sweeps() -> Path:
-    """The folder that ``sweep=NAME`` looks into."""
+    """The folder in which ``sweep=NAME`` is found."""
     return (Path(conf_dir()) / "sweep").resolve()
 
 
 def write_sweep(found: Found, path: Path, overrides: Sequence[str]) -> str:
-    """Writes the sweep that measures the best; returns the command that starts it.
+    """Write the sweep that measures the best points; return the command that starts it.
 
     Args:
-        found: what was found.
+        found: the result of the search.
         path: the file.
-        overrides: what was typed.
+        overrides: the overrides of the command line.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    # Points say for themselves what a search moves, and what is typed as well would count instead.
+    # Each point sets the searched fields; the same field on the command line would override it.
     moved = {
         override.split("=")[0] for override in found.best[0].point.overrides(found.space.base.parallelism)
     }

@@ -1,8 +1,8 @@
-"""Counts what operations on fake tensors would take: bytes alive, FLOPs, bytes sent.
+"""Count live bytes, FLOPs and sent bytes of operations on fake tensors.
 
-torch's own counters do not do for this. ``FlopCounterMode`` counts DTensor operations as if one rank did all
-of it and knows no CPU attention, ``CommDebugMode`` counts collectives and not bytes, and ``MemTracker`` takes
-one forward pass of a module before its backward. What is seen here are the operations on local tensors.
+torch's own counters are not sufficient. ``FlopCounterMode`` counts a DTensor operation as if one rank did all
+of it and does not know CPU attention, ``CommDebugMode`` counts collectives but not bytes, and ``MemTracker``
+expects one forward pass of a module before its backward. The meter counts operations on local tensors.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class Meter(TorchDispatchMode):
         self._undo = ExitStack()
 
     def begin(self, phase: str) -> None:
-        """Says what comes next; the phase goes on where it was left."""
+        """Start or continue a phase."""
         self._phase = phase
         self._note()
 
     def reset(self) -> None:
-        """Forgets all but what is alive."""
+        """Reset all counters except for live bytes."""
         self.peaks, self.flops, self.sent, self.times = {}, 0.0, defaultdict(float), 1
 
     def __enter__(self) -> Any:

@@ -105,9 +105,9 @@ KNOWN = [
     ("train", ["-sc", "query=bash"], "-sc query=bash: is for the shell, which sets COMP_LINE"),
     ("train", ["name=${nope}"], "name: Interpolation key 'nope' not found"),
     ("train", ["--cfg", "job", "--resolve", "name=${nope}"], "name: Interpolation key 'nope' not found"),
-    ("plan", ["calibration=folder"], "calibration=folder: is no file"),
-    ("plan", ["calibration=/dev/zero"], "calibration=/dev/zero: is no file"),
-    ("plan", ["calibration=fifo"], "calibration=fifo: is no file"),
+    ("plan", ["calibration=folder"], "calibration=folder: is not a file"),
+    ("plan", ["calibration=/dev/zero"], "calibration=/dev/zero: is not a file"),
+    ("plan", ["calibration=fifo"], "calibration=fifo: is not a file"),
     ("plan", ["calibration=list.json"], "calibration=list.json: it holds "),
     ("plan", ["--jsn"], "--jsn: no such flag; did you mean --json?"),
     (
@@ -126,7 +126,7 @@ KNOWN = [
     (
         "plan",
         ["search=true", "cluster.accelerator=H100 SXM", "parallelism=single", "cluster.ranks=8"],
-        "no layout has 8 ranks with what was typed (parallelism.cp, ",
+        "no layout has 8 ranks with the fields on the command line (parallelism.cp, ",
     ),
     (
         "plan",
