@@ -105,7 +105,7 @@ class Machine:
 
     @property
     def network_rate(self) -> float:
-        """Achieved bytes per second and device between nodes; those of its links if the network is unknown."""
+        """Achieved bytes per second and device between nodes; if unknown, those of the node's links."""
         if self.network_bandwidth is None:
             return self.device.link_bandwidth * self.constants.link
         return self.network_bandwidth * self.constants.network

@@ -306,9 +306,7 @@ def _what_to_set(plan: Plan) -> str:
     if plan.job.cluster.device == "cpu":
         return f"unknown CPU; set {measured}"
     known = ", ".join(ACCELERATORS)
-    return (
-        f"unknown, because the hardware is unknown; set {measured}, or cluster.accelerator to one of {known}"
-    )
+    return f"unknown hardware; set {measured}, or cluster.accelerator to one of {known}"
 
 
 def _fits(plan: Plan) -> str:

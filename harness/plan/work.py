@@ -13,9 +13,9 @@ from harness.precision.linears import sort_linears
 
 # Memory traffic of element-wise operations in forward, in bytes per 16-bit value; backward moves twice as
 # much. Eager kernels are counted one by one: a norm casts up, squares, averages, scales, casts down and
-# multiplies by the weight (30), a sum of two streams takes 6, a rotation casts up, multiplies complex numbers
-# and casts down (20), a gate is SiLU (4) and a product (6). Compiled, each is one kernel that reads its inputs
-# and writes its output.
+# multiplies by the weight (30), a sum of two streams takes 6, a rotation casts up, multiplies complex
+# numbers and casts down (20), a gate is SiLU (4) and a product (6). Compiled, each is one kernel that reads
+# its inputs and writes its output.
 EAGER = {"norm": 30.0, "residual": 6.0, "rotation": 20.0, "gate": 10.0, "sort": 12.0}
 COMPILED = {"norm": 4.0, "residual": 4.0, "rotation": 4.0, "gate": 6.0, "sort": 8.0}
 # Number of kernels in a block's forward pass, for their fixed cost.
