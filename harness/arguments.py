@@ -148,12 +148,12 @@ def _long_name(typed: str, own: Sequence[str]) -> str:
 
 def _no_such_flag(typed: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(typed, known, n=1)
-    works = f"did you mean {close[0]}?" if close else "--help shows what there is"
+    works = f"did you mean {close[0]}?" if close else "--help lists all flags"
     return f"{typed}: no such flag; {works}"
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is a file; a path that the system cannot take is none."""
+    """Whether the file exists; False for an invalid path."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -161,10 +161,10 @@ def _is_file(path: Path) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as those of overrides are."""
+    """A parser whose errors are one line, like those of overrides."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises UserError in place of printing how the command is used."""
+        """Raise UserError instead of printing the usage."""
         choice = re.fullmatch(r"argument .+: invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL)
         if choice:
             works = choice[2].replace("'", "")

@@ -156,17 +156,17 @@ def _wanted(schema: Any, path: str, key: str) -> str | None:
         if owner is None or name not in get_type_hints(owner):
             return None
         hint = get_type_hints(owner)[name]
-    return in_words(hint, key)
+    return describe_type(hint, key)
 
 
-def in_words(hint: Any, key: str) -> str:
+def describe_type(hint: Any, key: str) -> str:
     """Describe the values of a field with type ``hint`` and dotted name ``key``."""
     kinds = [t for t in get_args(hint) if t is not type(None)] if get_origin(hint) is UnionType else [hint]
-    words = " or ".join(_kind_in_words(kind, key) for kind in kinds)
+    words = " or ".join(_describe_kind(kind, key) for kind in kinds)
     return words + (", or null" if type(None) in get_args(hint) else "")
 
 
-def _kind_in_words(kind: Any, key: str) -> str:
+def _describe_kind(kind: Any, key: str) -> str:
     if dataclasses.is_dataclass(kind):
         return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
     if get_origin(kind) is list:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_args, get_origin
 
-from harness.compose_errors import in_words
+from harness.compose_errors import describe_type
 from harness.config import type_hints
 from harness.errors import ConfigError
 
@@ -33,7 +33,7 @@ def check_values(plain: dict[str, Any], schema: type, prefix: str = "") -> None:
             check_values(value, inner, f"{key}.")
             continue
         if not any(_fits(value, kind) for kind in get_args(hint) or (hint,)) and not _fits(value, hint):
-            raise ConfigError(key, as_typed(value), f"must be {in_words(hint, key)}")
+            raise ConfigError(key, as_typed(value), f"must be {describe_type(hint, key)}")
         for number in _numbers(value):
             _check_number(key, value, number)
 

@@ -1,4 +1,4 @@
-"""What a rank died of, from what it raised: real messages of torch, NCCL, gloo, SLURM and the kernel."""
+"""Classes of failures, from real messages of torch, NCCL, gloo, SLURM and the kernel."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_exception_over_another(
 
 
 def test_the_allocation_of_a_stage_of_a_pipeline_is_named() -> None:
-    """torch raises another error from the one of a stage's backward pass."""
+    """torch wraps the error of a stage's backward pass."""
     row = describe_failure(raised_over(OUT_OF_MEMORY, RuntimeError("Failed to run stage"), explicit=True))
     assert (row["type"], row["allocation"]) == ("OutOfMemoryError", "2.50 GiB")
 

@@ -116,7 +116,7 @@ def stages_in(schedule: Any) -> list[Any]:
     return getattr(schedule, "_stages", None) or [schedule._stage]
 
 
-def without_values(part: Decoder) -> None:
+def replace_modules(part: Decoder) -> None:
     """Replace modules of a model part that need values or a GPU kernel."""
     for module in part.modules():
         if isinstance(module, Attention | LatentAttention):

@@ -34,7 +34,7 @@ from harness.parallelism.mesh import Mesh, build_mesh
 from harness.parallelism.parallelize import lay_out
 from harness.parallelism.pipeline import boundary, build_schedule
 from harness.parallelism.stages import split_modules, stages_of_rank
-from harness.plan.fake import CPU, fake_tensors, pretending, stages_in, without_values
+from harness.plan.fake import CPU, fake_tensors, pretending, replace_modules, stages_in
 from harness.plan.meter import Meter
 from harness.plan.order import gathering_passes, pipeline_order
 from harness.plan.plan import Action
@@ -229,7 +229,7 @@ def statistics_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) 
         indices = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
         with fake_tensors(), Meter(mesh) as meter:
             for place, (index, part) in enumerate(zip(indices, parts, strict=True)):
-                without_values(part)
+                replace_modules(part)
                 allocate(part, CPU, CPU)
                 _mark_phases(meter, part, place, cycles[index])
             step = _Step(job, mesh, parts, meter)

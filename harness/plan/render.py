@@ -121,7 +121,7 @@ def gib(value: float) -> str:
     return "-" if value == 0 else f"{value / GIB:,.2f}" if value >= 0.005 * GIB else f"{value / GIB:.1g}"
 
 
-def part_in_words(part: str) -> str:
+def part_name(part: str) -> str:
     """Display name of one of ``PARTS``."""
     return _WORDS.get(part, f"{part} communication, exposed")
 
@@ -264,7 +264,7 @@ def _parts(plan: Plan) -> list[tuple[str, str]]:
     total = plan.speed.step_seconds
     shown = [(part, plan.speed.parts.get(part, 0.0)) for part in PARTS]
     return [
-        (f"  {part_in_words(part)}", f"{seconds(value):>8}  {value / total:>6.1%}")
+        (f"  {part_name(part)}", f"{seconds(value):>8}  {value / total:>6.1%}")
         for part, value in shown
         if value > 0
     ]

@@ -55,7 +55,7 @@ class Candidate:
 
 
 @dataclass
-class Lost:
+class Rejected:
     """Why points are not among the best; the counts add up to all other points."""
 
     illegal: Counter[str] = field(default_factory=Counter)
@@ -82,13 +82,13 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search."""
 
     space: Space
     best: list[Candidate]
     """The fastest, first."""
-    lost: Lost
+    rejected: Rejected
     points: int
     """Number of all points."""
     layouts: int
@@ -104,14 +104,14 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
 
-def search(space: Space, top: int, calibration: Calibration | None = None) -> Found:
+def search(space: Space, top: int, calibration: Calibration | None = None) -> SearchResult:
     """Find the ``top`` fastest points of a space, with default constants or a calibration.
 
     Raises:
         UserError: no point is legal, none fits, or the hardware is unknown.
     """
     began = time.perf_counter()
-    lost, layouts = Lost(), list(islice(space.layouts(), MOST_LAYOUTS + 1))
+    rejected, layouts = Rejected(), list(islice(space.layouts(), MOST_LAYOUTS + 1))
     if not layouts:
         raise _no_layout(space)
     if len(layouts) > MOST_LAYOUTS:
@@ -126,16 +126,16 @@ def search(space: Space, top: int, calibration: Calibration | None = None) -> Fo
             if error is None:
                 legal.append(point)
             else:
-                lost.add_illegal(error)
-    points = len(legal) + sum(lost.illegal.values())
+                rejected.add_illegal(error)
+    points = len(legal) + sum(rejected.illegal.values())
     if not legal:
-        raise _none_is_legal(space, lost)
-    ranking = Ranking(space, legal, top, lost, calibration)
+        raise _none_is_legal(space, rejected)
+    ranking = Ranking(space, legal, top, rejected, calibration)
     ranking.run()
     if not ranking.best:
-        raise _none_fits(space, lost)
-    return Found(
-        space, ranking.best, lost, points, len(layouts), ranking.planned, time.perf_counter() - began
+        raise _none_fits(space, rejected)
+    return SearchResult(
+        space, ranking.best, rejected, points, len(layouts), ranking.planned, time.perf_counter() - began
     )
 
 
@@ -147,10 +147,10 @@ class Ranking:
         space: Space,
         points: Sequence[Point],
         top: int,
-        lost: Lost,
+        rejected: Rejected,
         calibration: Calibration | None,
     ) -> None:
-        self.base, self.top, self.lost, self.calibration = space.base, top, lost, calibration
+        self.base, self.top, self.rejected, self.calibration = space.base, top, rejected, calibration
         self.best: list[Candidate] = []
         self.planned = 0
         machine = machine_of(points[0].job(space.base), calibration)
@@ -163,7 +163,7 @@ class Ranking:
         for point in points:
             lacks = self._floors.held_lacks(point)
             if lacks:
-                lost.add_too_large(lacks, point)
+                rejected.add_too_large(lacks, point)
             else:
                 may_fit.append(point)
         bounded = [(self._bounds.seconds(point), point) for point in may_fit]
@@ -192,7 +192,7 @@ class Ranking:
         try:
             job = point.job(self.base)
         except ConfigError as error:
-            self.lost.add_illegal(error)
+            self.rejected.add_illegal(error)
             return
         plan = make_plan(job, self.calibration)
         self.planned += 1
@@ -209,13 +209,13 @@ class Ranking:
         """Whether a point takes at least as much memory as one that did not fit; if so, count it."""
         for size, kept, lacks in self._lacking.get(_group(point), ()):
             if size <= point.rows and kept <= _kept(point):
-                self.lost.add_too_large(lacks, point)
+                self.rejected.add_too_large(lacks, point)
                 return True
         return False
 
     def _note_lacking(self, point: Point, lacks: float) -> None:
         self._lacking.setdefault(_group(point), []).append((point.rows, _kept(point), lacks))
-        self.lost.add_too_large(lacks, point)
+        self.rejected.add_too_large(lacks, point)
 
     def _count_slower(self) -> None:
         """Count slower points by the part of the step in which they lose most to the best."""
@@ -229,7 +229,7 @@ class Ranking:
             else:
                 parts, others = self._bounds.parts(each), bound
             worst = max(PARTS, key=lambda part: parts.get(part, 0.0) - others.get(part, 0.0))
-            self.lost.slower[worst] += 1
+            self.rejected.slower[worst] += 1
 
 
 def _group(point: Point) -> tuple[object, ...]:
@@ -257,22 +257,22 @@ def _too_many(space: Space, what: str) -> UserError:
     )
 
 
-def _none_is_legal(space: Space, lost: Lost) -> UserError:
-    field, count = lost.illegal.most_common(1)[0]
-    points = sum(lost.illegal.values())
+def _none_is_legal(space: Space, rejected: Rejected) -> UserError:
+    field, count = rejected.illegal.most_common(1)[0]
+    points = sum(rejected.illegal.values())
     return UserError(
         f"none of the {points:,} ways to run {space.world} ranks is legal, for most of them ({count:,}): "
-        f"{lost.rules[field]}"
+        f"{rejected.rules[field]}"
     )
 
 
-def _none_fits(space: Space, lost: Lost) -> UserError:
-    if lost.closest is None:
-        return _none_is_legal(space, lost)
-    shortfall, point = lost.closest
+def _none_fits(space: Space, rejected: Rejected) -> UserError:
+    if rejected.closest is None:
+        return _none_is_legal(space, rejected)
+    shortfall, point = rejected.closest
     layout = mesh_of(point.layout(space.base.parallelism))
     return UserError(
-        f"none of the {lost.too_large:,} legal ways to run {space.world} ranks fits; the closest is at least "
-        f"{gib(shortfall)} GiB too large on its fullest rank ({layout}, {point.mode}); "
-        "would work: more ranks, precision=bf16_full, a shorter training.seq_len"
+        f"none of the {rejected.too_large:,} legal ways to run {space.world} ranks fits; "
+        f"the closest is at least {gib(shortfall)} GiB too large on its fullest rank ({layout}, "
+        f"{point.mode}); would work: more ranks, precision=bf16_full, a shorter training.seq_len"
     )

@@ -141,10 +141,10 @@ def test_the_best_are_those_of_brute_force(monkeypatch: pytest.MonkeyPatch, memo
     best = sorted(map(rank, fitting))[:10]
     assert [rank(each.plan) for each in found.best] == best
     # All points are counted, and most were not planned.
-    lost = found.lost
-    assert found.points == len(plans) + sum(lost.illegal.values())
-    assert len(plans) == 10 + lost.too_large + sum(lost.slower.values())
-    assert lost.too_large <= len(plans) - len(fitting)
+    rejected = found.rejected
+    assert found.points == len(plans) + sum(rejected.illegal.values())
+    assert len(plans) == 10 + rejected.too_large + sum(rejected.slower.values())
+    assert rejected.too_large <= len(plans) - len(fitting)
     assert found.planned < len(plans) / 2
 
 
