@@ -123,8 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
         if files is None:
             return
         if repo in self.hub.gated and token not in self.hub.members:
-            said = f"Access to model {repo} is restricted"
-            self.refuse(403 if token else 401, "GatedRepo", said)
+            message = f"Access to model {repo} is restricted"
+            self.refuse(403 if token else 401, "GatedRepo", message)
             return
         if name not in files:
             self.refuse(404, "EntryNotFound", "Entry not found")
@@ -134,8 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         # Large files are on another host, which must not see the token.
         port = self.hub.url.rpartition(":")[2]
-        place = f"http://localhost:{port}/cdn/{repo}/blobs/{commit_of(files)}/{name}"
-        self.answer(302, b"", {"Location": place, "X-Repo-Commit": commit_of(files)})
+        location = f"http://localhost:{port}/cdn/{repo}/blobs/{commit_of(files)}/{name}"
+        self.answer(302, b"", {"Location": location, "X-Repo-Commit": commit_of(files)})
 
     def send_content(self, files: dict[str, bytes], name: str) -> None:
         content, asked = files[name], self.headers.get("Range")

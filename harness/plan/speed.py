@@ -1,4 +1,4 @@
-"""A step's time: blocks' passes, FSDP around them, the pipeline's schedule, the update."""
+"""Time of a step: passes of blocks, FSDP's collectives, the pipeline's schedule, the update."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from harness.model.accounting import account
 from harness.model.operations import block_kinds, block_operations, block_weights
 from harness.parallelism.stages import split_modules, stages_of_rank
 from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
-from harness.plan.order import pipeline_order, that_gather
+from harness.plan.order import gathering_passes, pipeline_order
 from harness.plan.plan import PARTS, Action, Speed, Traffic
 from harness.plan.timeline import sends_of_rank, simulate
 from harness.plan.work import Block, Moved, Pass, Worker, added
 
-# Bytes that an update moves for every parameter in 32 bits: the norm reads the gradient (4), clipping reads
+# Memory traffic of the update per 32-bit parameter, in bytes: the norm reads the gradient (4), clipping reads
 # and writes it (8), fused AdamW reads four tensors and writes three (28).
 UPDATE_BYTES = 40
 
@@ -64,12 +64,12 @@ class StepModel:
         self.sharing: list[Sharing] = self._of_each_block(self._share)
         self.order = self._order()
         frees = self.layout.pp > 1 and self.layout.reshards_after_forward
-        self.gathering = {each for row in self.order for each in that_gather(row)} if frees else set()
+        self.gathering = {each for row in self.order for each in gathering_passes(row)} if frees else set()
         modules = split_modules(self.layout, job.model.n_layers)
         self.stages = [self._stage(names) for names in modules]
 
     def _of_each_block(self, make: Callable[[int], Made]) -> list[Made]:
-        """What is made of every block; blocks that do the same share it."""
+        """Call ``make`` for every block; equal blocks share the result."""
         made: dict[object, Made] = {}
         for layer, key in enumerate(self.keys):
             if key not in made:
@@ -216,17 +216,17 @@ class StepModel:
 
     @property
     def passes(self) -> int:
-        """Passes over a local batch in a step."""
+        """Number of passes over a local batch in a step."""
         return self.job.accumulation_steps
 
     def update_seconds(self, stages: Iterable[Stage]) -> float:
-        """Seconds of the norm, clipping and the optimizer on a rank that holds these stages."""
+        """Seconds of the norm, clipping and the optimizer on a rank with these stages."""
         held = sum(shared.held for stage in stages for shared in stage.sharing)
         width = DTYPE_BYTES[self.job.precision.master_dtype] / 4
         return self.machine.pass_seconds(held * UPDATE_BYTES * width)
 
     def timeline(self) -> list[list[Action]]:
-        """What every pipeline rank does and when, in one pass over a local batch."""
+        """The passes of every pipeline rank with their times, in one pass over a local batch."""
         sending = 0.0 if self.layout.pp == 1 else self._send.seconds
         return simulate(self.order, lambda action: self._pass(action).seconds, sending)
 
@@ -293,19 +293,19 @@ class StepModel:
         return parts, moved
 
     def _on_shared_cores(self, ranks: list[dict[str, float]], slowest: dict[str, float]) -> dict[str, float]:
-        """The parts where ranks take turns on the same cores: others work while one waits.
+        """Parts of the step if ranks share cores, so that others work while one waits.
 
-        The step takes as long as all their work on all cores, or as the longest chain of it where that leaves
-        cores idle.
+        The step takes as long as all ranks' work on all cores, or as the longest chain of one rank if that
+        leaves cores idle.
         """
         assert self.machine.constants.cores is not None
         cores, world = self.machine.constants.cores, self.job.world_size
         threads = max(1, cores // world)
         busy = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in PARTS}
         busy["bubble"] = 0.0
-        together = {name: seconds * world / cores for name, seconds in busy.items()}
+        total = {name: seconds * world / cores for name, seconds in busy.items()}
         chain = {name: seconds / threads for name, seconds in slowest.items()}
-        return together if sum(together.values()) >= sum(chain.values()) else chain
+        return total if sum(total.values()) >= sum(chain.values()) else chain
 
     def _traffic(self, moved: list[tuple[Moved, int]]) -> list[Traffic]:
         """The same collectives of one axis added up."""

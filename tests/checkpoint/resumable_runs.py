@@ -62,7 +62,7 @@ def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome
     norms: dict[int, float] = {}
     batches: dict[int, str] = {}
     messages: list[str] = []
-    trainer._say = messages.append  # type: ignore[method-assign]
+    trainer._message = messages.append  # type: ignore[method-assign]
     trainer.saver.say = messages.append
     passes: Callable[..., Any] = engine.gradients
 

@@ -208,7 +208,7 @@ def test_falling_back_to_the_seed_forgets_the_optimizer(tmp_path: Path) -> None:
 def test_a_seed_is_not_written_over_a_run(tmp_path: Path) -> None:
     start(tmp_path)
     code, folder = start(tmp_path, "checkpoint.create_seed_checkpoint=true")
-    assert code == EXIT_USER and "has come to step 8 already" in error_of(folder)
+    assert code == EXIT_USER and "is already at step 8;" in error_of(folder)
     assert CheckpointFolder(str(folder.path / "checkpoints")).find(8).holds == "full"
 
 

@@ -115,7 +115,7 @@ def test_a_run_prints_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixt
                 *("parallelism.async_tp=true", "parallelism=tp", "compile.backend=inductor"),
                 *("cluster=slurm_h100", "cluster.ranks_per_node=1", "cluster.device=cuda"),
             ],
-            r"needs tensor-parallel ranks on one node; there are 1 to a node",
+            r"needs tensor-parallel ranks on one node; there are 1 ranks per node",
         ),
     ],
 )

@@ -218,7 +218,7 @@ def test_a_machine_with_a_gpu_is_refused_unless_asked(
 def test_a_plan_takes_a_rehearsal_or_a_search() -> None:
     from harness.plan.config import PlanJob
 
-    with pytest.raises(ConfigError, match="rehearse=true: goes not together with search=true"):
+    with pytest.raises(ConfigError, match="rehearse=true: cannot be combined with search=true"):
         compose_job([*BASE, "rehearse=true", "search=true"], config_name="plan", schema=PlanJob)
     job = compose_job([*BASE, "rehearse=true", "parallelism=fsdp"], config_name="plan", schema=PlanJob)
     assert (job.world_size, job.cluster.accelerator) == (8, "H100 SXM")
