@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from string import Template
 from typing import Any, cast
 
 from harness.compose_errors import MISSING, to_user_error
+from harness.config import leaf_fields, rules_of
 from harness.errors import UserError
 from harness.job import Job, from_dict
 from harness.launched import launched_ranks
@@ -33,7 +35,6 @@ from harness.overrides import (
 )
 from harness.paths import conf_dir
 from harness.text import SecretError
-from harness.typed_values import check_values
 
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
@@ -304,7 +305,6 @@ def job_from_config(config: Any, schema: type = Job, read_from: str | None = Non
     except OmegaConfBaseException as error:
         raise to_user_error(error, schema) from error
     reject_unknown_keys(plain, schema)
-    check_values(plain, schema)
     require_read(plain.get("model", {}).get("path"), read_from)
     return from_dict(schema, plain).resolve(launched_ranks=launched_ranks())
 
@@ -363,11 +363,24 @@ def help_text(overrides: list[str], *, config_name: str = "train", schema: type 
         options = {name: ", ".join(options_of(folder)) for name, folder in sorted(groups().items())}
         text = Template(hydra.help.template).substitute(
             APP_CONFIG_GROUPS="\n".join(f"{name}: {listed}" for name, listed in options.items()),
-            CONFIG=OmegaConf.to_yaml(config),
+            CONFIG=_with_rules(OmegaConf.to_yaml(config), schema),
         )
     except Exception as error:
         raise to_user_error(error, schema) from error
     return f"{text.strip()}\n"
+
+
+def _with_rules(shown: str, schema: type) -> str:
+    """Add every field's rule to its line of YAML, as a comment."""
+    rules = {name: rules_of(field) for name, field, _ in leaf_fields(schema())}
+    lines, path = [], []
+    for line in shown.splitlines():
+        if match := re.match(r"( *)(\w+):", line):
+            path = [*path[: len(match[1]) // 2], match[2]]
+            rule = rules.get(".".join(path))
+            line += f"  # {rule}" if rule else ""
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _job_and_hydra(overrides: list[str], config_name: str, schema: type) -> tuple[Any, Any]:

@@ -8,9 +8,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
+from harness.config import describe_type
 from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.overrides import OVERRIDE, fields_of, unknown_field
@@ -157,22 +157,3 @@ def _wanted(schema: Any, path: str, key: str) -> str | None:
             return None
         hint = get_type_hints(owner)[name]
     return describe_type(hint, key)
-
-
-def describe_type(hint: Any, key: str) -> str:
-    """Describe the values of a field with type ``hint`` and dotted name ``key``."""
-    kinds = [t for t in get_args(hint) if t is not type(None)] if get_origin(hint) is UnionType else [hint]
-    words = " or ".join(_describe_kind(kind, key) for kind in kinds)
-    return words + (", or null" if type(None) in get_args(hint) else "")
-
-
-def _describe_kind(kind: Any, key: str) -> str:
-    if dataclasses.is_dataclass(kind):
-        return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
-    if get_origin(kind) is list:
-        inner = get_args(kind)[0]
-        return "a list of lists, like [[a,b],[c]]" if get_origin(inner) is list else "a list, like [a,b]"
-    if get_origin(kind) is dict and get_args(kind)[1] is str:
-        return "a mapping of names to text, like {a: b}"
-    simple = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    return simple.get(kind, "a mapping, like {a: b}")

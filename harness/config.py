@@ -11,34 +11,65 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypedDict, Union, Unpack, cast, get_args, get_origin, get_type_hints
 
 from harness.errors import ConfigError
 
 NUMERICS, EXECUTION, LABEL = "numerics", "execution", "label"
+LARGEST_INTEGER = 2**63 - 1
+LARGEST_NUMBER = 3.4e38
+"""Maximum of float32, in which a job's numbers are used."""
 
 
-def _field(role: str, default: Any, factory: Callable[[], Any] | None) -> Any:
+class Rule(TypedDict, total=False):
+    """Values that a field may have, besides null if its type allows that. ``check_rules`` checks them."""
+
+    least: float
+    """Smallest value."""
+    most: float
+    """Largest value."""
+    above: float
+    """The value is larger than this."""
+    below: float
+    """The value is smaller than this."""
+    also: int
+    """A value that is allowed outside the range."""
+    choices: Iterable[object]
+    """The allowed values; of a list, the allowed elements."""
+    filled: bool
+    """An empty text is not allowed; the default would work."""
+    works: str
+    """What would work, for the error, if the rule does not say it."""
+
+
+def _field(role: str, default: Any, factory: Callable[[], Any] | None, rule: Rule) -> Any:
+    metadata = {"role": role, **rule}
     if factory is not None:
-        return dataclasses.field(default_factory=factory, metadata={"role": role})
-    return dataclasses.field(default=default, metadata={"role": role})
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def numerics(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None) -> Any:
+def numerics(
+    default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rule: Unpack[Rule]
+) -> Any:
     """A field that changes the results."""
-    return _field(NUMERICS, default, factory)
+    return _field(NUMERICS, default, factory, rule)
 
 
-def execution(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None) -> Any:
+def execution(
+    default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rule: Unpack[Rule]
+) -> Any:
     """A field that changes only how the results are computed."""
-    return _field(EXECUTION, default, factory)
+    return _field(EXECUTION, default, factory, rule)
 
 
-def label(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None) -> Any:
+def label(
+    default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rule: Unpack[Rule]
+) -> Any:
     """A field that changes neither: names, paths, verbosity."""
-    return _field(LABEL, default, factory)
+    return _field(LABEL, default, factory, rule)
 
 
 def part(kind: type) -> Any:
@@ -52,15 +83,109 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     Raises:
         TypeError: a leaf field has no role.
     """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        name = prefix + field.name
-        if dataclasses.is_dataclass(value):
-            yield from leaves(value, name + ".")
-        elif "role" not in field.metadata:
+    for name, field, value in leaf_fields(config, prefix):
+        if "role" not in field.metadata:
             raise TypeError(f"config field {name} has no role (numerics, execution or label)")
+        yield name, field.metadata["role"], value
+
+
+def leaf_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Yield ``(dotted name, field, value)`` of every leaf field of a config dataclass, in order."""
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name
+        if dataclasses.is_dataclass(value):
+            yield from leaf_fields(value, name + ".")
         else:
-            yield name, field.metadata["role"], value
+            yield name, field, value
+
+
+def rules_of(field: dataclasses.Field[Any]) -> str:
+    """Return a field's rule in one line, such as "at least 1" or "one of sdpa, flex"; empty without one."""
+    rule = field.metadata
+    if "choices" in rule:
+        each = "each " if str(field.type).startswith("list") else ""
+        words = f"{each}one of {', '.join(map(str, rule['choices']))}"
+    else:
+        words = _range_in_words(rule)
+    return words and words + (", or null" if str(field.type).endswith("None") else "")
+
+
+def _range_in_words(rule: Any) -> str:
+    low = f"[{rule['least']}" if "least" in rule else f"({rule['above']}" if "above" in rule else ""
+    high = f"{rule['most']}]" if "most" in rule else f"{rule['below']})" if "below" in rule else ""
+    if low and high:
+        return f"in {low}, {high}"
+    words = {"least": "at least", "above": "above", "most": "at most", "below": "below", "also": "or"}
+    shown = [f"{word} {rule[name]}" for name, word in words.items() if name in rule]
+    return ", ".join(["non-empty"] if rule.get("filled") else shown)
+
+
+def check_rules(config: Any, prefix: str = "") -> None:
+    """Check the declared rule of every field, and that every number fits into a tensor.
+
+    Args:
+        config: a config dataclass.
+        prefix: dotted name of its parent field, with a trailing dot.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    for name, field, value in leaf_fields(config, prefix):
+        for number in _numbers(value):
+            _check_number(name, value, number)
+        rule = field.metadata
+        for each in value if isinstance(value, list) else [value]:
+            if each is None or not _breaks(each, rule):
+                continue
+            shown = "''" if each == "" else each
+            if "choices" not in rule:
+                works = rule.get("works", field.default if "filled" in rule else "")
+                raise ConfigError(name, shown, f"must be {rules_of(field)}", works)
+            null = ["null"] if str(field.type).endswith("None") else []
+            raise ConfigError(name, shown, "no such choice", [*rule["choices"], *null])
+
+
+def _breaks(value: Any, rule: Any) -> bool:
+    if "choices" in rule:
+        return value not in rule["choices"]
+    if isinstance(value, str):
+        return not value and "filled" in rule
+    if "also" in rule and value == rule["also"]:
+        return False
+    # NaN compares false.
+    return (
+        ("least" in rule and not value >= rule["least"])
+        or ("above" in rule and not value > rule["above"])
+        or ("most" in rule and not value <= rule["most"])
+        or ("below" in rule and not value < rule["below"])
+    )
+
+
+def _numbers(value: Any) -> list[int | float]:
+    """All numbers in a value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for each in value for number in _numbers(each)]
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+def _check_number(name: str, value: Any, number: int | float) -> None:
+    if isinstance(number, int) and abs(number) > LARGEST_INTEGER:
+        raise ConfigError(name, as_typed(value), f"must be an integer of 64 bits, at most {LARGEST_INTEGER}")
+    # NaN compares false.
+    if isinstance(number, float) and not abs(number) <= LARGEST_NUMBER:
+        rule = f"must be a finite number of float32, at most {LARGEST_NUMBER:g}"
+        raise ConfigError(name, as_typed(value), rule)
+
+
+def as_typed(value: Any) -> Any:
+    """Format a list or mapping as typed on the command line; return other values unchanged."""
+    if isinstance(value, list):
+        return f"[{','.join(str(as_typed(each)) for each in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{as_typed(each)}' for key, each in value.items())}}}"
+    return value
 
 
 def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
@@ -86,7 +211,8 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
     for name, value in plain.items():
         hint = hints[name]
         if not _fits(value, hint):
-            raise ConfigError(f"{prefix}{name}", value, f"must be of type {getattr(hint, '__name__', hint)}")
+            key = f"{prefix}{name}"
+            raise ConfigError(key, as_typed(value), f"must be {describe_type(hint, key)}")
         inner = next((each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)), None)
         if inner is not None and isinstance(value, dict):
             value = from_dict(cast("type", inner), value, f"{prefix}{name}.")
@@ -121,3 +247,22 @@ def _fits(value: Any, hint: Any) -> bool:
         # JSON has no number for infinity; harness/metrics/encoding.py writes it as a string.
         hint = int | float | str if value in ("nan", "inf", "-inf") else int | float
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def describe_type(hint: Any, key: str) -> str:
+    """Describe the values of a field with type ``hint`` and dotted name ``key``."""
+    kinds = [t for t in get_args(hint) if t is not type(None)] if get_origin(hint) is UnionType else [hint]
+    words = " or ".join(_describe_kind(kind, key) for kind in kinds)
+    return words + (", or null" if type(None) in get_args(hint) else "")
+
+
+def _describe_kind(kind: Any, key: str) -> str:
+    if dataclasses.is_dataclass(kind):
+        return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
+    if get_origin(kind) is list:
+        inner = get_args(kind)[0]
+        return "a list of lists, like [[a,b],[c]]" if get_origin(inner) is list else "a list, like [a,b]"
+    if get_origin(kind) is dict and get_args(kind)[1] is str:
+        return "a mapping of names to text, like {a: b}"
+    simple = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    return simple.get(kind, "a mapping, like {a: b}")

@@ -53,14 +53,14 @@ class ConvertConfig:
     target: str | None = label(None)
     """Folder to write, or file with format=torch. Must not exist yet."""
 
-    format: str = label("dcp")
+    format: str = label("dcp", choices=FORMATS)
     """``dcp``, to start training from (checkpoint.initial_load_path); ``hf``, for transformers; ``torch``, a
     state dict in one file; or ``torchtitan``, DCP with the rows of wq and wk in torchtitan's order."""
 
-    dtype: str | None = label(None)
+    dtype: str | None = label(None, choices=EXPORT_DTYPES)
     """dtype of the weights, float32, bfloat16 or float16; null keeps the source's."""
 
-    max_shard_gb: float = label(5.0)
+    max_shard_gb: float = label(5.0, above=0)
     """With format=hf: most GB (10^9 bytes) per file of weights."""
 
     def validate(self) -> None:
@@ -73,12 +73,6 @@ class ConvertConfig:
             raise ConfigError("convert.source", self.source, "must be given", "a folder with weights")
         if not self.target:
             raise ConfigError("convert.target", self.target, "must be given", "a path that does not exist")
-        if self.format not in FORMATS:
-            raise ConfigError("convert.format", self.format, "no such format", FORMATS)
-        if self.dtype is not None and self.dtype not in EXPORT_DTYPES:
-            raise ConfigError("convert.dtype", self.dtype, "no such format", [*EXPORT_DTYPES, "null"])
-        if not self.max_shard_gb > 0:
-            raise ConfigError("convert.max_shard_gb", self.max_shard_gb, "must be positive", "5.0")
         self._validate_target(self.target)
 
     def _validate_target(self, target: str) -> None:

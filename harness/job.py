@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.checkpoint import CheckpointConfig
 from harness.cluster.config import ClusterConfig, count_gpus
-from harness.config import LABEL, NUMERICS, from_dict, label, leaves, part
+from harness.config import LABEL, NUMERICS, check_rules, from_dict, label, leaves, part
 from harness.data import DataConfig, TokenizerConfig
 from harness.errors import ConfigError, UserError, divisors
 from harness.loop.config import DebugConfig, TrainingConfig, ValidationConfig
@@ -39,7 +39,7 @@ class Job:
 
     name: str = label("???")
     """Folder inside runs_dir that holds the run folders of jobs with this name."""
-    runs_dir: str = label("runs")
+    runs_dir: str = label("runs", filled=True)
     """Folder in which run folders are created."""
     training: TrainingConfig = part(TrainingConfig)
     validation: ValidationConfig = part(ValidationConfig)
@@ -114,9 +114,9 @@ class Job:
             ConfigError: naming the field, its value, the rule, and what would work.
         """
         validate_texts(self)
+        check_rules(self)
         self._validate_folder()
         self.cluster.validate()
-        self.training.validate()
         self.model.resolve()
         self.model.validate()
         here = self.cluster.kind == "local"
@@ -176,8 +176,6 @@ class Job:
             raise ConfigError("name", self.name or "''", rule, self.model.name)
         if any(len(os.fsencode(part)) > LONGEST_NAME for part in parts):
             raise ConfigError("name", self.name, f"a folder's name has at most {LONGEST_NAME} bytes")
-        if not self.runs_dir:
-            raise ConfigError("runs_dir", "''", "must name a folder", "runs")
         runs_dir = Path(self.runs_dir)
         no_folders = [
             path for path in (runs_dir, *runs_dir.parents) if os.path.exists(path) and not os.path.isdir(path)
@@ -208,12 +206,10 @@ class Job:
         self._validate_update_in_backward()
         self.schedule.validate(self.training.steps)
         self.checkpoint.validate()
-        self.metrics.validate()
         self.profiling.validate(self.training.steps, self.world_size)
         if self.cluster.device == "cpu":
             self.checkpoint.refuse_pinned_memory("cluster.device=cpu")
             self.profiling.refuse_snapshots("cluster.device=cpu")
-        self.validation.validate()
         if self.validation.interval:
             self.data.require_validation()
         self.debug.validate(self.parallelism.tp, self.compile.blocks)

@@ -42,37 +42,27 @@ class ParityConfig:
     """Additional layouts for models with experts."""
     layouts: list[str] = label(factory=list)
     """Names in the matrix to run; empty runs all."""
-    world_size: int = label(8)
+    world_size: int = label(8, least=1)
     """Ranks to start; layouts that need more are reported as skipped."""
-    random: int = label(0)
+    random: int = label(0, least=0)
     """Number of random jobs to compare with one process, instead of the matrix."""
     seed: int = label(0)
     """Seed of the first random job; each further one adds 1."""
-    steps: int = label(10)
+    steps: int = label(10, least=1)
     """Optimizer steps of every run."""
-    loss_tolerance: float | None = label(None)
+    loss_tolerance: float | None = label(None, least=0)
     """Largest relative difference of a step's loss; null: 1e-5 in float32, 1e-3 in bfloat16 and float8."""
-    gradient_tolerance: float | None = label(None)
+    gradient_tolerance: float | None = label(None, least=0)
     """Largest relative difference of a gradient (2-norm, per parameter) or of the gradient norm; null: 1e-4
     in float32, 5e-2 in bfloat16, 0.2 in float8."""
 
     def validate(self, training_steps: int) -> None:
-        """Raise ConfigError for invalid counts, tolerances and combinations."""
-        if not 1 <= self.steps <= training_steps:
-            raise ConfigError(
-                "parity.steps", self.steps, f"must be from 1 to training.steps={training_steps}"
-            )
-        if self.world_size < 1:
-            raise ConfigError("parity.world_size", self.world_size, "must be at least 1")
-        if self.random < 0:
-            raise ConfigError("parity.random", self.random, "must not be negative; 0 compares the matrix")
+        """Raise ConfigError for combinations that are not allowed."""
+        if self.steps > training_steps:
+            raise ConfigError("parity.steps", self.steps, f"must be at most training.steps={training_steps}")
         if self.random and self.layouts:
             rule = f"selects from the matrix, which parity.random={self.random} does not compare"
             raise ConfigError("parity.layouts", self.layouts, rule, "parity.random=0, or no parity.layouts")
-        for name in ("loss_tolerance", "gradient_tolerance"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"parity.{name}", value, "must not be negative, or null")
 
 
 @dataclass

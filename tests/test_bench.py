@@ -22,6 +22,7 @@ from harness.bench import (
     report,
     summary,
 )
+from harness.config import check_rules
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 from harness.metrics.jsonl import read_metrics
 
@@ -169,6 +170,7 @@ def test_what_cannot_be_measured_is_refused(
 )
 def test_wrong_fields(config: BenchConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
+        check_rules(config, "bench.")
         config.validate()
 
 

@@ -36,6 +36,7 @@ from harness.checkpoint.llama import _load
 from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
+from harness.config import check_rules
 from harness.convert import ConvertConfig, ConvertJob, WeightFolder, convert, find_source, model_manifest
 from harness.data import TokenizerConfig
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
@@ -606,19 +607,21 @@ def test_existing_targets(copy: Path, tmp_path: Path) -> None:
         ({"source": "x"}, "convert.target=null: must be given"),
         (
             {"source": "x", "target": "y", "format": "gguf"},
-            "convert.format=gguf: no such format; would work: dcp, hf",
+            "convert.format=gguf: no such choice; would work: dcp, hf",
         ),
         (
             {"source": "x", "target": "y", "dtype": "fp8"},
-            "convert.dtype=fp8: no such format; would work: float32",
+            "convert.dtype=fp8: no such choice; would work: float32",
         ),
-        ({"source": "x", "target": "y", "max_shard_gb": 0.0}, "convert.max_shard_gb=0.0: must be positive"),
+        ({"source": "x", "target": "y", "max_shard_gb": 0.0}, "convert.max_shard_gb=0.0: must be above 0"),
         ({"source": "x", "target": "s3://y"}, "convert.target=s3://y: is not a local path"),
     ],
 )
 def test_fields(fields: dict[str, Any], says: str) -> None:
+    config = ConvertConfig(**fields)
     with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
-        ConvertConfig(**fields).validate()
+        check_rules(config, "convert.")
+        config.validate()
 
 
 def test_invalid_sources(tmp_path: Path) -> None:

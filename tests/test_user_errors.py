@@ -141,7 +141,7 @@ VALUES = [
     mistake("name=/tmp/run", "name=/tmp/run: must name a folder inside runs_dir"),
     mistake("name=../run", "name=../run: must name a folder inside runs_dir"),
     mistake(f"name=a/{'x' * 256}", f"name=a/{'x' * 198}... (258 characters): a folder's name has "),
-    mistake("runs_dir=", "runs_dir='': must name a folder; would work: runs", "runs_dir=runs"),
+    mistake("runs_dir=", "runs_dir='': must be non-empty; would work: runs", "runs_dir=runs"),
     mistake("training.steps=0", "training.steps=0: must be at least 1"),
     mistake("training.seq_len=0", "training.seq_len=0: must be at least 1", "training.seq_len=1"),
     mistake("training.local_batch_size=0", "training.local_batch_size=0: must be at least 1, or null"),
@@ -151,13 +151,13 @@ VALUES = [
     mistake("cluster.network_gbps=inf", "cluster.network_gbps=inf: must be a finite number of float32"),
     mistake(
         "compile=on compile.backend=nope",
-        "compile.backend=nope: no such backend; would work: inductor, aot_eager, eager, ",
+        "compile.backend=nope: no such choice; would work: inductor, aot_eager, eager, ",
         *(f"compile.backend={name}" for name in ("inductor", "aot_eager", "eager", "cudagraphs")),
     ),
-    mistake("training.max_norm=-1", "training.max_norm=-1.0: must not be negative", "training.max_norm=0"),
+    mistake("training.max_norm=-1", "training.max_norm=-1.0: must be at least 0", "training.max_norm=0"),
     mistake("training.max_norm=nan", "training.max_norm=nan: must be a finite number"),
-    mistake("training.gc_interval=-1", "training.gc_interval=-1: must not be negative"),
-    mistake("validation.interval=-1", "validation.interval=-1: must not be negative"),
+    mistake("training.gc_interval=-1", "training.gc_interval=-1: must be at least 0"),
+    mistake("validation.interval=-1", "validation.interval=-1: must be at least 0"),
     mistake("validation.steps=0", "validation.steps=0: must be at least 1"),
     mistake(
         "validation.interval=5 data.validation_fraction=0",
@@ -170,12 +170,12 @@ VALUES = [
     ),
     mistake(
         "precision.param_dtype=fp8",
-        "precision.param_dtype=fp8: no such format",
+        "precision.param_dtype=fp8: no such choice",
         "precision.param_dtype=float32",
         "precision.param_dtype=bfloat16",
     ),
-    mistake("precision.reduce_dtype=float16", "precision.reduce_dtype=float16: no such format"),
-    mistake("precision.linear=int8", "precision.linear=int8: no such format", "precision.linear=none"),
+    mistake("precision.reduce_dtype=float16", "precision.reduce_dtype=float16: no such choice"),
+    mistake("precision.linear=int8", "precision.linear=int8: no such choice", "precision.linear=none"),
     mistake(
         "precision.master_dtype=bfloat16",
         "precision.master_dtype=bfloat16: computing in param_dtype=float32",
@@ -215,26 +215,26 @@ VALUES = [
         "precision=float8_rowwise precision.emulate=true precision.auto_filter_small_kn=true",
         "precision.linear=float8_rowwise: no linear is left to convert",
     ),
-    mistake("optimizer.lr=-1", "optimizer.lr=-1.0: must be a number, and not negative"),
+    mistake("optimizer.lr=-1", "optimizer.lr=-1.0: must be at least 0"),
     mistake("optimizer.lr=nan", "optimizer.lr=nan: must be a finite number"),
     mistake("optimizer.lr=inf", "optimizer.lr=inf: must be a finite number"),
     mistake("optimizer.beta1=1", "optimizer.beta1=1.0: must be in [0, 1)", "optimizer.beta1=0"),
     mistake("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: must be in [0, 1)"),
-    mistake("optimizer.eps=0", "optimizer.eps=0.0: must be a positive number"),
-    mistake("optimizer.weight_decay=-0.1", "optimizer.weight_decay=-0.1: must be a number, and not negative"),
+    mistake("optimizer.eps=0", "optimizer.eps=0.0: must be above 0"),
+    mistake("optimizer.weight_decay=-0.1", "optimizer.weight_decay=-0.1: must be at least 0"),
     mistake(
         "optimizer.implementation=fast",
-        "optimizer.implementation=fast: no such implementation",
+        "optimizer.implementation=fast: no such choice",
         *(f"optimizer.implementation={i}" for i in ("auto", "fused", "foreach", "for-loop")),
     ),
     mistake(
         "schedule.decay_type=sqroot",
-        "schedule.decay_type=sqroot: no such decay",
+        "schedule.decay_type=sqroot: no such choice",
         *(f"schedule.decay_type={shape}" for shape in ("linear", "sqrt", "cosine")),
     ),
     mistake("schedule.decay_ratio=2", "schedule.decay_ratio=2.0: must be in [0, 1], or null"),
     mistake("schedule.min_lr_factor=2", "schedule.min_lr_factor=2.0: must be in [0, 1]"),
-    mistake("schedule.warmup_steps=-1", "schedule.warmup_steps=-1: must not be negative"),
+    mistake("schedule.warmup_steps=-1", "schedule.warmup_steps=-1: must be at least 0"),
     mistake(
         "training.steps=1000 schedule.warmup_steps=900",
         "schedule.warmup_steps=900: warm-up and decay (200 steps) must fit into training.steps=1000",
@@ -246,14 +246,14 @@ VALUES = [
         "schedule.warmup_steps=9: warm-up and decay (0 steps) must fit into training.steps=3",
         "training.steps=10",
     ),
-    mistake("debug.non_finite=ignore", "debug.non_finite=ignore: no such policy", "debug.non_finite=skip"),
+    mistake("debug.non_finite=ignore", "debug.non_finite=ignore: no such choice", "debug.non_finite=skip"),
     mistake("debug.max_skipped_steps=0", "debug.max_skipped_steps=0: must be at least 1"),
-    mistake("metrics.console=loud", "metrics.console=loud: no such console", "metrics.console=plain"),
-    mistake("cluster.device=tpu", "cluster.device=tpu: no such device", "cluster.device=cpu"),
-    mistake("cluster.kind=cloud", "cluster.kind=cloud: no such way to start ranks", "cluster.kind=local"),
+    mistake("metrics.console=loud", "metrics.console=loud: no such choice", "metrics.console=plain"),
+    mistake("cluster.device=tpu", "cluster.device=tpu: no such choice", "cluster.device=cpu"),
+    mistake("cluster.kind=cloud", "cluster.kind=cloud: no such choice", "cluster.kind=local"),
     mistake("cluster.ranks_per_node=0", "cluster.ranks_per_node=0: must be at least 1, or null"),
-    mistake("cluster.step_timeout_seconds=0", "cluster.step_timeout_seconds=0: must be at least 1 second"),
-    mistake("tokenizer.kind=words", "tokenizer.kind=words: is not one of the choices"),
+    mistake("cluster.step_timeout_seconds=0", "cluster.step_timeout_seconds=0: must be at least 1"),
+    mistake("tokenizer.kind=words", "tokenizer.kind=words: no such choice"),
 ]
 
 MODELS = [
@@ -293,7 +293,7 @@ MODELS = [
 LAYOUTS = [
     mistake("parallelism.tp=0", "parallelism.tp=0: must be at least 1"),
     mistake("parallelism.pp=-1", "parallelism.pp=-1: must be at least 1"),
-    mistake("parallelism.dp_shard=-2", "parallelism.dp_shard=-2: must be at least 1, or -1 for the rest"),
+    mistake("parallelism.dp_shard=-2", "parallelism.dp_shard=-2: must be at least 1, or -1"),
     mistake(
         "parallelism.ep=2",
         "parallelism.ep=2: model=llama3_debug has no experts; would work: 1",
@@ -384,7 +384,7 @@ LAYOUTS = [
     ),
     mistake(
         "parallelism.reshard_after_forward=often",
-        "parallelism.reshard_after_forward=often: no such policy",
+        "parallelism.reshard_after_forward=often: no such choice",
         *(f"parallelism.reshard_after_forward={policy}" for policy in ("default", "always", "never")),
     ),
     mistake(
@@ -438,13 +438,13 @@ LAYOUTS = [
     ),
     mistake(
         "parallelism.cp=2 parallelism.cp_method=rings",
-        "parallelism.cp_method=rings: no such method",
+        "parallelism.cp_method=rings: no such choice",
         "parallelism.cp_method=ring",
         "parallelism.cp_method=ulysses",
     ),
     mistake(
         "parallelism.cp_rotate_method=alltoal",
-        "parallelism.cp_rotate_method=alltoal: no such method",
+        "parallelism.cp_rotate_method=alltoal: no such choice",
         "parallelism.cp_rotate_method=alltoall",
     ),
     mistake(
@@ -478,7 +478,7 @@ LAYOUTS = [
     ),
     mistake(
         "training.attention=flash",
-        "training.attention=flash: no such backend; would work: sdpa, flex, varlen",
+        "training.attention=flash: no such choice; would work: sdpa, flex, varlen",
         "training.attention=sdpa",
     ),
     mistake(
@@ -560,11 +560,11 @@ PP = "parallelism.pp=2 training.global_batch_size=8"
 PIPELINES = [
     mistake(
         "parallelism=pp parallelism.pp_schedule=1f1b",
-        "parallelism.pp_schedule=1f1b: no such schedule; would work: GPipe, 1F1B, ",
+        "parallelism.pp_schedule=1f1b: no such choice; would work: GPipe, 1F1B, ",
         *(f"parallelism.pp_schedule={name}" for name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")),
         *(f"parallelism.pp_schedule={n}" for n in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")),
     ),
-    mistake("parallelism.pp_schedule=ZB", "parallelism.pp_schedule=ZB: no such schedule"),
+    mistake("parallelism.pp_schedule=ZB", "parallelism.pp_schedule=ZB: no such choice"),
     mistake(
         "training.global_batch_size=32 parallelism.pp=9",
         "parallelism.pp=9: 9 stages are too many for model.n_layers=6 (embedding and head weigh 1 and 1); "
@@ -588,7 +588,7 @@ PIPELINES = [
         "parallelism.pp_microbatch_size=3: must divide training.local_batch_size=8",
         *(f"parallelism.pp_microbatch_size={n}" for n in (1, 2, 4)),
     ),
-    mistake(f"{PP} parallelism.pp_microbatch_size=0", "parallelism.pp_microbatch_size=0: must divide "),
+    mistake(f"{PP} parallelism.pp_microbatch_size=0", "parallelism.pp_microbatch_size=0: must be at least 1"),
     # 1F1B and DualPipeV: as many microbatches as stages; the interleaved ones: whole rounds.
     mistake(
         "parallelism.pp=4 training.global_batch_size=2",
@@ -639,8 +639,8 @@ PIPELINES = [
     ),
     mistake(
         f"{PP} parallelism.pp_layers_per_stage=0",
-        "parallelism.pp_layers_per_stage=0: must be at least 1",
-        "parallelism.pp_layers_per_stage=4",
+        "parallelism.pp_layers_per_stage=0: must be at least 1, or null",
+        "parallelism.pp_layers_per_stage=null",
     ),
     mistake(
         f"{PP} parallelism.pp_schedule=LoopedBFS parallelism.pp_first_stage_less_layers=10 "

@@ -19,26 +19,26 @@ class CheckpointConfig:
     enable: bool = label(True)
     """Whether to save checkpoints, and to look for one when a run starts."""
 
-    folder: str = label("checkpoints")
+    folder: str = label("checkpoints", filled=True)
     """Folder of the checkpoints ``step-<n>``: relative to the run folder, or an absolute path or fsspec URL
     (``s3://bucket/run``), which jobs of different layouts can share."""
 
-    interval: int = label(500)
+    interval: int = label(500, least=1, works="500, or checkpoint=disabled")
     """Optimizer steps between checkpoints. One more is written after the last step and on a stop."""
 
-    async_mode: str = label("disabled")
+    async_mode: str = label("disabled", choices=ASYNC_MODES)
     """``disabled`` writes while training waits. ``async`` copies the state to host memory during the next
     step's forward and backward, and writes the copy in the background; ``async_with_pinned_mem`` copies to
     pinned memory (needs a GPU)."""
 
-    keep_latest_k: int = label(10)
+    keep_latest_k: int = label(10, least=0)
     """Number of complete checkpoints to keep; older ones are removed. 0 keeps all."""
 
     resume: bool = label(True)
     """Whether the same command resumes from the newest complete checkpoint. If false, it starts over
     and moves existing checkpoints to ``superseded/``."""
 
-    load_step: int = label(-1)
+    load_step: int = label(-1, least=-1)
     """Step of the checkpoint to resume from; -1 is the newest. Later ones are moved to ``superseded/``."""
 
     initial_load_path: str | None = numerics(None)
@@ -51,7 +51,7 @@ class CheckpointConfig:
     initial_load_in_hf: bool = numerics(False)
     """Whether initial_load_path holds Hugging Face's safetensors."""
 
-    exclude_from_loading: list[str] = label(factory=list)
+    exclude_from_loading: list[str] = label(factory=list, choices=PARTS)
     """Parts of a checkpoint not to load: any of optimizer, lr_scheduler, data_loader, train_state, rng.
     Checkpoints that the same command writes afterwards are loaded completely again."""
 
@@ -62,7 +62,7 @@ class CheckpointConfig:
     last_save_model_only: bool = label(False)
     """Whether the checkpoint after the last step holds the weights alone, in export_dtype."""
 
-    export_dtype: str = label("float32")
+    export_dtype: str = label("float32", choices=EXPORT_DTYPES)
     """Format of the weights in a model-only last checkpoint: float32, bfloat16 or float16."""
 
     last_save_in_hf: bool = label(False)
@@ -77,21 +77,15 @@ class CheckpointConfig:
     load_only: bool = label(False)
     """Load, but write nothing."""
 
-    max_failed_saves: int = label(1)
+    max_failed_saves: int = label(1, least=0)
     """Consecutive saves that may fail (disk full, file system unavailable) before the run stops; 0 stops at
     the first failure. The last save of a run has to succeed."""
 
-    timeout_seconds: int = label(3600)
+    timeout_seconds: int = label(3600, least=1)
     """Timeout of collectives while saving and loading."""
 
     def validate(self) -> None:
-        """Check every field and their combinations.
-
-        Raises:
-            ConfigError: a value is not allowed.
-        """
-        self._validate_choices()
-        self._validate_numbers()
+        """Raise ConfigError for combinations that are not allowed."""
         if self.last_save_in_hf and not self.last_save_model_only:
             raise ConfigError(
                 "checkpoint.last_save_in_hf",
@@ -138,29 +132,6 @@ class CheckpointConfig:
         if self.enable and self.async_mode == "async_with_pinned_mem":
             rule = f"pinned memory needs a GPU: {why}"
             raise ConfigError("checkpoint.async_mode", self.async_mode, rule, "async")
-
-    def _validate_choices(self) -> None:
-        if self.async_mode not in ASYNC_MODES:
-            raise ConfigError("checkpoint.async_mode", self.async_mode, "no such mode", ASYNC_MODES)
-        if self.export_dtype not in EXPORT_DTYPES:
-            raise ConfigError("checkpoint.export_dtype", self.export_dtype, "no such format", EXPORT_DTYPES)
-        for part in self.exclude_from_loading:
-            if part not in PARTS:
-                raise ConfigError("checkpoint.exclude_from_loading", part, "no such part", PARTS)
-        if not self.folder:
-            raise ConfigError("checkpoint.folder", "''", "must name a folder", "checkpoints")
-
-    def _validate_numbers(self) -> None:
-        if self.interval < 1:
-            rule = "must be at least 1 step"
-            raise ConfigError("checkpoint.interval", self.interval, rule, "500, or checkpoint=disabled")
-        if self.load_step < -1:
-            raise ConfigError("checkpoint.load_step", self.load_step, "must be a step, or -1 for the newest")
-        for name in ("keep_latest_k", "max_failed_saves"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"checkpoint.{name}", getattr(self, name), "must not be negative")
-        if self.timeout_seconds < 1:
-            raise ConfigError("checkpoint.timeout_seconds", self.timeout_seconds, "must be at least 1 second")
 
     @property
     def writes(self) -> bool:

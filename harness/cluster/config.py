@@ -17,33 +17,34 @@ from harness.errors import ConfigError
 
 KINDS = ("local", "slurm")
 DEVICES = ("auto", "cpu", "cuda")
+NODE_CHECKS = ("off", "fail", "exclude")
 
 
 @dataclass
 class ClusterConfig:
     """Where a job runs: on this machine, or on nodes of a SLURM cluster."""
 
-    kind: str = label("local")
+    kind: str = label("local", choices=KINDS)
     """How ranks are started: ``local`` on this machine, ``slurm`` by a submitted job."""
-    ranks: int | None = label(None)
+    ranks: int | None = label(None, least=1)
     """Total number of ranks; null means the product of the layout's degrees."""
-    nodes: int | None = label(None)
+    nodes: int | None = label(None, least=1)
     """Number of nodes, each full; null means as many as the ranks need."""
-    ranks_per_node: int | None = label(None)
+    ranks_per_node: int | None = label(None, least=1)
     """Ranks per node, one per GPU if the node has any; null (local only): as many as the layout needs."""
-    device: str = execution("auto")
+    device: str = execution("auto", choices=DEVICES)
     """Device of every rank: cpu, cuda, or auto (cuda if available)."""
-    accelerator: str | None = label(None)
+    accelerator: str | None = label(None, choices=tuple(ACCELERATORS))
     """Accelerator of the nodes: a name in harness/cluster/hardware.py (``H100 SXM``); null means unknown."""
-    network_gbps: float | None = label(None)
+    network_gbps: float | None = label(None, above=0)
     """Network bandwidth between nodes per device, in Gbit/s; null means unknown."""
-    threads_per_rank: int | None = label(None)
+    threads_per_rank: int | None = label(None, least=1)
     """CPU threads per rank (OMP_NUM_THREADS); null divides the cores evenly among ranks."""
-    start_timeout_seconds: int = label(1800)
+    start_timeout_seconds: int = label(1800, least=1)
     """Timeout of collectives until this process has finished its first step (compile, communicators)."""
-    step_timeout_seconds: int = label(600)
+    step_timeout_seconds: int = label(600, least=1)
     """Timeout of collectives after the first step."""
-    stop_timeout_seconds: int = label(300)
+    stop_timeout_seconds: int = label(300, least=1)
     """Time that ranks have after ^C or SIGTERM to finish their step and save, before they are killed."""
 
     partition: str | None = label(None)
@@ -58,7 +59,7 @@ class ClusterConfig:
     """SLURM's --exclude."""
     time: str | None = label("1:00:00")
     """SLURM's --time: minutes, h:m:s, d-h:m:s; a longer job is requeued. Null means the partition's limit."""
-    cpus_per_rank: int | None = label(None)
+    cpus_per_rank: int | None = label(None, least=1)
     """SLURM's --cpus-per-task; null means one, or the partition's default."""
     mem: str | None = label(None)
     """SLURM's --mem per node, e.g. 500G; 0 means all memory, null the partition's default."""
@@ -75,7 +76,7 @@ class ClusterConfig:
     """Network interface for NCCL and gloo sockets (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g. bond0."""
     ib_hca: str | None = label(None)
     """InfiniBand adapters that NCCL uses (NCCL_IB_HCA), e.g. mlx5_0,mlx5_3; null means all."""
-    node_check: str = label("off")
+    node_check: str = label("off", choices=NODE_CHECKS)
     """Check of each node's GPUs, memory and run folder before ranks start. off: none; fail: a bad node ends
     the job; exclude: the job is requeued without the bad node."""
     exclusive: bool = label(False)
@@ -93,11 +94,11 @@ class ClusterConfig:
     """Container for ranks: srun options (--container-image=...) or a command (apptainer exec --nv x.sif)."""
     python: str | None = label(None)
     """Python executable of the ranks, e.g. the container's; null means the submitting one."""
-    signal_seconds: int = label(120)
+    signal_seconds: int = label(120, least=1)
     """Seconds before the time limit at which SLURM signals the job to save and requeue."""
-    max_requeues: int = label(100)
+    max_requeues: int = label(100, least=0)
     """How often a job is requeued automatically after a preemption or its time limit; 0 means never."""
-    max_running: int = label(16)
+    max_running: int = label(16, least=1)
     """Maximum number of a sweep's points that run on SLURM at once, over all arrays."""
     snapshot: bool = label(True)
     """Run a copy of the code made at submission, not the code as it is when the job starts."""
@@ -139,27 +140,7 @@ class ClusterConfig:
         return None if self.time is None else minutes_of(self.time)
 
     def validate(self) -> None:
-        """Raise ConfigError for invalid values."""
-        if self.kind not in KINDS:
-            raise ConfigError("cluster.kind", self.kind, "no such way to start ranks", KINDS)
-        if self.device not in DEVICES:
-            raise ConfigError("cluster.device", self.device, "no such device", DEVICES)
-        if self.accelerator is not None and self.accelerator not in ACCELERATORS:
-            raise ConfigError(
-                "cluster.accelerator", self.accelerator, "not in the table", [*ACCELERATORS, "null"]
-            )
-        for name in ("ranks", "nodes", "ranks_per_node", "threads_per_rank", "cpus_per_rank"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"cluster.{name}", value, "must be at least 1, or null")
-        if self.network_gbps is not None and not self.network_gbps > 0:
-            raise ConfigError("cluster.network_gbps", self.network_gbps, "must be positive, or null", [400])
-        for name in ("start_timeout_seconds", "step_timeout_seconds", "stop_timeout_seconds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"cluster.{name}", getattr(self, name), "must be at least 1 second")
-        for name, least in (("signal_seconds", 1), ("max_requeues", 0), ("max_running", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"cluster.{name}", getattr(self, name), f"must be at least {least}")
+        """Raise ConfigError for fields that contradict each other or that SLURM would not accept."""
         if self.kind == "slurm":
             self._validate_slurm()
         elif self.nodes not in (None, 1):
@@ -258,7 +239,6 @@ _FORMS = {
         "must have the form of NCCL_IB_HCA",
         "mlx5, mlx5_0,mlx5_3, '^mlx5_1'",
     ),
-    "node_check": (r"off|fail|exclude", "no such node check", "off, fail, exclude"),
 }
 
 _TIME = re.compile(

@@ -16,7 +16,6 @@ DATA_KINDS = ("local", "hub", "synthetic")
 ENCODING_ERRORS = ("strict", "replace", "skip")
 FORMATS = ("auto", "text", "jsonl", "parquet")
 TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface")
-SPECIAL_SETS = tuple(SETS)
 ASSET_PREFIX = "asset:"
 ASSETS = Path(__file__).parent / "assets"
 
@@ -32,7 +31,7 @@ _READ_ONLY_BY = {
 class DataConfig:
     """Source of the documents, held-out documents, and packing into samples."""
 
-    kind: str = numerics("local")
+    kind: str = numerics("local", choices=DATA_KINDS)
     """`local` (files), `hub` (a dataset of the `datasets` library) or `synthetic` (random tokens)."""
 
     paths: list[str] = numerics(factory=list)
@@ -42,23 +41,23 @@ class DataConfig:
     exclude: list[str] = numerics(factory=list)
     """local: globs of files to leave out, written like `paths`; one with a leading `**/` matches anywhere."""
 
-    format: str = numerics("auto")
+    format: str = numerics("auto", choices=FORMATS)
     """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl
     and .json are jsonl, .parquet is parquet, everything else is text). Text and jsonl may be compressed: .gz,
     .bz2, .xz, .zst."""
 
-    encoding_errors: str = numerics("strict")
+    encoding_errors: str = numerics("strict", choices=ENCODING_ERRORS)
     """local: handling of a text file or a line that is not UTF-8: `strict` ends the run with an error,
     `replace` substitutes U+FFFD for each wrong byte, `skip` leaves the document out. result.json has the
     number of such documents."""
 
-    text_field: str = numerics("text")
+    text_field: str = numerics("text", filled=True)
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
 
     validation_paths: list[str] = numerics(factory=list)
     """local: globs of the validation files, written like `paths`."""
 
-    validation_fraction: float = numerics(0.0)
+    validation_fraction: float = numerics(0.0, least=0, below=1)
     """Fraction of the documents held out for validation, in [0, 1), chosen by a hash of the index."""
 
     dataset: str | None = numerics(None)
@@ -80,7 +79,7 @@ class DataConfig:
     data_files: list[str] = numerics(factory=list)
     """hub: files passed to the loader named by `dataset`; they make up the split `train`."""
 
-    mask_fraction: float = numerics(0.0)
+    mask_fraction: float = numerics(0.0, least=0, most=0.5)
     """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform between 0
     and twice this, so samples have different numbers of valid labels; at least one label stays valid."""
 
@@ -94,35 +93,15 @@ class DataConfig:
     """Read the packed samples in a random order, a different one in every epoch. Validation is never
     shuffled."""
 
-    prefetch: int = execution(2)
+    prefetch: int = execution(2, least=0)
     """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is needed."""
 
-    cache_dir: str = label("~/.cache/harness")
+    cache_dir: str = label("~/.cache/harness", filled=True)
     """Folder of the token caches; all ranks must see it."""
 
     def validate(self) -> None:
-        """Check every field and the combinations of fields.
-
-        Raises:
-            ConfigError: unknown kinds, values out of range or settings that contradict each other.
-        """
-        _require_choice("data.kind", self.kind, DATA_KINDS)
-        _require_choice("data.format", self.format, FORMATS)
-        _require_choice("data.encoding_errors", self.encoding_errors, ENCODING_ERRORS)
+        """Raise ConfigError for fields that contradict each other."""
         self._refuse_settings_of_other_kinds()
-        if not 0 <= self.validation_fraction < 1:
-            raise ConfigError(
-                "data.validation_fraction", self.validation_fraction, "must be in [0, 1)", "0.02"
-            )
-        if not 0 <= self.mask_fraction <= 0.5:
-            rule = "must be in [0, 0.5], because a sample masks up to twice this fraction"
-            raise ConfigError("data.mask_fraction", self.mask_fraction, rule, "0.3")
-        if not self.text_field:
-            raise ConfigError("data.text_field", "''", "must name the field that holds the text", "text")
-        if self.prefetch < 0:
-            raise ConfigError("data.prefetch", self.prefetch, "must not be negative", "0, 2")
-        if not self.cache_dir:
-            raise ConfigError("data.cache_dir", "''", "must name a folder", "~/.cache/harness")
         if self.kind == "local":
             self._validate_local()
         elif self.kind == "hub":
@@ -197,7 +176,7 @@ class DataConfig:
 class TokenizerConfig:
     """How text becomes token ids."""
 
-    kind: str = numerics("bytes")
+    kind: str = numerics("bytes", choices=TOKENIZER_KINDS)
     """`bytes` (UTF-8 bytes, needs no file), `sentencepiece`, `tiktoken` or `huggingface` (tokenizer.json)."""
 
     path: str | None = numerics(None)
@@ -217,12 +196,7 @@ class TokenizerConfig:
     token that ends a turn, which is seldom the one that ended documents in pretraining."""
 
     def validate(self) -> None:
-        """Check every field and the combinations of fields; opens no file.
-
-        Raises:
-            ConfigError: unknown kinds or settings that contradict each other.
-        """
-        _require_choice("tokenizer.kind", self.kind, TOKENIZER_KINDS)
+        """Raise ConfigError for fields that contradict each other; open no file."""
         if self.kind == "bytes" and self.path:
             raise ConfigError("tokenizer.path", self.path, "tokenizer.kind=bytes reads no file", "null")
         if self.kind != "bytes" and not self.path:
@@ -230,9 +204,9 @@ class TokenizerConfig:
             raise ConfigError(
                 "tokenizer.path", self.path, f"tokenizer.kind={self.kind} needs its file", works
             )
-        if self.kind == "tiktoken":
-            _require_choice("tokenizer.special", self.special, SPECIAL_SETS)
-        elif self.special:
+        if self.kind == "tiktoken" and self.special not in SETS:
+            raise ConfigError("tokenizer.special", self.special or "''", "no such choice", SETS)
+        if self.kind != "tiktoken" and self.special:
             raise ConfigError(
                 "tokenizer.special", self.special, "is read only by tokenizer.kind=tiktoken", "''"
             )
@@ -254,8 +228,3 @@ class TokenizerConfig:
         if self.path.startswith(ASSET_PREFIX):
             return ASSETS / self.path.removeprefix(ASSET_PREFIX)
         return Path(self.path).expanduser()
-
-
-def _require_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(field, value if value != "" else "''", "is not one of the choices", choices)

@@ -15,13 +15,13 @@ WANDB_MODES = ("online", "offline", "disabled")
 class MetricsConfig:
     """Which metrics are written, how often, and where. Every field is a label: none changes the results."""
 
-    log_interval: int = label(1)
+    log_interval: int = label(1, least=1)
     """Optimizer steps between two rows of metrics.jsonl (and of every view of it)."""
 
-    warmup_steps: int = label(3)
+    warmup_steps: int = label(3, least=0)
     """First steps of this process that throughput excludes: they compile, allocate and connect."""
 
-    console: str = label("auto")
+    console: str = label("auto", choices=CONSOLES)
     """auto: a progress bar on a terminal and plain lines elsewhere; rich, plain or none choose one."""
 
     wandb: bool = label(False)
@@ -39,27 +39,11 @@ class MetricsConfig:
     wandb_tags: list[str] = label(factory=list)
     """W&B tags of the run; an empty list: WANDB_TAGS."""
 
-    wandb_mode: str | None = label(None)
+    wandb_mode: str | None = label(None, choices=WANDB_MODES)
     """online, offline or disabled; null: online with an API key, else offline. WANDB_MODE wins over it."""
 
     tensorboard: bool = label(False)
     """Also write TensorBoard event files into the ``tensorboard`` folder of the run."""
-
-    def validate(self) -> None:
-        """Check every field by itself.
-
-        Raises:
-            ConfigError: a field has an invalid value.
-        """
-        if self.log_interval < 1:
-            raise ConfigError("metrics.log_interval", self.log_interval, "must be at least 1 step", "1, 10")
-        if self.warmup_steps < 0:
-            raise ConfigError("metrics.warmup_steps", self.warmup_steps, "must not be negative", "0, 3")
-        if self.console not in CONSOLES:
-            raise ConfigError("metrics.console", self.console, "no such console", CONSOLES)
-        if self.wandb_mode is not None and self.wandb_mode not in WANDB_MODES:
-            modes = (*WANDB_MODES, "null")
-            raise ConfigError("metrics.wandb_mode", self.wandb_mode, "no such mode of W&B", modes)
 
 
 @dataclass
@@ -72,10 +56,10 @@ class ProfilingConfig:
     interval: int = label(100)
     """Steps from one trace to the next; the first trace ends this many steps after the process starts."""
 
-    warmup: int = label(3)
+    warmup: int = label(3, least=0)
     """Steps before each trace in which the profiler already runs but records nothing."""
 
-    active: int = label(1)
+    active: int = label(1, least=1)
     """Steps per trace."""
 
     with_stack: bool = label(False)
@@ -102,10 +86,6 @@ class ProfilingConfig:
         """
         if not self.enable:
             return
-        for name, least in (("warmup", 0), ("active", 1)):
-            if getattr(self, name) < least:
-                rule = f"must be at least {least}"
-                raise ConfigError(f"profiling.{name}", getattr(self, name), rule, f"{least}, 3")
         traced = self.warmup + self.active
         if self.interval < traced:
             rule = f"must hold profiling.warmup + profiling.active = {traced} steps"

@@ -20,24 +20,24 @@ DECAYS = ("linear", "sqrt", "cosine")
 class OptimizerConfig:
     """AdamW (arXiv:1711.05101)."""
 
-    lr: float = numerics(8e-4)
+    lr: float = numerics(8e-4, least=0)
     """Peak learning rate, reached at the end of the warm-up."""
-    beta1: float = numerics(0.9)
+    beta1: float = numerics(0.9, least=0, below=1)
     """Decay of the running mean of gradients, per step."""
-    beta2: float = numerics(0.95)
+    beta2: float = numerics(0.95, least=0, below=1)
     """Decay of the running mean of squared gradients, per step."""
-    eps: float = numerics(1e-8)
+    eps: float = numerics(1e-8, above=0)
     """Added to the root of the second moment."""
-    weight_decay: float = numerics(0.1)
+    weight_decay: float = numerics(0.1, least=0)
     """Weight decay per step, multiplied by the learning rate."""
     decay_vectors: bool = numerics(False)
     """Apply weight decay to one-dimensional parameters (norm weights, biases) too."""
     decay_embeddings: bool = numerics(True)
     """Apply weight decay to the embedding table."""
-    state_dtype: str | None = numerics(None)
+    state_dtype: str | None = numerics(None, choices=STATE_DTYPES)
     """Format of the running means, float32 or bfloat16; updates are computed in float32. null means that of
     the parameters, precision.master_dtype."""
-    implementation: str = execution("auto")
+    implementation: str = execution("auto", choices=IMPLEMENTATIONS)
     """torch's implementation of the update: auto (fused), fused, foreach or for-loop. bfloat16 state or
     parameters need auto, which uses our own loop: torch does not update them in float32. With foreach and
     for-loop, debug.non_finite=skip makes the host wait for the norm in every step."""
@@ -51,26 +51,7 @@ class OptimizerConfig:
         self.state_dtype = self.state_dtype or master_dtype
 
     def validate(self, master_dtype: str = "float32") -> None:
-        """Raise ConfigError for values outside AdamW's domain or incompatible with the parameters' format."""
-        if not 0 <= self.lr < math.inf:
-            raise ConfigError("optimizer.lr", self.lr, "must be a number, and not negative")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"optimizer.{name}", getattr(self, name), "must be in [0, 1)")
-        if not 0 < self.eps < math.inf:
-            raise ConfigError("optimizer.eps", self.eps, "must be a positive number")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(
-                "optimizer.weight_decay", self.weight_decay, "must be a number, and not negative"
-            )
-        if self.implementation not in IMPLEMENTATIONS:
-            raise ConfigError(
-                "optimizer.implementation", self.implementation, "no such implementation", IMPLEMENTATIONS
-            )
-        if self.state_dtype not in (None, *STATE_DTYPES):
-            raise ConfigError(
-                "optimizer.state_dtype", self.state_dtype, "no such format", [*STATE_DTYPES, "null"]
-            )
+        """Raise ConfigError for an option that the parameters' or the state's format does not allow."""
         if self.implementation != "auto" and "bfloat16" in (master_dtype, self.state_dtype):
             raise ConfigError(
                 "optimizer.implementation",
@@ -96,25 +77,17 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Warm-up, a stable phase, and a decay (WSD, arXiv:2404.06395); cosine has no stable phase."""
 
-    warmup_steps: int = numerics(200)
+    warmup_steps: int = numerics(200, least=0)
     """Steps of linear warm-up from 0 to optimizer.lr."""
-    decay_ratio: float | None = numerics(None)
+    decay_ratio: float | None = numerics(None, least=0, most=1)
     """Fraction of training.steps, at the end, in which the rate decays; null: all steps after the warm-up."""
-    decay_type: str = numerics("linear")
+    decay_type: str = numerics("linear", choices=DECAYS)
     """Shape of the decay: linear, sqrt (1 - sqrt) or cosine."""
-    min_lr_factor: float = numerics(0.0)
+    min_lr_factor: float = numerics(0.0, least=0, most=1)
     """Learning rate at the end of the decay, as a fraction of optimizer.lr."""
 
     def validate(self, steps: int) -> None:
-        """Raise ConfigError for values out of range, or phases longer than the training."""
-        if self.warmup_steps < 0:
-            raise ConfigError("schedule.warmup_steps", self.warmup_steps, "must not be negative")
-        if self.decay_type not in DECAYS:
-            raise ConfigError("schedule.decay_type", self.decay_type, "no such decay", DECAYS)
-        if self.decay_ratio is not None and not 0 <= self.decay_ratio <= 1:
-            raise ConfigError("schedule.decay_ratio", self.decay_ratio, "must be in [0, 1], or null")
-        if not 0 <= self.min_lr_factor <= 1:
-            raise ConfigError("schedule.min_lr_factor", self.min_lr_factor, "must be in [0, 1]")
+        """Raise ConfigError for phases longer than the training."""
         decay_steps = 0 if self.decay_ratio is None else round(self.decay_ratio * steps)
         if self.warmup_steps + decay_steps > steps:
             works = f"at most {steps - decay_steps}"

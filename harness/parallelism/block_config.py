@@ -20,7 +20,7 @@ class CompileConfig:
 
     enable: bool = execution(False)
     """Compile the components below."""
-    components: list[str] = execution(factory=lambda: list(COMPONENTS))
+    components: list[str] = execution(factory=lambda: list(COMPONENTS), choices=COMPONENTS)
     """What is compiled: blocks, loss, or both."""
     backend: str = execution("inductor")
     """Backend of torch.compile: inductor, or aot_eager and eager, which need no C++ compiler."""
@@ -38,14 +38,11 @@ class CompileConfig:
         return self.enable and "loss" in self.components
 
     def validate(self) -> None:
-        """Raise ConfigError for unknown components or backends, or no component."""
-        unknown = [name for name in self.components if name not in COMPONENTS]
-        if unknown:
-            raise ConfigError("compile.components", unknown[0], "no such component", COMPONENTS)
+        """Raise ConfigError for an unknown backend, or no component."""
         if self.enable and not self.components:
             raise ConfigError("compile.components", "[]", "nothing is left to compile", "compile=off")
         if self.backend not in BACKENDS and self.backend not in _installed_backends():
-            raise ConfigError("compile.backend", self.backend or "''", "no such backend", BACKENDS)
+            raise ConfigError("compile.backend", self.backend or "''", "no such choice", BACKENDS)
 
 
 def _installed_backends() -> set[str]:
@@ -57,38 +54,24 @@ def _installed_backends() -> set[str]:
 class ActivationCheckpointConfig:
     """Activations that are recomputed in backward instead of saved (arXiv:1604.06174)."""
 
-    mode: str = execution("none")
+    mode: str = execution("none", choices=MODES)
     """What is recomputed. none; full: every block; selective_layer: every n-th block; selective_op: every
     block except expensive results (attention, collectives, every n-th matrix product); memory_budget: what
     torch's partitioner chooses, in compiled blocks only."""
-    every_nth_layer: int = execution(2)
+    every_nth_layer: int = execution(2, least=1)
     """selective_layer: recompute the blocks whose index is a multiple of this."""
-    save_every_nth_matmul: int = execution(2)
+    save_every_nth_matmul: int = execution(2, least=0)
     """selective_op: save every n-th matrix product of a block; 0 saves none."""
-    memory_budget: float = execution(0.5)
+    memory_budget: float = execution(0.5, least=0, most=1)
     """memory_budget: fraction of the activation memory that may be used, 0 (like full) to 1 (like none)."""
 
     def validate(self, compiler: CompileConfig, *, splits_backward: bool) -> None:
-        """Raise ConfigError for an unknown mode, or one that the rest of the job does not allow.
+        """Raise ConfigError for a mode that the rest of the job does not allow.
 
         Args:
             compiler: what is compiled.
             splits_backward: whether the pipeline schedule takes gradients in two passes.
         """
-        if self.mode not in MODES:
-            raise ConfigError("activation_checkpoint.mode", self.mode, "no such mode", MODES)
-        if self.every_nth_layer < 1:
-            raise ConfigError(
-                "activation_checkpoint.every_nth_layer", self.every_nth_layer, "must be at least 1"
-            )
-        if self.save_every_nth_matmul < 0:
-            raise ConfigError(
-                "activation_checkpoint.save_every_nth_matmul",
-                self.save_every_nth_matmul,
-                "must not be negative; 0 saves none",
-            )
-        if not 0 <= self.memory_budget <= 1:
-            raise ConfigError("activation_checkpoint.memory_budget", self.memory_budget, "must be in [0, 1]")
         if self.mode == "selective_op" and splits_backward and not compiler.blocks:
             raise ConfigError(
                 "activation_checkpoint.mode",

@@ -25,26 +25,26 @@ CP_ROTATE_METHODS = ("allgather", "alltoall")
 class ParallelismConfig:
     """A layout. The product of dp_replicate, dp_shard, cp, tp and pp is the world size."""
 
-    dp_replicate: int = execution(1)
+    dp_replicate: int = execution(1, least=1)
     """Replicas of the (sharded) model: DDP with dp_shard=1, HSDP otherwise."""
-    dp_shard: int = execution(1)
+    dp_shard: int = execution(1, least=1, also=-1)
     """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2); -1: all remaining."""
-    tp: int = execution(1)
+    tp: int = execution(1, least=1)
     """Ranks that every matrix multiplication is split over (tensor parallel)."""
-    pp: int = execution(1)
+    pp: int = execution(1, least=1)
     """Ranks that the layers are split over (pipeline parallel)."""
-    cp: int = execution(1)
+    cp: int = execution(1, least=1)
     """Ranks that the sequence is split over (context parallel)."""
-    ep: int = execution(1)
+    ep: int = execution(1, least=1)
     """Ranks that the experts are distributed over (expert parallel); divides dp_shard x cp, or with tp
     dp_shard x cp x tp unless expert_tensor_parallel."""
     expert_tensor_parallel: bool = execution(False)
     """With tp: split every expert over the tensor-parallel ranks, like a dense feed-forward. Otherwise each
     of these ranks routes its part of the sequence to unsplit experts."""
-    cp_method: str = execution("ring")
+    cp_method: str = execution("ring", choices=CP_METHODS)
     """With cp: ``ring`` (keys and values rotate, arXiv:2310.01889) or ``ulysses`` (positions are exchanged
     for heads, arXiv:2309.14509)."""
-    cp_rotate_method: str = execution("allgather")
+    cp_rotate_method: str = execution("allgather", choices=CP_ROTATE_METHODS)
     """With the ring: gather keys and values at once (``allgather``) or pass them on step by step
     (``alltoall``)."""
     cp_load_balance: bool = execution(True)
@@ -56,25 +56,25 @@ class ParallelismConfig:
     async_tp: bool = execution(False)
     """With tp, sequence_parallel and compiled blocks: split matrix products and their collectives into
     pieces that overlap (torch's micro-pipeline pass over symmetric memory); GPUs of one node only."""
-    reshard_after_forward: str = execution("default")
+    reshard_after_forward: str = execution("default", choices=RESHARD)
     """With dp_shard: free gathered parameters after forward: always, never, or default (only without a
     pipeline)."""
     cpu_offload: bool = execution(False)
     """Keep parameters, gradients and optimizer state in host memory (FSDP2's CPUOffloadPolicy)."""
-    pp_schedule: str = execution("1F1B")
+    pp_schedule: str = execution("1F1B", choices=tuple(SCHEDULES))
     """Name of torch's pipeline schedule."""
     pp_schedule_csv: str | None = execution(None)
     """A compute-only schedule in torch's CSV form (a row per rank, cells like 0F0); replaces pp_schedule."""
     pp_schedule_csv_digest: str | None = execution(None)
     """Digest of that file, set when the job is composed: another schedule is another job."""
-    pp_microbatch_size: int = execution(1)
+    pp_microbatch_size: int = execution(1, least=1)
     """Sequences per microbatch."""
-    pp_layers_per_stage: int | None = execution(None)
+    pp_layers_per_stage: int | None = execution(None, least=1)
     """Layers per stage, counting embedding and head by their weights below; null makes as many stages as the
     schedule needs."""
-    pp_first_stage_less_layers: int = execution(1)
+    pp_first_stage_less_layers: int = execution(1, least=0)
     """Weight of the embedding in the automatic split, in layers."""
-    pp_last_stage_less_layers: int = execution(1)
+    pp_last_stage_less_layers: int = execution(1, least=0)
     """Weight of the final norm and head in the automatic split, in layers."""
     pp_modules_per_stage: list[list[str]] = execution(factory=list)
     """Module names of every stage, e.g. [[tok_embeddings,layers.0],[layers.1,norm,output]]; empty means
@@ -156,10 +156,6 @@ class ParallelismConfig:
             world_size: number of ranks, if determined outside the layout.
             default_world: number of ranks that dp_shard=-1 fills otherwise; None means dp_shard=2.
         """
-        for axis in (*AXES, "ep"):
-            if getattr(self, axis) < 1 and not (axis == "dp_shard" and self.dp_shard == -1):
-                allowed = "must be at least 1" + (", or -1 for the rest" if axis == "dp_shard" else "")
-                raise ConfigError(f"parallelism.{axis}", getattr(self, axis), allowed)
         if self.dp_shard == -1:
             others = prod(degree for axis, degree in self.degrees.items() if axis != "dp_shard")
             world = world_size or default_world or 2 * others
@@ -200,10 +196,6 @@ class ParallelismConfig:
         Raises:
             ConfigError: the layout does not fit them.
         """
-        if self.reshard_after_forward not in RESHARD:
-            raise ConfigError(
-                "parallelism.reshard_after_forward", self.reshard_after_forward, "no such policy", RESHARD
-            )
         self._validate_tensor(model, seq_len)
         self._validate_experts(model)
         self._validate_context(model)
@@ -268,9 +260,6 @@ class ParallelismConfig:
         return (model.moe.num_experts // ep) % shards == 0 or not (hidden % shards or model.dim % shards)
 
     def _validate_context(self, model: ModelConfig) -> None:
-        for name, choices in (("cp_method", CP_METHODS), ("cp_rotate_method", CP_ROTATE_METHODS)):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"parallelism.{name}", getattr(self, name), "no such method", choices)
         if self.cp == 1 or self.cp_method == "ring":
             return
         for name, default in (("cp_rotate_method", "allgather"), ("cp_load_balance", True)):
@@ -317,8 +306,6 @@ class ParallelismConfig:
         return self.cp * (lcm(2, split) if balanced and self.cp > 1 else split)
 
     def _validate_pipeline(self, model: ModelConfig, local_batch_size: int, share: int) -> None:
-        if self.pp_schedule not in SCHEDULES:
-            raise ConfigError("parallelism.pp_schedule", self.pp_schedule, "no such schedule", SCHEDULES)
         check_weights(self, model.n_layers)
         if self.pp == 1:
             return
@@ -338,7 +325,7 @@ class ParallelismConfig:
                 "put them on different ranks",
                 "1, or model.mtp.depth=0",
             )
-        if self.pp_microbatch_size < 1 or local_batch_size % self.pp_microbatch_size:
+        if local_batch_size % self.pp_microbatch_size:
             raise ConfigError(
                 "parallelism.pp_microbatch_size",
                 self.pp_microbatch_size,

@@ -106,8 +106,6 @@ def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
     first, last = layout.pp_first_stage_less_layers, layout.pp_last_stage_less_layers
     layers = layout.pp_layers_per_stage
     works = [*fitting_layers_per_stage(layout, n_layers), "null"]
-    if layers is not None and layers < 1:
-        raise ConfigError("parallelism.pp_layers_per_stage", layers, "must be at least 1", works)
     total, most = num_stages(layout, n_layers), min(_weight(layout, n_layers), n_layers + 2)
     if total > most:
         weights = f"embedding and head weigh {first} and {last}"

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.config import label
+from harness.config import check_rules, label
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.rehearse.config import put_on_virtual_gpus
@@ -19,7 +19,7 @@ class PlanJob(Job):
     search: bool = label(False)
     """Rank every legal layout of the job's ranks, with microbatch, activation checkpointing and pipeline
     schedule, by predicted speed; fields typed on the command line stay as they are."""
-    top: int = label(10)
+    top: int = label(10, least=1)
     """With search: number of layouts to show and to write into the sweep file."""
     sweep_file: str | None = label(None)
     """With search: file of the sweep that measures the best; null: sweeps/search/<name>.yaml,
@@ -41,6 +41,7 @@ class PlanJob(Job):
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> PlanJob:
         """Resolve the job; with search or calibrate only check the options."""
+        check_rules(self)
         self._validate_plan()
         if self.search or self.calibrate is not None:
             return self
@@ -55,8 +56,6 @@ class PlanJob(Job):
         return Job(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)})
 
     def _validate_plan(self) -> None:
-        if self.top < 1:
-            raise ConfigError("top", self.top, "must be at least 1")
         if self.search and self.verify:
             rule = "checks one job, and search=true has many"
             raise ConfigError(

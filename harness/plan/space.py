@@ -135,7 +135,6 @@ class Space:
                 batch size is unknown.
         """
         base.cluster.validate()
-        base.training.validate()
         base.model.resolve()
         base.model.validate()
         if base.training.global_batch_size is None:

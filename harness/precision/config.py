@@ -19,13 +19,13 @@ DEFAULT_FILTER = ("output",)
 class PrecisionConfig:
     """Number formats of the parameters, of computation and of the products of linears."""
 
-    param_dtype: str = numerics("float32")
+    param_dtype: str = numerics("float32", choices=DTYPES)
     """Format of parameters and activations in forward and backward: float32 or bfloat16."""
-    reduce_dtype: str = numerics("float32")
+    reduce_dtype: str = numerics("float32", choices=DTYPES)
     """Format in which gradients are reduced over data-parallel ranks: float32 or bfloat16."""
-    master_dtype: str = numerics("float32")
+    master_dtype: str = numerics("float32", choices=DTYPES)
     """Format of the parameters that the optimizer updates, and of their gradients: float32 or bfloat16."""
-    linear: str = numerics("none")
+    linear: str = numerics("none", choices=LINEARS)
     """Format in which linears multiply: none (param_dtype); float8_tensorwise, float8_rowwise or mxfp8 (one
     scale per tensor, row or 32 values); float8_rowwise_hp (weight gradients in param_dtype). Experts use it
     with float8_rowwise and mxfp8 only."""
@@ -69,12 +69,7 @@ class PrecisionConfig:
         return 128 if self.linear == "mxfp8" else 16
 
     def validate(self) -> None:
-        """Raise ConfigError for unknown formats or combinations that are not allowed."""
-        for name in ("param_dtype", "reduce_dtype", "master_dtype"):
-            if getattr(self, name) not in DTYPES:
-                raise ConfigError(f"precision.{name}", getattr(self, name), "no such format", DTYPES)
-        if self.linear not in LINEARS:
-            raise ConfigError("precision.linear", self.linear, "no such format", LINEARS)
+        """Raise ConfigError for combinations that are not allowed."""
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
             raise ConfigError(
                 "precision.master_dtype",

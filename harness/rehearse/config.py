@@ -18,12 +18,12 @@ class RehearseConfig:
     ranks: list[int] | None = label(None)
     """Ranks to rehearse, each in a process of its own; null: the first ranks of the first, the middle and the
     last pipeline rank."""
-    steps: int = label(3)
+    steps: int = label(3, least=2)
     """Steps of each rank; the last one is counted. The first one compiles and makes the optimizer's state."""
-    skew: float = label(0.0)
+    skew: float = label(0.0, least=0, below=1)
     """Expert parallel: share of rows that the first rank of a group gets beyond even routing. The others get
     fewer."""
-    timeout_seconds: int = label(1800)
+    timeout_seconds: int = label(1800, least=1)
     """Time limit for one rank."""
     real_gpu: bool = label(False)
     """Rehearse on a machine with a GPU. The GPU is not used."""
@@ -36,14 +36,6 @@ class RehearseConfig:
                 raise ConfigError("rehearse.ranks", self.ranks, rule, f"ranks from 0 to {world_size - 1}")
         if self.ranks is not None and not self.ranks:
             raise ConfigError("rehearse.ranks", "[]", "must name a rank", "null, or [0]")
-        if self.steps < 2:
-            raise ConfigError(
-                "rehearse.steps", self.steps, "the first step is unlike the others", "at least 2"
-            )
-        if not 0 <= self.skew < 1:
-            raise ConfigError("rehearse.skew", self.skew, "must be at least 0 and below 1", "0.25")
-        if self.timeout_seconds < 1:
-            raise ConfigError("rehearse.timeout_seconds", self.timeout_seconds, "must be at least 1")
 
 
 @dataclass

@@ -288,7 +288,7 @@ def test_every_key_of_what_describes_a_run(job: Job, tmp_path: Path, name: str) 
 
 
 def test_another_versions_model_in_a_manifest() -> None:
-    with pytest.raises(UserError, match=r"attention\.sinks=text: must be of type bool"):
+    with pytest.raises(UserError, match=r"attention\.sinks=text: must be true or false"):
         from_dict(ModelConfig, {"attention": {"sinks": "text"}})
 
 

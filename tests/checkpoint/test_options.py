@@ -503,17 +503,17 @@ def test_unknown_protocol(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("checkpoint.interval=0", "checkpoint.interval=0: must be at least 1 step; would work: 500"),
-        ("checkpoint.async_mode=later", "checkpoint.async_mode=later: no such mode; would work: disabled"),
+        ("checkpoint.interval=0", "checkpoint.interval=0: must be at least 1; would work: 500"),
+        ("checkpoint.async_mode=later", "checkpoint.async_mode=later: no such choice; would work: disabled"),
         (
             "checkpoint=async_pinned",
             "checkpoint.async_mode=async_with_pinned_mem: pinned memory needs a GPU",
         ),
         ("checkpoint.export_dtype=bfloat16", "checkpoint.export_dtype=bfloat16: only a model-only last"),
         ("checkpoint.last_save_in_hf=true", "checkpoint.last_save_in_hf=true: Hugging Face's format holds"),
-        ("checkpoint.exclude_from_loading=[model]", "checkpoint.exclude_from_loading=model: no such part"),
+        ("checkpoint.exclude_from_loading=[model]", "checkpoint.exclude_from_loading=model: no such choice"),
         ("checkpoint.load_step=-2", "checkpoint.load_step=-2: must be a step, or -1"),
-        ("checkpoint.keep_latest_k=-1", "checkpoint.keep_latest_k=-1: must not be negative"),
+        ("checkpoint.keep_latest_k=-1", "checkpoint.keep_latest_k=-1: must be at least 0"),
         ("checkpoint.initial_load_in_hf=true", "checkpoint.initial_load_path=null: must be given"),
     ],
 )

@@ -158,13 +158,13 @@ cluster=slurm cluster.sbatch={mail-type:[END,FAIL]}
 cluster=slurm cluster.ranks_per_node=null
     cluster.ranks_per_node=null: must be set for SLURM; would work: 8, GPUs of a node
 cluster=slurm cluster.accelerator=H1000
-    cluster.accelerator=H1000: not in the table; would work: A100 SXM 40GB
+    cluster.accelerator=H1000: no such choice; would work: A100 SXM 40GB
 cluster=slurm cluster.max_running=0
     cluster.max_running=0: must be at least 1
 cluster.nodes=2
     cluster.nodes=2: this machine is one node; would work: 1, or cluster=slurm
 cluster.kind=pbs
-    cluster.kind=pbs: no such way to start ranks; would work: local, slurm
+    cluster.kind=pbs: no such choice; would work: local, slurm
 """
 
 

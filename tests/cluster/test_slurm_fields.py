@@ -51,7 +51,7 @@ cluster.distribution=cyclic => distribution=cyclic: must begin with block
 cluster.socket_ifname='^lo' => socket_ifname=^lo: must be full interface names
 cluster.ib_hca='mlx5 0' => ib_hca=mlx5 0: must have the form of NCCL_IB_HCA
 cluster.gpu_bind='a b' => gpu_bind=a b: must be a value of SLURM's --gpu-bind
-cluster.node_check=on => node_check=on: no such node check; would work: off, fail, exclude
+cluster.node_check=on => node_check=on: no such choice; would work: off, fail, exclude
 cluster.env={a-b: 1} => env.a-b=1: is not a valid variable name
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.config import leaves
+from harness.config import check_rules, leaves
 from harness.data import DataConfig, TokenizerConfig
 from harness.errors import ConfigError
 
@@ -92,8 +92,10 @@ def test_shipped_files_are_found():
     ],
 )
 def test_refused_data(settings, field):
+    config = DataConfig(**settings)
     with pytest.raises(ConfigError) as caught:
-        DataConfig(**settings).validate()
+        check_rules(config, "data.")
+        config.validate()
     assert caught.value.field == field
     assert "\n" not in str(caught.value)
 
@@ -109,6 +111,7 @@ def test_refused_data(settings, field):
     ],
 )
 def test_accepted_data(settings):
+    check_rules(DataConfig(**settings))
     DataConfig(**settings).validate()
 
 
@@ -137,8 +140,10 @@ def test_validation_needs_held_out_documents():
     ],
 )
 def test_refused_tokenizer(settings, field):
+    config = TokenizerConfig(**settings)
     with pytest.raises(ConfigError) as caught:
-        TokenizerConfig(**settings).validate()
+        check_rules(config, "tokenizer.")
+        config.validate()
     assert caught.value.field == field
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.config import check_rules
 from harness.data import DataConfig
 from harness.data.loader import IGNORE_INDEX, Batch, Loader
 from harness.data.prefetch import DeviceBatch, Prefetcher, count_valid
@@ -135,5 +136,5 @@ def test_the_loop_does_not_wait_for_a_source_that_is_faster_than_a_step() -> Non
 
 
 def test_a_negative_depth_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.prefetch=-1: must not be negative; would work: 0, 2"):
-        DataConfig(kind="synthetic", prefetch=-1).validate()
+    with pytest.raises(ConfigError, match=r"data\.prefetch=-1: must be at least 0"):
+        check_rules(DataConfig(kind="synthetic", prefetch=-1), "data.")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.config import leaves
+from harness.config import check_rules, leaves
 from harness.errors import ConfigError
 from harness.metrics import MetricsConfig
 
@@ -20,7 +20,7 @@ def shipped(name: str) -> MetricsConfig:
     merged = OmegaConf.merge(OmegaConf.structured(MetricsConfig), OmegaConf.load(CONF / f"{name}.yaml"))
     config = OmegaConf.to_object(merged)
     assert isinstance(config, MetricsConfig)
-    config.validate()
+    check_rules(config)
     return config
 
 
@@ -44,7 +44,7 @@ def test_shipped_views(name: str, wandb: bool, tensorboard: bool) -> None:
 )
 def test_refused_values(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"metrics\.{field}={value}"):
-        MetricsConfig(**{field: value}).validate()
+        check_rules(MetricsConfig(**{field: value}), "metrics.")
 
 
 def test_import_is_light() -> None:

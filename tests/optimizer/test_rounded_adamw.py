@@ -121,7 +121,7 @@ def test_state_has_the_parameters_dtype_by_default() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["optimizer.state_dtype=float16"], "optimizer.state_dtype=float16: no such format"),
+        (["optimizer.state_dtype=float16"], "optimizer.state_dtype=float16: no such choice"),
         (
             ["optimizer.state_dtype=bfloat16", "optimizer.beta2=0.999"],
             "optimizer.beta2=0.999: .*at most 0.99",

@@ -130,7 +130,7 @@ def test_selective_layers_do_not_depend_on_the_pipeline() -> None:
 @pytest.mark.parametrize(
     ("overrides", "rule"),
     [
-        (["activation_checkpoint.mode=some"], r"no such mode; would work: none, full"),
+        (["activation_checkpoint.mode=some"], r"no such choice; would work: none, full"),
         (["activation_checkpoint=memory_budget"], r"blocks are not compiled; would work: compile=on"),
         (
             ["activation_checkpoint=memory_budget", "compile=on", "compile.components=[loss]"],

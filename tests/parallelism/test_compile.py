@@ -102,7 +102,7 @@ def test_a_run_prints_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("overrides", "rule"),
     [
-        (["compile.components=[head]"], r"compile.components=head: no such component"),
+        (["compile.components=[head]"], r"compile.components=head: no such choice"),
         (["compile.components=[]"], r"nothing is left to compile"),
         (["parallelism.async_tp=true"], r"needs parallelism.tp and sequence_parallel"),
         (["parallelism.async_tp=true", "parallelism=tp"], r"blocks are not compiled by inductor"),

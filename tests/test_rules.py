@@ -1,0 +1,73 @@
+"""Rules declared beside fields: words, errors, and defaults that obey them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from harness.bench import BenchJob
+from harness.config import check_rules, execution, label, numerics, rules_of
+from harness.convert import ConvertJob
+from harness.errors import ConfigError
+from harness.parity import ParityJob
+from harness.plan.config import PlanJob
+from harness.rehearse.config import RehearseJob
+
+
+@dataclass
+class Fields:
+    count: int = numerics(1, least=1)
+    rest: int = execution(-1, least=1, also=-1)
+    limit: float | None = label(None, above=0)
+    share: float = numerics(0.5, least=0, below=1)
+    most: float = numerics(0.5, most=1)
+    mode: str | None = execution(None, choices=("fast", "slow"))
+    parts: list[str] = execution(factory=list, choices=("a", "b"))
+    folder: str = label("runs", filled=True)
+    number: float = label(0.0)
+    lists: list[list[float]] = label(factory=list)
+
+
+def test_rules_in_words() -> None:
+    assert {field.name: rules_of(field) for field in dataclasses.fields(Fields)} == {
+        "count": "at least 1",
+        "rest": "at least 1, or -1",
+        "limit": "above 0, or null",
+        "share": "in [0, 1)",
+        "most": "at most 1",
+        "mode": "one of fast, slow, or null",
+        "parts": "each one of a, b",
+        "folder": "non-empty",
+        "number": "",
+        "lists": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("count", 0, "count=0: must be at least 1"),
+        ("rest", 0, "rest=0: must be at least 1, or -1"),
+        ("limit", 0.0, "limit=0.0: must be above 0, or null"),
+        ("share", 1.0, "share=1.0: must be in [0, 1)"),
+        ("share", -0.1, "share=-0.1: must be in [0, 1)"),
+        ("share", float("nan"), "share=nan: must be a finite number of float32, at most 3.4e+38"),
+        ("most", 2, "most=2: must be at most 1"),
+        ("mode", "", "mode='': no such choice; would work: fast, slow, null"),
+        ("parts", ["a", "c"], "parts=c: no such choice; would work: a, b"),
+        ("folder", "", "folder='': must be non-empty; would work: runs"),
+        ("number", -1e39, "number=-1e+39: must be a finite number"),
+        ("lists", [[1.0], [2**63]], f"lists=[[1.0],[{2**63}]]: must be an integer of 64 bits"),
+    ],
+)
+def test_broken_rules(field: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'test.{message}')}"):
+        check_rules(dataclasses.replace(Fields(), **{field: value}), "test.")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schema", [Fields, BenchJob, ConvertJob, ParityJob, PlanJob, RehearseJob])
+def test_defaults_obey_the_rules(schema: type) -> None:
+    check_rules(schema())
