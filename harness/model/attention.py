@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from harness.model.config import ModelConfig
 from harness.model.kernels import Kernel, Reach, SdpaKernel
 from harness.model.rope import rotate
-from harness.model.sharding import Split, as_plain, own_part
+from harness.model.sharding import as_plain, own_part
 
 # B: batch, T: sequence, C: residual width, H: heads of this rank, D: head width, E: head width of values
 
@@ -26,16 +26,6 @@ class Attention(nn.Module):
 
     What becomes of queries, keys and values is up to ``inner``, which can be exchanged.
     """
-
-    sharding: ClassVar[dict[str, Split]] = {
-        "wq": Split.COLUMN,
-        "wk": Split.COLUMN,
-        "wv": Split.COLUMN,
-        "wo": Split.ROW,
-        "q_norm": Split.HEAD_NORM,
-        "k_norm": Split.HEAD_NORM,
-    }
-    parameter_sharding: ClassVar[dict[str, Split]] = {"sinks": Split.HEADS}
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -100,17 +90,6 @@ class LatentAttention(nn.Module):
     Keys and values come from a narrow latent, and one key for all heads carries the rotation. The latents are
     computed alike on all tensor-parallel ranks; heads are split.
     """
-
-    sharding: ClassVar[dict[str, Split]] = {
-        "wq": Split.COLUMN,
-        "wq_a": Split.WHOLE,
-        "q_norm": Split.WHOLE,
-        "wq_b": Split.COLUMN,
-        "wkv_a": Split.WHOLE,
-        "kv_norm": Split.WHOLE,
-        "wkv_b": Split.COLUMN,
-        "wo": Split.ROW,
-    }
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,12 @@ from harness.model.kernels import Kernel, Reach
 from harness.model.moe import MoE
 from harness.model.mtp import MTP
 from harness.model.rope import rope_table
-from harness.model.sharding import Split
 
 # B: batch, T: sequence (of this rank, when it is split), C: residual width, V: vocabulary
 
 
 class Block(nn.Module):
     """Pre-norm decoder block."""
-
-    sharding: ClassVar[dict[str, Split]] = {
-        "attention_norm": Split.NORM,
-        "attention": Split.REGION,
-        "ffn_norm": Split.NORM,
-        "feed_forward": Split.REGION,
-        "moe": Split.MIXTURE,
-    }
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -70,12 +61,6 @@ class Decoder(nn.Module):
     Modules are named after their place in the whole model (``layers.7``), so parameter names, and with
     them initial values, gradients and checkpoints, do not depend on how the model is split.
     """
-
-    sharding: ClassVar[dict[str, Split]] = {
-        "tok_embeddings": Split.VOCABULARY,
-        "norm": Split.NORM,
-        "output": Split.HEAD,
-    }
 
     def __init__(self, config: ModelConfig, seq_len: int, modules: Collection[str] | None = None) -> None:
         """Builds the named modules on the current default device (use ``torch.device("meta")``).

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from harness.model.sharding import Split
 
 ALPHA, LIMIT = 1.702, 7.0
 """GPT-OSS: slope of the gate and bound of both factors (openai/gpt-oss, gpt_oss/torch/model.py, swiglu)."""
@@ -30,8 +26,6 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 class FeedForward(nn.Module):
     """w2(silu(w1 x) * w3 x), or another activation in the place of it."""
-
-    sharding: ClassVar[dict[str, Split]] = {"w1": Split.COLUMN, "w3": Split.COLUMN, "w2": Split.ROW}
 
     def __init__(self, dim: int, hidden_dim: int, activation: str) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from harness.model.config import ModelConfig
 from harness.model.families import ALL, Family
 from harness.model.families.core import NEEDED, Piece, Says, Shape
 from harness.model.huggingface_rope import STRETCHING, found_rope, said_scaling
-from harness.model.shapes import tensor_shapes
+from harness.model.spec import tensor_shapes
 
 HEAD = "lm_head.weight"
 

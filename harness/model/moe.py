@@ -6,7 +6,7 @@ Nothing is dropped. Who holds which expert is up to ``MoE.exchange``, which para
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward, gated
 from harness.model.grouped import ends_for_linear, grouped_linear, pad, padded_places, unpad
-from harness.model.sharding import Split, as_plain, own_part
+from harness.model.sharding import as_plain, own_part
 
 # N: tokens, C: residual width, E: experts, K: experts of a token, R: rows (tokens times K), F: hidden width,
 # B: batch, T: sequence
@@ -262,12 +262,6 @@ class MoE(nn.Module):
     Attributes:
         reduce_output: sums the experts' outputs over ranks that share each expert; None: nobody does.
     """
-
-    sharding: ClassVar[dict[str, Split]] = {
-        "router": Split.ROUTER,
-        "experts": Split.EXPERTS,
-        "shared_experts": Split.REGION,
-    }
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

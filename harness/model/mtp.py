@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness.model.config import ModelConfig
-from harness.model.sharding import Split
 
 # B: batch, T: sequence (of this rank, when it is split), C: residual width
 
@@ -26,13 +25,6 @@ class MTP(nn.Module):
         config: the model's numbers.
         block: its block, number n_layers.
     """
-
-    sharding: ClassVar[dict[str, Split]] = {
-        "embedding_norm": Split.NORM,
-        "hidden_norm": Split.NORM,
-        "proj": Split.STREAM,
-        "norm": Split.NORM,
-    }
 
     def __init__(self, config: ModelConfig, block: nn.Module) -> None:
         super().__init__()

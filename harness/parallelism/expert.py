@@ -8,6 +8,7 @@ the sequence, or all of them the whole, each with a part of every expert (``expe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from harness.model.decoder import Decoder
 from harness.model.grouped import on_host
 from harness.model.moe import Exchange, Experts, MoE, inverse_of, permute
+from harness.model.spec import block_prefix, tensors
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.context import local_positions
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
@@ -32,8 +34,6 @@ from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
 # R: rows that this rank routes, S: rows that it computes, C: residual width, E: experts
 
 EXPERTS_DIM, SEQUENCE_DIM = 0, 1
-HIDDEN_DIMS = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b3": 1}
-"""Along which dimension tensor parallel ranks split an expert's parameter: that of its hidden layer."""
 
 
 def apply_expert_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) -> None:
@@ -41,11 +41,14 @@ def apply_expert_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) 
     if not part.mixtures:
         return
     stream: Placement = Shard(SEQUENCE_DIM) if layout.uses_sequence_parallel else Replicate()
-    for moe in part.mixtures.values():
+    specs = tensors(part.config)
+    for layer, moe in part.mixtures.items():
         if layout.tp > 1:
             _replicate_router(moe, mesh.axis("tp"))
         if layout.ep > 1 or layout.splits_experts:
-            _split_experts(moe.experts, mesh, layout)
+            prefix = f"{block_prefix(part.config, layer)}moe.experts."
+            dims = {name: specs[prefix + name].split_dim for name, _ in moe.experts.named_parameters()}
+            _split_experts(moe.experts, dims, mesh, layout)
         if layout.splits_experts:
             moe.reduce_output = _Reduction(mesh.axis("tp"), stream)
         if layout.ep > 1:
@@ -74,7 +77,9 @@ def _replicate_router(moe: MoE, mesh: DeviceMesh) -> None:
     moe.router.partial_gradients = {"weight": [Partial()], "bias": [Partial()]}  # type: ignore[assignment]
 
 
-def _split_experts(experts: Experts, mesh: Mesh, layout: ParallelismConfig) -> None:
+def _split_experts(
+    experts: Experts, dims: Mapping[str, int | None], mesh: Mesh, layout: ParallelismConfig
+) -> None:
     axes = ((EXPERT,) if layout.ep > 1 else ()) + ((EXPERT_TENSOR,) if layout.splits_experts else ())
     if mesh.experts is None:
         on = mesh.axis("tp")
@@ -83,7 +88,8 @@ def _split_experts(experts: Experts, mesh: Mesh, layout: ParallelismConfig) -> N
     for name, parameter in list(experts.named_parameters()):
         split: list[Placement] = [Shard(EXPERTS_DIM)] if layout.ep > 1 else []
         if layout.splits_experts:
-            split.append(Shard(HIDDEN_DIMS[name]) if name in HIDDEN_DIMS else Replicate())
+            dim = dims[name]
+            split.append(Replicate() if dim is None else Shard(dim))
         experts.register_parameter(name, nn.Parameter(distribute_tensor(parameter, on, split)))
     if layout.splits_experts:
         experts.output_shares = layout.tp

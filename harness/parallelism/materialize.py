@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from harness.model.decoder import Decoder
 from harness.model.init import draw
-from harness.model.shapes import is_expert
+from harness.model.spec import tensors
 
 
 def materialize(part: Decoder, seed: int, device: torch.device, parameter_device: torch.device) -> None:
@@ -22,16 +22,18 @@ def materialize(part: Decoder, seed: int, device: torch.device, parameter_device
         parameter_device: where parameters live.
     """
     allocate(part, device, parameter_device)
+    specs = tensors(part.config)
     with torch.no_grad():
         for name, parameter in part.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             shape, ranges = tuple(parameter.shape), local_ranges(parameter)
-            if not is_expert(name):
-                full = draw(name, shape, part.config, seed, device)
+            init = specs[name].init
+            if not specs[name].is_expert:
+                full = draw(name, shape, init, seed, device)
                 local.copy_(full[_slices(ranges)])
                 continue
             for row, expert in enumerate(ranges[0]):
-                full = draw(f"{name}.{expert}", shape[1:], part.config, seed, device)
+                full = draw(f"{name}.{expert}", shape[1:], init, seed, device)
                 local[row].copy_(full[_slices(ranges[1:])])
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: carries out what modules declare in their ``sharding``.
+"""Tensor parallelism: applies the ``Split`` of every module in ``model/spec.py``.
 
 Megatron's column-row pairs (arXiv:1909.08053) with the residual stream split along the sequence between
 them (arXiv:2205.05198) or, with sequence_parallel=false, replicated. Blocks pass plain local tensors to
@@ -7,7 +7,7 @@ each other, so that pipeline, checkpointing and compile see nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from harness.errors import ConfigError
-from harness.model.moe import MoE
-from harness.model.sharding import Split, own_part
+from harness.model.decoder import Decoder
+from harness.model.sharding import own_part
+from harness.model.spec import Split, modules
 from harness.parallelism.config import ParallelismConfig
 from harness.precision.tensor import float8_style, region_cast
 
@@ -165,9 +166,9 @@ def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
 
 
 def apply_tensor_parallel(
-    part: nn.Module, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool, gather_float8: bool
+    part: Decoder, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool, gather_float8: bool
 ) -> None:
-    """Splits every module of a model part as it declares, in place.
+    """Split every module of a model part as its spec says, in place.
 
     Args:
         part: a Decoder on the meta device.
@@ -192,8 +193,9 @@ def apply_tensor_parallel(
         # Its input has this rank's heads, its gradient is that of these: a sum over the ranks.
         Split.HEAD_NORM: lambda: SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True),
         Split.WHOLE: WholeParallel,
-        # Experts that are split take the stream whole; else each rank routes its part of it.
+        # Experts that are split take the full stream; else each rank routes its part of it.
         Split.MIXTURE: lambda: RegionParallel(stream) if layout.splits_experts else None,
+        Split.SHARED_EXPERTS: lambda: None if layout.splits_experts else RegionParallel(stream),
         # expert.py lays these out.
         Split.ROUTER: lambda: None,
         Split.EXPERTS: lambda: None,
@@ -204,28 +206,21 @@ def apply_tensor_parallel(
             else ColwiseParallel(input_layouts=stream, output_layouts=logits)
         ),
     }
-    for parent, name, split in list(_declared(part)):
-        module, style = getattr(parent, name), styles[split]()
-        if isinstance(parent, MoE) and split is Split.REGION and layout.splits_experts:
-            continue  # the shared experts of a mixture that is a region itself
+    specs, built = list(modules(part.config)), dict(part.named_modules())
+    for spec in specs:
+        module, style = built.get(spec.name), styles[spec.split]()
+        if module is None:
+            continue
         if gather_float8:
-            if split is Split.REGION:
-                style = RegionParallel(stream, region_cast(module))
-            style = float8_style(module, split, stream) or style
+            if isinstance(style, RegionParallel) and spec.split is not Split.MIXTURE:
+                inner = [(s.split, built[s.name]) for s in specs if s.name.startswith(f"{spec.name}.")]
+                style = RegionParallel(stream, region_cast(inner))
+            style = float8_style(module, spec.split, stream) or style
         if style is not None:
             parallelize_module(module, mesh, style)
-    for module in part.modules():
-        for name, split in getattr(module, "parameter_sharding", {}).items():
-            assert split is Split.HEADS, "parameters are split by heads"
-            parameter = getattr(module, name)
-            if parameter is not None:
-                module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
-    part.tie_embeddings()  # type: ignore[operator]
-
-
-def _declared(part: nn.Module) -> Iterator[tuple[nn.Module, str, Split]]:
-    """Every submodule that its parent says how to split: the parent, the submodule's name, and how."""
-    for parent in part.modules():
-        for name, split in getattr(parent, "sharding", {}).items():
-            if getattr(parent, name) is not None:
-                yield parent, name, split
+        for tensor in spec.tensors:
+            if tensor.split is Split.HEADS:
+                name = tensor.name.rpartition(".")[2]
+                split = distribute_tensor(getattr(module, name), mesh, [Shard(0)])
+                module.register_parameter(name, nn.Parameter(split))
+    part.tie_embeddings()

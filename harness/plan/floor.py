@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from harness.job import Job
-from harness.model.operations import block_kinds, block_weights
+from harness.model.accounting import block_weights
+from harness.model.operations import block_kinds
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.plan.memory import fragmentation, memory_limit

@@ -17,7 +17,7 @@ from harness.parallelism.config import ParallelismConfig
 from harness.plan.memory_activations import ActivationBytes, on_cpu
 from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus
 from harness.plan.order import pipeline_order
-from harness.plan.parameters import RankParameters, parameters_of, shapes_by_module
+from harness.plan.parameters import RankParameters, parameters_of, tensors_by_module
 from harness.plan.plan import KINDS, Action, RankMemory
 
 GIB = 2**30
@@ -50,9 +50,9 @@ def rank_memory(job: Job) -> list[RankMemory]:
     layout = job.parallelism
     microbatches = job.local_batch_size // layout.pp_microbatch_size if layout.pp > 1 else 1
     order = pipeline_order(layout, job.model.n_layers, microbatches)
-    prices, shapes = ActivationBytes(job), shapes_by_module(job.model)
+    prices, specs = ActivationBytes(job), tensors_by_module(job.model)
     return [
-        _Rank(job, parameters_of(job, rank, shapes), prices, order[rank], microbatches).memory()
+        _Rank(job, parameters_of(job, rank, specs), prices, order[rank], microbatches).memory()
         for rank in range(layout.pp)
     ]
 

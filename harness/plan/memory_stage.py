@@ -123,7 +123,7 @@ class StageMemory:
         # FSDP pads shards to the first one's length.
         padded = {
             tensor.name: tensor.held_elements
-            * (layout.expert_shards if ".experts." in tensor.name else layout.parameter_shards)
+            * (layout.expert_shards if tensor.spec.is_expert else layout.parameter_shards)
             for tensor in tensors
         }
         elements = sum(tensor.gathered_elements for tensor in tensors)
@@ -149,7 +149,7 @@ class StageMemory:
     def _gathered_size(self, tensor: HeldTensor, compute: int) -> int:
         return (
             BYTES["float8"]
-            if tensor.name.removesuffix(".weight") in self.activations.gathered_in_float8
+            if tensor.spec.is_matrix and tensor.spec.module in self.activations.gathered_in_float8
             else compute
         )
 

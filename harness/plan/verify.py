@@ -20,7 +20,7 @@ from harness.job import Job
 from harness.loop.setup import silence_known_noise
 from harness.metrics.memory import GIB, peak_memory_gib
 from harness.model.decoder import Decoder
-from harness.model.shapes import is_expert, parameter_shapes
+from harness.model.spec import parameter_shapes
 from harness.optimizer.build import build_optimizer
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.materialize import allocate
@@ -31,7 +31,7 @@ from harness.parallelism.stages import stages_of_rank
 from harness.plan.fake import CPU, fake_tensors, pretending, stages_in, stand_in
 from harness.plan.fake_step import FakeStep, fake_steps
 from harness.plan.meter import WORLD
-from harness.plan.parameters import HIDDEN_DIM, HeldTensor, RankParameters, parameters_of
+from harness.plan.parameters import HeldTensor, RankParameters, parameters_of
 from harness.plan.plan import Plan
 from harness.precision.swap import plain
 
@@ -230,7 +230,7 @@ def _compared(
 ) -> Iterator[tuple[str, object, object]]:
     """What a parameter is and what it should be, in words."""
     yield "format", str(parameter.dtype).removeprefix("torch."), job.precision.master_dtype
-    yield "shape", tuple(parameter.shape), tensor.whole
+    yield "shape", tuple(parameter.shape), tensor.spec.shape
     expected = _splits(job, mesh, tensor)
     built: dict[str, tuple[int, int | None]] = {}
     places: dict[str, int] = {}
@@ -242,7 +242,7 @@ def _compared(
         parameter = parameter.to_local()
     yield "ranks and dimension of every axis", built, expected
     if built == expected:
-        yield "shape here", tuple(parameter.shape), _own_shape(tensor.whole, expected, places)
+        yield "shape here", tuple(parameter.shape), _own_shape(tensor.spec.shape, expected, places)
         if not any(places.values()):
             yield "shape on the first rank", tuple(parameter.shape), tensor.sharded
 
@@ -253,24 +253,21 @@ def _splits(job: Job, mesh: Mesh, tensor: HeldTensor) -> dict[str, tuple[int, in
     In the order of the mesh: replicas, FSDP, and inside of it tensor or expert parallel.
     """
     layout, axes = job.parallelism, dict[str, tuple[int, int | None]]()
-    expert, sharded = is_expert(tensor.name), job.uses_fsdp
+    sharded, split_dim = job.uses_fsdp, tensor.spec.split_dim
     if sharded and layout.dp_replicate > 1:
         axes["dp_replicate"] = layout.dp_replicate, None
-    if expert and layout.lays_out_experts:
+    if tensor.spec.is_expert and layout.lays_out_experts:
         if sharded:
-            shared = next((dim for dim in (0, 1) if tensor.gathered[dim] != tensor.sharded[dim]), 0)
-            axes[EXPERT_SHARD] = layout.expert_shards, shared
+            axes[EXPERT_SHARD] = layout.expert_shards, tensor.shard_dim
         if layout.ep > 1:
             axes[EXPERT] = layout.ep, 0
         if layout.splits_experts:
-            axes[EXPERT_TENSOR] = layout.tp, HIDDEN_DIM.get(tensor.name.rsplit(".", 1)[1])
+            axes[EXPERT_TENSOR] = layout.tp, split_dim
         return axes
     if sharded:
-        whole = not expert or tensor.gathered[0] % layout.expert_shards == 0
-        axes[SHARD] = layout.parameter_shards, 0 if whole else 1
+        axes[SHARD] = layout.parameter_shards, tensor.shard_dim
     if layout.tp > 1:
-        pairs = enumerate(zip(tensor.whole, tensor.gathered, strict=True))
-        axes["tp"] = layout.tp, next((dim for dim, (all_, here) in pairs if all_ != here), None)
+        axes["tp"] = layout.tp, split_dim
     return axes
 
 

@@ -273,12 +273,14 @@ def test_resharding_default_depends_on_the_pipeline() -> None:
 def shards_of(job_json: str) -> bool:
     """Whether what lies on this rank, put together, is what was drawn by name."""
     from harness.model.init import draw
+    from harness.model.spec import tensors
 
     job = Job.from_json(job_json)
-    engine = Engine(job, torch.device("cpu"))
+    engine, specs = Engine(job, torch.device("cpu")), tensors(job.model)
     for name, parameter in engine.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        expected = draw(name, tuple(parameter.shape), job.model, job.training.seed, torch.device("cpu"))
+        shape, init = tuple(parameter.shape), specs[name].init
+        expected = draw(name, shape, init, job.training.seed, torch.device("cpu"))
         if not torch.equal(whole, expected):
             return False
     return True

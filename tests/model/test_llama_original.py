@@ -22,7 +22,7 @@ from harness.model.llama_original import (
     permute_rope,
     shard_dim,
 )
-from harness.model.shapes import parameter_shapes
+from harness.model.spec import parameter_shapes
 
 CONFIGS = {
     "llama2": dataclasses.replace(VARIANTS["plain"]),

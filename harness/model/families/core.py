@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.errors import ConfigError, divisors
 from harness.model.config import ModelConfig
-from harness.model.shapes import tensor_shapes
+from harness.model.spec import tensor_shapes
 
 Shape = tuple[int, ...]
 
