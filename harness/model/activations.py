@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from harness.model.config import ModelConfig
+from harness.model.spec import Split, block_tensors
 
 LSE = "log-sum-exp"
 
@@ -90,7 +91,7 @@ def block_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartA
         on_cpu: whether kernels are those of CPUs.
     """
     dim = config.dim
-    attention = _latent(config, on_cpu) if config.attention.is_latent else _attention(config, layer)
+    attention = _latent(config, layer, on_cpu) if config.attention.is_latent else _attention(config, layer)
     mixed = config.has_experts(layer)
     inner = _mixture(config) if mixed else _feed_forward(config.ffn_hidden_dim, dim, "feed_forward")
     norm_1, norm_2 = _norm("attention_norm", dim), _norm("ffn_norm", dim)
@@ -169,12 +170,7 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
         out = (Kept("attended", q, Cut.INNER), Kept(LSE, heads, Cut.INNER, "float32"))
     return PartActivations(
         kept=(*extra, *tensors, *out),
-        products=(
-            Kept("wq", q, Cut.INNER),
-            Kept("wk", k, Cut.INNER),
-            Kept("wv" if of.sinks else "v", k, Cut.INNER),
-            Kept("wo", config.dim, Cut.PARTIAL),
-        ),
+        products=_attention_products(config, layer),
         dear=out,
         backward=(
             Kept("grad of attended", q, Cut.INNER),
@@ -191,16 +187,24 @@ def _bare_norm(name: str, width: int, heads: int) -> tuple[Kept, ...]:
     )
 
 
-def _latent(config: ModelConfig, on_cpu: bool) -> PartActivations:
-    of, heads, dim = config.attention, config.n_heads, config.dim
+def _attention_products(config: ModelConfig, layer: int) -> tuple[Kept, ...]:
+    """Results of attention's linears."""
+    cuts = {Split.COLUMN: Cut.INNER, Split.ROW: Cut.PARTIAL, Split.WHOLE: Cut.WHOLE}
+    linears = [t for t in block_tensors(config, layer) if t.is_matrix and ".attention." in t.name]
+    # Values are attended to as they are, but for a sink's padding.
+    names = {} if config.attention.sinks else {"wv": "v"}
+    leaves = [(linear.module.rpartition(".")[2], linear) for linear in linears]
+    return tuple(Kept(names.get(leaf, leaf), linear.outputs, cuts[linear.split]) for leaf, linear in leaves)
+
+
+def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
+    of, heads = config.attention, config.n_heads
     wide, value, rank = heads * config.head_width, heads * of.v_head_dim, of.kv_lora_rank
     up = heads * (of.qk_nope_head_dim + of.v_head_dim)
     down = rank + of.qk_rope_head_dim
     kept: tuple[Kept, ...] = ()
-    products: tuple[Kept, ...] = (Kept("wq", wide, Cut.INNER),)
     if of.q_lora_rank is not None:
         kept += (*_norm("q_norm", of.q_lora_rank, Cut.WHOLE), Kept("q_norm.out", of.q_lora_rank, Cut.WHOLE))
-        products = (Kept("wq_a", of.q_lora_rank, Cut.WHOLE), Kept("wq_b", wide, Cut.INNER))
     # The norm's input is a view of the latents and the rotated key together.
     kept += (
         Kept("latents", down, Cut.WHOLE),
@@ -208,11 +212,6 @@ def _latent(config: ModelConfig, on_cpu: bool) -> PartActivations:
         Kept("kv_norm.out", rank, Cut.WHOLE),
         Kept("q", wide, Cut.INNER),
         Kept("k", wide, Cut.INNER),
-    )
-    products += (
-        Kept("wkv_a", down, Cut.WHOLE),
-        Kept("wkv_b", up, Cut.INNER),
-        Kept("wo", dim, Cut.PARTIAL),
     )
     padded = on_cpu and value != wide
     out = (
@@ -226,7 +225,7 @@ def _latent(config: ModelConfig, on_cpu: bool) -> PartActivations:
         Kept("grad of attended", value, Cut.INNER),
         Kept("grads of q, k, v", 2 * wide + up, Cut.INNER),
     )
-    return PartActivations(kept, products, dear=out, backward=backward)
+    return PartActivations(kept, _attention_products(config, layer), dear=out, backward=backward)
 
 
 def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:

@@ -14,15 +14,12 @@ from harness.model.accounting import block_weights
 from harness.model.operations import block_kinds
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
-from harness.plan.memory import fragmentation, memory_limit
+from harness.plan.memory import STAGES_GATHERED, fragmentation, memory_limit
 from harness.plan.memory_activations import ActivationBytes
 from harness.plan.order import pipeline_order
 from harness.plan.parameters import BYTES
 from harness.plan.plan import Action
 from harness.plan.space import Point
-
-# A pipeline keeps the gathered parameters of so many of a rank's stages at most (memory.py, _gathered).
-_STAGES_GATHERED = 3
 
 
 class Floors:
@@ -85,7 +82,7 @@ class Floors:
             return always, 0.0, after
         stages = num_stages(layout, self._base.model.n_layers) / layout.pp
         computes = 1 if precision.enable_fsdp_float8_all_gather else BYTES[precision.param_dtype]
-        gathered = computes * min(1.0, _STAGES_GATHERED / stages)
+        gathered = computes * min(1.0, STAGES_GATHERED / stages)
         return always, whole * (BYTES[precision.reduce_dtype] + gathered), after
 
     def _first(self, point: Point, layout: ParallelismConfig, limit: float) -> float:

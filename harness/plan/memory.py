@@ -39,6 +39,8 @@ NCCL_COMMUNICATOR = 0.1 * GIB
 docs.nvidia.com/deeplearning/nccl, NCCL_BUFFSIZE); the allocator does not see them either."""
 CPU_PROCESS = 0.33 * GIB
 """Resident memory of a rank on a CPU before it has a model: Python, torch and what they load."""
+STAGES_GATHERED = 3
+"""A pipeline schedule keeps the gathered parameters of at most this many of a rank's stages."""
 
 
 def rank_memory(job: Job) -> list[RankMemory]:
@@ -190,10 +192,10 @@ class _Rank:
             }
 
     def _gathered(self, ran: set[int]) -> float:
-        """Parameters that a pipeline has gathered: its schedule keeps those of three stages at most."""
+        """Parameters that a pipeline has gathered."""
         if not self.pipelined:
             return 0.0
-        return sum(sorted((self.stages[stage].resident for stage in ran), reverse=True)[:3])
+        return sum(sorted((self.stages[stage].resident for stage in ran), reverse=True)[:STAGES_GATHERED])
 
     def _accumulated_after(self, passes: int, stage: int) -> float:
         """Unsharded gradients of a stage that earlier passes left."""

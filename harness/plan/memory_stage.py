@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from harness.job import Job
+from harness.model.spec import KEPT_AFTER_FORWARD
 from harness.parallelism.stages import split_modules
 from harness.plan.memory_activations import ActivationBytes, PartBytes
 from harness.plan.memory_logits import LogitBytes
@@ -113,7 +114,7 @@ class StageMemory:
             tensors += groups.get("root", [])
         layout = self.job.parallelism
         always = layout.reshard_after_forward == "always"
-        freed = layout.reshards_after_forward and (name != "head" or always)
+        freed = layout.reshards_after_forward and (always or name not in KEPT_AFTER_FORWARD)
         return Module(name, part, self._parameters(tensors), freed)
 
     def _parameters(self, tensors: list[HeldTensor]) -> ModuleParameters:

@@ -157,12 +157,13 @@ def warning_of_eager(precision: PrecisionConfig, *, compiled: bool) -> str | Non
 
 def linears_of(model: ModelConfig) -> dict[str, TensorSpec]:
     """The matrix of every linear, in the decoder's order, then the first matrix of every block's experts."""
-    found, experts = {}, {}
+    linears: dict[str, TensorSpec] = {}
+    experts: dict[str, TensorSpec] = {}
     for module in modules(model):
         matrices = [tensor for tensor in module.tensors if tensor.is_matrix]
         if matrices:
-            (experts if matrices[0].is_expert else found)[module.name] = matrices[0]
-    return found | experts
+            (experts if matrices[0].is_expert else linears)[module.name] = matrices[0]
+    return linears | experts
 
 
 def is_experts(name: str) -> bool:
