@@ -1,6 +1,6 @@
-"""What one block of a decoder computes, from its numbers alone (no torch).
+"""The operations of one block, computed from the config (no torch).
 
-Everything is counted for one token of one forward pass, before any layout splits it.
+All counts are for one token and one forward pass, before any layout splits it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from harness.model.spec import TensorSpec, block_tensors
 
 @dataclass(frozen=True)
 class Attention:
-    """Scores and values of one block's attention."""
+    """The attention operation of one block."""
 
     heads: int
     kv_heads: int
@@ -22,30 +22,30 @@ class Attention:
     """Width of a query and key head."""
     value_width: int
     flops: float
-    """FLOPs of a token's forward pass over the positions that it sees, the mean over a sequence."""
+    """FLOPs over the positions that a token attends to, the mean over a sequence."""
 
 
 @dataclass(frozen=True)
 class Operations:
-    """What a token meets in a block."""
+    """The operations of one block."""
 
     products: tuple[TensorSpec, ...]
-    """The matrices that it is multiplied by."""
+    """Matrices that tokens are multiplied by."""
     attention: Attention
     norm_width: int
-    """Values that norms and residual sums see once each: both of a block together."""
+    """Inputs of both norms; the two residual sums have as many."""
     rotated_width: int
-    """Values that are rotated or normed by head."""
+    """Values that are rotated, or normalized per head."""
     gate_width: int
-    """Values of the dense hidden layer, and of the shared experts'."""
+    """Hidden width of the dense feed-forward or the shared experts."""
     expert_gate_width: int
-    """Values of the hidden layers of the experts that a token goes to."""
+    """Hidden widths of a token's experts, summed."""
     expert_width: int
-    """Values that are sorted to experts and back."""
+    """Values of a token that are sorted by expert and back."""
 
 
 def block_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations:
-    """Counts what a block does.
+    """Count the operations of a block.
 
     Args:
         model: the model, resolved.
@@ -71,6 +71,6 @@ def block_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations
 
 
 def block_kinds(model: ModelConfig) -> list[tuple[bool, int | None, int | None]]:
-    """Of every block what decides its operations: blocks with equal entries do the same."""
+    """A key for each block; blocks with equal keys have the same operations."""
     spans = [model.span(layer) for layer in range(model.num_blocks)]
     return [(model.has_experts(layer), span.window, span.chunk) for layer, span in enumerate(spans)]
