@@ -27,7 +27,7 @@ class Cut(StrEnum):
     WHOLE = "whole"
     """Gathered for a region's linears: every rank has the full tensor."""
     PARTIAL = "partial"
-    """Full size, a summand of what the ranks sum into the stream."""
+    """Full size; the ranks' partial results are summed into the stream."""
     INNER = "inner"
     """Heads or hidden features: split."""
     ROUTED = "routed"

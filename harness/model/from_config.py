@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 from harness.errors import ConfigError, UserError
 from harness.model.config import ModelConfig
 from harness.model.families import ALL, Family
-from harness.model.huggingface import check_hf_config, own_part, read_object
+from harness.model.huggingface import check_hf_config, decoder_part, read_object
 from harness.model.huggingface_rope import STRETCHING, found_rope
 
 CONFIG = "config.json"
@@ -41,7 +41,7 @@ def model_from_config(path: str) -> ModelConfig:
     content = read_object(file)
     try:
         family = _family(content)
-        model = _read(family, own_part(family, content))
+        model = _read(family, decoder_part(family, content))
         model.name = re.sub(r"[^\w.-]+", "_", file.resolve().parent.name) or "from_config"
         model.path = path
         model.resolve()
@@ -72,7 +72,7 @@ def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
         _set(model, name, value, name)
     for _ in range(_MOST_ROUNDS):
         before = dataclasses.asdict(model)
-        _take_said(family, found, model)
+        _read_fields(family, found, model)
         if dataclasses.asdict(model) == before:
             break
     for theirs, ours in family.trained.items():
@@ -91,20 +91,20 @@ def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
     return model
 
 
-def _take_said(family: Family, found: Mapping[str, Any], model: ModelConfig) -> None:
-    for says in family.says(model):
-        if says.ours is None:
+def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -> None:
+    for field in family.config_fields(model):
+        if field.ours is None:
             continue
         try:
-            value = says.our_value(found)
+            value = field.our_value(found)
         except ValueError as error:
-            raise UserError(f"it has {error}, which no value of model.{says.ours} matches") from None
+            raise UserError(f"it has {error}, which no value of model.{field.ours} matches") from None
         # Null is a value of nullable fields; else a config.json without a value leaves the field as it is.
-        if value is not None or (says.nullable and says.to_ours is None):
-            _set(model, says.ours, value, says.theirs)
-        elif says.to_ours is None:
-            follows = ", and fields of its default are missing or invalid" if callable(says.default) else ""
-            raise UserError(f"it has no {says.theirs}{follows}")
+        if value is not None or (field.nullable and field.to_ours is None):
+            _set(model, field.ours, value, field.theirs)
+        elif field.to_ours is None:
+            follows = ", and fields of its default are missing or invalid" if callable(field.default) else ""
+            raise UserError(f"it has no {field.theirs}{follows}")
 
 
 def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> None:

@@ -137,7 +137,7 @@ class ModuleSpec:
 
 
 def modules(config: ModelConfig) -> Iterator[ModuleSpec]:
-    """Every module of the decoder, in its order."""
+    """Every module of the decoder, in order."""
     std = config.dim**-0.5
     head = Init(std, cut=3 * std)
     table = head if config.tied_embeddings else Init(config.embedding_std)

@@ -1,9 +1,9 @@
-"""Expert parallelism: ranks have different experts, and rows travel to those they are for.
+"""Expert parallelism: ranks have different experts, and rows are sent to their experts.
 
-Each rank routes its own tokens. Rows go to the ranks that have their experts in one all-to-all, and outputs
-come back in another (GShard, arXiv:2006.16668, section 3.2); nothing is dropped, so pieces have whatever
-length the routers make them. With tensor parallelism there are two ways: every rank of it routes its part of
-the sequence, or all of them the whole, each with a part of every expert (``expert_tensor_parallel``).
+Each rank routes its own tokens. One all-to-all sends rows to the ranks with their experts, and another
+returns the outputs (GShard, arXiv:2006.16668, section 3.2). No tokens are dropped, so message sizes vary.
+With tensor parallelism, either every rank of it routes its part of the sequence, or each routes the full
+sequence and has a part of every expert (``expert_tensor_parallel``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXPERTS_DIM, SEQUENCE_DIM = 0, 1
 
 
 def apply_expert_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) -> None:
-    """Shares out the experts of a model part, in place, and says how its routers count."""
+    """Split the experts of a model part, in place, and set up its routers' counts."""
     if not part.mixtures:
         return
     stream: Placement = Shard(SEQUENCE_DIM) if layout.uses_sequence_parallel else Replicate()
@@ -67,9 +67,9 @@ def apply_expert_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) 
 
 
 def _replicate_router(moe: MoE, mesh: DeviceMesh) -> None:
-    """Makes the router's parameters DTensors like all others; its gradient is a sum over the ranks.
+    """Make the router's parameters replicated DTensors with partial gradients.
 
-    They route different tokens, or the same ones to different parts of experts.
+    Ranks route different tokens, or the same tokens to different parts of experts.
     """
     for name, parameter in list(moe.router.named_parameters()):
         replicated = distribute_tensor(parameter, mesh, [Replicate()])
@@ -98,7 +98,7 @@ def _split_experts(
 
 
 class _Reduction:
-    """Sums outputs over the ranks that share every expert, into the residual stream."""
+    """Sums outputs over the ranks that split each expert, into the residual stream."""
 
     def __init__(self, mesh: DeviceMesh, stream: Placement) -> None:
         self.mesh, self.stream = mesh, stream
@@ -109,7 +109,7 @@ class _Reduction:
 
 
 class _Counts:
-    """Sums counts over the ranks that share a sequence."""
+    """Sums counts over the ranks that a sequence is split over."""
 
     def __init__(self, groups: list[dist.ProcessGroup]) -> None:
         self.groups = groups
@@ -121,10 +121,10 @@ class _Counts:
 
 
 class ExpertExchange(Exchange):
-    """Sends rows to the ranks of a group that have their experts, and brings the outputs back.
+    """Sends rows to the ranks of a group that have their experts, and returns the outputs.
 
     Args:
-        group: its r-th rank has the r-th piece of the experts.
+        group: its r-th rank has the r-th part of the experts.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -136,7 +136,7 @@ class ExpertExchange(Exchange):
         got = wait_tensor(all_to_all_single(load_E, None, None, self.group)).view(self.ranks, -1)
         sent, received = self._lengths(given, got, x_RC.shape[0])
         x_SC = all_to_all_single_autograd(x_RC, received, sent, self.group)
-        # By rank and then by expert, as they come, to by expert.
+        # From the order of arrival (by rank, then by expert) to by expert.
         expert_S = torch.arange(got.shape[1], device=got.device).repeat(self.ranks)
         expert_S = expert_S.repeat_interleave(got.flatten(), output_size=sum(received))
         order_S = expert_S.argsort(stable=True)
@@ -145,10 +145,10 @@ class ExpertExchange(Exchange):
         return all_to_all_single_autograd(out_SC, sent, received, self.group)
 
     def _lengths(self, given: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int]]:
-        """How many of so many rows go to each rank, and how many come from it.
+        """Numbers of rows to send to each rank, and to receive from it.
 
-        They have to be known to whoever sends: the one place where the host waits for the device, once for a
-        layer and pass. When the layer is recomputed they are known.
+        The host needs them for the all-to-all: the only place where it waits for the device, once per layer
+        and pass. A recomputed layer has them saved.
         """
         sent, received = on_host(torch.stack((given.sum(1), got.sum(1)))).tolist()
         return sent, received

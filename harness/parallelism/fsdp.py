@@ -1,10 +1,10 @@
-"""Data parallelism by FSDP2: sharded (FSDP), replicated (DDP), or both (HSDP), one mechanism for all.
+"""Data parallelism by FSDP2: sharded (FSDP), replicated (DDP), or both (HSDP), in one mechanism.
 
 A replicated axis is the outer dimension of FSDP's two-dimensional mesh, so DDP is the mesh (N, 1): each
-block's gradients are all-reduced while the next block's are computed, it composes with tensor and
-pipeline parallelism, and mixed precision is the same policy whatever is sharded. Gradients are *summed*:
-the loss is already divided by the global number of tokens. Parameters are sharded over context-parallel ranks
-too, since each has only the gradients of its positions.
+block's gradients are all-reduced while the next block's are computed, it composes with tensor and pipeline
+parallelism, and all use the same mixed precision policy. Gradients are *summed*: the loss is already divided
+by the global number of tokens. Parameters are also sharded over context-parallel ranks, because each has
+only the gradients of its positions.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def apply_fsdp(
     """Wrap every FSDP group of a model part (``fsdp_groups``), in place."""
     axes = ("dp_replicate", SHARD) if mesh.size("dp_replicate") > 1 else (SHARD,)
     reshard, always = layout.reshards_after_forward, layout.reshard_after_forward == "always"
-    # Inputs are left as they are: activations already have the parameters' format, and casting would
-    # round the rotation table, which stays in float32.
+    # Inputs are not cast: activations already have param_dtype, and the rotation table must stay float32.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.param_dtype),
         reduce_dtype=getattr(torch, precision.reduce_dtype),
@@ -69,15 +68,15 @@ def apply_fsdp(
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Without this, a factor asks for NCCL's pre-multiplied sum, which gloo does not have.
+            # Otherwise a divide factor uses NCCL's pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
 
 
 def sync_gradients(part: nn.Module, layout: ParallelismConfig, last: bool) -> None:
-    """Says before a backward pass whether it reduces gradients.
+    """Set whether the next backward pass reduces gradients.
 
-    Gradients are scattered to their shards every pass, which keeps their memory bounded; between replicas
-    they are summed once a step.
+    Gradients are reduce-scattered every pass, which bounds their memory; between replicas they are summed
+    once per step.
     """
     if not isinstance(part, FSDPModule):
         return

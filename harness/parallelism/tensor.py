@@ -41,9 +41,9 @@ SEQUENCE_DIM, HEADS_DIM = 1, 2
 
 
 class ReplicateParallel(ParallelStyle):
-    """A module computed alike on every rank, its parameters held as replicated DTensors.
+    """A replicated module, with parameters that are replicated DTensors.
 
-    Plain parameters among DTensors could not be updated in one foreach call.
+    The optimizer could not update plain parameters and DTensors in one foreach call.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -57,21 +57,20 @@ class ReplicateParallel(ParallelStyle):
 
 
 class WholeParallel(ParallelStyle):
-    """A module that every rank computes alike from a DTensor, to a DTensor; its gradient is settled later."""
+    """A replicated module that maps DTensors to DTensors; partial gradients are reduced later."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
 
 
 class RegionParallel(ParallelStyle):
-    """A module that takes its first input whole: gathered along the sequence where the stream is split.
+    """A module whose first input is gathered along the sequence if the stream is split.
 
-    Backward sums what the ranks' columns contributed: a reduce-scatter where forward gathered, else an
-    all-reduce.
+    Backward sums the ranks' contributions: a reduce-scatter if forward gathered, else an all-reduce.
 
     Args:
-        stream: how the residual stream is split.
-        cast: what is done to the input before it is gathered.
+        stream: placement of the residual stream.
+        cast: applied to the input before it is gathered.
     """
 
     def __init__(self, stream: Placement, cast: Callable[[DTensor], DTensor] | None = None) -> None:
@@ -89,11 +88,11 @@ class RegionParallel(ParallelStyle):
 
 
 class VocabularyParallel(ParallelStyle):
-    """An embedding by rows of its table: every rank looks up what it has, and the ranks add up.
+    """An embedding table split by rows: every rank looks up its rows, and the results are summed.
 
-    On plain local tensors. torch's RowwiseParallel has no rule for the gradient of a table split by rows
-    (torch/distributed/tensor/_ops/_embedding_ops.py), so every rank would make that of the whole table: for
-    Llama 3 70B in bfloat16 2.1 GB, where over eight ranks it is 0.26.
+    It uses plain local tensors. torch's RowwiseParallel has no rule for the gradient of a table split by rows
+    (torch/distributed/tensor/_ops/_embedding_ops.py), so every rank would compute that of the full table:
+    2.1 GB for Llama 3 70B in bfloat16, instead of 0.26 GB on eight ranks.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -101,7 +100,7 @@ class VocabularyParallel(ParallelStyle):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding), "what is looked up is an embedding"
+        assert isinstance(module, nn.Embedding), f"{type(module).__name__} is not an embedding"
         rows_per_rank = -(-module.num_embeddings // device_mesh.size())
         first_row = rows_per_rank * device_mesh.get_local_rank()
 
@@ -119,10 +118,9 @@ class VocabularyParallel(ParallelStyle):
 
 
 class LossInHeadParallel(ParallelStyle):
-    """The output projection by vocabulary, where it computes the loss: on plain local tensors.
+    """The output projection split by vocabulary, computing the loss on plain local tensors.
 
-    Every rank's columns contribute to the gradient of the whole stream: a partial sum, which goes back as the
-    stream is placed.
+    Every rank has a partial sum of the full stream's gradient, which is reduced to the stream's placement.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -144,9 +142,9 @@ def _split_rows(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
-    """Makes the tp axis one over symmetric memory, for which the compiler overlaps products and collectives.
+    """Enable symmetric memory on the tp axis, with which the compiler overlaps products and collectives.
 
-    Elsewhere the compiler's pass would find nothing to do, and say nothing.
+    Without it the compiler's pass would silently do nothing.
 
     Raises:
         ConfigError: the GPUs of the axis cannot read each other's memory.
@@ -173,9 +171,9 @@ def apply_tensor_parallel(
     Args:
         part: a Decoder on the meta device.
         mesh: the tp axis.
-        layout: says whether the residual stream is split and whether the loss takes split logits.
+        layout: whether the residual stream is split, and whether the loss takes split logits.
         loss_in_head: whether the output projection computes the loss.
-        gather_float8: gather what float8 linears multiply in float8.
+        gather_float8: whether to gather inputs of float8 linears in float8.
     """
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
@@ -190,7 +188,7 @@ def apply_tensor_parallel(
         ),
         Split.STREAM: lambda: styles[Split.NORM](),
         Split.REGION: lambda: RegionParallel(stream),
-        # Its input has this rank's heads, its gradient is that of these: a sum over the ranks.
+        # Its input has this rank's heads, so its gradient is partial.
         Split.HEAD_NORM: lambda: SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True),
         Split.WHOLE: WholeParallel,
         # Experts that are split take the full stream; else each rank routes its part of it.
@@ -199,7 +197,7 @@ def apply_tensor_parallel(
         # expert.py lays these out.
         Split.ROUTER: lambda: None,
         Split.EXPERTS: lambda: None,
-        # The head hands on its local logits: pipeline stages and losses deal in plain tensors.
+        # The head returns local logits: pipeline stages and losses use plain tensors.
         Split.HEAD: lambda: (
             LossInHeadParallel(stream)
             if loss_in_head

@@ -1,10 +1,10 @@
-"""What the ranks of each pipeline stage hold of the parameters, and what FSDP gathers at once (no torch).
+"""Parameter shards of each pipeline rank, and FSDP groups (no torch).
 
-Every tensor of ``model/spec.py`` is cut as the code that shards it cuts it: by tensor and expert parallel
-first (``parallelism/tensor.py``, ``expert.py``), then by FSDP (``fsdp.py``), each time as torch.chunk does:
-pieces of equal length, ``ceil(length / ranks)``, while there are rows, then a shorter one, then none. So the
-first rank of every axis is the fullest, and what is counted here is what it holds. FSDP2 pads the shards of
-the other ranks to the same length in memory, and in what it gathers and reduces.
+Every tensor of ``model/spec.py`` is split by tensor and expert parallel first (``parallelism/tensor.py``,
+``expert.py``), then by FSDP (``fsdp.py``), each time as torch.chunk does: pieces of length
+``ceil(length / ranks)``, then a shorter one, then empty ones. So the first rank of every axis has the most,
+and this module computes its shards. FSDP2 pads the other ranks' shards to the same length in memory and in
+collectives.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import split_modules, stages_of_rank
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
-"""Bytes of a number in each format."""
+"""Bytes per value of each format."""
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A parameter, or a buffer that belongs to the model, as the fullest rank holds it."""
+    """A parameter, or a saved buffer, on the fullest rank."""
 
     spec: TensorSpec
     stage: int
-    """The pipeline stage it belongs to."""
+    """Its pipeline stage."""
     group: str
     """The FSDP group (``fsdp_groups``): ``layers.7``, ``layers.7.experts``, ``head`` ..."""
     gathered: tuple[int, ...]
-    """Shape that a rank computes with: cut by tensor and expert parallel only."""
+    """Shape during computation: split by tensor and expert parallel only."""
     sharded: tuple[int, ...]
-    """Shape that it holds between steps."""
+    """Shape of the shard between steps."""
     shard_dim: int
     """Dimension that FSDP shards."""
 
@@ -47,12 +47,12 @@ class HeldTensor:
 
     @property
     def held_elements(self) -> int:
-        """Numbers held between steps."""
+        """Number of values in the shard."""
         return prod(self.sharded)
 
     @property
     def gathered_elements(self) -> int:
-        """Numbers that are computed with."""
+        """Number of values during computation."""
         return prod(self.gathered)
 
     @property
@@ -63,20 +63,20 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """What the fullest rank of a pipeline rank holds between steps."""
+    """Parameters, gradients and optimizer state of the fullest rank of a pipeline rank."""
 
     pp_rank: int
     stages: tuple[int, ...]
     tensors: tuple[HeldTensor, ...]
     """Parameters and buffers of all its stages, in the model's order."""
     master_bytes: int
-    """Bytes of one number of a parameter, and of its gradient."""
+    """Bytes per value of a parameter, and of its gradient."""
     state_bytes: int
-    """Bytes of one number of the optimizer's running means."""
+    """Bytes per value of the optimizer's running means."""
 
     @cached_property
     def held(self) -> int:
-        """Parameters that it holds, as numbers; buffers do not count."""
+        """Number of parameters in its shards, without buffers."""
         return sum(tensor.held_elements for tensor in self.tensors if not tensor.is_buffer)
 
     @property
@@ -86,22 +86,22 @@ class RankParameters:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that balance experts, float32 always, whole on every rank."""
+        """Bytes of the balancing biases of experts: float32, replicated."""
         return sum(4 * tensor.held_elements for tensor in self.tensors if tensor.is_buffer)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients once all are there, which have the parameters' format and shards."""
+        """Bytes of all gradients, which have the parameters' format and shards."""
         return self.parameter_bytes
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of AdamW's state: two running means, and of every tensor the step, a float32."""
+        """Bytes of AdamW's state: two running means, and one float32 step per tensor."""
         tensors = sum(not tensor.is_buffer for tensor in self.tensors)
         return 2 * self.held * self.state_bytes + 4 * tensors
 
     def groups(self, stage: int) -> dict[str, list[HeldTensor]]:
-        """The parameters of a stage by what FSDP gathers together, in the order of forward."""
+        """The parameters of a stage by FSDP group, in the order of forward."""
         groups: dict[str, list[HeldTensor]] = {}
         for tensor in self.tensors:
             if tensor.stage == stage and not tensor.is_buffer:
@@ -122,7 +122,7 @@ def tensors_by_module(model: ModelConfig) -> dict[str, list[TensorSpec]]:
 def parameters_of(
     job: Job, pp_rank: int, by_module: Mapping[str, list[TensorSpec]] | None = None
 ) -> RankParameters:
-    """What the fullest of the ranks of a pipeline rank holds.
+    """The shards of the fullest rank of a pipeline rank.
 
     Args:
         job: the resolved job.
