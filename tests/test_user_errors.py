@@ -157,7 +157,7 @@ VALUES = [
     mistake("validation.steps=0", "validation.steps=0: must be at least 1"),
     mistake(
         "validation.interval=5 data.validation_fraction=0",
-        "data.validation_fraction=0.0: validation is asked for, and no documents are set apart for it",
+        "data.validation_fraction=0.0: validation is enabled, but no documents are held out for it",
         "data.validation_fraction=0.02",
     ),
     mistake(
@@ -180,24 +180,28 @@ VALUES = [
     ),
     mistake(
         "precision=float8_rowwise precision.emulate=true precision.enable_fsdp_float8_all_gather=true",
-        "precision.enable_fsdp_float8_all_gather=true: shards of a weight have one scale",
+        "precision.enable_fsdp_float8_all_gather=true: needs one scale for all shards of a weight",
         "precision.enable_fsdp_float8_all_gather=false",
         "precision.linear=float8_tensorwise",
     ),
     mistake(
         "precision=float8_tensorwise precision.emulate=true "
         "precision.precompute_float8_dynamic_scale_for_fsdp=true",
-        "precision.precompute_float8_dynamic_scale_for_fsdp=true: the scales are those of weights gathered",
+        "precision.precompute_float8_dynamic_scale_for_fsdp=true: applies only to weights gathered",
         "precision.precompute_float8_dynamic_scale_for_fsdp=false",
         "precision.enable_fsdp_float8_all_gather=true",
     ),
     mistake(
         "precision=mxfp8 precision.emulate=true precision.auto_filter_small_kn=true",
-        "precision.auto_filter_small_kn=true: torchao has measured float8_tensorwise and float8_rowwise",
+        "precision.auto_filter_small_kn=true: torchao has measurements of float8_tensorwise and "
+        "float8_rowwise, not of mxfp8",
         "precision.auto_filter_small_kn=false",
     ),
-    mistake("precision.emulate=true", "precision.emulate=true: linears multiply in param_dtype"),
-    mistake("precision.filter_fqns=[wq]", "precision.filter_fqns=['wq']: linears multiply in param_dtype"),
+    mistake("precision.emulate=true", "precision.emulate=true: has no effect, because precision.linear=none"),
+    mistake(
+        "precision.filter_fqns=[wq]",
+        "precision.filter_fqns=['wq']: has no effect, because precision.linear=none",
+    ),
     mistake(
         "precision=float8_rowwise precision.emulate=true precision.filter_fqns=[wx]",
         "precision.filter_fqns=wx: is in no linear's name",
@@ -288,7 +292,7 @@ LAYOUTS = [
     mistake("parallelism.dp_shard=-2", "parallelism.dp_shard=-2: must be at least 1, or -1 for the rest"),
     mistake(
         "parallelism.ep=2",
-        "parallelism.ep=2: model=llama3_debug has no experts to share out; would work: 1",
+        "parallelism.ep=2: model=llama3_debug has no experts; would work: 1",
         "parallelism.ep=1",
     ),
     mistake(
@@ -304,7 +308,8 @@ LAYOUTS = [
     mistake(
         f"{MIXTURE} model.moe.num_experts=12 model.moe.hidden_dim=36 training.global_batch_size=8 "
         "parallelism.dp_shard=8 parallelism.ep=1",
-        "parallelism.ep=1: leaves 12 experts to 8 ranks, which divide neither them nor their widths",
+        "parallelism.ep=1: 12 experts cannot be sharded over 8 ranks, which divide neither their number nor "
+        "their widths",
         "parallelism.ep=2",
     ),
     mistake(
@@ -422,8 +427,8 @@ LAYOUTS = [
     ),
     mistake(
         "parallelism.cp=2 parallelism.tp=4 training.seq_len=100",
-        "training.seq_len=100: must be a multiple of 8: two pieces for each of parallelism.cp=2 ranks, and "
-        "each rank's for parallelism.tp=4",
+        "training.seq_len=100: must be a multiple of 8: two pieces for each of parallelism.cp=2 ranks, "
+        "each split over parallelism.tp=4",
         "training.seq_len=96",
         "training.seq_len=100 parallelism.sequence_parallel=false",
     ),
@@ -440,13 +445,14 @@ LAYOUTS = [
     ),
     mistake(
         "parallelism.cp_method=ulysses parallelism.cp=2 parallelism.cp_rotate_method=alltoall",
-        "parallelism.cp_rotate_method=alltoall: is of the ring, and parallelism.cp_method is ulysses",
+        "parallelism.cp_rotate_method=alltoall: applies to the ring only, and "
+        "parallelism.cp_method is ulysses",
         "parallelism.cp_rotate_method=allgather",
         "parallelism.cp_rotate_method=alltoall parallelism.cp_method=ring",
     ),
     mistake(
         "parallelism.cp_method=ulysses parallelism.cp=2 parallelism.cp_load_balance=false",
-        "parallelism.cp_load_balance=false: is of the ring",
+        "parallelism.cp_load_balance=false: applies to the ring only",
         "parallelism.cp_load_balance=true",
     ),
     mistake(
@@ -582,14 +588,16 @@ PIPELINES = [
     # 1F1B and DualPipeV: as many microbatches as stages; the interleaved ones: whole rounds.
     mistake(
         "parallelism.pp=4 training.global_batch_size=2",
-        "training.local_batch_size=2: with parallelism.pp_microbatch_size=1 the microbatches are 2, but "
+        "training.local_batch_size=2: with parallelism.pp_microbatch_size=1 "
+        "the number of microbatches is 2, but "
         "1F1B needs at least as many microbatches as there are stages, 4",
         "training.local_batch_size=4 training.global_batch_size=4",
     ),
     mistake(
         "parallelism.pp=2 training.global_batch_size=16 parallelism.pp_microbatch_size=4 "
         "training.local_batch_size=4",
-        "training.local_batch_size=4: with parallelism.pp_microbatch_size=4 the microbatches are 1, but 1F1B",
+        "training.local_batch_size=4: with parallelism.pp_microbatch_size=4 "
+        "the number of microbatches is 1, but 1F1B",
         "training.local_batch_size=8",
         "training.local_batch_size=16",
         "training.local_batch_size=4 parallelism.pp_microbatch_size=1",
@@ -598,14 +606,16 @@ PIPELINES = [
     mistake(
         "parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_schedule=DualPipeV "
         "training.global_batch_size=4",
-        "training.local_batch_size=2: with parallelism.pp_microbatch_size=1 the microbatches are 2, but "
+        "training.local_batch_size=2: with parallelism.pp_microbatch_size=1 "
+        "the number of microbatches is 2, but "
         "DualPipeV needs at least as many microbatches as there are stages, 4",
         "training.local_batch_size=4 training.global_batch_size=8",
     ),
     *(
         mistake(
             f"parallelism.pp=2 parallelism.pp_schedule={schedule} training.global_batch_size=5",
-            "training.local_batch_size=5: with parallelism.pp_microbatch_size=1 the microbatches are 5, but "
+            "training.local_batch_size=5: with parallelism.pp_microbatch_size=1 "
+            "the number of microbatches is 5, but "
             f"{schedule} runs 5 microbatches over parallelism.pp=2 in 2 rounds, and needs a multiple of 2",
             "training.global_batch_size=5 training.local_batch_size=1",
             "training.global_batch_size=5 parallelism.pp_microbatch_size=5",
@@ -685,12 +695,12 @@ NAMED = [
     mistake(
         f"{TWO}[[tok_embeddings,layer.0],[layers.1,norm,output]]",
         "parallelism.pp_modules_per_stage=[[tok_embeddings,layer.0],[layers.1,norm,output]]: "
-        "names layer.0, which is no module, did you mean layers.0?",
+        "names layer.0, which is not a module, did you mean layers.0?",
     ),
     mistake(
         f"{TWO}[[tok_embeddings,layers.0],[layers.1,layers.2,norm,output]]",
         "parallelism.pp_modules_per_stage=[[tok_embeddings,layers.0],[layers.1,layers.2,norm,output]]: "
-        "names layers.2, which is no module",
+        "names layers.2, which is not a module",
     ),
     mistake(
         f"{TWO}[[tok_embeddings,layers.0],[layers.1,output]]",
@@ -789,7 +799,7 @@ GOOD_ROWS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 @pytest.mark.parametrize(
     ("rows", "rule"),
     [
-        (GOOD_ROWS + "2F0,2B0,2F1,2B1\n", "has 3 rows; one per pipeline rank, parallelism.pp=2, is needed"),
+        (GOOD_ROWS + "2F0,2B0,2F1,2B1\n", "has 3 rows; needs one per pipeline rank, parallelism.pp=2"),
         ("0F0,0B0\n1F0,1X0\n", "cell '1X0' is not <stage><F|B|I|W><microbatch>, like 0F0"),
         ("0F0,0B0\n1F,1B0\n", "cell '1F' is not <stage><F|B|I|W><microbatch>, like 0F0"),
         ("0F0,0B0\n1F0,1SEND_B0,1B0\n", "cell '1SEND_B0' is not <stage>"),
@@ -819,7 +829,8 @@ def test_csv_schedule_of_another_batch(tmp_path: Path) -> None:
     base = ["parallelism.pp=2", typed, "training.global_batch_size=4"]
     told = message(base)
     assert told == (
-        "training.local_batch_size=4: with parallelism.pp_microbatch_size=1 the microbatches are 4, but "
+        "training.local_batch_size=4: with parallelism.pp_microbatch_size=1 "
+        "the number of microbatches is 4, but "
         f"{path} runs 2 microbatches; would work: 2, or parallelism.pp_microbatch_size=2, "
         "or 2 with training.global_batch_size=2"
     )

@@ -107,7 +107,7 @@ class Bounds:
         return (point.tp, point.cp, shards, point.ep, point.rows, point.schedule is not None, point.mode)
 
     def _load(self, point: Point, layout: ParallelismConfig) -> Key:
-        """Notes the loads of each kind of block and of the head; few of the fields that move decide them."""
+        """Notes the loads of each kind of block, the table and the head; few moving fields decide them."""
         key = self._key(point)
         if key not in self._loads:
             base = self._base
@@ -124,9 +124,9 @@ class Bounds:
                 kind: _Load.of(block.forward, block.recompute, block.inputs, block.weights)
                 for kind, block in blocks.items()
             }
-            loads["head"] = _Load.of(*worker.ends())
+            loads |= {"tok_embeddings": _Load.of(*worker.table()), "output": _Load.of(*worker.head())}
             self._loads[key] = loads
-            whole = [loads[part] for part in (*self._kinds, "head")]
+            whole = [loads[part] for part in (*self._kinds, "tok_embeddings", "output")]
             self._whole[key] = sum(load.forward + load.backward for load in whole)
         return key
 
@@ -153,7 +153,7 @@ class Bounds:
         return ranks
 
     def _stages(self, layout: ParallelismConfig) -> list[Counter[Any]]:
-        """Kinds of blocks, and the head, that every stage has, each with how many of them."""
+        """Kinds of blocks, the table and the head, that every stage has, each with how many of them."""
         n_layers = self._base.model.n_layers
         key = (layout.pp, num_stages(layout, n_layers))
         if key not in self._parts:
@@ -165,7 +165,7 @@ class Bounds:
         return self._parts[key]
 
     def _part(self, name: str) -> Any:
-        """The kind of a module; None for one that takes no time to speak of."""
+        """The key of a module's load; None for the last norm, which takes next to no time."""
         if name.startswith("layers."):
             return self._kinds[int(name.removeprefix("layers."))]
-        return "head" if name == "output" else None
+        return None if name == "norm" else name

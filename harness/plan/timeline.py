@@ -73,3 +73,14 @@ def _ready(
             return None
         ready = max(ready, end + (send_seconds if rank_of[other] != rank_of[stage] else 0.0))
     return ready
+
+
+def sends_of_rank(order: list[list[Action]], rank: int) -> int:
+    """Count the activations and gradients that a pipeline rank sends to other ranks.
+
+    Gradients of weights are not sent, and neither are activations between two stages of one rank.
+    """
+    rank_of = {action.stage: owner for owner, actions in enumerate(order) for action in actions}
+    steps = {"F": 1, "B": -1, "I": -1}
+    receivers = (rank_of.get(a.stage + steps[a.kind], rank) for a in order[rank] if a.kind in steps)
+    return sum(receiver != rank for receiver in receivers)

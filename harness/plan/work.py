@@ -17,6 +17,7 @@ from harness.precision.linears import sort_linears
 # (4) and a product (6). Compiled, each is one kernel that reads its inputs and writes its output.
 EAGER = {"norm": 30.0, "residual": 6.0, "rotation": 20.0, "gate": 10.0, "sort": 12.0}
 COMPILED = {"norm": 4.0, "residual": 4.0, "rotation": 4.0, "gate": 6.0, "sort": 8.0}
+COUNT_BYTES = 8
 # Kernels of a block's forward pass, for what each costs however small it is.
 KERNELS = {False: 60, True: 25}
 # Logits, forward and backward: cast to 32 bits, softmax, the loss, its gradient, the cast back.
@@ -119,13 +120,19 @@ class Worker:
             recompute=self._recompute(operations, layer),
             inputs=Pass(
                 sum(products) + self._cast_gradients(operations) + 2 * passes + 2.5 * attention,
-                (*collectives, *context, *experts),
+                (*collectives, *self._context_backward(operations), *self._rows_to_experts(operations)),
             ),
             weights=Pass(sum(products) + adding),
         )
 
-    def ends(self) -> tuple[Pass, Pass]:
-        """Forward and backward of the head with the loss; the table's look-up is small beside it."""
+    def table(self) -> tuple[Pass, Pass]:
+        """Forward and backward of the embedding: its collectives. The look-up takes next to no time."""
+        rows = self.rows * (1 + self.job.model.mtp.depth)
+        whole = rows * self.job.model.dim * self.value_bytes
+        return Pass(moved=self._tensor_of(whole, 0, 1)), Pass(moved=self._tensor_of(whole, 1, 0))
+
+    def head(self) -> tuple[Pass, Pass]:
+        """Forward and backward of the head with the loss."""
         job, layout = self.job, self.job.parallelism
         vocabulary = job.model.vocab_size / (layout.tp if layout.loss_parallel else 1)
         times = 1 + job.model.mtp.depth
@@ -280,33 +287,73 @@ class Worker:
         return tuple(moved)
 
     def _context(self, operations: Operations) -> tuple[Moved, ...]:
-        """Context parallel's: a ring's keys and values, hidden behind attention; Ulysses' exchanges."""
-        job, layout, of = self.job, self.job.parallelism, operations.attention
+        """Context parallel's in forward: Ulysses' two exchanges, or a ring's keys and values."""
+        layout, of = self.job.parallelism, operations.attention
         if layout.cp == 1:
             return ()
-        group = group_of(job, self.machine.ranks_per_node, "cp")
-        keys = self.rows * self.value_bytes * of.kv_heads * (of.score_width + of.value_width) / layout.tp
         if layout.cp_method == "ulysses":
-            queries = self.rows * self.value_bytes * of.heads * (of.score_width + of.value_width) / layout.tp
-            seconds = self.machine.collective_seconds("all_to_all", keys + queries, group)
-            return (Moved("cp", "all_to_all", group, keys + queries, seconds, seconds),)
-        gathers = layout.cp_rotate_method == "allgather"
-        collective, size = ("all_gather", keys * layout.cp) if gathers else ("all_to_all", keys * layout.cp)
-        seconds = self.machine.collective_seconds(collective, size, group)
-        exposed = max(0.0, seconds - self._attention_seconds(operations) * (layout.cp - 1) / layout.cp)
-        return (Moved("cp", collective, group, size, seconds, exposed),)
+            per_head = self.rows * self.value_bytes / layout.tp
+            inputs = per_head * (of.heads * of.score_width + of.kv_heads * (of.score_width + of.value_width))
+            return self._context_moved("all_to_all", [inputs, per_head * of.heads * of.value_width])
+        keys = self._keys(operations) * self.value_bytes
+        behind = self._attention_seconds(operations) * (layout.cp - 1) / layout.cp
+        if layout.cp_rotate_method == "allgather":
+            return self._context_moved("all_gather", [keys * layout.cp], behind)
+        return self._context_moved("all_to_all", [self._one_hop(keys)] * (layout.cp - 1), behind)
+
+    def _context_backward(self, operations: Operations) -> tuple[Moved, ...]:
+        """The same in backward; in a ring gradients of keys and values go round as well, in float32.
+
+        Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py,
+        _templated_ring_attention_backward.
+        """
+        layout = self.job.parallelism
+        forward = self._context(operations)
+        if layout.cp == 1 or layout.cp_method == "ulysses":
+            return forward
+        gradients = self._one_hop(self._keys(operations) * DTYPE_BYTES["float32"])
+        behind = self._attention_seconds(operations) * 1.5
+        return (*forward, *self._context_moved("all_to_all", [gradients] * layout.cp, behind))
+
+    def _keys(self, operations: Operations) -> float:
+        """Values of a rank's keys and values in a ring."""
+        of = operations.attention
+        return self.rows * of.kv_heads * (of.score_width + of.value_width) / self.job.parallelism.tp
+
+    def _one_hop(self, size: float) -> float:
+        """Size of the all-to-all in which a rank sends so many bytes; a ring sends all it has to one rank."""
+        cp = self.job.parallelism.cp
+        return size * cp / (cp - 1)
+
+    def _context_moved(self, collective: str, sizes: list[float], behind: float = 0.0) -> tuple[Moved, ...]:
+        """Collectives over the context axis, of which so many seconds are hidden together."""
+        group = group_of(self.job, self.machine.ranks_per_node, "cp")
+        seconds = [self.machine.collective_seconds(collective, size, group) for size in sizes]
+        exposed = max(0.0, 1 - behind / sum(seconds)) if behind else 1.0
+        return tuple(
+            Moved("cp", collective, group, size, each, each * exposed)
+            for size, each in zip(sizes, seconds, strict=True)
+        )
 
     def _experts(self, operations: Operations) -> tuple[Moved, ...]:
-        """Expert parallel's: rows travel to the experts and back."""
+        """Expert parallel's in forward: the counts of rows, then the rows to the experts and back."""
+        counts = self.job.model.moe.num_experts * COUNT_BYTES
+        return (*self._expert_moved(operations, counts, times=1), *self._rows_to_experts(operations))
+
+    def _rows_to_experts(self, operations: Operations) -> tuple[Moved, ...]:
+        """Rows travel to the experts and back; their gradients do so in backward."""
+        size = self._expert_rows(1) * operations.expert_width * self.value_bytes
+        return self._expert_moved(operations, size, times=2)
+
+    def _expert_moved(self, operations: Operations, size: float, *, times: int) -> tuple[Moved, ...]:
         job, layout = self.job, self.job.parallelism
         if layout.ep == 1 or not operations.expert_width:
             return ()
         axes = ("dp_shard", "cp") if layout.splits_experts else ("dp_shard", "cp", "tp")
         whole = group_of(job, self.machine.ranks_per_node, *axes)
         group = Group(layout.ep, min(layout.ep, whole.per_node))
-        size = self._expert_rows(1) * operations.expert_width * self.value_bytes
         seconds = self.machine.collective_seconds("all_to_all", size, group)
-        return (Moved("ep", "all_to_all", group, size, seconds, seconds),) * 2
+        return (Moved("ep", "all_to_all", group, size, seconds, seconds),) * times
 
     # -- gradients ----
 

@@ -13,7 +13,7 @@ from harness.errors import UserError
 from harness.job import Job
 from harness.paths import conf_dir
 from harness.plan.constants import Calibration
-from harness.report import published
+from harness.report import published, rehearsed
 from harness.report.predict import FIGURES, machine_of, predicted
 from harness.report.published import Published, Recipe, recipe_of
 from harness.report.rows import as_planned, job_of, load, of_sweep, read_kept, shortened
@@ -77,7 +77,11 @@ def is_experiment(folder: Path) -> bool:
 
 
 def tables_of(
-    folder: Path, runs_dir: Path | None = None, calibration: Calibration | None = None
+    folder: Path,
+    runs_dir: Path | None = None,
+    calibration: Calibration | None = None,
+    *,
+    rehearse: bool = False,
 ) -> list[Table]:
     """The tables of an experiment, whatever of them was measured so far.
 
@@ -85,9 +89,10 @@ def tables_of(
         folder: a folder of ``experiments/``.
         runs_dir: where to look for runs; None: where the experiment leaves them, below this folder.
         calibration: constants of the machine that measured.
+        rehearse: rehearse published jobs that have not been rehearsed yet.
 
     Raises:
-        UserError: a point is not possible, or a published row belongs to none.
+        UserError: a point is not possible, a published row belongs to none, or a rehearsal failed.
     """
     rows, kept = published.read(folder), read_kept(folder)
     tables = []
@@ -96,6 +101,11 @@ def tables_of(
         jobs = _jobs_of(path, option)
         measured = [*_runs_of(jobs[0][0], runs_dir), *kept]
         own = [row for row in rows if row.table == path.stem]
+        if rehearse:
+            rows_of_jobs = [(job, overrides, published.find(job, own)) for job, overrides in jobs]
+            rehearsed.rehearse_missing(
+                folder, [(job.id, overrides, row.accelerator) for job, overrides, row in rows_of_jobs if row]
+            )
         tables.append(_table(path, option, jobs, own, measured, calibration))
     return tables
 
@@ -126,12 +136,14 @@ def _table(
         raise UserError(f"{path}: its points are not the published rows of {path.stem}, one for one")
     words = published.names([row for row in found if row]) if own else None
     words = words or [shortened(name) for name in labels([overrides for _, overrides in jobs])]
+    of_rehearsals = rehearsed.read(path.parent)
     lines, recipes = [], []
     for (job, overrides), row, name in zip(jobs, found, words, strict=True):
         planned = {**as_planned(name, job, overrides), "state": NOT_MEASURED}
         matching = _measurements(job, measured) or [planned]
         for each in matching:
-            lines.append(_joined({**each, "point": name, "table": path.stem}, job, row, calibration))
+            line = _joined({**each, "point": name, "table": path.stem}, job, row, calibration)
+            lines.append(_with_rehearsal(line, of_rehearsals.get(job.id)))
             recipes.append(recipe_of(job))
     title = path.read_text().splitlines()[1].removeprefix("# ")
     command = f"python -m harness.train -m {option}"
@@ -193,6 +205,15 @@ def _joined(row: Row, job: Job, own: Published | None, calibration: Calibration 
             row[f"delta.measured.{name}"] = delta(row.get(f"measured.{name}"), row.get(f"published.{name}"))
             row[f"delta.expected.{name}"] = delta(row.get(f"expected.{name}"), row.get(f"measured.{name}"))
     return row
+
+
+def _with_rehearsal(row: Row, found: Row | None) -> Row:
+    """A row with the rehearsed memory, and its difference from the published one."""
+    if found is None:
+        return row
+    memory = found[rehearsed.RESERVED]
+    difference = delta(memory, row.get("published.memory_gib"))
+    return {**row, "rehearsed.memory_gib": memory, "delta.rehearsed.memory_gib": difference}
 
 
 def measured_rows(tables: Sequence[Table]) -> list[Row]:

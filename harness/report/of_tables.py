@@ -32,6 +32,8 @@ _COLUMNS = (
     Column(f"published.{MEMORY}", "memory GiB, published", ".1f"),
     Column(f"predicted.{MEMORY}", "memory, predicted", ".1f"),
     Column(f"delta.{MEMORY}", "error of memory", "+.1%"),
+    Column(f"rehearsed.{MEMORY}", "memory, rehearsed", ".1f"),
+    Column(f"delta.rehearsed.{MEMORY}", "memory, rehearsed to published", "+.1%"),
     Column(f"measured.{MEMORY}", "memory, measured", ".1f"),
     Column(f"delta.measured.{MEMORY}", "memory, measured to published", "+.1%"),
     Column(f"expected.{MEMORY}", "memory, predicted for this machine", ".1f"),
@@ -189,6 +191,8 @@ def _summary(tables: Sequence[Table], found: dict[str, list[Effect]]) -> list[st
     for what, name in (("throughput", RATE), ("memory", MEMORY)):
         errors = errors_of(once, f"delta.{name}")
         lines += [f"- Predicted {what} against published: {errors_in_words(errors)}."] if errors else []
+    errors = errors_of(once, f"delta.rehearsed.{MEMORY}")
+    lines += [f"- Rehearsed memory against published: {errors_in_words(errors)}."] if errors else []
     every = [each for own in found.values() for each in own if each.is_right is not None]
     wrong = [
         f"{in_words(name)} {each.what}"

@@ -96,8 +96,8 @@ def test_experts_travel() -> None:
         *("training.seq_len=4096", "training.global_batch_size=16"),
     )
     [travel] = [t for t in traffic if t.axis == "ep"]
-    # There and back, forward and backward, in each of 48 blocks.
-    assert travel.count == 4 * 48 and travel.ranks == 8 and speed.parts["ep"] > 0
+    # Rows there and back, forward and backward, and their counts, in each of 48 blocks.
+    assert travel.count == 5 * 48 and travel.ranks == 8 and speed.parts["ep"] > 0
 
 
 def test_a_ring_without_balance_is_as_slow_as_its_last_rank() -> None:
