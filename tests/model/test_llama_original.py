@@ -1,4 +1,4 @@
-"""Meta's files against Meta's mathematics: complex rotation of interleaved pairs, written here anew."""
+"""Meta's files against Meta's mathematics: complex rotation of interleaved pairs, reimplemented here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's time: arithmetic against the model's own account, collectives by hand, and what has to hold."""
+"""A step's time: collectives computed by hand, and properties that must hold."""
 
 from __future__ import annotations
 
