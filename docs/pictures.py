@@ -72,7 +72,9 @@ class Canvas:
         fill, edge = self.palette.boxes[kind]
         style = "round,pad=0,rounding_size=0.9"
         self.axes.add_patch(
-            FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=fill, edgecolor=edge, linewidth=1.2)
+            FancyBboxPatch(
+                (x, y), width, height, boxstyle=style, facecolor=fill, edgecolor=edge, linewidth=1.2
+            )
         )
         count = len(lines.splitlines())
         middle = y + height / 2
@@ -122,7 +124,7 @@ def flow(palette: Palette) -> Canvas:
     c.box(90, 25, 9, 12, "purple", "tables", "sweep\nreport\nbench")
     for start, end in ((16, 21), (36, 41), (68, 73), (85, 90)):
         c.arrow((start, 31), (end, 31))
-    c.text(18.5, 32.6, "compose", size=8, color=palette.soft)
+    c.text(18.5, 32.6, "compose", size=7, color=palette.soft)
     c.text(38.5, 32.6, "start", size=8, color=palette.soft)
     c.text(70.5, 32.6, "write", size=8, color=palette.soft)
     c.text(54.5, 20.6, "rows: dp_shard (FSDP)   columns: tp   blocks: pp", size=8.5, color=palette.soft)
@@ -154,7 +156,10 @@ def mesh(palette: Palette) -> Canvas:
             for slice_ in range(2):
                 rank = stage * 4 + shard * 2 + slice_
                 x = left + 5.5 + 19.5 * slice_
-                lines = f"slice {slice_} of 2 of each matrix,\nhalf {shard} of that slice's\nparameters and optimizer\nsequences of replica {shard}"
+                lines = (
+                    f"slice {slice_} of 2 of each matrix,\nhalf {shard} of that slice's\n"
+                    f"parameters and optimizer\nsequences of replica {shard}"
+                )
                 c.box(x, y, 18.5, 13.5, ("blue", "green")[slice_], f"rank {rank}", lines)
         for slice_ in range(2):
             c.text(left + 14.75 + 19.5 * slice_, 38.6, f"tp {slice_}", size=9, color=palette.soft)
@@ -180,7 +185,11 @@ def layers(palette: Palette) -> Canvas:
     c.box(28, 49, 22, 7.5, "blue", "compose.py", "Hydra ends here")
     c.box(53, 49, 19, 7.5, "blue", "job.py", "sum of all groups")
     c.box(75, 49, 22, 7.5, "blue", "run_folder.py", "job.json, status, result")
-    c.box(3, 37.5, 47, 8.5, "orange", "groups", "model  parallelism  precision  data  optimizer  checkpoint\nmetrics  loop  cluster: config.py of each package")
+    groups = (
+        "model  parallelism  precision  data  optimizer  checkpoint\n"
+        "metrics  loop  cluster: config.py of each package"
+    )
+    c.box(3, 37.5, 47, 8.5, "orange", "groups", groups)
     c.box(53, 37.5, 19, 8.5, "purple", "plan", "memory, time, search")
     c.box(75, 37.5, 22, 8.5, "purple", "cluster", "local, SLURM, outcome")
     for x1, x2 in ((25, 28), (50, 53), (72, 75)):
@@ -224,7 +233,6 @@ def main() -> None:
             path = FOLDER / f"{name}-{scheme}.svg"
             canvas.figure.savefig(path, transparent=True, metadata={"Date": None})
             plt.close(canvas.figure)
-            # Fewer decimals: half the size, and the same picture.
             path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
 
 

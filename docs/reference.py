@@ -1,7 +1,7 @@
 """Write docs/reference from the code: ``python docs/reference.py [FOLDER]``.
 
-Fields and their documentation are read from the dataclasses, options from conf/, flags from the parsers, columns
-from ``harness.metrics.columns``, failure classes from ``harness.failures``. Imports no torch.
+Fields and their documentation are read from the dataclasses, options from conf/, flags from the parsers,
+columns from ``harness.metrics.columns``, failure classes from ``harness.failures``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import html
 import importlib
 import inspect
+import itertools
 import re
 import sys
 import tomllib
@@ -20,15 +22,13 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 from harness import arguments, errors, failures
 from harness.compose import shown_config
 from harness.config import type_hints
 from harness.job import Job
 from harness.metrics import columns
 
+ROOT = Path(__file__).resolve().parent.parent
 WRITTEN = "<!-- Written by docs/reference.py. Change the code, then run make reference. -->\n"
 VERBS = {
     "train": "harness.train",
@@ -84,37 +84,57 @@ def main(folder: Path) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; pipes in cells are written as an HTML entity."""
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |\n" for row in lines)
+    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
+
+
+def code(text: str) -> str:
+    """Text as code in a cell of a table, where a pipe would end the cell."""
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 
 def plain(text: str | None) -> str:
-    """A docstring as one line of Markdown."""
-    text = " ".join(inspect.cleandoc(text or "").split())
-    return re.sub(r"``(.+?)``", r"`\1`", text).replace("<", "&lt;").replace("~/", "`~/`")
+    """A docstring as one line of Markdown; only its code is markup."""
+    text = " ".join(inspect.cleandoc(text or "").split()).replace("``", "`")
+    parts = text.split("`")
+    for place, part in enumerate(parts):
+        if place % 2 == 0:
+            parts[place] = re.sub(r"([*|<~\[\]])", r"\\\1", part)
+        else:
+            parts[place] = code(part)
+    return "".join(parts)
 
 
 def shown(value: Any) -> str:
     """A value as the user types it."""
-    if value is None:
-        return "`null`"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, str):
-        return f"`{value}`" if value else "`''`"
-    if isinstance(value, list | tuple):
-        text = ",".join(str(each) for each in value)
-        return f"`[{text}]`" if len(text) < 60 else f"{len(value)} values"
+    text = typed(value)
+    if isinstance(value, list | dict) and len(text) > 60:
+        return f"{len(value)} entries"
+    return code(text)
+
+
+def typed(value: Any) -> str:
+    """A value in the syntax of overrides."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(str(each) for each in value)}]"
     if isinstance(value, dict):
-        return "`{}`" if not value else f"{len(value)} entries"
-    return f"`{value}`"
+        return "{" + ",".join(f"{name}:{each}" for name, each in value.items()) + "}"
+    return str(value) or "''"
 
 
 def type_name(hint: Any) -> str:
     """A type as a reader says it: ``int or null``."""
     text = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
-    text = text.replace("typing.", "").replace("None", "null").replace(" | ", " or ")
+    text = (
+        text.replace("typing.Any", "any")
+        .replace("typing.", "")
+        .replace("Any", "any")
+        .replace("None", "null")
+        .replace(" | ", " or ")
+    )
     text = re.sub(r"list\[list\[(\w+)\]\]", r"lists of \1", text)
     text = re.sub(r"list\[(\w+)\]", r"list of \1", text)
     return re.sub(r"dict\[\w+, (\w+)\]", r"mapping to \1", text)
@@ -125,7 +145,7 @@ def docstrings(cls: type) -> dict[str, str]:
     tree = ast.parse(inspect.cleandoc(inspect.getsource(cls)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     found = {}
-    for statement, after in zip(body, body[1:], strict=False):
+    for statement, after in itertools.pairwise(body):
         if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
             found[ast.unparse(statement.target)] = ast.literal_eval(after.value)
     return found
@@ -140,8 +160,11 @@ def field_rows(cls: type, composed: Any, prefix: str) -> Iterator[tuple[str, lis
         if dataclasses.is_dataclass(hint):
             yield from field_rows(hint, value or {}, f"{name}.")  # type: ignore[arg-type]
             continue
-        role = field.metadata["role"]
-        yield prefix.rstrip("."), [f"`{name}`", type_name(hint), shown(value), role, plain(texts.get(field.name))]
+        role, text = field.metadata["role"], plain(texts.get(field.name))
+        yield (
+            prefix.rstrip("."),
+            [f"`{name}`", type_name(hint), shown(value), role, text],
+        )
 
 
 def composed_values(verb: str, schema: type) -> dict[str, Any]:
@@ -176,8 +199,8 @@ def fields_page() -> str:
 def options_page() -> str:
     """Every option of every group."""
     text = (
-        "# Options of groups\n\nChoose an option as `group=option`; it sets the fields listed here. Fields typed\n"
-        "on the command line win over options.\n"
+        "# Options of groups\n\nChoose an option as `group=option`; it sets the fields listed here,\n"
+        "which are named without their group. Fields typed on the command line win over options.\n"
     )
     for folder in sorted(path for path in (ROOT / "conf").iterdir() if path.is_dir()):
         if folder.name in ("experiment", "sweep"):
@@ -208,7 +231,7 @@ def flat(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{name}.")
         else:
-            yield f"`{prefix}{name}={shown(value).strip('`')}`"
+            yield code(f"{prefix}{name}={typed(value)}")
 
 
 def scripts() -> dict[str, str]:
@@ -221,8 +244,8 @@ def verbs_page() -> str:
     """Every verb: purpose, flags, fields of its own, exit codes."""
     general = [code for code in vars(errors) if code.startswith("EXIT_")]
     text = (
-        "# Verbs\n\nA verb is `python -m harness.NAME`, or the script `harness-NAME`. Verbs that take a job take\n"
-        "all of its [fields](fields.md) and [options](options.md).\n\n## Exit codes\n\n"
+        "# Verbs\n\nA verb is `python -m harness.NAME`, or the script `harness-NAME`. Verbs that take a\n"
+        "job take all of its [fields](fields.md) and [options](options.md).\n\n## Exit codes\n\n"
         + table(("code", "meaning"), [[str(getattr(errors, code)), EXIT_CODES[code]] for code in general])
         + "\nThe class of a failure is `error.kind` of [result.json](columns.md#resultjson);\n"
         "[failures](failures.md) lists them.\n\n## Flags of verbs that take a job\n\n"
@@ -287,7 +310,7 @@ def parser_tables(parser: argparse.ArgumentParser) -> Iterator[str]:
             below.extend(action.choices.values())
         elif "--help" not in action.option_strings:
             name = ", ".join(action.option_strings) or str(action.metavar or action.dest).upper()
-            rows.append([f"`{name}`", plain(action.help)])
+            rows.append([code(name), plain(action.help)])
     if rows:
         described = f"{plain(parser.description).capitalize()}.".replace("..", ".")
         yield f"\n`{' '.join(parser.format_usage().split()[1:])}`: {described}\n\n"
@@ -315,8 +338,8 @@ def columns_page() -> str:
         for found in (columns.METRICS, columns.RESULT)
     ]
     return (
-        "# Columns of metrics.jsonl and result.json\n\nBoth are in the run folder. A value that is not known is\n"
-        "null; a number that is not finite is the text `nan`, `inf` or `-inf`.\n\n"
+        "# Columns of metrics.jsonl and result.json\n\nBoth are in the run folder. A value that is not known\n"
+        "is null; a number that is not finite is the text `nan`, `inf` or `-inf`.\n\n"
         f"## metrics.jsonl\n\nOne row for every `metrics.log_interval` steps.\n\n{tables[0]}\n"
         f"## result.json\n\nOne flat row for each attempt, on success and on failure.\n\n{tables[1]}"
     )
@@ -330,7 +353,7 @@ def failures_page() -> str:
         if line.startswith("| `")
     ]
     return (
-        "# Failure classes\n\n`error.kind` of a failed run. [Troubleshooting](../troubleshooting.md) says what to do.\n\n"
+        "# Failure classes\n\n`error.kind` of a failed run.\n[Troubleshooting](../troubleshooting.md) says what to do.\n\n"
         + table(("class", "exit code", "meaning"), rows)
     )
 

@@ -56,7 +56,12 @@ METRICS = (
     Column("moe.unused", "count", "Experts without a token, over all layers.", "mixtures"),
     Column("moe.dropped", "count", "Choices of an expert that were not computed: always 0.", "mixtures"),
     Column("time", "s", "Unix time at which the row was written."),
-    Column("validation_loss", "nats/token", "Loss on held-out samples; a row of its own with `step`.", "validation"),
+    Column(
+        "validation_loss",
+        "nats/token",
+        "Loss on held-out samples; a row of its own with `step`.",
+        "validation",
+    ),
 )
 
 _ERROR = (
@@ -106,7 +111,7 @@ RESULT = (
     Column("window.step_seconds_p10", "s", "10th percentile of the time of a step."),
     Column("window.step_seconds_p90", "s", "90th percentile of the time of a step."),
     Column("window.step_seconds_spread", "ratio", "(p90 - p10) / median."),
-    Column("window.tokens_per_second", "tokens/s", "All tokens over all seconds: the throughput of every table."),
+    Column("window.tokens_per_second", "tokens/s", "All tokens over all seconds, as in every table."),
     Column("window.tokens_per_second_p10", "tokens/s", "10th percentile of the rates of single steps."),
     Column("window.tokens_per_second_p90", "tokens/s", "90th percentile of the rates of single steps."),
     Column("window.tokens_per_second_median", "tokens/s", "Mean tokens of a step over the median time."),
