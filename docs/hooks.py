@@ -24,9 +24,9 @@ CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 def on_files(files: Any, config: Any) -> Any:
     """Add the files outside of docs/ that pages link to, and those that they link to."""
     todo = [(f"docs/{file.src_uri}", text_of(file)) for file in files.documentation_pages()]
-    todo += [(path, (ROOT / path).read_text()) for path in ("CONTRIBUTING.md", "CHANGELOG.md")]
-    for path in ("CONTRIBUTING.md", "CHANGELOG.md"):
+    for path in sorted(re.findall(rf"{COPIES}/([\w./]+\.md)", str(config.nav))):
         files.append(copy_of(path, config))
+        todo.append((path, (ROOT / path).read_text()))
     while todo:
         source, text = todo.pop()
         for _, _, target, _ in LINK.findall(CODE.sub("", text)):
