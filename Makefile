@@ -85,7 +85,7 @@ $(DOCS)/.ready: docs/requirements.txt
 	@touch $@
 
 docs: $(DOCS)/.ready reference pictures  ## build the documentation into site/; warnings are errors
-	$(DOCS)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 reference: $(READY)  ## write docs/reference from the code
 	$(BIN)/python docs/reference.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from harness.sweep.__main__ import _parser as _sweep_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "experiments/README.md", "sweeps/README.md")
 # tests/test_adding_a_model.py runs the commands of that page.
 PAGES = [
@@ -65,10 +67,12 @@ def commands_of(page: Path) -> Iterator[Command]:
     """Yield the commands of fenced blocks, continuation lines joined, comments and prompts removed."""
     section = ""
     text = page.read_text()
-    for part in re.finditer(r"^## (.+)$|^ *```(bash|console)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+    for part in re.finditer(
+        r"^## ([^\n]+)$|^ *```(bash|console)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL
+    ):
         section = part[1] or section
         lines = re.sub(r"\\\n\s*", "", part[3] or "").splitlines()
-        for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        for line, after in itertools.zip_longest(lines, lines[1:], fillvalue=""):
             if part[2] == "console" and not line.startswith("$ "):
                 continue
             command = re.sub(r"(^|\s+)#.*", "", line.strip().removeprefix("$ ")).strip()
@@ -194,7 +198,8 @@ def test_the_refused_command_for_real() -> None:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What docs/reference.py writes now."""
     folder = tmp_path_factory.mktemp("reference")
-    subprocess.run([sys.executable, str(ROOT / "docs" / "reference.py"), str(folder)], cwd=ROOT, check=True)
+    script = str(ROOT / "docs" / "reference.py")
+    subprocess.run([sys.executable, script, str(folder)], env=ENVIRONMENT, check=True)
     return folder
 
 
@@ -242,11 +247,13 @@ RUNS = {
 def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) -> None:
     metrics, result = set(), {f"error.{name}" for name in failures.SHOWN_OF_ERROR}
     for name, overrides in RUNS.items():
-        common = "data=synthetic tokenizer=bytes training.steps=5 training.seq_len=32 training.global_batch_size=2"
+        common = (
+            "data=synthetic tokenizer=bytes training.steps=5 training.seq_len=32 training.global_batch_size=2"
+        )
         done = subprocess.run(
             [sys.executable, "-m", "harness.train", *overrides.split(), *common.split()]
             + [f"runs_dir={tmp_path}", f"name={name}", "cluster.device=cpu"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            env=ENVIRONMENT,
             capture_output=True,
             text=True,
         )
