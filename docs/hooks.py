@@ -1,8 +1,8 @@
 """Hooks of the documentation's build: pages outside of docs/ become pages of the site.
 
-A link in Markdown works in a checkout as it is written. Here a link that leaves docs/ is pointed to a copy under
-``repository/``: of a Markdown file or a picture the file itself, of a folder its README. Pages that are reached
-from there are copied as well. A link to any other file becomes its name as code.
+Links in Markdown are written for the checkout. Here a link that leaves docs/ is pointed to a copy below
+``repository/``: of the file if it is Markdown or a picture, of the README if it is a folder. Pages that are
+reached from there are copied as well. A link to any other file becomes its name as code.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,3 +95,11 @@ def repository_path(source: str, target: str) -> str | None:
     if (ROOT / path).is_dir():
         path = f"{path}/README.md"
     return path if path.endswith(SHOWN) and (ROOT / path).is_file() else None
+
+
+def on_post_page(output: str, *, page: Any, config: Any) -> str:
+    """Refuse a page that fetches something when it is read."""
+    fetched = re.search(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="?https?://[^"> ]*', output)
+    if fetched is not None:
+        raise PluginError(f"{page.file.src_uri} needs the network: {fetched[0]}")
+    return output

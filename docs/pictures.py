@@ -164,7 +164,7 @@ def mesh(palette: Palette) -> Canvas:
         for slice_ in range(2):
             c.text(left + 14.75 + 19.5 * slice_, 38.6, f"tp {slice_}", size=9, color=palette.soft)
     c.arrow((47.2, 24), (52.8, 24))
-    c.text(50, 26, "activations", size=8, color=palette.soft)
+    c.text(50, 26, "activations", size=7, color=palette.soft)
     c.text(
         50,
         1.7,

@@ -338,8 +338,8 @@ def columns_page() -> str:
         for found in (columns.METRICS, columns.RESULT)
     ]
     return (
-        "# Columns of metrics.jsonl and result.json\n\nBoth are in the run folder. A value that is not known\n"
-        "is null; a number that is not finite is the text `nan`, `inf` or `-inf`.\n\n"
+        "# Columns of metrics.jsonl and result.json\n\nBoth are in the run folder. A value that is not\n"
+        "known is null; a number that is not finite is the text `nan`, `inf` or `-inf`.\n\n"
         f"## metrics.jsonl\n\nOne row for every `metrics.log_interval` steps.\n\n{tables[0]}\n"
         f"## result.json\n\nOne flat row for each attempt, on success and on failure.\n\n{tables[1]}"
     )
@@ -353,7 +353,8 @@ def failures_page() -> str:
         if line.startswith("| `")
     ]
     return (
-        "# Failure classes\n\n`error.kind` of a failed run.\n[Troubleshooting](../troubleshooting.md) says what to do.\n\n"
+        "# Failure classes\n\n`error.kind` of a failed run.\n"
+        "[Troubleshooting](../troubleshooting.md) says what to do.\n\n"
         + table(("class", "exit code", "meaning"), rows)
     )
 

@@ -1,4 +1,4 @@
-"""README and docs/: commands compose, shown errors are word for word, links exist, the reference is complete."""
+"""README and docs/: commands compose, shown errors are exact, links exist, the reference is complete."""
 
 from __future__ import annotations
 
@@ -40,8 +40,13 @@ PAGES = [
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "adding_a_model.md"),
 ]
 SCHEMAS: dict[str, type] = {
-    **{"train": Job, "bench": BenchJob, "parity": ParityJob, "convert": ConvertJob},
-    **{"download": DownloadJob, "plan": PlanJob, "rehearse": RehearseJob},
+    "train": Job,
+    "bench": BenchJob,
+    "parity": ParityJob,
+    "convert": ConvertJob,
+    "download": DownloadJob,
+    "plan": PlanJob,
+    "rehearse": RehearseJob,
 }
 # Programs that are not the harness's; README says which packages bring them.
 OTHERS = ("nvidia-smi", "pgrep", "kill", "eval", "git", "sbatch", "echo", "pre-commit")
@@ -251,8 +256,10 @@ def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) 
             "data=synthetic tokenizer=bytes training.steps=5 training.seq_len=32 training.global_batch_size=2"
         )
         done = subprocess.run(
-            [sys.executable, "-m", "harness.train", *overrides.split(), *common.split()]
-            + [f"runs_dir={tmp_path}", f"name={name}", "cluster.device=cpu"],
+            [
+                *(sys.executable, "-m", "harness.train", *overrides.split(), *common.split()),
+                *(f"runs_dir={tmp_path}", f"name={name}", "cluster.device=cpu"),
+            ],
             env=ENVIRONMENT,
             capture_output=True,
             text=True,
