@@ -136,6 +136,7 @@ def _check_harness(command: Command, verb: str, words: list[str]) -> None:
         points = compose_points(line.overrides, config_name=verb, schema=SCHEMAS[verb])
         reasons = {point.reason for point in points if point.job is None}
         assert any(point.job is not None for point in points), reasons
+        assert "sweep=" in command.line or "parallelism.tp=" in command.line or not reasons
     else:
         compose_job(line.overrides, config_name=verb, schema=SCHEMAS[verb])
 
