@@ -1,4 +1,4 @@
-"""What every verb shares: Hydra's command line around a function of a job, errors on one line, exit codes."""
+"""Shared by all verbs: the command line, composing of jobs, errors on one line, exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.compose import (
     register_schema,
     shown_config,
     sweep_params,
-    translated,
+    to_user_error,
 )
 from harness.errors import (
     EXIT_BUG,
@@ -34,7 +34,7 @@ from harness.errors import (
     one_line,
 )
 from harness.job import Job
-from harness.overrides import AXES, check_overrides, with_own_keys
+from harness.overrides import AXES, check_overrides, in_hydra_syntax
 from harness.paths import conf_dir
 from harness.startup import prepare_process, typed_arguments
 
@@ -43,14 +43,14 @@ BAR_WIDTH = 40
 Verb = Callable[[Any, list[str]], int]
 Sweep = Callable[[list[Composed]], int]
 
-# How long a rank other than 0 leaves it to rank 0 to report a mistake that all of them have found.
-LISTENING_SECONDS = 10.0
+# How long the other ranks wait, so that rank 0 reports an error that all ranks have.
+RANK_ZERO_SECONDS = 10.0
 
 ITEM = "\n  "
-"""What separates the items of a list in a message."""
+"""Separator of list items in a message."""
 
-# What is wrong with a path and cannot be a mistake of ours, and whose fault it is.
-OF_PATHS: dict[int, type[HarnessError]] = {
+# Errors of paths that cannot be bugs of the harness, and who can fix them: the user or the machine.
+PATH_ERRORS: dict[int, type[HarnessError]] = {
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES), UserError),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG), MachineError),
 }
@@ -64,16 +64,16 @@ def run_verb(
     schema: type = Job,
     flags: Sequence[str] = (),
 ) -> NoReturn:
-    """Composes a job from the command line, hands it to ``verb`` and exits with the code it returns.
+    """Compose a job from the command line, call ``verb`` with it and exit with the returned code.
 
-    With ``-m`` all points are composed first, and handed to ``sweep``.
+    With ``-m``, compose all points first and call ``sweep``.
 
     Args:
-        verb: takes the resolved job and the overrides it came from.
-        sweep: takes all points of a multirun: the overrides of each, and its job or why there is none.
+        verb: called with the resolved job and its overrides.
+        sweep: called with all points of a multirun: the overrides of each, and its job or why it has none.
         config_name: the primary config, a file of conf/.
         schema: dataclass of the job.
-        flags: flags without a value that this verb takes beside those of all verbs.
+        flags: additional flags of this verb, without a value.
     """
 
     def run() -> int:
@@ -86,7 +86,7 @@ def run_verb(
             axes = _open_axes(line.overrides, name, schema)
             if axes:
                 raise _several_points(line.overrides, axes, can_sweep=sweep is not None)
-            return verb(job, with_own_keys(line.overrides, schema))
+            return verb(job, in_hydra_syntax(line.overrides, schema))
         if sweep is None:
             raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
         points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
@@ -97,13 +97,13 @@ def run_verb(
 
 
 def run_parsed(parser: argparse.ArgumentParser, verb: Callable[[argparse.Namespace], int]) -> NoReturn:
-    """Hands the command line, as ``parser`` reads it, to ``verb`` and exits with the code it returns."""
+    """Call ``verb`` with the parsed command line and exit with the returned code."""
     prepare_process()
     sys.exit(guarded(lambda: verb(parser.parse_args(typed_arguments()))))
 
 
 def _show_composing(done: int, points: int) -> None:
-    """Draw a bar of the points that are composed, if somebody looks on."""
+    """Draw a progress bar of the composed points, if stderr is a terminal."""
     if not sys.stderr.isatty():
         return
     filled = BAR_WIDTH * done // points
@@ -113,7 +113,7 @@ def _show_composing(done: int, points: int) -> None:
 
 
 def _show(line: CommandLine, config_name: str, schema: type) -> int:
-    """Shows what a flag asks for; nothing is run."""
+    """Show the output of a flag such as ``--help``; run nothing."""
     if line.shows == "--version":
         from harness.metrics.result import versions
 
@@ -124,7 +124,7 @@ def _show(line: CommandLine, config_name: str, schema: type) -> int:
     if line.shows == "--cfg":
         sys.stdout.write(
             shown_config(
-                with_own_keys(line.overrides, schema),
+                in_hydra_syntax(line.overrides, schema),
                 line.flags["--cfg"],
                 package=line.flags.get("--package"),
                 resolve="--resolve" in line.flags,
@@ -134,24 +134,24 @@ def _show(line: CommandLine, config_name: str, schema: type) -> int:
         )
         return EXIT_OK
     if line.shows == "--help":
-        text = help_text(with_own_keys(line.overrides, schema), config_name=config_name, schema=schema)
+        text = help_text(in_hydra_syntax(line.overrides, schema), config_name=config_name, schema=schema)
         sys.stdout.write(text)
         return EXIT_OK
     flag = [f"--info={line.flags['--info']}"] if line.shows == "--info" else [str(line.shows)]
-    _show_by_hydra([*flag, *with_own_keys(line.overrides, schema)], config_name, schema)
+    _show_by_hydra([*flag, *in_hydra_syntax(line.overrides, schema)], config_name, schema)
     return EXIT_OK
 
 
 def _open_axes(typed: list[str], config_name: str, schema: type) -> list[str]:
-    """The axes of the space that the job's files describe, of which no single value is typed."""
+    """Axes of the sweep in the job's files for which the command line gives no single value."""
     if not any(each.startswith(("sweep=", "experiment=", AXES)) for each in typed):
         return []
     axes = sweep_params(typed, config_name=config_name, schema=schema)
     listed = str(axes.pop(POINTS, "")).splitlines()
     keys = {each.lstrip("+").partition("=")[0] for each in typed}
     is_listed = any(line.split() and set(line.split()) <= set(typed) for line in listed)
-    left = [str(name) for name in axes if str(name) not in keys]
-    return left if is_listed or not listed else [POINTS, *left]
+    remaining = [str(name) for name in axes if str(name) not in keys]
+    return remaining if is_listed or not listed else [POINTS, *remaining]
 
 
 def _several_points(typed: list[str], axes: list[str], *, can_sweep: bool) -> UserError:
@@ -162,10 +162,10 @@ def _several_points(typed: list[str], axes: list[str], *, can_sweep: bool) -> Us
 
 
 def _show_by_hydra(arguments: list[str], config_name: str, schema: type) -> None:
-    """Shows information or completions as Hydra does, with its own report of errors switched off."""
+    """Let Hydra show information or completions, but report its errors as ours."""
     import hydra
 
-    # Hydra 1.4 warns of version_base, which 1.3 needs.
+    # Hydra 1.4 warns about version_base, which 1.3 needs.
     warnings.filterwarnings("ignore", message=".*version_base.*")
     register_schema(schema)
     sys.argv[1:] = arguments
@@ -173,8 +173,8 @@ def _show_by_hydra(arguments: list[str], config_name: str, schema: type) -> None
     try:
         hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(lambda _: None)()
     except Exception as error:
-        raise translated(error, schema) from error
-    except SystemExit as done:  # that is how its help ends
+        raise to_user_error(error, schema) from error
+    except SystemExit as done:  # Hydra's help ends this way
         if done.code:
             raise
     finally:
@@ -184,7 +184,7 @@ def _show_by_hydra(arguments: list[str], config_name: str, schema: type) -> None
 
 
 def guarded(call: Callable[[], int]) -> int:
-    """Calls, and turns whatever is raised into a message and an exit code."""
+    """Call ``call``; turn any exception into a message and an exit code."""
     try:
         code = call()
         sys.stdout.flush()
@@ -194,7 +194,7 @@ def guarded(call: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except RuntimeError as error:
-        # That is how pathlib tells of it before Python 3.13.
+        # pathlib's error for a loop of links before Python 3.13.
         if str(error).startswith("Symlink loop from "):
             return _reported(UserError(str(error)))
         traceback.print_exc()
@@ -205,20 +205,20 @@ def guarded(call: Callable[[], int]) -> int:
 
 
 def _reported(error: HarnessError | OSError) -> int:
-    """Tells of an error; returns the exit code."""
+    """Print an error; return its exit code."""
     if isinstance(error, OSError):
-        known = OF_PATHS.get(error.errno or 0)
+        known = PATH_ERRORS.get(error.errno or 0)
         if known is None or not isinstance(error.filename, str | bytes):
             traceback.print_exc()
             return EXIT_BUG
         error = known(f"{os.fsdecode(error.filename)}: {error.strerror}")
     if os.environ.get("RANK", "0").lstrip("0").isdecimal():
-        # All ranks of a torchrun find the same mistake, and the first to end ends all: let rank 0 speak.
-        time.sleep(LISTENING_SECONDS)
+        # All ranks under torchrun have the same error, and the first to exit ends all: let rank 0 report it.
+        time.sleep(RANK_ZERO_SECONDS)
     if error.exit_code == EXIT_BUG or os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exc()
     else:
-        # Points of a sweep are listed below, indented.
+        # Points of a sweep are listed as indented lines.
         lines = str(error).split(ITEM) if isinstance(error, UserError) else []
         sys.stderr.write(f"error: {ITEM.join(map(one_line, lines)) or error}\n")
     return error.exit_code

@@ -1,4 +1,4 @@
-"""The command line: overrides, and the flags with which something is shown instead of run."""
+"""Parse the command line: overrides, and flags that show something instead of running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CFG = ("job", "hydra", "all")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 SHELLS = ("bash", "fish", "zsh")
 
-# Every flag by its long name, which is the last: the others are short forms.
+# Names of each flag; the last one is its long name.
 NAMES = (
     ("-h", "--help"),
     ("--version",),
@@ -33,7 +33,7 @@ NAMES = (
 TAKES_VALUE = ("--cfg", "--package", "--config-name")
 SHOWS = ("--help", "--version", "--cfg", "--info", "--shell-completion")
 _CONF = "HARNESS_CONF_DIR=FOLDER in the environment, a copy of conf/ with your files in it"
-# Flags of Hydra's that are not taken, and what to type instead.
+# Hydra's flags that are not supported, and what to type instead.
 REFUSED = {
     "--config-dir": _CONF,
     "-cd": _CONF,
@@ -48,25 +48,25 @@ REFUSED = {
 
 @dataclass
 class CommandLine:
-    """What was typed after the name of the verb."""
+    """The arguments after the name of the verb."""
 
     overrides: list[str] = field(default_factory=list)
-    """Overrides, in their order; with --shell-completion, what it is to do."""
+    """Overrides, in order; with --shell-completion, its action."""
     flags: dict[str, str] = field(default_factory=dict)
-    """Flags by their long names, each with its value, which is empty for those that take none."""
+    """Values of the flags by long name; empty for flags without a value."""
 
     @property
     def shows(self) -> str | None:
-        """The flag with which something is shown and nothing is run."""
+        """The flag that shows something instead of running, if any."""
         return next((name for name in SHOWS if name in self.flags), None)
 
     @property
     def is_multirun(self) -> bool:
-        """Whether one job for each combination of values is asked for."""
+        """Whether to run one job per combination of values."""
         return "--multirun" in self.flags
 
     def validate(self) -> None:
-        """Checks values of flags, and which flags go together.
+        """Check the values of flags, and which flags can be combined.
 
         Raises:
             UserError: naming the flag.
@@ -76,16 +76,16 @@ class CommandLine:
             raise UserError(f"{shown[1]}: cannot be combined with {shown[0]}; would work: one of them")
         if self.is_multirun and len(self.flags) > 1:
             other = next(name for name in self.flags if name != "--multirun")
-            raise UserError(f"{other}: is for one job; would work: the command without -m")
+            raise UserError(f"{other}: works for one job only; would work: the command without -m")
         self._validate_choice("--cfg", CFG)
         self._validate_choice("--info", INFO)
         for name in ("--package", "--resolve"):
             if name in self.flags and "--cfg" not in self.flags:
-                raise UserError(f"{name}: is a part of --cfg; would work: --cfg job {name}")
+                raise UserError(f"{name}: needs --cfg; would work: --cfg job {name}")
         name = self.flags.get("--config-name", "train").removesuffix(".yaml")
         if not _is_file(Path(conf_dir()) / f"{name}.yaml"):
-            there = ", ".join(sorted(path.stem for path in Path(conf_dir()).glob("*.yaml")))
-            raise UserError(f"--config-name={name}: no such file in {conf_dir()}; would work: {there}")
+            existing = ", ".join(sorted(path.stem for path in Path(conf_dir()).glob("*.yaml")))
+            raise UserError(f"--config-name={name}: no such file in {conf_dir()}; would work: {existing}")
         if "--shell-completion" in self.flags:
             self._validate_completion()
 
@@ -105,14 +105,14 @@ class CommandLine:
 
 
 def parse(arguments: Sequence[str], own: Sequence[str] = ()) -> CommandLine:
-    """Sorts what was typed into overrides and flags.
+    """Sort the arguments into overrides and flags.
 
     Args:
-        arguments: what was typed after the name of the verb.
-        own: flags without a value that this verb alone takes.
+        arguments: the arguments after the name of the verb.
+        own: additional flags of this verb, without a value.
 
     Raises:
-        UserError: a flag that does not exist or lacks its value, or flags that do not go together.
+        UserError: an unknown flag, a missing value, or flags that cannot be combined.
     """
     line, rest = CommandLine(), list(arguments)
     while rest:
@@ -142,18 +142,18 @@ def _long_name(typed: str, own: Sequence[str]) -> str:
         if typed in names:
             return names[-1]
     if typed in REFUSED:
-        raise UserError(f"{typed}: is not taken; would work: {REFUSED[typed]}")
+        raise UserError(f"{typed}: is not supported; would work: {REFUSED[typed]}")
     raise UserError(_no_such_flag(typed, [name for names in names_of_all for name in names]))
 
 
 def _no_such_flag(typed: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(typed, known, n=1)
-    works = f"did you mean {close[0]}?" if close else "--help shows what there is"
+    works = f"did you mean {close[0]}?" if close else "--help lists all flags"
     return f"{typed}: no such flag; {works}"
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is a file; a path that the system cannot take is none."""
+    """Whether the file exists; False for an invalid path."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -161,10 +161,10 @@ def _is_file(path: Path) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as those of overrides are."""
+    """A parser whose errors are one line, like those of overrides."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises UserError in place of printing how the command is used."""
+        """Raise UserError instead of printing the usage."""
         choice = re.fullmatch(r"argument .+: invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL)
         if choice:
             works = choice[2].replace("'", "")

@@ -1,8 +1,8 @@
-"""``python -m harness.bench``: how fast a job is on this machine, alone or in turn with variants of it.
+"""``python -m harness.bench``: measure the speed of a job on this machine, alone or against variants.
 
-Every round runs each job once, from a cold start, as ``harness.train`` would start it; the order changes from
-round to round, so that a machine whose speed drifts drifts under all of them. What tells two jobs apart is
-the ratio within a round. The first steps of a run do not count (``metrics.warmup_steps``).
+Every round runs each job once, from a cold start, as ``harness.train`` would start it. The order alternates
+between rounds, so that a drift of the machine's speed affects all jobs. Compare jobs by their ratio within a
+round. The first steps of a run do not count (``metrics.warmup_steps``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ EXIT_FAILED = 1
 BASE = "base"
 Row = dict[str, Any]
 
-# What is measured: how it is called on the screen and in the file, the field of a run's row, how it is shown.
 RATE = "tokens_per_second"
-FIGURES = (
+# Measured quantities: label on the screen, name in the file, field of a run's row, number format.
+QUANTITIES = (
     ("tokens/s", RATE, "window.tokens_per_second", ",.1f"),
     ("tokens/s per rank", "tokens_per_second_per_rank", "tokens_per_second_per_rank", ",.1f"),
     ("step seconds", "step_seconds", "window.step_seconds_median", ".4g"),
@@ -41,7 +41,7 @@ FIGURES = (
     ("MFU", "mfu", "mfu", ".1%"),
     ("MFU, causal half", "mfu_causal", "mfu_causal", ".1%"),
 )
-# What a row of bench.jsonl takes over from the row of a run.
+# Fields that a row of bench.jsonl copies from the row of a run.
 FACTS = (
     *("id", "numerics_id", "name", "exit_reason", "world_size", "device", "parameters"),
     *("flops_per_token_full", "flops_per_token_causal", "peak_flops", "peak_origin"),
@@ -51,37 +51,37 @@ GROUPS_OF_FACTS = ("error.", "job.", "code.", "host.")
 
 @dataclass
 class BenchConfig:
-    """What is measured, and how often."""
+    """Number of rounds, variants and output file of a measurement."""
 
     rounds: int = label(3)
-    """How often every job is run."""
+    """Number of runs of every job."""
     variants: dict[str, str] = label(factory=dict)
-    """Jobs to compare with the one composed: a name, and the overrides it takes, separated by spaces."""
+    """Variants to compare with the job: name -> additional overrides, separated by spaces."""
     out: str = label("runs/bench.jsonl")
-    """File that gets a row for each job."""
+    """File to append a row per job to."""
 
     def validate(self) -> None:
-        """Raises ConfigError for what measures nothing, or could not be told apart."""
+        """Raise ConfigError for no rounds, no output file, or a variant named like the job itself."""
         if self.rounds < 1:
             raise ConfigError("bench.rounds", self.rounds, "must be at least 1")
         if not self.out:
             raise ConfigError("bench.out", "''", "must name a file", "runs/bench.jsonl")
         if BASE in self.variants:
-            rule = "this is what the job itself is called"
+            rule = "this is the name of the job itself"
             raise ConfigError(f"bench.variants.{BASE}", self.variants[BASE], rule, "another name")
 
 
 @dataclass
 class BenchJob(Job):
-    """A job with how it is to be measured."""
+    """A job plus the options of the measurement."""
 
     bench: BenchConfig = part(BenchConfig)
-    """How it is measured."""
+    """Rounds, variants and output file."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A job to be measured, and the overrides it came from."""
+    """A job to measure, and the overrides that compose it."""
 
     job: Job
     overrides: list[str]
@@ -89,7 +89,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Spread:
-    """One figure over the rounds."""
+    """Median and range of one quantity over the rounds."""
 
     median: float
     low: float
@@ -97,17 +97,17 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:
-        """Of the values that are known; None when there is none."""
+        """Median and range of the values that are not None; None if there are none."""
         known = [value for value in values if value is not None]
         return cls(statistics.median(known), min(known), max(known)) if known else None
 
     def shown(self, form: str) -> tuple[str, str]:
-        """The median, and the range in words."""
+        """The median and the range, formatted."""
         return format(self.median, form), f"{self.low:{form}} to {self.high:{form}}"
 
 
 def bench(job: BenchJob, overrides: list[str]) -> int:
-    """Measures a job and its variants, prints the figures and appends them; returns the exit code."""
+    """Measure a job and its variants; print and append the results; return the exit code."""
     if launched_ranks() is not None:
         raise UserError("harness.bench starts the ranks itself; start it without torchrun")
     config = job.bench
@@ -133,18 +133,18 @@ def bench(job: BenchJob, overrides: list[str]) -> int:
 
 
 def compose_variants(config: BenchConfig, overrides: list[str]) -> dict[str, Variant]:
-    """The job and its variants, the job first, with run folders of their own.
+    """Compose the job and then its variants, each with a run folder of its own.
 
     Raises:
-        UserError: one that cannot be measured, with its name.
+        UserError: naming a variant that is invalid or cannot be measured.
     """
     variants, common = {}, [each for each in overrides if not each.lstrip("+").startswith("bench.")]
-    for name, said in {BASE: "", **config.variants}.items():
-        own = [*common, *said.split()]
+    for name, additional in {BASE: "", **config.variants}.items():
+        own = [*common, *additional.split()]
         try:
             composed = compose_job(own, config_name="bench", schema=BenchJob)
             job = Job(**{field.name: getattr(composed, field.name) for field in dataclasses.fields(Job)})
-            refuse_what_measures_nothing(job)
+            check_measurable(job)
         except UserError as error:
             raise error if name == BASE else UserError(f"bench.variants.{name}: {error}") from error
         job.runs_dir = str(Path(job.runs_dir) / "bench")
@@ -152,13 +152,13 @@ def compose_variants(config: BenchConfig, overrides: list[str]) -> dict[str, Var
     return variants
 
 
-def refuse_what_measures_nothing(job: Job) -> None:
-    """Raises ConfigError for jobs that run elsewhere, go on from an earlier round, or end too soon."""
+def check_measurable(job: Job) -> None:
+    """Raise ConfigError for jobs that run elsewhere, resume from an earlier round, or have too few steps."""
     if job.cluster.kind != "local":
-        rule = "this machine is measured, on SLURM the one that the command runs on"
+        rule = "bench measures the machine that it runs on, also inside a SLURM allocation"
         raise ConfigError("cluster.kind", job.cluster.kind, rule, "cluster=local, in an allocation")
     if job.checkpoint.enable:
-        rule = "a round would go on from the checkpoint of the one before"
+        rule = "a round would resume from the checkpoint of the round before"
         raise ConfigError("checkpoint.enable", True, rule, "false")
     if job.training.steps <= job.metrics.warmup_steps:
         raise ConfigError(
@@ -170,15 +170,15 @@ def refuse_what_measures_nothing(job: Job) -> None:
 
 
 def order_of(names: Sequence[str], number: int) -> list[str]:
-    """The order of a round: as given, and in every other round backwards."""
+    """The order of jobs in a round: as given in even rounds, reversed in odd ones."""
     return list(names) if number % 2 == 0 else list(reversed(names))
 
 
 def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, dict[int, Row]] | None:
-    """Runs all jobs round by round; one that fails is not run again, and the others go on.
+    """Run all jobs round by round; a job that fails is left out of further rounds.
 
     Returns:
-        the rows that the runs left, by name and round; None if somebody asked to stop.
+        The rows of the runs by name and round; None if the user interrupted.
     """
     rows: dict[str, dict[int, Row]] = {name: {} for name in variants}
     for number in range(rounds):
@@ -190,13 +190,13 @@ def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, dict[int,
                 return None
             rows[name][number] = row
             failure = failure_of(rows[name])
-            told = failure or f"{row[FIELDS[RATE]]:,.1f} tokens/s"
-            sys.stderr.write(f"round {number + 1} of {rounds}: {name}: {told}\n")
+            result = failure or f"{row[FIELDS[RATE]]:,.1f} tokens/s"
+            sys.stderr.write(f"round {number + 1} of {rounds}: {name}: {result}\n")
     return rows
 
 
 def run_once(variant: Variant) -> tuple[int, Row]:
-    """Runs a job from a cold start, in processes of its own; returns its exit code and its row."""
+    """Run a job from a cold start, in new processes; return its exit code and its row."""
     from harness.cluster.local import launch
 
     folder = RunFolder(variant.job.run_dir)
@@ -205,11 +205,11 @@ def run_once(variant: Variant) -> tuple[int, Row]:
     return code, folder.row
 
 
-FIELDS = {name: field for _, name, field, _ in FIGURES}
+FIELDS = {name: field for _, name, field, _ in QUANTITIES}
 
 
 def failure_of(rows: Mapping[int, Row]) -> str:
-    """Why the last of a job's runs failed, on one line; empty when it did not."""
+    """Error of a job's last run in one line; empty if it completed."""
     row = rows[max(rows)] if rows else {}
     if row.get("exit_reason", "completed") == "completed":
         return ""
@@ -218,26 +218,26 @@ def failure_of(rows: Mapping[int, Row]) -> str:
 
 
 def completed(rows: Mapping[int, Row]) -> dict[int, Row]:
-    """The rows of the rounds in which a job came to its end."""
+    """The rows of completed runs, by round."""
     return {number: row for number, row in rows.items() if row.get("exit_reason") == "completed"}
 
 
 def ratios(rows: Mapping[int, Row], base: Mapping[int, Row]) -> list[float]:
-    """Tokens per second over the base's, of every round that both have completed."""
+    """Tokens per second relative to the base, for every round that both completed."""
     ours, theirs = completed(rows), completed(base)
     field = FIELDS[RATE]
     return [ours[number][field] / theirs[number][field] for number in ours if number in theirs]
 
 
 def summary(name: str, rows: Mapping[str, Mapping[int, Row]], overrides: list[str]) -> Row:
-    """The flat row of one job: its figures over the rounds, and what was run on what."""
+    """The flat row of one job: measurements over the rounds, the job, versions and hardware."""
     own = rows[name]
     done, last = completed(own), own[max(own)]
-    figures: Row = {}
-    for _, figure, field, _ in FIGURES:
+    measured: Row = {}
+    for _, quantity, field, _ in QUANTITIES:
         values = [row.get(field) for row in done.values()]
         spread = Spread.of(values)
-        figures[figure] = {
+        measured[quantity] = {
             "median": spread and spread.median,
             "min": spread and spread.low,
             "max": spread and spread.high,
@@ -246,7 +246,7 @@ def summary(name: str, rows: Mapping[str, Mapping[int, Row]], overrides: list[st
     if name != BASE:
         found = ratios(own, rows[BASE])
         spread = Spread.of(found)
-        figures["ratio"] = {
+        measured["ratio"] = {
             "to": BASE,
             "median": spread and spread.median,
             "min": spread and spread.low,
@@ -255,11 +255,11 @@ def summary(name: str, rows: Mapping[str, Mapping[int, Row]], overrides: list[st
         }
     facts = {key: last.get(key) for key in FACTS}
     facts |= {key: value for key, value in last.items() if key.startswith(GROUPS_OF_FACTS)}
-    return flatten({"variant": name, "overrides": overrides, "rounds": len(done), **figures, **facts})
+    return flatten({"variant": name, "overrides": overrides, "rounds": len(done), **measured, **facts})
 
 
 def report(rows: Mapping[str, Mapping[int, Row]]) -> str:
-    """What is printed: a block for every job, then the ratios."""
+    """The printed report: a block for every job, then the ratios."""
     blocks = [_block(name, own) for name, own in rows.items()]
     others = [name for name in rows if name != BASE]
     if others:
@@ -273,7 +273,7 @@ def report(rows: Mapping[str, Mapping[int, Row]]) -> str:
 
 
 def _block(name: str, rows: Mapping[int, Row]) -> str:
-    """The figures of one job, median and range over the rounds, or why there are none."""
+    """Median and range of each quantity of one job, or its error."""
     last = rows[max(rows)]
     size = last.get("world_size")
     ranks = f"{size} rank{'' if size == 1 else 's'}"
@@ -281,7 +281,7 @@ def _block(name: str, rows: Mapping[int, Row]) -> str:
     if failure:
         return f"{name} ({ranks})\n  {failure}\n"
     lines = [f"{name} ({ranks} on {last.get('device')})"]
-    for shown, _, field, form in FIGURES:
+    for shown, _, field, form in QUANTITIES:
         spread = Spread.of([row.get(field) for row in rows.values()])
         if spread is not None:
             median, between = spread.shown(form)

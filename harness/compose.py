@@ -1,8 +1,8 @@
-"""From command-line overrides to a typed, validated job: the only module that knows Hydra's composition.
+"""Compose a typed, validated job from command-line overrides: the only module that uses Hydra's composition.
 
-The size of this boundary is deliberate: overrides are checked against the dataclasses before Hydra sees
-them (so that every typo gets the same one-line error), Hydra merges the YAML, and what comes out is a
-plain ``Job``. Nothing behind this door imports Hydra or OmegaConf.
+Overrides are checked against the dataclasses before Hydra sees them (so that every typo gets the same
+one-line error), Hydra merges the YAML, and the result is a plain ``Job``. No code that runs a job imports
+Hydra or OmegaConf.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from string import Template
 from typing import Any, cast
 
-from harness.compose_errors import MISSING, translated
+from harness.compose_errors import MISSING, to_user_error
 from harness.errors import UserError
 from harness.job import Job, from_dict
 from harness.launched import launched_ranks
@@ -24,43 +24,43 @@ from harness.overrides import (
     FROM_CONFIG,
     check_overrides,
     groups,
-    is_value,
+    in_hydra_syntax,
     options_of,
     reject_unknown_keys,
-    stands_alone,
+    sets_field,
+    sets_one_group,
     typed_value,
-    with_own_keys,
 )
 from harness.paths import conf_dir
 from harness.text import SecretError
 from harness.typed_values import check_values
 
 POINTS = "points"
-"""Name in ``hydra.sweeper.params`` of points that no axes multiply to: one a line, as they are typed."""
+"""Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
 
 
 def register_schema(schema: type = Job) -> None:
-    """Makes a dataclass known to Hydra as ``job_schema``, the root that every primary config starts from."""
+    """Register a dataclass with Hydra as ``job_schema``, which every primary config starts from."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="job_schema", node=schema)
 
 
 def register_model(overrides: Iterable[str]) -> str | None:
-    """Makes the option ``model=from_config`` known to Hydra, from the config.json that the overrides name.
+    """Register the option ``model=from_config`` with Hydra, from the config.json that the overrides name.
 
     Returns:
-        where it was read from; None without that option.
+        The path it was read from; None without that option.
 
     Raises:
-        UserError: config.json does not describe a model that there can be.
+        UserError: config.json does not describe a valid model.
     """
     from hydra.core.config_store import ConfigStore
 
     overrides = list(overrides)
     if typed_value(overrides, "model") != FROM_CONFIG:
         return None
-    # A conversion reads what it converts.
+    # A conversion reads the config.json of its source.
     path = typed_value(overrides, "model.path") or typed_value(overrides, "convert.source")
     if path is None:
         works = "model=from_config model.path=FOLDER, which holds a config.json"
@@ -70,7 +70,7 @@ def register_model(overrides: Iterable[str]) -> str | None:
 
 
 def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> Any:
-    """Composes, types, resolves and validates a job.
+    """Compose, type, resolve and validate a job.
 
     Args:
         overrides: ``group=option`` and ``field=value`` strings, as typed.
@@ -78,7 +78,7 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
         schema: dataclass of the job.
 
     Raises:
-        UserError: one line that says which override, field or value is wrong, and what would work.
+        UserError: one line that names the wrong override, field or value, and what would work.
     """
     overrides = list(overrides)
     check_overrides(overrides, schema)  # before Hydra is imported
@@ -89,8 +89,8 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
 class Composer:
     """Compose many jobs of one primary config, inside ``with``.
 
-    Hydra needs a fifth of a second for a job. So it composes the first job of a process as a whole; for later
-    ones it composes each option of a group once, and values are put into copies.
+    Hydra takes 0.2 s for a job. So it composes only the first job of a process completely. For later jobs it
+    composes each option of a group once, and values are set in copies.
 
     Args:
         config_name: the primary config, a file of conf/.
@@ -118,17 +118,17 @@ class Composer:
         self._hydra.close()
 
     def job(self, overrides: Iterable[str]) -> Any:
-        """One job, as ``compose_job`` gives it.
+        """Compose one job, like ``compose_job``.
 
         Raises:
-            UserError: one line that says which override, field or value is wrong, and what would work.
+            UserError: one line that names the wrong override, field or value, and what would work.
         """
         overrides = list(overrides)
         check_overrides(overrides, self.schema)
-        return self.point(with_own_keys(overrides, self.schema))
+        return self.point(in_hydra_syntax(overrides, self.schema))
 
     def point(self, overrides: list[str]) -> Any:
-        """The same, of overrides that are checked and spelled for Hydra."""
+        """Compose one job from overrides that are already checked and in Hydra's syntax."""
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
         read_from = register_model(overrides)
@@ -136,28 +136,28 @@ class Composer:
             values, parts, rest = [], {}, []
             for typed, parsed in zip(overrides, self.parser.parse_overrides(overrides), strict=True):
                 group = parsed.key_or_group
-                # Hydra says what is wrong with several values of one.
+                # Hydra reports the error of several values for one field.
                 if parsed.is_sweep_override():
                     rest.append(typed)
-                elif is_value(typed) or (group in groups() and isinstance(parsed.value(), dict)):
+                elif sets_field(typed) or (group in groups() and isinstance(parsed.value(), dict)):
                     values.append(parsed)
-                elif stands_alone(typed):
-                    parts[group] = typed  # of several options of a group the last one counts
+                elif sets_one_group(typed):
+                    parts[group] = typed  # the last option of a group wins
                 else:
                     rest.append(typed)
             config = self._base(rest, parts, read_from)
             ConfigLoaderImpl._apply_overrides_to_config(values, config)
         except Exception as error:
-            raise translated(error, self.schema) from error
+            raise to_user_error(error, self.schema) from error
         return job_from_config(config, self.schema, read_from)
 
     def _base(self, rest: list[str], parts: dict[str, str], read_from: str | None) -> Any:
-        """Return a new copy of what Hydra composes from overrides.
+        """Return a new copy of the config that Hydra composes from overrides.
 
         Args:
             rest: overrides that can change several groups.
-            parts: options that change their own group only, by group.
-            read_from: where ``register_model`` has read the model; such jobs are composed anew each time.
+            parts: options that change only their own group, by group.
+            read_from: path of ``register_model``; jobs with one are never cached.
         """
         from hydra import compose
 
@@ -168,27 +168,27 @@ class Composer:
 
         key = (self._conf, self.config_name, self.schema, *rest)
         known = {} if read_from is not None else _composed.setdefault(key, {})
-        together = tuple(parts.values())
-        if together in known or not known:
-            return copy.deepcopy(composed(*together))
-        # Setting a group takes longest, and few differ from one point of a sweep to the next.
-        last, self._last = self._last, None  # of no use if this call fails
+        options = tuple(parts.values())
+        if options in known or not known:
+            return copy.deepcopy(composed(*options))
+        # Setting a group is the slowest part, and few groups change between points of a sweep.
+        last, self._last = self._last, None  # invalid if this call fails
         if last is None or last[0] != (key, *parts):
             last = (key, *parts), {}, copy.deepcopy(composed())
-        of, before, config = last
+        base, before, config = last
         for group, option in parts.items():
             if before.get(group) != option:
                 config[group] = composed(option)[group]
-        self._last = of, parts, config
+        self._last = base, parts, config
         return copy.deepcopy(config)
 
 
 _composed: dict[tuple[Any, ...], dict[tuple[str, ...], Any]] = {}
-"""What Hydra has composed in this process, by everything but the options, then by these. Never changed."""
+"""Configs that Hydra composed: by conf/, schema and other overrides, then by options. Never modified."""
 
 
 def _stamp(folder: str) -> tuple[tuple[str, int, int], ...]:
-    """Return path, size and time of all files below a folder; another stamp means that a file was changed."""
+    """Return path, size and mtime of all files below a folder, to detect changes."""
     return tuple(
         (entry.path, entry.stat().st_size, entry.stat().st_mtime_ns)
         for below, _, _ in sorted(os.walk(folder))
@@ -199,7 +199,7 @@ def _stamp(folder: str) -> tuple[tuple[str, int, int], ...]:
 
 @dataclass(frozen=True)
 class Composed:
-    """A point of a sweep: its overrides, and the job they make or the reason why they make none."""
+    """A point of a sweep: its overrides, and its job, or the reason why it has none."""
 
     overrides: list[str]
     job: Any
@@ -213,29 +213,29 @@ def compose_points(
     schema: type = Job,
     show: Callable[[int, int], None] = lambda done, points: None,
 ) -> list[Composed]:
-    """Composes every point of a multirun, as Hydra's own sweeper spells them out.
+    """Compose every point of a multirun, in the order of Hydra's own sweeper.
 
     Args:
-        overrides: as typed; several values of one, by commas, are an axis.
+        overrides: as typed; comma-separated values of one field are an axis.
         config_name: the primary config, a file of conf/.
         schema: dataclass of the job.
-        show: is told how many points are composed, and how many there are.
+        show: called with the number of composed points and of all points.
 
     Raises:
-        UserError: something is wrong with the overrides whatever the point.
+        UserError: the overrides are wrong for every point.
     """
     from hydra import compose
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     overrides = list(overrides)
     check_overrides(overrides, schema)
-    typed = with_own_keys(overrides, schema)
+    typed = in_hydra_syntax(overrides, schema)
     points = []
     with Composer(config_name, schema) as composer:
         read = composer.parser.parse_overrides
         try:
             once = [str(o.input_line) for o in read(typed) if not o.is_sweep_override()]
-            # The axes do not depend on the numbers of a model.
+            # The axes do not depend on the model's config.
             once = [each for each in once if typed_value([each], "model") != FROM_CONFIG]
             shared = compose(config_name=config_name, overrides=once, return_hydra_config=True)
             params = dict(shared.hydra.sweeper.params or {})
@@ -249,12 +249,12 @@ def compose_points(
         except UserError:
             raise
         except Exception as error:
-            raise translated(error, schema) from error
+            raise to_user_error(error, schema) from error
         for done, point in enumerate(spelled, start=1):
             try:
                 points.append(Composed(point, composer.point(point)))
             except SecretError:
-                raise  # a sweep writes down what it skips
+                raise  # not a skipped point: a sweep writes the reasons of those to disk
             except UserError as error:
                 points.append(Composed(point, None, str(error)))
             show(done, len(spelled))
@@ -262,19 +262,19 @@ def compose_points(
 
 
 def _listed_points(text: str, schema: type) -> list[list[str]]:
-    """The overrides of each line; of what stands on the command line as well, that counts.
+    """Return the overrides of each line; the command line wins over a line.
 
     Raises:
-        UserError: a line has something that is no override.
+        UserError: a line is not made of overrides.
     """
     lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     for line in lines:
         check_overrides(line, schema)
-    return [with_own_keys(line, schema) for line in lines]
+    return [in_hydra_syntax(line, schema) for line in lines]
 
 
 def option_values(group: str) -> dict[str, dict[str, Any]]:
-    """What the files of a group say, by option; for those that have no defaults of their own."""
+    """Values in the files of a group, by option; for groups whose files have no defaults list."""
     from omegaconf import OmegaConf
 
     folder = groups()[group]
@@ -283,12 +283,12 @@ def option_values(group: str) -> dict[str, dict[str, Any]]:
 
 
 def job_from_config(config: Any, schema: type = Job, read_from: str | None = None) -> Any:
-    """Turns what Hydra composed into a resolved and validated job.
+    """Turn a config composed by Hydra into a resolved and validated job.
 
     Args:
-        config: what Hydra composed.
+        config: the composed config.
         schema: dataclass of the job.
-        read_from: where ``register_model`` has read the model.
+        read_from: path from ``register_model``.
 
     Raises:
         UserError: an unknown key, a value of the wrong type, a missing value, or a broken rule.
@@ -302,7 +302,7 @@ def job_from_config(config: Any, schema: type = Job, read_from: str | None = Non
             raise UserError(MISSING.format(", ".join(missing)))
         plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
-        raise translated(error, schema) from error
+        raise to_user_error(error, schema) from error
     reject_unknown_keys(plain, schema)
     check_values(plain, schema)
     require_read(plain.get("model", {}).get("path"), read_from)
@@ -318,25 +318,25 @@ def shown_config(
     config_name: str = "train",
     schema: type = Job,
 ) -> str:
-    """The composed configuration as YAML, before it becomes a job.
+    """Return the composed configuration as YAML, before it becomes a job.
 
     Args:
-        overrides: checked, and spelled for Hydra.
+        overrides: checked, and in Hydra's syntax.
         kind: ``job``, ``hydra`` (Hydra's own part) or ``all``.
-        package: a part of it by its dotted name.
-        resolve: whether to put values in the place of ``${...}``.
+        package: dotted name of the part to show.
+        resolve: whether to replace ``${...}`` by values.
         config_name: the primary config, a file of conf/.
         schema: dataclass of the job.
 
     Raises:
-        UserError: it cannot be composed, or has no such part.
+        UserError: the configuration cannot be composed, or has no such part.
     """
     from omegaconf import OmegaConf
 
     try:
         config, hydra = _job_and_hydra(overrides, config_name, schema)
         if resolve:
-            OmegaConf.to_container(config, resolve=True)  # names the field in its errors, as resolve does not
+            OmegaConf.to_container(config, resolve=True)  # its errors name the field, those of resolve do not
         if kind != "job":
             parts: dict[str, Any] = {} if kind == "hydra" else {str(name): config[name] for name in config}
             config = OmegaConf.create(parts | {"hydra": hydra})
@@ -344,7 +344,7 @@ def shown_config(
             OmegaConf.resolve(config)
         shown = config if package in (None, "_global_") else OmegaConf.select(config, package)
     except Exception as error:
-        raise translated(error, schema) from error
+        raise to_user_error(error, schema) from error
     if shown is None:
         raise UserError(f"--package={package}: no such part; would work: {', '.join(map(str, config))}")
     head = "" if package is None else f"# @package {package}\n"
@@ -352,9 +352,9 @@ def shown_config(
 
 
 def help_text(overrides: list[str], *, config_name: str = "train", schema: type = Job) -> str:
-    """What ``--help`` shows: the template of the primary config, with all groups and fields.
+    """Return the text of ``--help``: the template of the primary config, with all groups and fields.
 
-    Hydra's own help looks for the groups in 160 copies of all that is registered, which takes a second.
+    Hydra's own help searches the groups in 160 copies of its registry, which takes a second.
     """
     from omegaconf import OmegaConf
 
@@ -366,28 +366,28 @@ def help_text(overrides: list[str], *, config_name: str = "train", schema: type 
             CONFIG=OmegaConf.to_yaml(config),
         )
     except Exception as error:
-        raise translated(error, schema) from error
+        raise to_user_error(error, schema) from error
     return f"{text.strip()}\n"
 
 
 def _job_and_hydra(overrides: list[str], config_name: str, schema: type) -> tuple[Any, Any]:
-    """Composes a job's configuration and Hydra's own, apart from each other."""
+    """Compose a job's configuration and Hydra's own, separately."""
     from hydra import compose
     from omegaconf import open_dict
 
     register_model(overrides)
     with Composer(config_name, schema):
-        whole = compose(config_name, overrides, return_hydra_config=True)
-    config = copy.deepcopy(whole)
+        composed = compose(config_name, overrides, return_hydra_config=True)
+    config = copy.deepcopy(composed)
     with open_dict(config):
         del config["hydra"]
-    return config, whole.hydra
+    return config, composed.hydra
 
 
 def sweep_params(overrides: list[str], *, config_name: str = "train", schema: type = Job) -> dict[str, Any]:
-    """The axes that the job's files go through in a sweep: values by the name of the field or group."""
+    """Axes of the sweep in the job's files: values by name of the field or group."""
     try:
-        _, hydra = _job_and_hydra(with_own_keys(overrides, schema), config_name, schema)
+        _, hydra = _job_and_hydra(in_hydra_syntax(overrides, schema), config_name, schema)
         return dict(hydra.sweeper.params or {})
     except Exception as error:
-        raise translated(error, schema) from error
+        raise to_user_error(error, schema) from error

@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf have to say, on one line and in the words of the other errors."""
+"""Turn errors of Hydra and OmegaConf into one-line errors in our format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from harness.job import Job
 from harness.overrides import OVERRIDE, fields_of, unknown_field
 from harness.paths import conf_dir
 
-_UNSAID = (
+# Starts of lines that only concern Python or Hydra.
+_HIDDEN = (
     "full_key:",
     "object_type=",
     "reference_type=",
@@ -28,8 +29,8 @@ _UNSAID = (
 MISSING = "{}: must be given, on the command line or in a file of the job"
 
 
-def translated(error: BaseException, schema: type = Job) -> UserError:
-    """What Hydra or OmegaConf has to say, on one line and in the words of the other errors."""
+def to_user_error(error: BaseException, schema: type = Job) -> UserError:
+    """Turn an error of Hydra or OmegaConf into a one-line UserError."""
     import yaml
     from hydra.errors import MissingConfigException, OverrideParseException
     from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
@@ -50,9 +51,9 @@ def translated(error: BaseException, schema: type = Job) -> UserError:
             return UserError("an override or a file of conf/ is nested too deeply")
         if isinstance(each, OverrideParseException):
             works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
-            said = _lines(each)[0]
+            message = _lines(each)[0]
             # The lexer only repeats the override.
-            why = "" if said.startswith("Lexer") else f", {said}"
+            why = "" if message.startswith("Lexer") else f", {message}"
             return UserError(f"{each.override}: cannot be read{why}; would work: {works}")
         if isinstance(each, MissingConfigException) and each.missing_cfg_file:
             group, _, option = str(each.missing_cfg_file).rpartition("/")
@@ -68,7 +69,7 @@ def translated(error: BaseException, schema: type = Job) -> UserError:
             known, prefix = fields_of(each.object_type), key.removesuffix(str(each.key))
             return UserError(f"{unknown_field(key, None, str(each.key), known, prefix)}{place}")
         if isinstance(each, ValidationError):
-            # An element of a list knows only its index; the override it came with knows the field.
+            # For an element of a list the key is only its index; the override has the field.
             key = re.sub(r"\[\d+\]", "", key)
             if key.isdigit():
                 key = typed["key"] if typed else ""
@@ -91,17 +92,17 @@ def translated(error: BaseException, schema: type = Job) -> UserError:
 
 
 def _marked(error: Any) -> str:
-    """Where a YAML file is wrong, and how."""
+    """Describe the position and problem of invalid YAML."""
     mark = error.problem_mark or error.context_mark
     if mark is None:
         return str(error.problem or error.context)
-    # Hydra reads a file into memory before it parses it, and then the mark does not name the file.
+    # Hydra may read a file into memory before parsing, and then the mark does not name the file.
     file = mark.name if os.path.isfile(mark.name) else _file_with(mark.buffer)
     return f"{file}:{mark.line + 1}:{mark.column + 1}: {error.problem or error.context}"
 
 
 def _file_with(text: str | None) -> str:
-    """The file of conf/ that holds a text that was parsed."""
+    """Find the file of conf/ with this text."""
     for path in _files_of_conf():
         with contextlib.suppress(OSError, ValueError):
             if text is not None and path.read_text(encoding="utf-8") == text.rstrip("\0"):
@@ -110,7 +111,7 @@ def _file_with(text: str | None) -> str:
 
 
 def _unreadable_file() -> str:
-    """The file of conf/ that is no text; Hydra's error does not name it."""
+    """Find the file of conf/ that is not UTF-8 text; Hydra's error does not name it."""
     for path in _files_of_conf():
         try:
             if not path.read_text(encoding="utf-8").replace("\n", "").isprintable():
@@ -121,13 +122,13 @@ def _unreadable_file() -> str:
 
 
 def _files_of_conf() -> Iterator[Path]:
-    """All YAML files of conf/; some of its folders are links."""
+    """All YAML files of conf/, also in linked folders."""
     for folder, _, names in os.walk(conf_dir(), followlinks=True):
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".yaml"))
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and those it came from, outermost first."""
+    """The error and its causes, outermost first."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -137,35 +138,35 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _lines(error: BaseException) -> list[str]:
-    """What an error says, without the parts that speak of Python."""
+    """Lines of an error's message, without those about Python or Hydra."""
     lines = [line.strip() for line in str(error).splitlines()]
-    return [line for line in lines if line and not line.startswith(_UNSAID)]
+    return [line for line in lines if line and not line.startswith(_HIDDEN)]
 
 
 def _after(text: str, start: str, end: str) -> str:
-    """What stands between two marks in a text; empty when the first is missing."""
+    """Text between two markers; empty if the first is missing."""
     return text.split(start, 1)[1].split(end, 1)[0] if start in text else ""
 
 
 def _wanted(schema: Any, path: str, key: str) -> str | None:
-    """In words, what the field ``key`` takes, found at ``path`` in ``schema``; None when there is none."""
+    """Describe the values of field ``key``, which is at ``path`` in ``schema``; None if it does not exist."""
     hint = schema
     for name in path.split("."):
         owner = next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
         if owner is None or name not in get_type_hints(owner):
             return None
         hint = get_type_hints(owner)[name]
-    return in_words(hint, key)
+    return describe_type(hint, key)
 
 
-def in_words(hint: Any, key: str) -> str:
-    """What a field of the type ``hint`` and the dotted name ``key`` takes."""
+def describe_type(hint: Any, key: str) -> str:
+    """Describe the values of a field with type ``hint`` and dotted name ``key``."""
     kinds = [t for t in get_args(hint) if t is not type(None)] if get_origin(hint) is UnionType else [hint]
-    words = " or ".join(_kind_in_words(kind, key) for kind in kinds)
+    words = " or ".join(_describe_kind(kind, key) for kind in kinds)
     return words + (", or null" if type(None) in get_args(hint) else "")
 
 
-def _kind_in_words(kind: Any, key: str) -> str:
+def _describe_kind(kind: Any, key: str) -> str:
     if dataclasses.is_dataclass(kind):
         return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
     if get_origin(kind) is list:

@@ -1,7 +1,7 @@
-"""Random legal jobs, small enough for ranks on a laptop: what ``harness.parity parity.random`` compares.
+"""Random valid jobs, small enough for a laptop, for ``harness.parity parity.random``. Imports no torch.
 
-A seed stands for one composition. Values are drawn field by field, and a draw that the job's own rules refuse
-is drawn again, so that every rule is known in one place. Imports no torch.
+A seed determines one job. Values are sampled field by field; a sample that the job's validation rejects is
+sampled again, so that no rule is repeated here.
 """
 
 from __future__ import annotations
@@ -25,54 +25,55 @@ DOCUMENTS = (
     "data.mask_fraction=0",
     "model.vocab_size=258",
 )
-DRAWS = 500
-DRAWS_OF_DEGREES = 25
+SAMPLES = 500
+SAMPLES_PER_DEGREES = 25
 
 
 def random_job(composer: Composer, seed: int, ranks: int, fixed: Sequence[str]) -> tuple[list[str], Job]:
-    """Draw a legal job.
+    """Sample a valid job.
 
     Args:
-        composer: of the primary config ``parity``.
-        seed: the same seed gives the same job.
-        ranks: the most ranks it may take.
-        fixed: overrides that are not drawn.
+        composer: composes the primary config ``parity``.
+        seed: determines the job.
+        ranks: largest world size.
+        fixed: overrides that are not sampled.
 
     Returns:
-        The overrides, and the job they compose to.
+        The overrides, and the job that they compose.
 
     Raises:
-        UserError: no draw is legal together with the fixed overrides.
+        UserError: no sample is valid together with the fixed overrides.
     """
     generator = random.Random(seed)
-    # One model for all draws: composing another takes a fifth of a second.
-    groups = _draw_groups(generator)
-    held = {override.partition("=")[0] for override in fixed}
-    refused = ""
-    for draw in range(DRAWS):
-        # The same degrees for some draws: those of one rank are legal most often, and would be drawn mostly.
-        if draw % DRAWS_OF_DEGREES == 0:
-            degrees = _draw_degrees(generator, ranks)
-        drawn = [*groups, *_draw_fields(generator, groups, degrees)]
-        overrides = [*(o for o in drawn if o.partition("=")[0] not in held), *fixed]
+    # One model for all samples: composing another takes a fifth of a second.
+    groups = _sample_groups(generator)
+    fixed_names = {override.partition("=")[0] for override in fixed}
+    rejected = ""
+    for number in range(SAMPLES):
+        # Try each set of degrees several times; otherwise most accepted jobs would have one rank, which is
+        # valid most often.
+        if number % SAMPLES_PER_DEGREES == 0:
+            degrees = _sample_degrees(generator, ranks)
+        sampled = [*groups, *_sample_fields(generator, groups, degrees)]
+        overrides = [*(o for o in sampled if o.partition("=")[0] not in fixed_names), *fixed]
         try:
             job: Job = composer.job(overrides)
         except ConfigError as error:
-            refused = str(error)
+            rejected = str(error)
             continue
         if job.world_size <= ranks:
             return overrides, job
-    raise UserError(f"parity.seed={seed}: none of {DRAWS} draws is legal, the last because of {refused}")
+    raise UserError(f"parity.seed={seed}: none of {SAMPLES} samples is valid; the last: {rejected}")
 
 
-def _draw_groups(generator: random.Random) -> list[str]:
-    """Draw what is chosen by files: the model, and whether samples are packed from documents."""
+def _sample_groups(generator: random.Random) -> list[str]:
+    """Sample the config groups: the model, and whether sequences are packed from documents."""
     model = generator.choice(DENSE if generator.random() < 0.4 else MIXTURES)
     return [f"model={model}", *(DOCUMENTS if generator.random() < 0.2 else ())]
 
 
-def _draw_fields(generator: random.Random, groups: list[str], degrees: dict[str, int]) -> list[str]:
-    """Draw everything else; it may be illegal."""
+def _sample_fields(generator: random.Random, groups: list[str], degrees: dict[str, int]) -> list[str]:
+    """Sample all other fields; the result may be invalid."""
 
     def chance(probability: float, *overrides: str) -> list[str]:
         return list(overrides) if generator.random() < probability else []
@@ -80,45 +81,45 @@ def _draw_fields(generator: random.Random, groups: list[str], degrees: dict[str,
     def one(field: str, *values: object) -> list[str]:
         return [f"{field}={generator.choice(values)}".replace("True", "true").replace("False", "false")]
 
-    drawn = [f"parallelism.{axis}={degree}" for axis, degree in degrees.items()]
-    drawn += one("training.seq_len", 32, 48, 60)
-    drawn += one("training.global_batch_size", 4, 8, 8)
-    drawn += one("training.local_batch_size", "null", "null", 1, 2, 4)
-    drawn += one("training.loss_chunks", 1, 1, 1, 3)
-    drawn += chance(0.3, "precision.param_dtype=bfloat16")
-    drawn += one("activation_checkpoint.mode", "none", "none", *MODES)
-    drawn += chance(0.1, "compile.enable=true", "compile.backend=aot_eager")
-    drawn += one("parallelism.reshard_after_forward", *RESHARD)
-    drawn += chance(0.2, "parallelism.cpu_offload=true")
+    sampled = [f"parallelism.{axis}={degree}" for axis, degree in degrees.items()]
+    sampled += one("training.seq_len", 32, 48, 60)
+    sampled += one("training.global_batch_size", 4, 8, 8)
+    sampled += one("training.local_batch_size", "null", "null", 1, 2, 4)
+    sampled += one("training.loss_chunks", 1, 1, 1, 3)
+    sampled += chance(0.3, "precision.param_dtype=bfloat16")
+    sampled += one("activation_checkpoint.mode", "none", "none", *MODES)
+    sampled += chance(0.1, "compile.enable=true", "compile.backend=aot_eager")
+    sampled += one("parallelism.reshard_after_forward", *RESHARD)
+    sampled += chance(0.2, "parallelism.cpu_offload=true")
     if degrees["pp"] > 1:
-        drawn += one("parallelism.pp_schedule", *SCHEDULES)
-        drawn += one("parallelism.pp_microbatch_size", 1, 1, 2)
-        drawn += one("parallelism.pp_first_stage_less_layers", 0, 1)
+        sampled += one("parallelism.pp_schedule", *SCHEDULES)
+        sampled += one("parallelism.pp_microbatch_size", 1, 1, 2)
+        sampled += one("parallelism.pp_first_stage_less_layers", 0, 1)
     if degrees["cp"] > 1:
-        drawn += one("parallelism.cp_method", *CP_METHODS)
-        drawn += one("parallelism.cp_rotate_method", *CP_ROTATE_METHODS)
-        drawn += one("parallelism.cp_load_balance", True, True, False)
+        sampled += one("parallelism.cp_method", *CP_METHODS)
+        sampled += one("parallelism.cp_rotate_method", *CP_ROTATE_METHODS)
+        sampled += one("parallelism.cp_load_balance", True, True, False)
     if degrees["tp"] > 1:
-        drawn += one("parallelism.sequence_parallel", True, True, False)
-        drawn += one("parallelism.loss_parallel", True, True, False)
+        sampled += one("parallelism.sequence_parallel", True, True, False)
+        sampled += one("parallelism.loss_parallel", True, True, False)
     if "model=deepseek_v3_debug" in groups:
-        drawn += one("model.mtp.depth", 0, 0, 1)
+        sampled += one("model.mtp.depth", 0, 0, 1)
     if groups[0].removeprefix("model=") in MIXTURES:
-        drawn += one("parallelism.ep", 1, 2, 2, 4)
-        drawn += one("parallelism.expert_tensor_parallel", True, False) if degrees["tp"] > 1 else []
-        drawn += chance(0.2, "model.moe.force_balance=true")
+        sampled += one("parallelism.ep", 1, 2, 2, 4)
+        sampled += one("parallelism.expert_tensor_parallel", True, False) if degrees["tp"] > 1 else []
+        sampled += chance(0.2, "model.moe.force_balance=true")
     else:
-        drawn += one("model.tied_embeddings", True, False, False)
+        sampled += one("model.tied_embeddings", True, False, False)
     if groups[1:]:
-        return drawn + one("data.attend_across_documents", True, False)
-    return drawn + one("data.mask_fraction", 0.0, 0.3) + one("model.vocab_size", 256, 256, 259)
+        return sampled + one("data.attend_across_documents", True, False)
+    return sampled + one("data.mask_fraction", 0.0, 0.3) + one("model.vocab_size", 256, 256, 259)
 
 
-def _draw_degrees(generator: random.Random, ranks: int) -> dict[str, int]:
-    """Draw a degree for every axis: factors of 2, whose product is at most so many ranks."""
+def _sample_degrees(generator: random.Random, ranks: int) -> dict[str, int]:
+    """Sample a power of 2 for every axis, with a product of at most ``ranks``."""
     degrees = dict.fromkeys(AXES, 1)
     doublings = ranks.bit_length() - 1
-    # Many ranks mostly: they are where layouts go wrong.
+    # The larger of two numbers: errors in layouts mostly need many ranks.
     for _ in range(max(generator.randint(0, doublings), generator.randint(0, doublings))):
         degrees[generator.choice(AXES)] *= 2
     return degrees

@@ -1,10 +1,10 @@
-"""Fields of the typed job: each says whether it changes the numbers a run computes.
+"""Fields of the typed job: each declares whether it changes the numbers that a run computes.
 
 Three roles (law 2 of docs/architecture.md):
 
 * ``numerics``: another value is another experiment (learning rate, model, data order).
-* ``execution``: another value computes the same thing another way (degrees of parallelism, prefetch).
-* ``label``: names, paths and what is written down; never part of a job's identity.
+* ``execution``: another value computes the same in another way (degrees of parallelism, prefetch).
+* ``label``: names, paths and output; never part of a job's identity.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def _field(role: str, default: Any, factory: Callable[[], Any] | None) -> Any:
 
 
 def numerics(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None) -> Any:
-    """A field that changes what is computed."""
+    """A field that changes the results."""
     return _field(NUMERICS, default, factory)
 
 
 def execution(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None) -> Any:
-    """A field that changes only how it is computed."""
+    """A field that changes only how the results are computed."""
     return _field(EXECUTION, default, factory)
 
 
@@ -42,15 +42,15 @@ def label(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | No
 
 
 def part(kind: type) -> Any:
-    """A part of a job, whose own fields say what each of them changes."""
+    """A part of a job: a dataclass whose fields have roles."""
     return dataclasses.field(default_factory=kind)
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yields ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order.
+    """Yield ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order.
 
     Raises:
-        TypeError: a leaf field has no role; every field of a job must say which it is.
+        TypeError: a leaf field has no role.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -64,25 +64,24 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
 
 
 def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
-    """Builds a (nested) config dataclass from plain containers.
+    """Build a (nested) config dataclass from plain containers.
 
     Args:
         cls: the dataclass.
-        plain: its fields; those that are left out have their defaults.
-        prefix: of the fields' dotted names, for errors.
+        plain: its fields; missing ones get their defaults.
+        prefix: prefix of the fields' dotted names, for errors.
 
     Raises:
-        ConfigError: a key that the dataclass does not have, a value that is not of its field's type, or a
-            field that has no default and is left out.
+        ConfigError: an unknown key, a value of the wrong type, or a missing field without a default.
     """
     hints = type_hints(cls)
     unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
     if unknown:
         name = sorted(unknown)[0]
         raise ConfigError(f"{prefix}{name}", plain[name], f"{cls.__name__} has no such field")
-    needed = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
-    if left_out := [name for name in needed if name not in plain]:
-        raise ConfigError(f"{prefix}{left_out[0]}", None, "must be given")
+    required = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
+    if missing := [name for name in required if name not in plain]:
+        raise ConfigError(f"{prefix}{missing[0]}", None, "must be given")
     values = {}
     for name, value in plain.items():
         hint = hints[name]
@@ -101,12 +100,12 @@ def _has_no_default(field: dataclasses.Field[Any]) -> bool:
 
 @functools.cache
 def type_hints(cls: type) -> dict[str, Any]:
-    """Types of a dataclass's fields; asked again and again, and slow to find out."""
+    """Types of a dataclass's fields, cached because they are slow to compute."""
     return get_type_hints(cls)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the type that a field is annotated with."""
+    """Whether a value has the annotated type of its field."""
     kind, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return True

@@ -1,7 +1,7 @@
-"""``python -m harness.convert``: weights between our files and those of others.
+"""``python -m harness.convert``: convert weights between our checkpoints and other formats.
 
-The source's format is found out, the target's is ``convert.format``. A checkpoint of the harness knows its
-model and tokenizer; other sources are told with ``model=`` and ``tokenizer=``.
+The source's format is detected, the target's is ``convert.format``. A checkpoint of the harness records its
+model and tokenizer; for other sources, name them with ``model=`` and ``tokenizer=``.
 """
 
 from __future__ import annotations
@@ -37,43 +37,42 @@ if TYPE_CHECKING:
     from harness.checkpoint.formats import Source
 
 FORMATS = ("dcp", "hf", "torch", "torchtitan")
-# Files of conf/experiment and conf/sweep may choose any group.
-_CHOOSES_ALL = ("experiment", "sweep")
+# Files of conf/experiment and conf/sweep may set any group.
+_SETS_ANY_GROUP = ("experiment", "sweep")
 
 
 @dataclass
 class ConvertConfig:
-    """What becomes what."""
+    """Source, target and format of a conversion."""
 
     source: str | None = label(None)
-    """A folder with Hugging Face's safetensors, Meta's consolidated.*.pth or a DCP checkpoint, torchtitan's
-    too; or a run's folder, whose newest complete checkpoint is taken. Checkpoints may also lie behind an
+    """A folder with Hugging Face safetensors, Meta's consolidated.*.pth, or a DCP checkpoint (ours or
+    torchtitan's); or a run folder, whose newest complete checkpoint is used. A DCP checkpoint may also be an
     fsspec URL."""
 
     target: str | None = label(None)
-    """What to write: a folder, or a file with format=torch. Must not be there yet."""
+    """Folder to write, or file with format=torch. Must not exist yet."""
 
     format: str = label("dcp")
-    """``dcp``, what training starts from (checkpoint.initial_load_path); ``hf``, what transformers loads;
-    ``torch``, a state dict in one file; or ``torchtitan``, DCP with the rows of wq and wk in the order that
-    torchtitan's model rotates."""
+    """``dcp``, to start training from (checkpoint.initial_load_path); ``hf``, for transformers; ``torch``, a
+    state dict in one file; or ``torchtitan``, DCP with the rows of wq and wk in torchtitan's order."""
 
     dtype: str | None = label(None)
-    """Format of the weights, float32, bfloat16 or float16; null keeps the source's."""
+    """dtype of the weights, float32, bfloat16 or float16; null keeps the source's."""
 
     max_shard_gb: float = label(5.0)
-    """hf: GB (10^9 bytes) in one file of weights at most."""
+    """With format=hf: most GB (10^9 bytes) per file of weights."""
 
     def validate(self) -> None:
-        """Checks every field and that nothing is in the target's place.
+        """Check every field, and that the target does not exist.
 
         Raises:
-            ConfigError: a field has a value that its rule forbids.
+            ConfigError: a value is not allowed.
         """
         if not self.source:
             raise ConfigError("convert.source", self.source, "must be given", "a folder with weights")
         if not self.target:
-            raise ConfigError("convert.target", self.target, "must be given", "a path that is not there yet")
+            raise ConfigError("convert.target", self.target, "must be given", "a path that does not exist")
         if self.format not in FORMATS:
             raise ConfigError("convert.format", self.format, "no such format", FORMATS)
         if self.dtype is not None and self.dtype not in EXPORT_DTYPES:
@@ -85,33 +84,33 @@ class ConvertConfig:
     def _validate_target(self, target: str) -> None:
         if is_url(target):
             raise ConfigError(
-                "convert.target", target, "is no local path", "a folder, to be copied from there"
+                "convert.target", target, "is not a local path", "a local folder, to copy from afterwards"
             )
         path = Path(target)
         if path.is_dir() and self.format == "torch":
             raise ConfigError(
-                "convert.target", target, "is a folder, and torch's is a file", f"{target}/model.pt"
+                "convert.target", target, "is a folder; format=torch writes a file", f"{target}/model.pt"
             )
         if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
-            raise ConfigError("convert.target", target, "is there already", "a path that is not there yet")
+            raise ConfigError("convert.target", target, "already exists", "a path that does not exist")
 
 
 @dataclass
 class ConvertJob(Job):
-    """A job with what is to be converted."""
+    """A job plus the options of a conversion."""
 
     convert: ConvertConfig = part(ConvertConfig)
-    """What becomes what."""
+    """Source, target and format."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the source turned out to be.
+class WeightFolder:
+    """The detected source.
 
     Attributes:
         kind: ``hf``, ``llama`` or ``dcp``.
-        path: where the weights are, a path or an fsspec URL.
-        manifest: what they say of themselves; empty for those that the harness did not write.
+        path: folder of the weights, a path or an fsspec URL.
+        manifest: the checkpoint's manifest; empty if the harness did not write it.
     """
 
     kind: str
@@ -119,31 +118,33 @@ class Found:
     manifest: dict[str, Any]
 
 
-def find_source(source: str) -> Found:
-    """Finds out what lies at a path, without torch.
+def find_source(source: str) -> WeightFolder:
+    """Detect the format of the weights at a path, without torch.
 
     Raises:
-        UserError: nothing that can be read.
-        DamagedCheckpoint: a checkpoint that is not complete.
+        UserError: there are no weights in a known format.
+        DamagedCheckpoint: the checkpoint is incomplete.
     """
     for folder in (CheckpointFolder(f"{source}/checkpoints"), CheckpointFolder(source)):
         if folder.steps():
             return _of_checkpoint(_newest(folder))
     if is_url(source):
-        return Found("dcp", source, {}) if is_foreign(source) else _of_checkpoint(open_checkpoint(source))
+        return (
+            WeightFolder("dcp", source, {}) if is_foreign(source) else _of_checkpoint(open_checkpoint(source))
+        )
     path = Path(source)
     if not path.exists():
         raise ConfigError("convert.source", source, "no such folder")
     if path.is_file():
-        raise ConfigError("convert.source", source, "is a file; folders are read", str(path.parent))
+        raise ConfigError("convert.source", source, "is a file, must be a folder", str(path.parent))
     if (path / MANIFEST).exists():
         return _of_checkpoint(open_checkpoint(source))
     if any(path.glob("*.safetensors")):
-        return Found("hf", source, {})
+        return WeightFolder("hf", source, {})
     if any(path.glob("consolidated.*.pth")):
-        return Found("llama", source, {})
+        return WeightFolder("llama", source, {})
     if is_foreign(source):
-        return Found("dcp", source, {})
+        return WeightFolder("dcp", source, {})
     if any(path.glob("*.distcp")):
         raise DamagedCheckpoint("it was not finished: there is no .metadata")
     works = "a folder with *.safetensors, consolidated.*.pth, a DCP checkpoint, or a run's folder"
@@ -153,31 +154,31 @@ def find_source(source: str) -> Found:
 def _newest(folder: CheckpointFolder) -> Checkpoint:
     complete, wrong = folder.complete()
     for path, reason in wrong.items():
-        _say(f"note: {path} is passed over: {reason}")
+        _print(f"note: {path} is skipped: {reason}")
     if not complete:
         raise UserError(f"{folder.path}: none of its {len(wrong)} checkpoints is complete")
     return complete[0]
 
 
-def _of_checkpoint(checkpoint: Checkpoint) -> Found:
+def _of_checkpoint(checkpoint: Checkpoint) -> WeightFolder:
     if checkpoint.holds == "hf" and is_url(checkpoint.path):
         rule = "holds Hugging Face's safetensors, which are read from local folders only"
-        raise ConfigError("convert.source", checkpoint.path, rule, "a copy of it on this machine")
-    return Found("hf" if checkpoint.holds == "hf" else "dcp", checkpoint.path, checkpoint.manifest)
+        raise ConfigError("convert.source", checkpoint.path, rule, "a local copy")
+    return WeightFolder("hf" if checkpoint.holds == "hf" else "dcp", checkpoint.path, checkpoint.manifest)
 
 
-def choose_model(job: Job, overrides: list[str], found: Found) -> ModelConfig:
-    """The model that the source holds: the manifest's, or what the user typed.
+def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelConfig:
+    """The model of the source: the manifest's, or the one in the overrides.
 
     Raises:
-        ConfigError: the user typed another one than the manifest's.
-        UserError: nobody says.
+        ConfigError: the overrides contradict the manifest.
+        UserError: neither names a model.
     """
     typed = _typed(overrides, "model")
     if not found.manifest.get("model"):
         if not typed:
             works = "model=NAME, an option of conf/model"
-            raise UserError(f"{found.path}: must be told which model it holds; would work: {works}")
+            raise UserError(f"{found.path}: does not record its model; would work: {works}")
         return job.model
     stored: ModelConfig = from_dict(ModelConfig, found.manifest["model"])
     theirs = {name: value for name, role, value in leaves(stored) if role != LABEL}
@@ -188,8 +189,8 @@ def choose_model(job: Job, overrides: list[str], found: Found) -> ModelConfig:
     return stored
 
 
-def choose_tokenizer(job: Job, overrides: list[str], found: Found) -> TokenizerConfig | None:
-    """The tokenizer of the source: what the user typed, over the manifest's; None where nobody says."""
+def choose_tokenizer(job: Job, overrides: list[str], found: WeightFolder) -> TokenizerConfig | None:
+    """The tokenizer of the source: the manifest's with the overrides applied; None if neither names one."""
     typed = _typed(overrides, "tokenizer")
     stored = found.manifest.get("tokenizer")
     if not stored:
@@ -200,10 +201,10 @@ def choose_tokenizer(job: Job, overrides: list[str], found: Found) -> TokenizerC
 
 
 def _typed(overrides: list[str], group: str) -> list[str]:
-    """Which fields of a group the user chose; an empty name stands for all."""
+    """Names of the fields of a group in the overrides; an empty name means the complete group."""
     keys = [override.split("=")[0].lstrip("+~") for override in overrides]
     fields = [key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")]
-    return [*fields, *("" for key in keys if key in (group, *_CHOOSES_ALL))]
+    return [*fields, *("" for key in keys if key in (group, *_SETS_ANY_GROUP))]
 
 
 def _covers(typed: list[str], name: str) -> bool:
@@ -211,7 +212,7 @@ def _covers(typed: list[str], name: str) -> bool:
 
 
 def convert(job: ConvertJob, overrides: list[str]) -> int:
-    """Converts, and says what was written; returns the exit code."""
+    """Convert the weights and print a summary; return the exit code."""
     config = job.convert
     config.validate()
     assert config.source is not None and config.target is not None
@@ -228,47 +229,51 @@ def convert(job: ConvertJob, overrides: list[str]) -> int:
 
 
 def _convert(
-    config: ConvertConfig, found: Found, model: ModelConfig, tokenizer: TokenizerConfig | None, target: Path
+    config: ConvertConfig,
+    found: WeightFolder,
+    model: ModelConfig,
+    tokenizer: TokenizerConfig | None,
+    target: Path,
 ) -> None:
     import torch
 
-    from harness.checkpoint.formats import Cast, Inspected, Watched, total_bytes, written_whole
+    from harness.checkpoint.formats import Cast, FiniteCheckSource, ProgressSource, atomic_target, total_bytes
     from harness.checkpoint.progress import progress
 
     started = time.monotonic()
     for note in _notes(config, found, tokenizer):
-        _say(f"note: {note}")
-    inspected = Inspected(_open(found, model))
-    source = Cast(inspected, getattr(torch, config.dtype) if config.dtype else None)
+        _print(f"note: {note}")
+    checked = FiniteCheckSource(_open(found, model))
+    source = Cast(checked, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)
-    with written_whole(target, nbytes) as place, progress(nbytes) as tell:
-        _write(config, found, model, tokenizer, Watched(source, tell), place)
+    with atomic_target(target, nbytes) as temporary, progress(nbytes) as advance:
+        _write(config, found, model, tokenizer, ProgressSource(source, advance), temporary)
     seconds = time.monotonic() - started
-    _say(
+    _print(
         f"{len(source.tensors)} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
         f"({nbytes / 1e9 / seconds:.2f} GB/s): {target}"
     )
-    if warning := inspected.warning():
-        _say(warning)
+    if warning := checked.warning():
+        _print(warning)
     if config.format == "torchtitan":
         from harness.checkpoint.torchtitan import torchtitan_arguments
 
-        _say(f"note: torchtitan's model needs {torchtitan_arguments(model)}")
+        _print(f"note: torchtitan's model needs {torchtitan_arguments(model)}")
 
 
-def _notes(config: ConvertConfig, found: Found, tokenizer: TokenizerConfig | None) -> list[str]:
-    """What the user should know of before."""
+def _notes(config: ConvertConfig, found: WeightFolder, tokenizer: TokenizerConfig | None) -> list[str]:
+    """Notes to print before the conversion."""
     notes = []
     if found.kind == "dcp" and not found.manifest:
         notes.append(
-            f"{found.path} has no manifest, nothing vouches for what it holds; it is read as torchtitan's"
+            f"{found.path} has no manifest, so its content cannot be verified; it is read as torchtitan's"
         )
     if config.format == "hf" and tokenizer is None:
-        notes.append("no tokenizer is written: the source does not name one; tokenizer=NAME does")
+        notes.append("no tokenizer is written: the source does not record one; would work: tokenizer=NAME")
     return notes
 
 
-def _open(found: Found, model: ModelConfig) -> Source:
+def _open(found: WeightFolder, model: ModelConfig) -> Source:
     if found.kind == "hf":
         from harness.checkpoint.huggingface import HuggingFaceSource
 
@@ -284,34 +289,36 @@ def _open(found: Found, model: ModelConfig) -> Source:
 
 def _write(
     config: ConvertConfig,
-    found: Found,
+    found: WeightFolder,
     model: ModelConfig,
     tokenizer: TokenizerConfig | None,
     source: Source,
-    place: Path,
+    target: Path,
 ) -> None:
     if config.format == "hf":
         from harness.checkpoint.huggingface import write_huggingface
 
-        # The source is cast already.
-        write_huggingface(source, model, tokenizer, place, None, config.max_shard_gb)
+        # dtype is None: the source is already cast.
+        write_huggingface(source, model, tokenizer, target, None, config.max_shard_gb)
     elif config.format == "torch":
         from harness.checkpoint.torch_file import write_torch
 
-        write_torch(source, place, tied=model.tied_embeddings)
+        write_torch(source, target, tied=model.tied_embeddings)
     elif config.format == "torchtitan":
         from harness.checkpoint.distributed import write_plain
         from harness.checkpoint.torchtitan import Torchtitan
 
-        write_plain(Torchtitan(source, model), place)
+        write_plain(Torchtitan(source, model), target)
     else:
         from harness.checkpoint.distributed import write_distributed
 
-        write_distributed(source, place, model_manifest(found, model, tokenizer))
+        write_distributed(source, target, model_manifest(found, model, tokenizer))
 
 
-def model_manifest(found: Found, model: ModelConfig, tokenizer: TokenizerConfig | None) -> dict[str, Any]:
-    """What a converted checkpoint says of itself; tokenizer is null where nobody said which one it is."""
+def model_manifest(
+    found: WeightFolder, model: ModelConfig, tokenizer: TokenizerConfig | None
+) -> dict[str, Any]:
+    """Manifest of a converted checkpoint; ``tokenizer`` is null if unknown."""
     return {
         "step": found.manifest.get("step", 0),
         "holds": "model",
@@ -325,14 +332,14 @@ def model_manifest(found: Found, model: ModelConfig, tokenizer: TokenizerConfig 
     }
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def main() -> None:
     """Entry point of ``python -m harness.convert`` and of the console script."""
-    # What is half-written is removed when a scheduler ends the process, too.
+    # Also remove partly written files when a scheduler ends the process.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     run_verb(convert, config_name="convert", schema=ConvertJob)
 

@@ -1,8 +1,8 @@
-"""``python -m harness.download``: a published model's files, brought from the Hugging Face hub.
+"""``python -m harness.download``: download a published model's files from the Hugging Face hub.
 
     python -m harness.download repo=Qwen/Qwen3-8B what=tokenizer
 
-They go to ``assets/hf/<repo>``, where conf/tokenizer looks for them; what is there is not brought again.
+Files go to ``assets/hf/<repo>``, where conf/tokenizer expects them; existing files are not downloaded again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 ASSETS = Path("assets/hf")
 
-# Names of files by kind. Weights are those of the first line that a repository has any of: beside
-# transformers' names, publishers keep the same weights under others.
+# File names by kind. For weights, the first pattern with a match is used: some repositories hold the same
+# weights a second time under other names.
 PATTERNS = {
     "tokenizer": (
         "tokenizer.json",
@@ -56,54 +56,52 @@ _REPO = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass
 class DownloadJob:
-    """What is brought, and where to."""
+    """Files to download, and the folder for them."""
 
     repo: str | None = label(None)
     """Name of the repository on the hub, ``owner/name``."""
 
     what: Any = label(factory=lambda: list(PATTERNS))
     """One or a list of ``tokenizer``, ``config``, ``index`` (of weights in several files) and ``weights``
-    (safetensors, or Meta's consolidated files where there are none)."""
+    (safetensors; if there are none, Meta's consolidated files)."""
 
     revision: str = label("main")
     """Branch, tag or commit."""
 
     to: str | None = label(None)
-    """Folder to bring them to; null is assets/hf/<repo>."""
+    """Folder to download to; null is assets/hf/<repo>."""
 
     def resolve(self, launched_ranks: int | None = None) -> DownloadJob:
-        """Checks its texts; returns itself."""
+        """Check the texts; return the job."""
         validate_texts(self)
         return self
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of ``what``."""
+        """``what`` as a list."""
         return [self.what] if isinstance(self.what, str) else list(self.what)
 
     @property
     def folder(self) -> Path:
-        """Where the files go."""
+        """Folder that the files are written to."""
         return Path(self.to).expanduser() if self.to else ASSETS / str(self.repo)
 
     def validate(self) -> None:
-        """Checks every field without asking the hub.
+        """Check every field without contacting the hub.
 
         Raises:
-            ConfigError: a field has a value that its rule forbids.
+            ConfigError: a value is not allowed.
         """
         if not self.repo:
             raise ConfigError("repo", self.repo, "must be given", "Qwen/Qwen3-8B")
         if not _REPO.fullmatch(self.repo):
             within = re.fullmatch(r"(?:https?://)?[\w.-]*huggingface\.co/([\w.-]+/[\w.-]+).*", self.repo)
-            raise ConfigError("repo", self.repo, "is no name", within[1] if within else "owner/name")
+            raise ConfigError("repo", self.repo, "not a valid name", within[1] if within else "owner/name")
         kinds = self.kinds if isinstance(self.what, str | list) else []
         if not kinds or not all(isinstance(kind, str) and kind in PATTERNS for kind in kinds):
-            said = ",".join(map(str, self.what)) if isinstance(self.what, list) else self.what
+            given = f"[{','.join(map(str, self.what))}]" if isinstance(self.what, list) else self.what
             works = f"one or a list of {', '.join(PATTERNS)}"
-            raise ConfigError(
-                "what", f"[{said}]" if isinstance(self.what, list) else said, "no such files", works
-            )
+            raise ConfigError("what", given, "no such files", works)
         if not self.revision:
             raise ConfigError("revision", "''", "must be given", "main")
         if self.folder.exists() and not self.folder.is_dir():
@@ -111,10 +109,10 @@ class DownloadJob:
 
 
 def choose(job: DownloadJob, repository: Repository) -> list[RemoteFile]:
-    """The files of the repository that are wanted.
+    """Select the files of the repository to download.
 
     Raises:
-        UserError: there are none of a kind.
+        UserError: the repository has no files of a requested kind.
     """
     by_kind = {kind: _of_kind(kind, repository) for kind in PATTERNS}
     for kind in job.kinds:
@@ -126,7 +124,7 @@ def choose(job: DownloadJob, repository: Repository) -> list[RemoteFile]:
     wanted = set(job.kinds)
     chosen = [file for kind in PATTERNS if kind in wanted for file in by_kind[kind]]
     if "tokenizer" in wanted and "config" not in wanted:
-        # By it transformers finds a tokenizer's class, and we the family.
+        # transformers finds the tokenizer's class in config.json, and we find the family.
         chosen += [file for file in by_kind["config"] if file.name == "config.json"]
     return chosen
 
@@ -134,7 +132,7 @@ def choose(job: DownloadJob, repository: Repository) -> list[RemoteFile]:
 def _of_kind(kind: str, repository: Repository) -> list[RemoteFile]:
     found = []
     for pattern in PATTERNS[kind]:
-        # A pattern without a folder means the files at the top.
+        # A pattern without a folder matches top-level files only.
         found += [
             file
             for file in repository.files
@@ -146,7 +144,7 @@ def _of_kind(kind: str, repository: Repository) -> list[RemoteFile]:
 
 
 def download(job: DownloadJob, overrides: list[str]) -> int:
-    """Brings the files, and says where they are and what comes next; returns the exit code."""
+    """Download the files; print their folder and the next commands; return the exit code."""
     from harness.hub import fetch, look_up
 
     job.validate()
@@ -154,15 +152,15 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
     repository = look_up(job.repo, job.revision)
     files = choose(job, repository)
     new = fetch(repository, files, job.folder)
-    there = len(files) - len(new)
+    existing = len(files) - len(new)
     nbytes = sum(file.size for file in new)
-    _say(
-        f"{job.repo} at {repository.commit[:12]}: {len(new)} files, {nbytes / 1e9:.3f} GB brought"
-        + (f", {there} there already" if there else "")
+    _print(
+        f"{job.repo} at {repository.commit[:12]}: {len(new)} files, {nbytes / 1e9:.3f} GB downloaded"
+        + (f", {existing} already there" if existing else "")
         + f": {job.folder}"
     )
     for line in next_commands(job):
-        _say(line)
+        _print(line)
     return EXIT_OK
 
 
@@ -170,25 +168,25 @@ _UNKNOWN = "model=NAME"
 
 
 def next_commands(job: DownloadJob) -> list[str]:
-    """What to type next, from what lies in the folder."""
+    """The commands to run next with the files in the folder."""
     folder, config = job.folder, _config(job.folder)
     tokenizer = _tokenizer_overrides(folder, config)
     if "weights" not in job.kinds:
         return [_command("train", *tokenizer)] if "tokenizer" in job.kinds and tokenizer else []
     option = _model_option(config) if config else None
-    model = [f"model={option}"] if option else _own_numbers(folder)
+    model = [f"model={option}"] if option else _from_config(folder)
     target = f"{folder}-dcp/step-0"
     lines = [
         _command("convert", *model, f"convert.source={folder}", f"convert.target={target}"),
         _command("train", *model, *tokenizer, f"checkpoint.initial_load_path={target}"),
     ]
     if model == [_UNKNOWN]:
-        lines.append("note: no option of conf/model is this model; NAME has to be written")
+        lines.append("note: no option of conf/model describes this model; write conf/model/NAME.yaml first")
     return lines
 
 
-def _own_numbers(folder: Path) -> list[str]:
-    """Overrides that take the model from the config.json that was brought, where it can be read."""
+def _from_config(folder: Path) -> list[str]:
+    """Overrides that take the model from the downloaded config.json, if its family is supported."""
     try:
         model_from_config(str(folder))
     except UserError:
@@ -201,7 +199,7 @@ def _command(verb: str, *overrides: str) -> str:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """What config.json says; nothing where there is none."""
+    """Content of config.json; empty if there is none."""
     file = folder / "config.json"
     if not file.is_file():
         return {}
@@ -218,13 +216,13 @@ def _model_option(config: dict[str, Any]) -> str | None:
         try:
             check_hf_config(from_dict(ModelConfig, values), config)
         except UserError:
-            continue  # it is another model
+            continue  # another model
         return option
     return None
 
 
 def _tokenizer_overrides(folder: Path, config: dict[str, Any]) -> list[str]:
-    """The option of conf/tokenizer for what lies in the folder, and its path where that is another."""
+    """Overrides that select the folder's tokenizer: an option of conf/tokenizer, and a path if it differs."""
     options = option_values("tokenizer")
     for option, values in options.items():
         path = Path(values.get("path") or "")
@@ -233,7 +231,7 @@ def _tokenizer_overrides(folder: Path, config: dict[str, Any]) -> list[str]:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return []
-    # Options are called as transformers calls the family: qwen3_moe has the tokenizer qwen3.
+    # Options are named like transformers' families, by prefix: qwen3_moe has the tokenizer qwen3.
     family = str(config.get("model_type", ""))
     ours = [
         name
@@ -244,14 +242,14 @@ def _tokenizer_overrides(folder: Path, config: dict[str, Any]) -> list[str]:
     return [chosen, f"tokenizer.path={file}"]
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def main() -> None:
     """Entry point of ``python -m harness.download`` and of the console script."""
-    # A scheduler's signal ends it as ^C does: what has come stays.
+    # Handle a scheduler's SIGTERM like ^C: downloaded parts are kept.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     run_verb(download, config_name="download", schema=DownloadJob)
 

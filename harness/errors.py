@@ -1,7 +1,7 @@
-"""The three kinds of error, and the exit code each one ends a process with.
+"""The kinds of error, and their exit codes.
 
-A mistake of the user is one clear line; a fault of ours is a traceback; a fault of the machine
-carries its context. Whatever a rank dies of, the controller reports the earliest one.
+A mistake of the user is reported as one line, a bug of the harness as a traceback, and a failure of the
+machine with its context. If several ranks fail, the controller reports the earliest error.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ EXIT_INTERRUPTED = 130
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST_VALUE = 200
-"""Characters of a value that a message repeats."""
+"""Characters of a value that a message shows."""
 LONGEST_MESSAGE = 2000
 """Characters of a message that are shown."""
 MOST_VALUES = 40
-"""Values that a message lists as those that would work."""
+"""Values that a message lists after "would work"."""
 
-# Codes of a run that was asked to stop and did: after saving its state, or without.
+# Exit codes of a run that stopped on request: with its state saved, or without.
 STOPPED = (EXIT_RESUMABLE, EXIT_INTERRUPTED)
 
 
 class HarnessError(Exception):
-    """Base of every error that the harness raises knowingly."""
+    """Base of every error that the harness raises on purpose."""
 
     kind = "bug"
     exit_code = EXIT_BUG
 
 
 class UserError(HarnessError):
-    """Something the user asked for cannot be done; the message is one line and says what would work."""
+    """The user's request cannot be carried out; the message is one line and names what would work."""
 
     kind = "user"
     exit_code = EXIT_USER
 
 
 class ConfigError(UserError):
-    """A field of the job has a value that a rule forbids.
+    """A field of the job has a value that breaks a rule.
 
     Attributes:
         field: the dotted name the user types, e.g. ``parallelism.tp``.
-        value: the offending value.
-        rule: what must hold, in words.
-        works: values that would work (or a phrase saying so); may be empty.
+        value: the invalid value.
+        rule: the rule, in words.
+        works: values that would work, or a phrase; may be empty.
     """
 
     def __init__(self, field: str, value: object, rule: str, works: Iterable[object] | str = ()) -> None:
         self.field, self.value, self.rule = field, value, rule
         self.works = works if isinstance(works, str) else _listed(works)
         would_work = f"; would work: {self.works}" if self.works else ""
-        super().__init__(f"{one_line(field)}={one_line(_typed(value))}: {rule}{would_work}")
+        super().__init__(f"{one_line(field)}={one_line(_format_value(value))}: {rule}{would_work}")
 
 
 class DataError(UserError):
@@ -73,28 +73,28 @@ class MachineError(HarnessError):
 
 
 class NonFiniteError(HarnessError):
-    """The loss or a gradient is not finite; the evidence lies in the run folder."""
+    """The loss or a gradient is not finite; the evidence is in the run folder."""
 
     kind = "non_finite"
     exit_code = EXIT_NON_FINITE
 
 
 class LostGradientError(HarnessError):
-    """Parameters that are trained have no gradient: training would go on with wrong numbers."""
+    """Trained parameters have no gradient: training would continue with wrong numbers."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(f"backward gave no gradient to {', '.join(names)}")
 
 
 def one_line(message: str) -> str:
-    """The message with its line breaks and other control characters spelled out; of a long one both ends."""
+    """Escape line breaks and other control characters; of a long message keep both ends."""
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[: LONGEST_MESSAGE // 2]} ... {message[-LONGEST_MESSAGE // 2 :]}"
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
 
 
-def _typed(value: object) -> str:
-    """The value as the user would type it on the command line; a long one is cut."""
+def _format_value(value: object) -> str:
+    """Format a value as typed on the command line; cut it if it is long."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -104,7 +104,7 @@ def _typed(value: object) -> str:
 
 
 def _listed(works: Iterable[object]) -> str:
-    """Values that would work, by commas; of very many the smallest and the largest."""
+    """Join values with commas; of very many, the first ones and the last."""
     words = [str(each) for each in works]
     if len(words) > MOST_VALUES:
         words = [*words[: MOST_VALUES - 1], "...", words[-1]]
@@ -114,7 +114,7 @@ def _listed(works: Iterable[object]) -> str:
 def divisors(*numbers: int) -> list[int]:
     """All positive integers that divide every one of ``numbers``, ascending.
 
-    Prime factors above 100,000 are not told apart: a number with two of them has divisors that are left out.
+    Trial division stops at 100,000: if a number has two larger prime factors, some divisors are missing.
     """
     if min(numbers) < 1:
         return []

@@ -1,19 +1,19 @@
-"""What a run can die of: the classes that tables show, found in what the dying rank raised. Imports no torch.
+"""Classify failures into the kinds that tables show, by the exception of a rank. Imports no torch.
 
-| kind | exit code | what |
+| kind | exit code | meaning |
 |---|---|---|
 | ``user`` | 2 | a mistake in the job or its data |
-| ``out_of_memory`` | 3 | of the device or the host; ``allocation`` is what could not be had |
-| ``collective_timeout`` | 3 | a collective that took too long; ``operation`` is which |
+| ``out_of_memory`` | 3 | on the device or the host; ``allocation`` is the size that was requested |
+| ``collective_timeout`` | 3 | a collective timed out; ``operation`` names it |
 | ``non_finite`` | 4 | loss or gradients are not finite |
-| ``preempted`` | 3 | the scheduler took the nodes, or the time was up, twice before a step was done |
-| ``cancelled`` | 130 | somebody ended the scheduler's job |
-| ``node`` | 3 | the node: its accelerator, its link, or the whole of it |
-| ``machine`` | 3 | something else of the machine: a launcher that is gone, a disk that is full |
-| ``bug`` | 1 | ours: an exception that nobody foresaw |
-| ``unknown`` | 3 | ended without a word |
+| ``preempted`` | 3 | preemption or the time limit ended the job, twice before a step was done |
+| ``cancelled`` | 130 | the SLURM job was cancelled |
+| ``node`` | 3 | a hardware failure: an accelerator, a link, a disk, or the node itself |
+| ``machine`` | 3 | another machine failure: a killed launcher, a full disk |
+| ``bug`` | 1 | an unexpected exception: a bug of the harness |
+| ``unknown`` | 3 | ended without recording an error |
 
-``collective``, ``peer`` and ``interrupted`` are what a rank dies of because another one is gone or stuck.
+A rank fails with ``collective``, ``peer`` or ``interrupted`` because another rank is gone or stuck.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any
 
 from harness.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, HarnessError
 
-# The higher, the surer that it is not the cause.
+# A higher value means the kind is less likely to be the cause.
 CONSEQUENCES = {"collective": 1, "collective_timeout": 1, "peer": 2, "interrupted": 3}
 VICTIMS = tuple(CONSEQUENCES)
 
-# What of an error stands in the run's row.
+# Fields of an error that are copied to the run's row.
 SHOWN_OF_ERROR = ("kind", "type", "rank", "step", "message", "allocation", "operation", "absent_ranks")
 
 _PEER_SIGNS = (
@@ -41,7 +41,7 @@ _PEER_SIGNS = (
     "Application timeout caused pair closure",
     "failed to connect",
 )
-# Of torch, of the C library, and of SLURM (its memory limit, and the kernel's killer in its cgroup).
+# Messages of torch, the C library, and SLURM (its memory limit, and the kernel's OOM killer in its cgroup).
 _MEMORY_SIGNS = (
     "Cannot allocate memory",
     "can't allocate memory",
@@ -52,7 +52,7 @@ _MEMORY_SIGNS = (
     "memory limit",
 )
 _TIMEOUT_SIGNS = ("Timed out waiting", "Watchdog caught collective operation timeout")
-# NVIDIA's driver and CUDA on hardware that is broken, and disks that do not answer.
+# Messages of NVIDIA's driver and CUDA about broken hardware, and of disks that do not answer.
 _NODE_SIGNS = (
     "uncorrectable ECC",
     "fallen off the bus",
@@ -62,15 +62,15 @@ _NODE_SIGNS = (
     "Stale file handle",
 )
 _ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
-# Of NCCL's watchdog (OpType=ALLREDUCE), and of gloo (waiting ... for recv operation to complete).
+# Messages of NCCL's watchdog (OpType=ALLREDUCE) and gloo (waiting ... for recv operation to complete).
 _OPERATION = re.compile(r"OpType=(\w+)|for (\w+) operation to complete")
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:
-    """What an error file says of an exception: kind, type, message, place, exit code, and particulars.
+    """Return the fields of an error file for an exception: kind, type, message, where, exit code and more.
 
-    An exception that wraps another, or was raised while another was handled, is described by the other
-    where that one is of a surer kind. One of the harness's own speaks for itself.
+    If an exception wraps another, or was raised while another was handled, the one in the chain whose kind is
+    closest to a cause is described. An error of the harness's own is always described itself.
     """
     raised = error
     if not isinstance(error, HarnessError):
@@ -92,7 +92,7 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
 
 
 def chain_of(error: BaseException) -> list[BaseException]:
-    """Return an exception and those that it came from, outermost first."""
+    """Return an exception and its causes and contexts, outermost first."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -102,12 +102,12 @@ def chain_of(error: BaseException) -> list[BaseException]:
 
 
 def _distance_from_cause(kind: str) -> int:
-    """Rank kinds: causes first, then consequences; an exception that nobody foresaw explains the least."""
+    """Order kinds: causes first, then consequences; an unexpected exception explains the least."""
     return max(CONSEQUENCES.values()) + 1 if kind == "bug" else CONSEQUENCES.get(kind, 0)
 
 
 def kind_of_text(text: str) -> str | None:
-    """The class that something printed speaks of; None when it speaks of none."""
+    """Return the kind that a log or message indicates, or None."""
     if any(sign in text for sign in _MEMORY_SIGNS):
         return "out_of_memory"
     if any(sign in text for sign in _NODE_SIGNS):
@@ -118,12 +118,12 @@ def kind_of_text(text: str) -> str | None:
 
 
 def is_consequence(text: str) -> bool:
-    """Whether a traceback speaks of another rank being gone or stuck."""
+    """Whether a traceback shows that another rank is gone or stuck."""
     return any(sign in text for sign in (*_PEER_SIGNS, "Timed out waiting"))
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says; one whose own text cannot be made is named all the same."""
+    """Return an exception's message, or its type if it has none or ``str`` fails."""
     try:
         return str(error).strip() or type(error).__name__
     except Exception:
@@ -131,7 +131,7 @@ def text_of(error: BaseException) -> str:
 
 
 def _kind_of(error: BaseException) -> str:
-    """Sort one exception, without those it came from."""
+    """Classify one exception, without its causes."""
     if isinstance(error, HarnessError):
         return error.kind
     name, text = type(error).__name__, text_of(error)
@@ -155,7 +155,7 @@ def _exit_code_of(kind: str) -> int:
 
 
 def _where(error: BaseException) -> str | None:
-    """The innermost line of this package that an exception went through: which operation it was."""
+    """Return the innermost line of this package in an exception's traceback."""
     package = Path(__file__).parent
     frames = [f for f in traceback.extract_tb(error.__traceback__) if package in Path(f.filename).parents]
     if not frames:

@@ -1,11 +1,11 @@
-"""A repository's files, brought from the Hugging Face hub by huggingface_hub's client.
+"""Download a repository's files from the Hugging Face hub with huggingface_hub's client.
 
-The client finds the token and the hub (HF_TOKEN or a login; HF_ENDPOINT), knows its errors and repeats what
-breaks off. What it does not do across processes is done here: a file that was interrupted goes on where it
-stopped, and every file is compared with the checksum that the hub gives for it.
+The client finds the token and the hub (HF_TOKEN or a login; HF_ENDPOINT), defines the errors and retries
+broken connections. Added here: an interrupted file is resumed by the next process, and every file is compared
+with the hub's checksum.
 
-What was brought stands in ``download.json``; a file that is as it stands there is not read again. Parts of
-files lie in ``.download``.
+``download.json`` records the downloaded files; a file that matches its record is not read again. Partial
+files are in ``.download``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from harness.errors import ConfigError, MachineError, UserError
 from harness.locks import Held, lock
 
 RECORD, PARTS = "download.json", ".download"
-_WORKERS = 4  # files at once; more only share the same line
+_WORKERS = 4  # files at once; more would share the same bandwidth
 _BLOCK = 1 << 22  # bytes read at once for a checksum
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_AGAIN = "the same command goes on from where it stopped"
+_RESUMES = "the same command resumes where it stopped"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RemoteFile:
     Attributes:
         name: path in the repository.
         size: bytes.
-        checksum: ``sha256:...`` of the content, or ``git:...``, git's name of the blob (SHA-1).
+        checksum: ``sha256:...`` of the content, or ``git:...``, git's hash of the blob (SHA-1).
     """
 
     name: str
@@ -55,7 +55,7 @@ class Repository:
     Attributes:
         name: ``owner/name``.
         commit: the full hash.
-        files: all of them, by name.
+        files: all files.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Repository:
 
 
 @dataclass(frozen=True)
-class _Brought:
-    """A file as it was when it had been brought."""
+class _FileRecord:
+    """A downloaded file, as recorded in ``download.json``."""
 
     checksum: str
     size: int
@@ -73,10 +73,10 @@ class _Brought:
 
 
 def look_up(repo: str, revision: str) -> Repository:
-    """Asks the hub what a repository holds.
+    """Ask the hub for the files of a repository.
 
     Raises:
-        UserError: there is no such repository or revision, or no access to it.
+        UserError: the repository or revision does not exist, or the token has no access.
         MachineError: the hub cannot be reached.
     """
     from huggingface_hub import HfApi
@@ -87,75 +87,73 @@ def look_up(repo: str, revision: str) -> Repository:
     for each in info.siblings or []:
         checksum = f"sha256:{each.lfs.sha256}" if each.lfs else f"git:{each.blob_id}"
         if each.size is None or checksum == "git:None":
-            raise MachineError(
-                f"{_endpoint()} does not say how large {each.rfilename} is, or what its checksum is"
-            )
+            raise MachineError(f"{_endpoint()} does not give the size or the checksum of {each.rfilename}")
         files.append(RemoteFile(each.rfilename, each.size, checksum))
     return Repository(repo, cast(str, info.sha), tuple(files))
 
 
 def fetch(repository: Repository, files: list[RemoteFile], target: Path) -> list[RemoteFile]:
-    """Brings files into a folder, under their names in the repository, unless they are there.
+    """Download files into a folder, under their names in the repository; skip files that exist.
 
     Args:
-        repository: where they are.
-        files: which of its files.
-        target: the folder; made where it is missing.
+        repository: the repository.
+        files: the files to download.
+        target: the folder; created if missing.
 
     Returns:
-        the files that were not there.
+        The files that were downloaded.
 
     Raises:
-        UserError: no access, or something else is in their place.
-        MachineError: the hub cannot be reached, what came is damaged, or the disk is full.
+        UserError: no access, or another file has the same path.
+        MachineError: the hub cannot be reached, a file is damaged, or the disk is full.
     """
-    with _disk(target):
+    with _disk_errors(target):
         (target / PARTS).mkdir(parents=True, exist_ok=True)
         try:
-            held = lock(target / PARTS / "lock", create=True)
+            lock_file = lock(target / PARTS / "lock", create=True)
         except Held:
             raise UserError(f"{target}: another download is writing to this folder") from None
     try:
         record = _read_record(target, repository.name)
         missing = [file for file in files if not _is_there(target, file, record)]
         _require_space(target, missing)
-        with _disk(target):
+        with _disk_errors(target):
             _write_record(target, repository, record)
         if missing:
             _fetch_all(repository, missing, target, record)
     finally:
-        if held is not None:
-            held.close()
+        if lock_file is not None:
+            lock_file.close()
     return missing
 
 
 def _fetch_all(
-    repository: Repository, files: list[RemoteFile], target: Path, record: dict[str, _Brought]
+    repository: Repository, files: list[RemoteFile], target: Path, record: dict[str, _FileRecord]
 ) -> None:
     from huggingface_hub.utils import disable_progress_bars
 
     from harness.checkpoint.progress import progress
 
-    disable_progress_bars()  # of a single file; ours is of all
+    disable_progress_bars()  # one per file; ours covers all files
     stop, mutex = threading.Event(), threading.Lock()
-    with progress(sum(file.size - _part_size(target, file) for file in files)) as tell:
+    with progress(sum(file.size - _part_size(target, file) for file in files)) as advance_bar:
 
         def advance(nbytes: int) -> None:
             with mutex:
-                tell(nbytes)
+                advance_bar(nbytes)
 
-        def bring(file: RemoteFile) -> None:
-            brought = _bring(repository, file, target, advance, stop)
-            with mutex, _disk(target):
-                record[file.name] = brought
+        def download(file: RemoteFile) -> None:
+            entry = _download(repository, file, target, advance, stop)
+            with mutex, _disk_errors(target):
+                record[file.name] = entry
                 _write_record(target, repository, record)
 
         with ThreadPoolExecutor(_WORKERS) as pool:
-            running = [pool.submit(bring, file) for file in files]
+            running = [pool.submit(download, file) for file in files]
             try:
                 done, _ = wait(running, return_when=FIRST_EXCEPTION)
             finally:
-                # After an error or ^C the others end at their next bytes.
+                # After an error or ^C, the other threads stop at their next write.
                 if not all(each.done() for each in running):
                     stop.set()
                     pool.shutdown(wait=True, cancel_futures=True)
@@ -165,21 +163,21 @@ def _fetch_all(
             raise error
 
 
-def _bring(
+def _download(
     repository: Repository,
     file: RemoteFile,
     target: Path,
     advance: Callable[[int], None],
     stop: threading.Event,
-) -> _Brought:
-    """Brings one file whole, or leaves a part to go on from."""
+) -> _FileRecord:
+    """Download one file, resuming from its partial file; on failure the partial file stays."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
-    place, part = target / file.name, _part(target, file)
+    path, part = target / file.name, _part(target, file)
     have = _part_size(target, file)
-    with _disk(part):
+    with _disk_errors(part):
         stream = part.open("r+b" if have else "wb")
         stream.seek(have)
     with stream:
@@ -187,39 +185,40 @@ def _bring(
             with _hub_errors(repository.name, repository.commit):
                 http_get(
                     hf_hub_url(repository.name, file.name, revision=repository.commit),
-                    cast(Any, _Watched(stream, part, advance, stop)),
+                    cast(Any, _ProgressFile(stream, part, advance, stop)),
                     resume_size=have,
                     headers=build_hf_headers(),
                     expected_size=file.size,
                     displayed_filename=file.name,
                 )
-    with _disk(part):
-        if not _is(part, file):
+    with _disk_errors(part):
+        if not _matches(part, file):
             part.unlink()
             raise MachineError(
-                f"{file.name}: what came is not what the hub has; the same command brings it anew"
+                f"{file.name}: the download does not have the hub's checksum; "
+                "the same command downloads it again"
             )
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(part, place)
-        return _as_it_is(place, file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(part, path)
+        return _record_of(path, file)
 
 
 class _Stopped(Exception):
-    """Another file failed, or the user does not want any more."""
+    """The download was cancelled: another file failed, or the user pressed ^C."""
 
 
-class _Watched:
-    """A file that tells what is written, says what the disk refuses, and stops when asked to."""
+class _ProgressFile:
+    """A file that reports written bytes and disk errors, and raises ``_Stopped`` once ``stop`` is set."""
 
     def __init__(
-        self, stream: IO[bytes], place: Path, advance: Callable[[int], None], stop: threading.Event
+        self, stream: IO[bytes], path: Path, advance: Callable[[int], None], stop: threading.Event
     ) -> None:
-        self._stream, self._place, self._advance, self._stop = stream, place, advance, stop
+        self._stream, self._path, self._advance, self._stop = stream, path, advance, stop
 
     def write(self, content: bytes) -> int:
         if self._stop.is_set():
             raise _Stopped
-        with _disk(self._place):
+        with _disk_errors(self._path):
             written = self._stream.write(content)
             self._stream.flush()
         self._advance(written)
@@ -232,61 +231,62 @@ class _Watched:
         return self._stream.seek(offset, whence)
 
     def truncate(self, size: int | None = None) -> int:
-        # The hub sends the file from its beginning, whatever part of it was asked for.
+        # http_get truncates if the hub ignores the requested range and sends the file from its beginning.
         before = os.fstat(self._stream.fileno()).st_size
         after = self._stream.truncate(size)
         self._advance(after - before)
         return after
 
 
-# -- what is there ----
+# -- files on disk ----
 
 
 def _part(target: Path, file: RemoteFile) -> Path:
-    """Where a file grows; another content of the same name grows elsewhere."""
+    """Path of a partial file; it contains the checksum, so that another version gets another path."""
     return target / PARTS / f"{file.name.replace('/', '--')}.{file.checksum[-16:]}"
 
 
 def _part_size(target: Path, file: RemoteFile) -> int:
-    """Bytes of a file that an interrupted download left."""
+    """Size in bytes of the partial file of an interrupted download."""
     part = _part(target, file)
     size = part.stat().st_size if part.is_file() else 0
     return size if size <= file.size else 0
 
 
-def _is_there(target: Path, file: RemoteFile, record: dict[str, _Brought]) -> bool:
-    """Whether a file is what it is on the hub; one that was brought and is as it was may be replaced.
+def _is_there(target: Path, file: RemoteFile, record: dict[str, _FileRecord]) -> bool:
+    """Whether a file exists with the hub's content; an unchanged older download may be replaced.
 
     Raises:
-        UserError: something else is in its place.
+        UserError: another file has the same path.
     """
-    place = target / file.name
-    if not place.exists():
+    path = target / file.name
+    if not path.exists():
         return False
     known = record.get(file.name)
-    if known is not None and known == _as_it_is(place, RemoteFile(file.name, known.size, known.checksum)):
+    if known is not None and known == _record_of(path, RemoteFile(file.name, known.size, known.checksum)):
         return known.checksum == file.checksum
-    if place.is_file():
-        with _disk(place):
-            if _is(place, file):
-                record[file.name] = _as_it_is(place, file)
+    if path.is_file():
+        with _disk_errors(path):
+            if _matches(path, file):
+                record[file.name] = _record_of(path, file)
                 return True
     raise UserError(
-        f"{place}: is there already, and is not the hub's; would work: another folder in to=, or without it"
+        f"{path}: already exists and differs from the hub's; "
+        "would work: another folder in to=, or removing the file"
     )
 
 
-def _as_it_is(place: Path, file: RemoteFile) -> _Brought:
-    facts = place.stat()
-    return _Brought(file.checksum, facts.st_size, facts.st_mtime_ns)
+def _record_of(path: Path, file: RemoteFile) -> _FileRecord:
+    facts = path.stat()
+    return _FileRecord(file.checksum, facts.st_size, facts.st_mtime_ns)
 
 
-def _is(path: Path, file: RemoteFile) -> bool:
-    """Whether a file's content is the hub's."""
+def _matches(path: Path, file: RemoteFile) -> bool:
+    """Whether a file has the hub's size and checksum."""
     if path.stat().st_size != file.size:
         return False
     kind, _, expected = file.checksum.partition(":")
-    # git names a blob by this hash of its length and content (git-scm.com/book, "Git Objects").
+    # git hashes a blob's length and content (git-scm.com/book, "Git Objects").
     digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(b"blob %d\0" % file.size)
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
@@ -294,22 +294,22 @@ def _is(path: Path, file: RemoteFile) -> bool:
     return digest.hexdigest() == expected
 
 
-def _read_record(target: Path, repo: str) -> dict[str, _Brought]:
+def _read_record(target: Path, repo: str) -> dict[str, _FileRecord]:
     path = target / RECORD
     if not path.exists():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        files = {name: _Brought(**facts) for name, facts in content["files"].items()}
+        files = {name: _FileRecord(**facts) for name, facts in content["files"].items()}
         owner = content["repo"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: cannot be read; would work: without it") from error
+        raise UserError(f"{path}: cannot be read; would work: removing it") from error
     if owner != repo:
         raise ConfigError("to", target, f"holds files of {owner}", "another folder")
     return files
 
 
-def _write_record(target: Path, repository: Repository, record: dict[str, _Brought]) -> None:
+def _write_record(target: Path, repository: Repository, record: dict[str, _FileRecord]) -> None:
     content = {
         "repo": repository.name,
         "commit": repository.commit,
@@ -333,16 +333,16 @@ def _require_space(target: Path, files: list[RemoteFile]) -> None:
 
 
 @contextmanager
-def _disk(place: Path) -> Iterator[None]:
-    """Says on one line what the file system refused."""
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into one-line errors."""
     try:
         yield
     except OSError as error:
         if error.errno in _DISK_FULL:
             raise MachineError(
-                f"{place}: the disk is full, or a quota is; with more space {_AGAIN}"
+                f"{path}: the disk is full, or a quota is; with more space {_RESUMES}"
             ) from error
-        raise UserError(f"{place}: cannot be written: {error.strerror or error}") from error
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _endpoint() -> str:
@@ -353,31 +353,31 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(repo: str, revision: str) -> Iterator[None]:
-    """Says on one line what the hub, or the way to it, refused."""
+    """Turn errors of the hub and the network into one-line errors."""
     from huggingface_hub import errors
 
-    # The base of what the client's HTTP library raises: requests.HTTPError in huggingface_hub 0.x, whose
-    # other errors are OSErrors, and httpx.HTTPError, which all of its errors are, in later ones.
+    # The HTTP library's base error: requests.HTTPError in huggingface_hub 0.x (requests' other errors are
+    # OSErrors), and httpx.HTTPError, the base of all httpx errors, in later versions.
     library_error = cast("type[Exception]", errors.HfHubHTTPError.__mro__[1])
     try:
         yield
     except errors.OfflineModeIsEnabled as error:
         raise UserError(
-            "HF_HUB_OFFLINE=1 forbids to ask the hub; would work: HF_HUB_OFFLINE=0, "
-            "or the files from a machine that may ask it"
+            "HF_HUB_OFFLINE=1 forbids access to the hub; would work: HF_HUB_OFFLINE=0, "
+            "or copying the files from a machine with access"
         ) from error
     except errors.HfHubHTTPError as error:
         raise _refusal(repo, revision, error) from error
     except errors.HFValidationError as error:
-        raise ConfigError("repo", repo, "is no name", "owner/name") from error
+        raise ConfigError("repo", repo, "not a valid name", "owner/name") from error
     except (library_error, OSError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        again = f"once there is a connection {_AGAIN}"
-        raise MachineError(f"no whole answer from {_endpoint()}: {reason}; {again}") from error
+        again = f"once there is a connection {_RESUMES}"
+        raise MachineError(f"no complete answer from {_endpoint()}: {reason}; {again}") from error
 
 
 def _refusal(repo: str, revision: str, error: Any) -> Exception:
-    """What an answer of the hub means."""
+    """The one-line error for an HTTP error of the hub."""
     from huggingface_hub import errors, get_token
 
     page, tokens = f"{_endpoint()}/{repo}", f"{_endpoint()}/settings/tokens"
@@ -400,11 +400,11 @@ def _refusal(repo: str, revision: str, error: Any) -> Exception:
         rule = "no such repository, or a private one" + (" that your token may not read" if has_token else "")
         works = f"a name from {_endpoint()}/models" + ("" if has_token else f"; for a private one, {login}")
         return ConfigError("repo", repo, rule, works)
-    said = " ".join((error.server_message or "").split())
-    answer = f"HTTP {status}" + (f" ({said})" if said else "")
+    message = " ".join((error.server_message or "").split())
+    answer = f"HTTP {status}" + (f" ({message})" if message else "")
     if status == 401:
-        rule = f"the hub does not take your token (HF_TOKEN, or your login): {answer}"
+        rule = f"the hub rejects your token (HF_TOKEN, or your login): {answer}"
         return UserError(f"{rule}; would work: a token of {tokens}, or none")
     if status == 403:
         return ConfigError("repo", repo, f"your token may not read it: {answer}", f"one of {tokens} that may")
-    return MachineError(f"{_endpoint()}: {answer}; {_AGAIN}")
+    return MachineError(f"{_endpoint()}: {answer}; {_RESUMES}")

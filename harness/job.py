@@ -1,4 +1,4 @@
-"""The job: everything a run is, in one typed value that imports no torch and travels as JSON."""
+"""The job: the complete configuration of a run, typed, without torch, and stored as JSON."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from harness.text import validate_texts
 FLEX_HEAD = 16
 """torch._inductor.kernel.flex: "embedding dimension of the query, key, and value must be at least 16"."""
 LONGEST_NAME = 255
-"""Bytes in the name of a folder, on the file systems of Linux."""
+"""Maximum bytes in a folder's name on Linux file systems."""
 
 
 @dataclass
 class Job:
-    """One training run, whole. Each part is documented beside the code it configures."""
+    """Configuration of one training run. Each part is documented in the package that it configures."""
 
     name: str = label("???")
-    """Folder of the run inside runs_dir, shared by jobs that belong together."""
+    """Folder inside runs_dir that holds the run folders of jobs with this name."""
     runs_dir: str = label("runs")
-    """Where run folders are made."""
+    """Folder in which run folders are created."""
     training: TrainingConfig = part(TrainingConfig)
     validation: ValidationConfig = part(ValidationConfig)
     model: ModelConfig = part(ModelConfig)
@@ -60,17 +60,17 @@ class Job:
 
     @property
     def id(self) -> str:
-        """Twelve hex digits that name the job: equal for equal numerics and execution; labels are ignored."""
+        """Hash of the job, twelve hex digits: covers numerics and execution, but not labels."""
         return _digest([(name, value) for name, role, value in leaves(self) if role != LABEL])
 
     @property
     def numerics_id(self) -> str:
-        """The same over the fields that change the numbers: layouts of one experiment share it."""
+        """Hash of the numerics only: layouts of one experiment share it."""
         return _digest([(name, value) for name, role, value in leaves(self) if role == NUMERICS])
 
     @property
     def run_dir(self) -> Path:
-        """Folder that holds everything about the run."""
+        """The run folder: ``runs_dir/name/id``."""
         return Path(self.runs_dir) / self.name / self.id
 
     @property
@@ -104,10 +104,10 @@ class Job:
         return self.global_batch_size // (self.local_batch_size * self.parallelism.data_parallel)
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Job:
-        """Fills in what follows from the rest and checks every rule; returns itself.
+        """Fill in derived fields and check every rule; return the job itself.
 
         Args:
-            launched_ranks: ranks that were already started around this process (torchrun), if so.
+            launched_ranks: number of ranks that torchrun started, if it did.
             gpus: GPUs of this machine; counted when None.
 
         Raises:
@@ -140,7 +140,7 @@ class Job:
         return self
 
     def _resolve_batch(self) -> None:
-        """Completes the pair of batch sizes, one of which may be null."""
+        """Derive the batch sizes that are null."""
         training, replicas = self.training, self.parallelism.data_parallel
         if training.global_batch_size is None:
             training.local_batch_size = training.local_batch_size or 8
@@ -169,7 +169,7 @@ class Job:
             )
 
     def _validate_folder(self) -> None:
-        """Checks that the run folder lies inside runs_dir."""
+        """Check that the run folder is inside runs_dir."""
         parts = Path(self.name).parts
         if not parts or Path(self.name).is_absolute() or ".." in parts:
             rule = "must name a folder inside runs_dir"
@@ -178,15 +178,15 @@ class Job:
             raise ConfigError("name", self.name, f"a folder's name has at most {LONGEST_NAME} bytes")
         if not self.runs_dir:
             raise ConfigError("runs_dir", "''", "must name a folder", "runs")
-        above = Path(self.runs_dir)
-        in_the_way = [
-            path for path in (above, *above.parents) if os.path.exists(path) and not os.path.isdir(path)
+        runs_dir = Path(self.runs_dir)
+        no_folders = [
+            path for path in (runs_dir, *runs_dir.parents) if os.path.exists(path) and not os.path.isdir(path)
         ]
-        if in_the_way:
-            raise ConfigError("runs_dir", self.runs_dir, f"{in_the_way[0]} is no folder", "runs")
+        if no_folders:
+            raise ConfigError("runs_dir", self.runs_dir, f"{no_folders[0]} is not a folder", "runs")
 
     def _validate(self) -> None:
-        """Checks every part, and what parts ask of each other."""
+        """Check every part, and the rules between parts."""
         if self.training.seq_len > self.model.max_seq_len:
             raise ConfigError(
                 "training.seq_len",
@@ -219,30 +219,30 @@ class Job:
         self.debug.validate(self.parallelism.tp, self.compile.blocks)
 
     def _validate_compiled_experts(self) -> None:
-        """Checks that single operations can be kept where blocks with experts are compiled in pieces."""
+        """Check that selective_op is not combined with blocks that are compiled in pieces."""
         in_pieces = self.compile.blocks and self.model.moe.enabled and self.parallelism.lays_out_experts
         if in_pieces and self.activation_checkpoint.mode == "selective_op":
             raise ConfigError(
                 "activation_checkpoint.mode",
                 "selective_op",
-                "keeps operations by name, and blocks with experts on other ranks are compiled in pieces, "
-                "which do not show theirs",
+                "saves operations by name, which are not visible in blocks with experts on other ranks, "
+                "because these are compiled in pieces",
                 "full, selective_layer, memory_budget, or compile=off",
             )
 
     def _validate_chunked_loss(self) -> None:
-        """Checks that the pieces of a chunked loss can be computed where the vocabulary is split."""
+        """Check that a chunked loss can be computed with a sharded vocabulary."""
         chunks, layout = self.training.loss_chunks, self.parallelism
         if chunks > 1 and layout.tp > 1 and not layout.loss_parallel:
             raise ConfigError(
                 "training.loss_chunks",
                 chunks,
-                "splits the vocabulary over tensor-parallel ranks, and parallelism.loss_parallel=false",
+                f"shards the vocabulary over parallelism.tp={layout.tp}, and parallelism.loss_parallel=false",
                 "1, or parallelism.loss_parallel=true",
             )
 
     def _validate_async_tp(self, *, on_cpu: bool) -> None:
-        """Checks that asynchronous tensor parallel would do what it says, instead of nothing."""
+        """Check that asynchronous tensor parallel would have an effect."""
         layout, works = self.parallelism, "parallelism.async_tp=false"
         if not layout.async_tp:
             return
@@ -257,7 +257,7 @@ class Job:
             (on_cpu, "needs GPUs with symmetric memory, and the ranks compute on CPUs", works),
             (
                 ranks_per_node % layout.tp != 0,
-                f"needs tensor-parallel ranks on one node; there are {ranks_per_node} to a node",
+                f"needs tensor-parallel ranks on one node; there are {ranks_per_node} ranks per node",
                 f"{works}, or a parallelism.tp that divides {ranks_per_node}",
             ),
         ):
@@ -265,43 +265,42 @@ class Job:
                 raise ConfigError("parallelism.async_tp", True, rule, instead)
 
     def validate_device(self, *, on_cpu: bool) -> None:
-        """Refuses a backend of attention that cannot train on a CPU; a rank asks again, knowing its own."""
+        """Reject an attention backend that cannot train on a CPU; each rank checks its own device again."""
         backend = self.training.attention
         if on_cpu and backend != "sdpa":
             rule = "trains on GPUs only, and the ranks compute on CPUs"
             raise ConfigError("training.attention", backend, rule, ["sdpa"])
 
     def _validate_heads_of_flex(self) -> None:
-        """Checks that heads are as wide as torch's compiler wants them for FlexAttention."""
+        """Check that heads are wide enough for FlexAttention."""
         narrowest = min(self.model.head_width, self.model.value_width)
         if self.training.attention == "flex" and narrowest < FLEX_HEAD:
             raise ConfigError(
                 "training.attention",
                 "flex",
-                f"takes heads of {FLEX_HEAD} values or more, and those of model={self.model.name} have "
-                f"{narrowest}",
+                f"needs a head dimension of at least {FLEX_HEAD}; model={self.model.name} has {narrowest}",
                 ["sdpa"],
             )
 
     def _validate_attention(self) -> None:
-        """Checks that the backend of attention can do what layout, precision and documents ask of it."""
+        """Check that the attention backend supports the layout, the precision and the documents."""
         backend, layout = self.training.attention, self.parallelism
         if backend == "varlen" and self.precision.param_dtype == "float32":
             raise ConfigError(
                 "training.attention",
                 backend,
-                "flash attention over documents takes 16-bit formats, and precision.param_dtype is float32",
+                "flash attention over documents needs 16-bit formats, and precision.param_dtype is float32",
                 "precision=bf16, or sdpa, flex",
             )
         if backend == "varlen" and self.model.attention.sinks:
-            rule = f"flash attention knows no sinks, and model={self.model.name} has them"
+            rule = f"flash attention does not support sinks, and model={self.model.name} has them"
             raise ConfigError("training.attention", backend, rule, ["sdpa", "flex"])
         if layout.cp > 1 and layout.cp_method == "ring":
             if backend != "sdpa":
                 raise ConfigError(
                     "training.attention",
                     backend,
-                    f"parallelism.cp={layout.cp} goes round a ring, which has kernels of its own",
+                    f"parallelism.cp={layout.cp} with cp_method=ring has kernels of its own",
                     "sdpa, or parallelism.cp_method=ulysses",
                 )
             reach = [self.model.span(layer) for layer in range(self.model.num_blocks)]
@@ -311,7 +310,7 @@ class Job:
                 raise ConfigError(
                     "parallelism.cp_method",
                     "ring",
-                    f"its kernels know the causal mask only, and model={self.model.name} has "
+                    f"its kernels support the causal mask only, and model={self.model.name} has "
                     f"model.attention.{what}",
                     ["ulysses"],
                 )
@@ -319,12 +318,12 @@ class Job:
                 raise ConfigError(
                     "data.attend_across_documents",
                     False,
-                    f"parallelism.cp={layout.cp} goes round a ring, whose kernels know the causal mask only",
+                    f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only",
                     "true, or parallelism.cp_method=ulysses",
                 )
 
     def _validate_precision(self) -> None:
-        """Checks the formats, and whether the model's linears and the layout have lengths that fit them."""
+        """Check the formats, and whether the shapes of the linears, after sharding, fit them."""
         self.precision.validate()
         if self.precision.linear == "none":
             return
@@ -347,7 +346,7 @@ class Job:
         )
 
     def _validate_update_in_backward(self) -> None:
-        """Checks what an update in the middle of backward cannot wait for."""
+        """Check the options that an update during backward does not allow."""
         if not self.optimizer.in_backward:
             return
         for field, value, works, why in (
@@ -362,8 +361,8 @@ class Job:
             raise ConfigError(
                 "training.local_batch_size",
                 self.local_batch_size,
-                f"optimizer.in_backward=true updates in every backward, and there are "
-                f"{self.accumulation_steps} in a step",
+                f"optimizer.in_backward=true updates in every backward pass, and a step has "
+                f"{self.accumulation_steps}",
                 f"{self.local_batch_size * self.accumulation_steps}, or optimizer.in_backward=false",
             )
 
@@ -372,26 +371,26 @@ class Job:
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
-        """The job as ``job.json`` holds it, with its id."""
+        """The job as written to ``job.json``, with its id."""
         return json.dumps({"id": self.id, **self.to_dict()}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Reads what ``to_json`` wrote.
+        """Read a job that ``to_json`` wrote.
 
         Raises:
             ValueError: the text is not a JSON object.
-            ConfigError: a field is not one of a job, or has a value of another type.
+            ConfigError: an unknown field, or a value of the wrong type.
         """
         return cls._from_dict(parse_object(text))
 
     @classmethod
     def read(cls, path: Path) -> Job:
-        """Reads a ``job.json``.
+        """Read a ``job.json``.
 
         Raises:
             FileNotFoundError: there is none.
-            UserError: it is damaged, another version wrote it, or it holds a text that no job may have.
+            UserError: it is damaged, another version wrote it, or it holds an invalid text.
         """
         plain = read_object(path)
         try:

@@ -1,4 +1,4 @@
-"""What torchrun, or another launcher, says of this process in its environment. Imports no torch."""
+"""Read the environment variables that torchrun or another launcher sets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from harness.errors import LONGEST_VALUE, UserError
 
 LONGEST_NUMBER = 9
-"""Digits of a number that a launcher sets."""
+"""Maximum digits of a number that a launcher sets."""
 
 
 def launched_ranks() -> int | None:
-    """Ranks that torchrun (or another launcher) started around this process; None when this is no rank.
+    """Return the number of ranks if torchrun (or another launcher) started this process, else None.
 
     Raises:
         UserError: the launcher's variables are incomplete or have impossible values.
@@ -31,15 +31,15 @@ def launched_ranks() -> int | None:
 
 
 def _launcher_number(name: str, least: int, below: int | None = None) -> int:
-    """A number that a launcher has to set.
+    """Read a number that a launcher must set.
 
     Raises:
-        UserError: it is missing, no number, or out of range.
+        UserError: the variable is missing, not a number, or out of range.
     """
     value = os.environ.get(name)
     if value is None:
         raise _launcher_error(name, "is missing")
-    # Python refuses to read very long numbers.
+    # Python refuses to parse very long numbers.
     number = int(value) if value.isdecimal() and len(value) <= LONGEST_NUMBER else -1
     if number < least or (below is not None and number >= below):
         end = "" if below is None else f" and less than {below}"
@@ -50,6 +50,6 @@ def _launcher_number(name: str, least: int, below: int | None = None) -> int:
 
 def _launcher_error(name: str, rule: str) -> UserError:
     return UserError(
-        f"{name}: {rule}; RANK={os.environ['RANK']} says that a launcher has started this process; would "
-        "work: torchrun, or unset RANK"
+        f"{name}: {rule}; RANK={os.environ['RANK']} means that a launcher started this process; would work: "
+        "torchrun, or unset RANK"
     )

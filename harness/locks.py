@@ -1,4 +1,4 @@
-"""Locks on files, held by processes: they end with the process, however it ends."""
+"""File locks, which the operating system releases when the process ends."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import IO
 
 try:
     import fcntl
-except ImportError:  # no such thing outside of POSIX
+except ImportError:  # POSIX only
     fcntl = None  # type: ignore[assignment]
 
-# What file systems without locks say (some Lustre mounts).
+# Errors of file systems without locks (some Lustre mounts).
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -20,18 +20,18 @@ class Held(Exception):
 
 
 def lock(path: Path, *, shared: bool = False, create: bool = False) -> IO[bytes] | None:
-    """Locks a file.
+    """Lock a file without waiting.
 
     Args:
         path: the file.
-        shared: whether others may have a shared lock on it too.
-        create: whether to make the file if it is missing.
+        shared: take a shared lock instead of an exclusive one.
+        create: create the file if it is missing.
 
     Returns:
-        the open file, which holds the lock until it is closed; None where there are no locks.
+        The open file, which holds the lock until it is closed; None if the file system has no locks.
 
     Raises:
-        Held: another process has a lock that excludes this one.
+        Held: another process holds a conflicting lock.
         OSError: the file cannot be opened.
     """
     file = path.open("ab" if create else "rb" if shared else "rb+")

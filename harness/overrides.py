@@ -1,4 +1,4 @@
-"""What is typed: overrides are held against the dataclasses and the files of conf/ before Hydra sees them."""
+"""Check overrides against the dataclasses and the files of conf/, before Hydra sees them."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from harness.paths import conf_dir
 OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?$", re.DOTALL)
 
 LISTED = ("experiment",)
-"""Groups of which several options may be chosen at once; each changes what the ones before it say."""
+"""Groups that allow a list of options; later options override earlier ones."""
 AXES = "hydra.sweeper.params"
-"""The only setting of Hydra's that is taken: what a sweep's file goes through."""
+"""The only setting of Hydra that may be set: the axes of a sweep."""
 
 FROM_CONFIG = "from_config"
-"""The option of the group ``model`` that is no file of conf/: its numbers come from a config.json."""
+"""The option of group ``model`` that is not a file of conf/: it is read from a config.json."""
 
 _NUMBER = re.compile(r"^\s*(nan|inf)\s*$", re.IGNORECASE)
 
 
-# What a list, mapping or sweep has between its signs, if it has letters that are not ASCII and no quotes.
-_FOREIGN = re.compile(r"(?<![^,\[:{])[^\s,\[\]{}()'\":=$\\]*[^\x00-\x7f][^,\[\]{}()'\":=$\\]*(?![^,\]}])")
+# An unquoted element of a list, mapping or sweep with characters that are not ASCII.
+_NON_ASCII = re.compile(r"(?<![^,\[:{])[^\s,\[\]{}()'\":=$\\]*[^\x00-\x7f][^,\[\]{}()'\":=$\\]*(?![^,\]}])")
 
 
-def is_value(override: str) -> bool:
-    """Whether an override sets a field, and so does not decide which files are composed."""
+def sets_field(override: str) -> bool:
+    """Whether an override sets a field, so that it does not change which files are composed."""
     match = OVERRIDE.match(override)
     if match is None or match["sign"] is not None or match["key"].startswith("hydra"):
         return False
     return match["key"] not in groups()
 
 
-def stands_alone(override: str) -> bool:
-    """Whether an override chooses an option that no other choice changes, and that changes no other group."""
+def sets_one_group(override: str) -> bool:
+    """Whether an override chooses an option whose file sets values of its own group only."""
     match = OVERRIDE.match(override)
     if match is None or match["sign"] is not None or match["key"] not in groups():
         return False
@@ -51,17 +51,17 @@ def stands_alone(override: str) -> bool:
 
 @functools.cache
 def _is_plain(path: Path) -> bool:
-    """Whether a file of a group has values of that group only, its own and those of options beside it."""
+    """Whether a file sets values of its own group only; its defaults list may name options of that group."""
     import yaml
 
     text = path.read_text()
     content = yaml.safe_load(text) or {}
     others = content.get("defaults", []) if isinstance(content, dict) else [None]
-    beside = [path.parent / f"{each}.yaml" for each in others if each != "_self_"]
+    included = [path.parent / f"{each}.yaml" for each in others if each != "_self_"]
     return (
         "@package" not in text
         and all(isinstance(each, str) and each.isidentifier() for each in others)
-        and all(map(_is_plain, beside))
+        and all(map(_is_plain, included))
     )
 
 
@@ -76,10 +76,10 @@ def _groups_in(folder: str) -> dict[str, Path]:
 
 
 def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
-    """Refuses overrides that name no group, option or field, before Hydra is even imported.
+    """Reject overrides of unknown groups, options or fields, before Hydra is imported.
 
     Raises:
-        UserError: with a did-you-mean.
+        UserError: with a suggestion.
     """
     # A verb without a training job has fields only.
     known_groups = groups() if issubclass(schema, Job) else {}
@@ -99,22 +99,22 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
             _check_options(key, value, known_groups[key])
         elif sign == "~" and key in fields_of(schema):
             options = " or ".join(options_of(known_groups[key]))
-            raise UserError(f"{override}: every job has one; would work: {key}={options}")
+            raise UserError(f"{override}: every job needs an option of it; would work: {key}={options}")
 
 
 def _check_hydra(override: str, key: str) -> None:
-    """Refuses Hydra's own settings: it composes and does nothing else, so that they would change nothing."""
+    """Reject Hydra's own settings: Hydra only composes, so that they would have no effect."""
     if f"{key}.".startswith(f"{AXES}."):
         return
-    rule = "Hydra's own settings change nothing; run folders are named by runs_dir and name"
+    rule = "Hydra's own settings have no effect; runs_dir and name choose the run folder"
     raise UserError(f"{override}: {rule}; would work: no hydra settings, and -m for a sweep")
 
 
-def with_own_keys(overrides: Iterable[str], schema: type = Job) -> list[str]:
-    """The overrides as Hydra takes them.
+def in_hydra_syntax(overrides: Iterable[str], schema: type = Job) -> list[str]:
+    """Return the overrides in Hydra's syntax.
 
-    Before keys of mappings, the user's own, it wants ``++``; it wants quotes around an option that it would
-    read as a number (debug=nan), and around letters that are not ASCII.
+    Hydra needs ``++`` before keys of mappings, and quotes around options that look like numbers (debug=nan)
+    and around characters that are not ASCII.
     """
     return [
         ("++" if _is_own_key(override, schema) else "") + _with_quotes(override) for override in overrides
@@ -130,7 +130,7 @@ def _with_quotes(override: str) -> str:
         options = [f"'{option}'" if _NUMBER.match(option) else option for option in value.split(",")]
         value = ",".join(options)
     elif not value.isascii() and "${" not in value:
-        value = _FOREIGN.sub(lambda text: f"'{text[0]}'", value)
+        value = _NON_ASCII.sub(lambda text: f"'{text[0]}'", value)
     return f"{match['sign'] or ''}{match['key']}={value}"
 
 
@@ -149,12 +149,12 @@ def _is_own_key(override: str, schema: type) -> bool:
 
 
 def reject_unknown_keys(plain: dict[str, Any], schema: type, prefix: str = "") -> None:
-    """Walks a composed config and refuses every key that the dataclasses do not have.
+    """Reject keys of a composed config that the dataclasses do not have.
 
-    Structured configs refuse unknown keys of files and plain overrides, but ``+key=value`` goes through.
+    Structured configs reject unknown keys of files and plain overrides, but not of ``+key=value``.
 
     Raises:
-        ConfigError: with a did-you-mean.
+        ConfigError: with a suggestion.
     """
     fields = fields_of(schema)
     for name, value in plain.items():
@@ -165,7 +165,7 @@ def reject_unknown_keys(plain: dict[str, Any], schema: type, prefix: str = "") -
 
 
 def typed_value(overrides: Iterable[str], key: str) -> str | None:
-    """The value that is typed last for a group or a field, without quotes; None where there is none."""
+    """Return the last value given for a group or field, without quotes; None if there is none."""
     value = None
     for override in overrides:
         match = OVERRIDE.match(override)
@@ -176,15 +176,15 @@ def typed_value(overrides: Iterable[str], key: str) -> str | None:
 
 
 def options_of(folder: Path) -> list[str]:
-    """The options of a group: its YAML files."""
+    """Options of a group: its YAML files."""
     return sorted(str(p.relative_to(folder))[: -len(".yaml")] for p in folder.rglob("*.yaml"))
 
 
 def _check_options(group: str, value: str, folder: Path) -> None:
-    """Refuses options that the group does not have; a sweep's comma list and globs are left to Hydra."""
+    """Reject unknown options of a group. Sweep functions such as ``glob(...)`` are left to Hydra."""
     options = [*options_of(folder), *([FROM_CONFIG] if group == "model" else [])]
     if value.strip().startswith("[") and group not in LISTED:
-        rule = "one option is chosen of a group; would work:"
+        rule = "a group takes one option; would work:"
         first = value.strip().strip("[]").split(",")[0].strip()
         raise UserError(f"{group}={value}: {rule} {group}={first if first in options else options[0]}")
     if "(" in value or value.strip() == "[]":
@@ -197,7 +197,7 @@ def _check_options(group: str, value: str, folder: Path) -> None:
 
 
 def _check_field(key: str, value: str | None, schema: type, groups: list[str], sign: str | None) -> None:
-    """Refuses a dotted name that leads to no field, and signs that a field does not take."""
+    """Reject an unknown field, and signs that a field does not take."""
     prefix, current = "", schema
     names = key.split(".")
     for depth, name in enumerate(names):
@@ -214,13 +214,13 @@ def _check_field(key: str, value: str | None, schema: type, groups: list[str], s
             prefix, current = f"{prefix}{name}.", inner
     if sign == "~":
         works = "" if fields_of(current)[names[-1]] else f"; would work: {key}=value"
-        raise UserError(f"~{key}: a field cannot be taken away{works}")
+        raise UserError(f"~{key}: a field cannot be removed{works}")
     if sign == "+":
-        raise UserError(f"+{key}={value}: the field is there already; would work: {key}={value}")
+        raise UserError(f"+{key}={value}: the field exists already; would work: {key}={value}")
 
 
 def _namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
-    """Dotted names of the fields that are called ``name`` anywhere in the job."""
+    """Dotted names of all fields called ``name``."""
     found = []
     for field, inner in fields_of(schema).items():
         found += [prefix + field] if field == name else []
@@ -231,7 +231,7 @@ def _namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
 def unknown_field(
     key: str, value: Any, name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = ()
 ) -> UserError:
-    """The error for ``name``, which is none of ``known``, at the dotted ``key``; with what was meant."""
+    """Make the error for ``name`` of the dotted ``key``, which is not in ``known``; with a suggestion."""
     close = [prefix + c for c in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
     where = prefix.rstrip(".") or "the job"
     works = f"did you mean {' or '.join(close)}?" if close else f"{where} has: {', '.join(sorted(known))}"

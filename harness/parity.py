@@ -1,8 +1,8 @@
-"""``python -m harness.parity``: proof on CPU ranks that every layout computes what one process computes.
+"""``python -m harness.parity``: check on CPU ranks that every layout computes the same as one process.
 
-For each layout and for one process the same job is trained from the same seed; losses, gradient norms and
-the gradients themselves, before clipping, are compared. Gradients are the sensitive figure: clipping and
-Adam hide an error of scale from the loss.
+The same job is trained from the same seed with each layout and in one process. Losses, gradient norms and
+gradients, before clipping, are compared. The gradients are the most sensitive: clipping and Adam hide an
+error of scale from the loss.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ TOLERANCES = {"float32": (1e-5, 1e-4), "bfloat16": (1e-3, 5e-2), "float8": (1e-3
 
 @dataclass
 class ParityConfig:
-    """What is compared, and how closely."""
+    """Layouts to compare, and tolerances."""
 
     matrix: dict[str, str] = label(factory=dict)
-    """Known layouts: a name, and the overrides that make it, separated by spaces."""
+    """Known layouts: name -> overrides, separated by spaces."""
     expert_matrix: dict[str, str] = label(factory=dict)
-    """The same for models with experts."""
+    """Additional layouts for models with experts."""
     layouts: list[str] = label(factory=list)
-    """Names out of the matrix to run; empty means all."""
+    """Names in the matrix to run; empty runs all."""
     world_size: int = label(8)
-    """Ranks to start; layouts that need more are skipped, and said to be."""
+    """Ranks to start; layouts that need more are reported as skipped."""
     random: int = label(0)
-    """Random compositions to compare instead of the matrix, each with one process."""
+    """Number of random jobs to compare with one process, instead of the matrix."""
     seed: int = label(0)
-    """Seed of the first of them; the next one's is larger by one."""
+    """Seed of the first random job; each further one adds 1."""
     steps: int = label(10)
     """Optimizer steps of every run."""
     loss_tolerance: float | None = label(None)
     """Largest relative difference of a step's loss; null: 1e-5 in float32, 1e-3 in bfloat16 and float8."""
     gradient_tolerance: float | None = label(None)
-    """Largest relative difference of a gradient (2-norm, per parameter) or of the norm; null: 1e-4 in
-    float32, 5e-2 in bfloat16, 0.2 in float8."""
+    """Largest relative difference of a gradient (2-norm, per parameter) or of the gradient norm; null: 1e-4
+    in float32, 5e-2 in bfloat16, 0.2 in float8."""
 
     def validate(self, training_steps: int) -> None:
-        """Raises ConfigError for counts and tolerances that compare nothing."""
+        """Raise ConfigError for invalid counts, tolerances and combinations."""
         if not 1 <= self.steps <= training_steps:
             raise ConfigError(
                 "parity.steps", self.steps, f"must be from 1 to training.steps={training_steps}"
@@ -65,9 +65,9 @@ class ParityConfig:
         if self.world_size < 1:
             raise ConfigError("parity.world_size", self.world_size, "must be at least 1")
         if self.random < 0:
-            raise ConfigError("parity.random", self.random, "must not be negative; 0 takes the matrix")
+            raise ConfigError("parity.random", self.random, "must not be negative; 0 compares the matrix")
         if self.random and self.layouts:
-            rule = f"chooses out of the matrix, and parity.random={self.random} does not compare it"
+            rule = f"selects from the matrix, which parity.random={self.random} does not compare"
             raise ConfigError("parity.layouts", self.layouts, rule, "parity.random=0, or no parity.layouts")
         for name in ("loss_tolerance", "gradient_tolerance"):
             value = getattr(self, name)
@@ -77,31 +77,31 @@ class ParityConfig:
 
 @dataclass
 class ParityJob(Job):
-    """A job with what is to be compared."""
+    """A job plus the options of the comparison."""
 
     parity: ParityConfig = part(ParityConfig)
-    """What is compared."""
+    """Layouts to compare, and tolerances."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run did on one rank."""
+    """Losses, norms and gradients of one run on one rank."""
 
     losses: list[float]
-    """Loss of every step; with multi-token prediction, each followed by its own."""
+    """Loss of every step; with multi-token prediction, each is followed by that loss."""
     norms: list[float]
     """Gradient norm of every step, before clipping."""
     valid_tokens: list[int]
-    """Tokens of every step that the loss counts."""
+    """Number of tokens in the loss of every step."""
     gradients: list[dict[str, Tensor]]
-    """Whole gradients of the first and the last step, of the parameters this rank holds."""
+    """Full gradients of the first and the last step, for this rank's parameters."""
     biases: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """Balancing biases of the experts this rank holds, after the last step."""
+    """Balancing biases of this rank's experts, after the last step."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far one layout is from one process: the largest relative difference of each figure."""
+    """Largest relative differences between one layout and one process."""
 
     layout: str
     ranks: int
@@ -113,7 +113,7 @@ class Verdict:
 
 
 def trace(job_json: str, steps: int) -> Trace:
-    """Trains on this rank of a process group; the gradients are whole, and on rank 0 of all parameters."""
+    """Train on this rank of a process group and record losses, norms and full gradients."""
     import torch
 
     from harness.data.tokenizer import build_tokenizer
@@ -144,25 +144,25 @@ def trace(job_json: str, steps: int) -> Trace:
 
 
 def whole_gradients(engine: Any) -> dict[str, Tensor]:
-    """Gradients of this rank's parameters, gathered over the ranks that share each; all ranks call it."""
+    """Full gradients of this rank's parameters, all-gathered over their shards; call on all ranks."""
     from torch.distributed.tensor import DTensor
 
-    whole = {}
+    full = {}
     for name, parameter in engine.named_parameters():
         gradient = parameter.grad
         assert gradient is not None, f"{name} has no gradient"
-        # Gathering would complete a partial gradient, and hide that nothing else does.
+        # full_tensor would reduce a partial gradient, and hide that training does not.
         assert getattr(gradient, "placements", None) == getattr(parameter, "placements", None), name
-        whole[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
-    return whole
+        full[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+    return full
 
 
 def compare(
     layout: str, ranks: int, reference: Trace, traces: list[Trace], tolerances: tuple[float, float]
 ) -> Verdict:
-    """Holds the traces of all ranks of a layout against the one of a single process.
+    """Compare the traces of all ranks of a layout with the trace of a single process.
 
-    Every rank's figures count: a rank that sees another loss, or lacks a gradient, is an error too.
+    Every rank counts: a different loss on one rank, or a gradient that no rank has, fails the comparison.
     """
     loss = _largest(reference.losses, [t.losses for t in traces])
     norm = _largest(reference.norms, [t.norms for t in traces])
@@ -182,36 +182,36 @@ def compare(
         missing = expected.keys() - found
         if missing:
             worst, worst_parameter = float("inf"), min(missing)
-    held = [(name, bias) for trace in traces for name, bias in trace.biases.items()]
-    # Bitwise: they follow from counts.
-    moved = [name for name, bias in held if not bias.equal(reference.biases[name])]
-    moved += reference.biases.keys() - dict(held).keys()
-    worst_parameter = min(moved, default=worst_parameter)
-    same = not moved and all(t.valid_tokens == reference.valid_tokens for t in traces)
-    # Comparisons with a NaN are false: one fails.
+    biases = [(name, bias) for trace in traces for name, bias in trace.biases.items()]
+    # Bitwise, because biases are computed from integer counts.
+    different = [name for name, bias in biases if not bias.equal(reference.biases[name])]
+    different += reference.biases.keys() - dict(biases).keys()
+    worst_parameter = min(different, default=worst_parameter)
+    same = not different and all(t.valid_tokens == reference.valid_tokens for t in traces)
+    # NaN fails, because every comparison with it is false.
     passed = same and loss <= tolerances[0] and worst <= tolerances[1] and norm <= tolerances[1]
     return Verdict(layout, ranks, loss, worst, worst_parameter, norm, passed)
 
 
 @dataclass
 class Judge:
-    """Compares layouts with one process, which is run once for those that share it.
+    """Compares layouts with one process; the process runs once for all layouts with the same reference job.
 
     Args:
-        pool: where they run.
-        config: how many steps, and how closely.
+        pool: runs the ranks.
+        config: number of steps, and tolerances.
     """
 
     pool: RankPool
     config: ParityConfig
     references: dict[str, Trace] = dataclasses.field(default_factory=dict)
-    """What one process did, by the job's id; of the last few jobs, because gradients take memory."""
+    """Traces of one process by job id; only of the last few jobs, because gradients take memory."""
 
     def verdict(self, name: str, job: Job) -> Verdict:
-        """Compare one layout; where several comparisons show it, return the worst.
+        """Compare one layout; with several ``comparisons``, return the worst result.
 
         Raises:
-            RankFailed: a rank did not come to its end.
+            RankFailed: a rank failed.
         """
         verdicts = [self._compare(name, each) for each in comparisons(job)]
         return min(verdicts, key=lambda verdict: (verdict.passed, -verdict.gradient))
@@ -224,10 +224,10 @@ class Judge:
 
         alone = single_process(job)
         verdict = against(self._reference(alone))
-        if verdict.passed or not rounds(job):
+        if verdict.passed or not is_low_precision(job):
             return verdict
-        # One process adds all rows of a batch in the format, and can be the less exact of the two: seen of an
-        # embedding's gradient in bfloat16, 5 % from float32 where eight ranks were 0.6 % from it.
+        # One process sums all rows of a batch in low precision, and can be less exact than several ranks: an
+        # embedding's gradient in bfloat16 was 5 % from float32, that of eight ranks 0.6 %.
         return against(self._reference(in_float32(alone)))
 
     def _reference(self, alone: Job) -> Trace:
@@ -238,8 +238,8 @@ class Judge:
         return self.references[alone.id]
 
 
-def rounds(job: Job) -> bool:
-    """Return whether a job computes in a format below float32."""
+def is_low_precision(job: Job) -> bool:
+    """Whether a job computes in less than float32."""
     return job.precision.param_dtype != "float32" or job.precision.linear != "none"
 
 
@@ -251,7 +251,7 @@ def in_float32(job: Job) -> Job:
 
 
 def tolerances_of(job: Job, config: ParityConfig) -> tuple[float, float]:
-    """Largest relative differences of a loss and of a gradient that are put down to rounding."""
+    """Tolerances (loss, gradient) of a job: configured, or the default of its precision."""
     is_float8 = job.precision.linear != "none"
     loss, gradient = TOLERANCES["float8" if is_float8 else job.precision.param_dtype]
     return (
@@ -261,21 +261,21 @@ def tolerances_of(job: Job, config: ParityConfig) -> tuple[float, float]:
 
 
 def comparisons(job: Job) -> list[Job]:
-    """Return the jobs that together show that a layout computes what one process computes: mostly the job.
+    """Return the jobs to compare for a layout: usually the job itself.
 
-    Rounding to less than float32 moves scores of a router, and some tokens go to other experts, which moves
-    gradients more than an error in the layout would. So such a job is compared twice: in float32, with its
-    own choices, and in its own format, with experts in turn.
+    Low precision changes router scores, so that some tokens go to other experts, and gradients differ more
+    than by an error in the layout. Such a job is compared twice: in float32 with its own routing, and in its
+    precision with ``model.moe.force_balance``.
     """
-    if not rounds(job) or not job.model.moe.enabled or job.model.moe.force_balance:
+    if not is_low_precision(job) or not job.model.moe.enabled or job.model.moe.force_balance:
         return [job]
-    in_turn = Job.from_json(job.to_json())
-    in_turn.model.moe.force_balance = True
-    return [in_float32(job), in_turn.resolve(gpus=0)]
+    balanced = Job.from_json(job.to_json())
+    balanced.model.moe.force_balance = True
+    return [in_float32(job), balanced.resolve(gpus=0)]
 
 
 def parity(job: ParityJob, overrides: list[str]) -> int:
-    """Runs the chosen layouts and prints the table; returns the exit code."""
+    """Compare the chosen layouts and print the table; return the exit code."""
     from harness.cluster.pool import RankFailed, RankPool
 
     config = job.parity
@@ -293,10 +293,10 @@ def parity(job: ParityJob, overrides: list[str]) -> int:
                 continue
             try:
                 verdict = judge.verdict(row.name, row.job)
-                passed, said = verdict.passed, line(verdict)
+                passed, text = verdict.passed, line(verdict)
             except RankFailed as error:
-                passed, said = False, f"{row.name:<28} {ranks:>5}  FAILED\n{error}\n"
-            out.write(said + (f"    {row.overrides}\n" if row.overrides else ""))
+                passed, text = False, f"{row.name:<28} {ranks:>5}  FAILED\n{error}\n"
+            out.write(text + (f"    {row.overrides}\n" if row.overrides else ""))
             out.flush()
             compared += 1
             agree += passed
@@ -310,18 +310,18 @@ def _summary(config: ParityConfig, job: ParityJob, agree: int, compared: int) ->
     if config.random:
         return f"{agreed} (seeds {config.seed} to {config.seed + config.random - 1})\n"
     linear, (loss, gradient) = job.precision.linear, tolerances_of(job, config)
-    numbers = job.precision.param_dtype if linear == "none" else linear
-    return f"{agreed} ({numbers}; tolerance {loss:g} loss, {gradient:g} gradients)\n"
+    precision = job.precision.param_dtype if linear == "none" else linear
+    return f"{agreed} ({precision}; tolerance {loss:g} loss, {gradient:g} gradients)\n"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is compared in one row of the table."""
+    """One row of the table: a job to compare."""
 
     name: str
     job: Job
     overrides: str = ""
-    """What composes it, where the name does not say."""
+    """Overrides that compose the job, if the name does not identify them."""
 
 
 def matrix_rows(job: ParityJob, overrides: list[str]) -> list[Row]:
@@ -331,12 +331,12 @@ def matrix_rows(job: ParityJob, overrides: list[str]) -> list[Row]:
 
 
 def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[Row]:
-    """Compose random jobs one after another; overrides that were typed for the job hold in all of them."""
+    """Compose random jobs one after another; overrides on the command line apply to all of them."""
     fixed = [override for override in overrides if not override.startswith("parity.")]
     with Composer("parity", ParityJob) as composer:
         for seed in range(config.seed, config.seed + config.random):
-            drawn, job = random_job(composer, seed, config.world_size, fixed)
-            yield Row(f"parity.seed={seed}", job_of(job), " ".join(drawn))
+            composed, job = random_job(composer, seed, config.world_size, fixed)
+            yield Row(f"parity.seed={seed}", job_of(job), " ".join(composed))
 
 
 HEADER = f"{'layout':<28} {'ranks':>5} {'loss':>9} {'gradient':>9} {'norm':>9}  verdict  worst parameter\n"
@@ -354,10 +354,10 @@ def line(verdict: Verdict) -> str:
 def compose_layouts(
     config: ParityConfig, overrides: list[str], *, has_experts: bool = False
 ) -> dict[str, tuple[int, Job]]:
-    """The chosen layouts as jobs with the same numerics: name -> (ranks, job).
+    """Compose the chosen layouts as jobs with the same numerics: name -> (ranks, job).
 
     Raises:
-        ConfigError: a name that the matrix does not have, or a layout that changes the numerics.
+        ConfigError: a name is not in the matrix, or a layout changes the numerics.
     """
     matrix = config.matrix | (config.expert_matrix if has_experts else {})
     for name in config.layouts:
@@ -376,15 +376,15 @@ def compose_layouts(
 
 
 def job_of(job: Job) -> Job:
-    """Return the job alone, without what is to be compared."""
+    """Return the job without the ``parity`` options."""
     return Job(**{field.name: getattr(job, field.name) for field in dataclasses.fields(Job)})
 
 
 def single_process(job: Job) -> Job:
-    """The same experiment on one rank, eager, with everything kept and nothing cut into pieces.
+    """The same job on one rank: eager, without activation checkpointing and loss chunks.
 
-    Scales of float8 are taken from what goes through a linear together: there the one rank takes as many rows
-    at once as the layout's ranks do.
+    A float8 scale is the maximum over all rows that a linear processes at once. So for float8 the one rank
+    processes as many rows at once as each rank of the layout.
     """
     layout, rows = job.parallelism, None
     if job.precision.linear != "none":
@@ -395,7 +395,7 @@ def single_process(job: Job) -> Job:
 
 
 def _largest(expected: list[float], found: list[list[float]]) -> float:
-    """Largest relative difference over steps and ranks; NaN where any figure is one."""
+    """Largest relative difference over steps and ranks; NaN if any value is NaN."""
     differences = [abs(a - b) / abs(b) for each in found for a, b in zip(each, expected, strict=True)]
     return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 

@@ -1,4 +1,4 @@
-"""Where the configuration tree lies, in a checkout and in an installed wheel."""
+"""Path of the configuration tree, in a checkout and in an installed wheel."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from harness.errors import UserError
 
 
 def conf_dir() -> str:
-    """Returns the absolute path of ``conf/``: ``$HARNESS_CONF_DIR``, the checkout's, or the wheel's copy.
+    """Return the absolute path of ``conf/``: ``$HARNESS_CONF_DIR``, the checkout's, or the wheel's copy.
 
-    Hydra finds a relative path only while the task function lives in ``__main__``; an absolute one
-    works for ``python -m``, console scripts and wheels alike.
+    Hydra resolves a relative path only if the task function is in ``__main__``; an absolute one works for
+    ``python -m``, console scripts and wheels alike.
 
     Raises:
-        UserError: ``$HARNESS_CONF_DIR``, or this installation, holds no ``train.yaml``.
+        UserError: ``$HARNESS_CONF_DIR`` or this installation has no ``train.yaml``.
     """
     return _conf_dir(os.environ.get("HARNESS_CONF_DIR"))
 

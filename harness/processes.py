@@ -1,4 +1,4 @@
-"""Processes of this machine that a file names: whether they still run."""
+"""Check whether the process named in a status file still runs on this machine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-_LARGEST_PID = 2**22  # of Linux
+_LARGEST_PID = 2**22  # on Linux
 
 
 def is_running(status: dict[str, Any]) -> bool:
-    """Whether the process that wrote a status is still at it, as far as can be told from this machine."""
+    """Whether the process that wrote a status still runs; False if it ran on another machine."""
     if status.get("state") not in ("starting", "running") or status.get("host") != socket.gethostname():
         return False
     pid = status.get("pid")
@@ -23,12 +23,12 @@ def is_running(status: dict[str, Any]) -> bool:
         return False
     except PermissionError:
         pass
-    # Process ids are used again.
+    # Process ids are reused.
     return status.get("pid_started") in (None, start_of(pid))
 
 
 def start_of(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None where that cannot be read or it is a zombie."""
+    """Return a process's start time in clock ticks since boot; None if it is unreadable or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] == "Z" else int(fields[19])

@@ -1,6 +1,6 @@
 """One rank of a job: ``python -m harness.rank RUN_DIR``, started by the controller or by srun.
 
-A rank reads the resolved ``job.json``; it composes nothing and does not import Hydra.
+A rank reads the resolved ``job.json`` and does not import Hydra.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
         leave(error.exit_code)
     if CONTROLLER not in os.environ:
         _run_srun_task(job, folder)
-    # Until the loop takes signals there is nothing to save; Python's own answer to SIGINT is a traceback.
+    # Until the loop handles signals there is nothing to save; Python's SIGINT handler prints a traceback.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_launcher(job, folder, int(os.environ[CONTROLLER]))
@@ -63,16 +63,16 @@ def main() -> None:
 
 
 def _run_srun_task(job: Job, folder: RunFolder) -> NoReturn:
-    """Runs a rank that is a task of srun, which knows its place and ends it with the others."""
+    """Run a rank that srun started as a task; srun sets its rank and ends it with the others."""
     os.environ["RANK"], os.environ["LOCAL_RANK"] = os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]
     with stop_signals_interrupt():
         code = run_rank(job, folder, started=float(os.environ[STARTED]))
-    # srun takes any other code for a failure, and would kill rank 0 while it writes the run's row.
+    # srun treats other exit codes as failures, and would kill rank 0 while it writes the run's row.
     leave(EXIT_OK if code in STOPPED else code)
 
 
 def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
-    """Makes this rank end when the process that started it is gone; rank 0 still writes the run's row."""
+    """End this rank when the process that started it is gone; rank 0 writes the run's row first."""
 
     def write_row() -> None:
         if not folder.is_concluded:
@@ -81,7 +81,7 @@ def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
             folder.settle(job, "failed", gone.exit_code)
 
     def wait_for_row() -> None:
-        # Or else rank 0 would see a peer disappear, and take that for the cause.
+        # Otherwise rank 0 would see a peer disappear and record that as the cause.
         deadline = time.monotonic() + ROW_SECONDS
         while not folder.is_concluded and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -94,11 +94,11 @@ class LauncherGone(MachineError):
 
 
 class Run:
-    """What of a run there is so far, for the account of how it ended.
+    """The trainer and recorder, once created; used to write the row of a failed run.
 
     Attributes:
-        trainer: the trainer, once there is one.
-        recorder: takes the metrics, on rank 0 once there is one.
+        trainer: the trainer, once created.
+        recorder: the metrics recorder, on rank 0, once created.
     """
 
     trainer: Trainer | None = None
@@ -106,11 +106,11 @@ class Run:
 
     @property
     def step(self) -> int | None:
-        """The last step finished."""
+        """The last finished step; None if there is no trainer yet."""
         return None if self.trainer is None else self.trainer.progress.step
 
     def facts(self) -> dict[str, Any]:
-        """How far it came; empty if that cannot be said."""
+        """Return the trainer's results so far; empty if there are none."""
         try:
             return {} if self.trainer is None else self.trainer.result()
         except Exception:
@@ -119,13 +119,13 @@ class Run:
 
 
 def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store | None = None) -> int:
-    """Trains one rank's part of the job and writes what became of it; returns the exit code.
+    """Train as one rank, record how the run ended, and return the exit code.
 
     Args:
         job: the resolved job.
         folder: its run folder, begun.
         started: time.time() at which the job was started.
-        store: where the ranks meet; None means where torchrun's variables say.
+        store: the rendezvous store; None means the one that torchrun's variables name.
     """
     rank, run = int(os.environ.get("RANK", "0")), Run()
     try:
@@ -138,8 +138,8 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
 
 
 def _end_failed_rank(job: Job, folder: RunFolder, rank: int, run: Run, error: BaseException) -> int:
-    """Records the error, and on rank 0 the run's row; returns the exit code."""
-    # First of all the cause: what follows can fail or take long.
+    """Record the error, and on rank 0 the run's row; return the exit code."""
+    # Record the cause first: the next calls can fail or take long.
     failure = folder.record_error(rank, error, step=run.step)
     if run.trainer is not None and failure["kind"] == "collective_timeout":
         run.trainer.watch.timed_out()
@@ -149,7 +149,7 @@ def _end_failed_rank(job: Job, folder: RunFolder, rank: int, run: Run, error: Ba
 
 
 def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, store: dist.Store | None) -> int:
-    """Sets the process up, trains, and tears it down; returns the exit code."""
+    """Set up the process, train, and tear it down; return the exit code."""
     process.set_environment(job, folder.path)
     from harness.loop.setup import pick_device, process_group, set_up_process
 
@@ -157,7 +157,7 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
     set_up_process(job)
     kept = device.type == "cpu" and process.keep_freed_memory()
     if device.type == "cuda" and job.world_size > 1:
-        # NCCL writes its recorder's file there from C++, which makes no folders.
+        # NCCL's flight recorder writes its file there from C++, and does not create the folder.
         (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
     with process_group(job, device, store):
         from harness.loop.engine import Engine
@@ -195,13 +195,13 @@ def _open_recorder(job: Job, folder: RunFolder) -> Recorder:
 
 
 def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
-    """Writes the row of a run that did not end well, with what it had reached, and closes the metrics.
+    """Write the row of a failed or interrupted run with its results so far, and close the metrics.
 
-    The error is already recorded; whatever goes wrong here must not take its place.
+    The error is already recorded; errors raised here must not replace it.
     """
     try:
         error = folder.first_error()
-        # torchrun asks the peers of a rank that has failed to stop: a consequence, and not the cause.
+        # torchrun stops the peers of a failed rank: their interruption is a consequence, not the cause.
         if code == EXIT_INTERRUPTED and (error is None or error["exit_code"] == EXIT_INTERRUPTED):
             folder.conclude(job, "interrupted", code, run.facts())
         else:
@@ -214,7 +214,7 @@ def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
 
 
 def describe(job: Job, folder: RunFolder, device: Any) -> str:
-    """The lines a run starts with: what, on what, where."""
+    """Return the first lines of a run's output: its model, layout, batch and run folder."""
     layout = job.parallelism
     degrees = (
         " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
@@ -228,14 +228,14 @@ def describe(job: Job, folder: RunFolder, device: Any) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends a rank's process without taking the interpreter down.
+    """End a rank's process by ``os._exit``, without the interpreter's shutdown.
 
-    Everything is written and closed. Destructors of communication threads, run at interpreter exit while
-    peers are gone or going, abort ("terminate called without an active exception") or hang.
+    All files are written and closed. At interpreter exit, destructors of communication threads whose peers
+    are gone abort ("terminate called without an active exception") or hang.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        # Nobody may be reading any more.
+        # The reader of the stream may be gone.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)

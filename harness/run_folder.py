@@ -1,10 +1,10 @@
-"""The run folder: enough to resume, resubmit or audit a run. Imports no torch.
+"""The run folder: the files needed to resume, resubmit or audit a run. Imports no torch.
 
     job.json overrides.txt code.json status.json metrics.jsonl result.json
     checkpoints/ errors/ logs/ evidence/ flight_recorder/ profile/ slurm/ attempts/
 
-Only one process writes the shared files: the controller before the ranks start and after they end, rank 0
-in between. On SLURM the controller of an attempt is the batch process (``harness.cluster.attempt``).
+One process at a time writes the shared files: the controller before the ranks start and after they end, rank
+0 in between. On SLURM the controller of an attempt is the batch process (``harness.cluster.attempt``).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from harness.processes import is_running, start_of
 
 DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
 PER_ATTEMPT = ("result.json", "status.json", "errors", "logs", "evidence", "flight_recorder", "profile")
-# What an attempt that resumes adds to.
+# An attempt that resumes appends to these.
 METRICS = "metrics.jsonl"
 PER_CURVE = (METRICS, "tensorboard")
 LOCK = ".lock"
-# Room for what became of the run, should the disk be full when it ends.
+# Disk space reserved for the run's result, in case the disk is full when it ends.
 RESERVE, RESERVED_BYTES = ".reserve", 1 << 18
-# What an account of a failure cannot do without.
-_OF_AN_ERROR = {
+# Required fields of a recorded error, and their types.
+_ERROR_FIELDS = {
     **dict.fromkeys(("kind", "type", "message", "traceback"), str),
     "exit_code": int,
     "rank": int | None,
@@ -51,7 +51,7 @@ LEAVING_SECONDS = 10.0
 
 
 class RunFolder:
-    """One run's folder."""
+    """The folder of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,31 +59,31 @@ class RunFolder:
         self._unrecorded: list[dict[str, Any]] = []
 
     def begin(self, job: Job, overrides: list[str], *, adopt: bool = False, state: str = "starting") -> None:
-        """Makes the folder ready for an attempt, and holds it.
+        """Prepare the folder for an attempt, and lock it.
 
-        What an earlier attempt wrote moves to ``attempts/<n>``; the curve stays if there is a checkpoint to
-        add to it from.
+        Files of an earlier attempt move to ``attempts/<n>``. The metrics stay if there is a checkpoint to
+        resume from.
 
         Args:
             job: the resolved job.
-            overrides: what was typed.
-            adopt: whether to go on from checkpoints of the same experiment on other layouts, if they have
-                come further and not to the end.
-            state: what the status says then.
+            overrides: the overrides on the command line.
+            adopt: whether to resume from stopped runs of the same experiment on other layouts, if their
+                checkpoints are newer.
+            state: the new state in ``status.json``.
 
         Raises:
-            UserError: the same job is running in it, or the folder cannot be written.
+            UserError: the same job is running in the folder, or the folder cannot be written.
         """
-        with self._taking(job):
+        with self._locked(job):
             others = unfinished_siblings(job) if adopt else []
-            self._put_earlier_attempt_away(job, (*DESCRIPTION, *PER_ATTEMPT))
+            self._archive_earlier_attempt(job, (*DESCRIPTION, *PER_ATTEMPT))
             self._describe(job, overrides)
             if others:
                 write_json_atomically(self.path / CONTINUES, {"folders": others})
             self.set_status(state)
 
     def plan(self, job: Job, overrides: list[str]) -> None:
-        """Writes down a job that is to run here, unless an attempt at one has begun.
+        """Describe a job that will run here later, unless an attempt has already started.
 
         Raises:
             UserError: the folder cannot be written.
@@ -98,34 +98,34 @@ class RunFolder:
             raise UserError(f"runs_dir={job.runs_dir}: cannot write the run folder: {error}") from error
 
     def begin_again(self, job: Job) -> None:
-        """Makes the folder ready for another attempt of the job that is described in it, and holds it.
+        """Prepare the folder for another attempt of the job described in it, and lock it.
 
-        The first attempt at a submitted job finds it as ``begin`` has left it.
+        Before the first attempt of a submitted job, the folder is as ``begin`` left it.
 
         Raises:
-            UserError: the same job is running in it, or the folder cannot be written.
+            UserError: the same job is running in the folder, or the folder cannot be written.
         """
-        with self._taking(job):
+        with self._locked(job):
             if self.state != "submitted":
-                self._put_earlier_attempt_away(job, PER_ATTEMPT)
+                self._archive_earlier_attempt(job, PER_ATTEMPT)
             for name in ("errors", "logs"):
                 (self.path / name).mkdir(exist_ok=True)
             self.set_status("starting")
 
     def read_job(self) -> Job:
-        """Returns the job that is described here.
+        """Return the job in ``job.json``.
 
         Raises:
-            UserError: there is none, or it is damaged.
+            UserError: the file is missing or damaged.
         """
         try:
             return Job.read(self.path / "job.json")
         except FileNotFoundError:
-            raise UserError(f"{self.path}: no job.json; the folder was removed or never made") from None
+            raise UserError(f"{self.path}: no job.json; the folder was removed or never created") from None
 
     @contextlib.contextmanager
-    def _taking(self, job: Job) -> Iterator[None]:
-        """Holds the folder from here on, unless making it ready fails."""
+    def _locked(self, job: Job) -> Iterator[None]:
+        """Lock the folder and keep the lock, unless the body raises."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._hold()
@@ -140,7 +140,7 @@ class RunFolder:
             raise
 
     def _describe(self, job: Job, overrides: list[str]) -> None:
-        """Writes what is run here, and makes the folders that ranks write into."""
+        """Write job, overrides and code version; create the folders that ranks write into."""
         for name in ("errors", "logs"):
             (self.path / name).mkdir(exist_ok=True)
         write_text_atomically(self.path / "job.json", job.to_json())
@@ -148,13 +148,13 @@ class RunFolder:
         write_json_atomically(self.path / "code.json", _code())
 
     def release(self) -> None:
-        """Lets the next attempt in; the end of the process does too."""
+        """Release the lock, as the end of the process also does."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def set_status(self, state: str, **facts: Any) -> None:
-        """Writes ``status.json``: the state, who wrote it and when."""
+        """Write ``status.json``: the state, and the time and process that set it."""
         pid = os.getpid()
         owner = {"host": socket.gethostname(), "pid": pid, "pid_started": start_of(pid), "time": time.time()}
         self._write_with_reserve(
@@ -164,17 +164,17 @@ class RunFolder:
     def record_error(
         self, rank: int | None, error: BaseException, *, step: int | None = None
     ) -> dict[str, Any]:
-        """Writes ``errors/rank<rank>.json``; the earliest of them is what the run died of.
+        """Write ``errors/rank<rank>.json``; the earliest of these files is the cause of the run's failure.
 
-        If even that fails, the error goes to stderr: it must not get lost behind the one of writing it down.
+        If it cannot be written, print the error to stderr, so that the writing error does not hide it.
 
         Args:
-            rank: which rank it happened to; None for the controller.
-            error: what was raised, or an account of what was seen from outside.
-            step: the last step that was finished, if any.
+            rank: the rank that failed; None for the controller.
+            error: the exception, or one that describes a failure observed by the controller.
+            step: the last completed step, if any.
 
         Returns:
-            what is recorded; ``kind`` and ``exit_code`` are what the process ends with.
+            The recorded fields, with the ``kind`` and ``exit_code`` that the process should end with.
         """
         row = {
             "time": time.time(),
@@ -190,12 +190,12 @@ class RunFolder:
             self._write_with_reserve(lambda: write_json_atomically(path, row))
         except OSError as failure:
             self._unrecorded.append(row)
-            told = row["traceback"] if row["kind"] == "bug" else f"error: {row['message']} "
-            sys.stderr.write(f"{told}(could not be recorded in {path.parent}: {failure.strerror})\n")
+            text = row["traceback"] if row["kind"] == "bug" else f"error: {row['message']} "
+            sys.stderr.write(f"{text}(could not be recorded in {path.parent}: {failure.strerror})\n")
         return row
 
     def rewrite_error(self, error: dict[str, Any]) -> None:
-        """Replace the recorded error of a rank by one with more in it."""
+        """Replace the recorded error of a rank, e.g. to add fields."""
         path = self._error_path(error["rank"])
         try:
             write_json_atomically(path, error)
@@ -206,23 +206,23 @@ class RunFolder:
         return self.path / "errors" / ("controller.json" if rank is None else f"rank{rank}.json")
 
     def has_error_of(self, rank: int) -> bool:
-        """Whether a rank told what it died of."""
+        """Whether a rank has recorded an error."""
         return self._error_path(rank).is_file()
 
     def first_error(self) -> dict[str, Any] | None:
-        """The earliest error that is no consequence of another rank's, or else the earliest of all."""
+        """The earliest error that is not a consequence of another rank's, or else the earliest of all."""
         rows = list(self._unrecorded)
         for path in (self.path / "errors").glob("*.json"):
-            # One that cannot be read must not hide the others.
+            # Skip unreadable files: they must not hide the other errors.
             with contextlib.suppress(OSError, ValueError):
                 row = parse_object(path.read_bytes())
-                if all(isinstance(row.get(name), kind) for name, kind in _OF_AN_ERROR.items()):
+                if all(isinstance(row.get(name), kind) for name, kind in _ERROR_FIELDS.items()):
                     rows.append({"rank": None, **row})
-        # A rank that lost its peer can notice and write before the culprit has written.
+        # A rank that lost a peer can write its error before the failing rank does.
         return min(rows, key=lambda row: (CONSEQUENCES.get(row["kind"], 0), row["time"]), default=None)
 
     def conclude(self, job: Job, exit_reason: str, exit_code: int, facts: dict[str, Any]) -> None:
-        """Writes ``result.json``, the run's one flat row, and the final status."""
+        """Write ``result.json``, the run's one flat row, and the final status."""
         row = {
             "id": job.id,
             "numerics_id": job.numerics_id,
@@ -241,23 +241,23 @@ class RunFolder:
         self._write_end(row, exit_reason, exit_code)
 
     def settle(self, job: Job, exit_reason: str, exit_code: int) -> None:
-        """Sees to it that the row is there and names the cause.
+        """Write ``result.json``, or correct its exit reason and cause of failure.
 
-        Rank 0 may be dead, or may have written its row when it knew only that a peer was gone.
+        Rank 0 may have died before writing it, or may have written it knowing only that a peer was lost.
         """
         row = self.row
         error = (self.first_error() if exit_reason == "failed" else None) or {}
         cause = {f"error.{key}": error[key] for key in SHOWN_OF_ERROR if key in error}
-        told = {key: row.get(key) for key in ("exit_reason", "exit_code", *cause)}
+        recorded = {key: row.get(key) for key in ("exit_reason", "exit_code", *cause)}
         wanted = {"exit_reason": exit_reason, "exit_code": exit_code, **cause}
         if not row:
-            self.conclude(job, exit_reason, exit_code, self._reached())
-        elif told != wanted:
-            kept = {key: value for key, value in row.items() if not key.startswith("error.")}
-            self._write_end({**kept, **wanted}, exit_reason, exit_code)
+            self.conclude(job, exit_reason, exit_code, self._last_metrics())
+        elif recorded != wanted:
+            others = {key: value for key, value in row.items() if not key.startswith("error.")}
+            self._write_end({**others, **wanted}, exit_reason, exit_code)
 
     def _write_end(self, row: dict[str, Any], exit_reason: str, exit_code: int) -> None:
-        """Writes the row and the final status, or one line if that fails: the cause must stay visible."""
+        """Write the row and the final status; if that fails, print how the run ended in one line."""
         try:
             self._write_with_reserve(lambda: write_result(self.path, row))
             self.set_status(exit_reason, exit_code=exit_code)
@@ -269,7 +269,7 @@ class RunFolder:
             )
 
     def _write_with_reserve(self, write: Callable[[], object]) -> None:
-        """Writes; where the disk is full, in the room that was reserved when the attempt began.
+        """Call ``write``; if the disk is full, free the reserved space and try again.
 
         Raises:
             OSError: it cannot be written.
@@ -284,21 +284,21 @@ class RunFolder:
 
     @property
     def state(self) -> str | None:
-        """What the last attempt's status says of it.
+        """State of the last attempt; None without a readable ``status.json``.
 
-        planned, submitted, starting, running, requeued, completed, interrupted or failed; None without one.
+        planned, submitted, starting, running, requeued, completed, interrupted or failed.
         """
         state = self._read("status.json").get("state")
         return state if isinstance(state, str) else None
 
     @property
     def stop_reason(self) -> str | None:
-        """Return why the last attempt was stopped before its end; None if that is not known."""
+        """Why the last attempt was stopped early; None if unknown."""
         return self._read("status.json").get("reason")
 
     @property
     def row(self) -> dict[str, Any]:
-        """The row that this attempt has left; empty before, and when the file is damaged."""
+        """Content of ``result.json``; empty if it is missing or damaged."""
         try:
             return read_result(self.path)
         except (OSError, ValueError):
@@ -306,7 +306,7 @@ class RunFolder:
 
     @property
     def may_be_running(self) -> bool:
-        """Whether a process is at it; of one on another machine the lock tells, where there are locks."""
+        """Whether a process may be running the job; on another machine, judged by the lock if supported."""
         status = self._read("status.json")
         if status.get("host") == socket.gethostname() or status.get("state") not in ("starting", "running"):
             return is_running(status)
@@ -320,11 +320,11 @@ class RunFolder:
 
     @property
     def is_concluded(self) -> bool:
-        """Whether this attempt has left its row."""
+        """Whether this attempt has written ``result.json``."""
         return (self.path / "result.json").is_file()
 
-    def _reached(self) -> dict[str, Any]:
-        """How far the run came, from its last row of metrics: for a rank 0 that cannot say it any more."""
+    def _last_metrics(self) -> dict[str, Any]:
+        """Step, tokens and loss of the last row of metrics, for a run whose rank 0 wrote no result."""
         try:
             rows = [row for row in read_rows(self.path / METRICS)[0] if "loss" in row]
         except OSError:
@@ -333,17 +333,17 @@ class RunFolder:
         return {"step": last.get("step", 0), "tokens": last.get("tokens", 0), "loss": last.get("loss")}
 
     def _read(self, name: str) -> dict[str, Any]:
-        """A JSON file of the folder; empty if it is missing or broken."""
+        """Content of a JSON file of the folder; empty if it is missing or damaged."""
         try:
             return parse_object((self.path / name).read_bytes())
         except (OSError, ValueError):
             return {}
 
     def hold(self) -> None:
-        """Takes the folder's lock, unless this object has it; it ends with this process however that ends.
+        """Lock the folder, unless this object has done so; the lock ends with the process at the latest.
 
         Raises:
-            UserError: another process has it, or the folder cannot be written.
+            UserError: another process has the lock, or the folder cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -355,13 +355,13 @@ class RunFolder:
         if self._lock is not None:
             return
         try:
-            # Where there are no locks, the status below has to do.
+            # None on file systems without locks; _refuse_if_running then checks the status alone.
             self._lock = lock(self.path / LOCK, create=True)
         except Held:
             raise self._running(self._read("status.json")) from None
 
     def _refuse_if_running(self) -> None:
-        """Checks for what the lock does not see: a rank 0 that outlives a killed controller by a moment."""
+        """Check the status too: rank 0 may briefly outlive a killed controller, without the lock."""
         deadline = time.monotonic() + (LEAVING_SECONDS if self._lock is not None else 0.0)
         while (last := self._read("status.json")) and is_running(last):
             if time.monotonic() >= deadline:
@@ -369,12 +369,13 @@ class RunFolder:
             time.sleep(0.1)
 
     def _running(self, status: dict[str, Any]) -> UserError:
-        who = f" (pid {status['pid']} on {status.get('host')})" if "pid" in status else ""
-        return UserError(f"{self.path}: this job is already running{who}; wait for it or stop it")
+        process = f" (pid {status['pid']} on {status.get('host')})" if "pid" in status else ""
+        return UserError(f"{self.path}: this job is already running{process}; wait for it or stop it")
 
-    def _put_earlier_attempt_away(self, job: Job, names: tuple[str, ...]) -> None:
+    def _archive_earlier_attempt(self, job: Job, names: tuple[str, ...]) -> None:
+        """Move files of an earlier attempt to ``attempts/<n>``."""
         if self.state == "planned":
-            return  # there was none
+            return  # no earlier attempt
         resumes = can_resume(job, self.path)
         names = names if resumes else (*names, *PER_CURVE)
         present = [self.path / name for name in names if (self.path / name).exists()]
@@ -389,18 +390,18 @@ class RunFolder:
             path.rename(target / path.name)
         curve = self.path / METRICS
         if resumes and job.checkpoint.load_step >= 0 and curve.exists():
-            # What comes after that step is cut off, and not because it will be written again.
+            # Keep a copy: rows after load_step are cut off, and the new attempt may not repeat them.
             shutil.copy2(curve, target)
 
 
 @functools.cache
 def _code() -> dict[str, Any]:
-    """Where this process's code came from; asked once, because git takes its time for every answer."""
+    """Commit and package versions of this process's code; cached, because git is slow."""
     return {**git_commit(Path(__file__).parent), "versions": versions()}
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Writes a text file so that a reader sees the old one or the new one, never a part."""
+    """Write a text file atomically: a reader sees the old or the new content, never a part."""
     from harness.metrics.atomic import write_atomically
 
     write_atomically(path, text.encode())

@@ -1,4 +1,4 @@
-"""What a verb needs of its process first: standard streams, text in UTF-8, a folder to be in."""
+"""Prepare a verb's process: standard streams, UTF-8, an existing working folder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from harness.errors import MachineError, UserError
 
 
 def prepare_process() -> None:
-    """Makes the process fit for a verb; where the locale is not UTF-8, starts it again in UTF-8."""
+    """Open standard streams and ignore broken pipes; restart in UTF-8 mode if the locale is not UTF-8."""
     _open_standard_streams()
     _use_utf8()
     stream = sys.stdout
     if not isinstance(stream, io.TextIOWrapper) or stream is not sys.__stdout__:
-        return  # somebody collects what is printed
+        return  # the output is captured
     stream.flush()
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(Output(1, "w", closefd=False)),
@@ -30,7 +30,7 @@ def typed_arguments() -> list[str]:
     """The arguments of the command line.
 
     Raises:
-        UserError: one of them is no text, or the folder that the user is in has been removed.
+        UserError: an argument is not UTF-8, or the current folder has been removed.
     """
     for argument in sys.argv[1:]:
         try:
@@ -41,20 +41,20 @@ def typed_arguments() -> list[str]:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UserError("the current folder has been removed; would work: cd to one that is there") from None
+        raise UserError("the current folder has been removed; would work: cd to one that exists") from None
     return sys.argv[1:]
 
 
 class Output(io.FileIO):
-    """Standard output that goes nowhere once nobody reads it any more, as after ``| head``."""
+    """Standard output that drops data once its reader is gone, as after ``| head``."""
 
     _is_lost = False
 
     def write(self, data: Any, /) -> int:
-        """Writes; after the first failure, what is left of the buffers is dropped.
+        """Write; after the first failure, drop the data.
 
         Raises:
-            MachineError: it cannot be written for another reason, as when the disk is full.
+            MachineError: writing failed for another reason, such as a full disk.
         """
         if not self._is_lost:
             try:
@@ -68,15 +68,15 @@ class Output(io.FileIO):
 
 
 def _open_standard_streams() -> None:
-    """Opens those of stdin, stdout and stderr that whoever started this process has closed.
+    """Open stdin, stdout and stderr if the parent process closed them.
 
-    Otherwise the next file to be opened takes their place, and what is printed goes into it.
+    Otherwise the next opened file would get their number, and output would be written into it.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest number that is free, which is this one.
+            # open uses the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
             nowhere = open(os.devnull, mode)  # noqa: SIM115
@@ -85,10 +85,10 @@ def _open_standard_streams() -> None:
 
 
 def _use_utf8() -> None:
-    """Starts this process again with Python's UTF-8 mode where the locale has another encoding.
+    """Restart this process in Python's UTF-8 mode if the locale has another encoding.
 
-    Names of files, what is printed and what is typed would otherwise be limited to that encoding. Processes
-    that are started from here on inherit the mode.
+    Otherwise file names, output and arguments would be limited to that encoding. Child processes inherit the
+    mode.
     """
     if sys.getfilesystemencoding() == "utf-8" or not sys.executable:
         return

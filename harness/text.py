@@ -1,6 +1,6 @@
-"""Rules for every text of a job, whichever field holds it: one line, and no secret. Imports no torch.
+"""Rules for every string in a job: one line, and no secrets. Imports no torch.
 
-Texts end up in sbatch scripts, files, reports and trackers. Both rules are checked before any is written.
+Strings end up in sbatch scripts, files, reports and trackers. Both rules are checked before any is written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from harness.config import leaves
 from harness.errors import ConfigError
 
-# Control characters, separators of lines and paragraphs, and halves of characters, which no file can hold.
+# Unicode categories: control characters, line and paragraph separators, and lone surrogates, which UTF-8
+# cannot encode.
 _REFUSED = ("Cc", "Zl", "Zp", "Cs")
 
 _SECRET_NAME = re.compile(
@@ -22,14 +23,14 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _FILE_NAME = re.compile(r"_(?:file|path|dir)$", re.IGNORECASE)
-# A variable with a value that is not left to the shell, as in `export NAME=$(cat file)`.
+# A variable with a literal value; `export NAME=$(cat file)` does not match.
 _ASSIGNMENT = re.compile(r"(?<![\w-])(?P<name>[A-Z_][A-Z0-9_]*)=[\"']?[^\s\"'$`,;]")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*)://(?:(?P<user>[^/?#\s]*)@)?\S*")
 _PARAMETER = re.compile(r"[?&](?P<name>[\w.-]+)=[^&\s]")
 
 
 class SecretError(ConfigError):
-    """A field holds what looks like a secret; the message does not repeat it."""
+    """A field contains something that looks like a secret; the message does not repeat it."""
 
     def __init__(self, field: str, what: str, works: str) -> None:
         rule = f"holds {what}, and a job's fields are written to files, reports and trackers"
@@ -37,11 +38,11 @@ class SecretError(ConfigError):
 
 
 def validate_texts(config: Any) -> None:
-    """Check all texts of a config dataclass, also those in lists and mappings.
+    """Check all strings of a config dataclass, also in lists and mappings.
 
     Raises:
-        SecretError: a text is, or holds, what looks like a secret.
-        ConfigError: a text is not one printable line.
+        SecretError: a string contains something that looks like a secret.
+        ConfigError: a string is not one printable line.
     """
     for name, _, value in leaves(config):
         for field, text in _texts(name, value):
@@ -50,15 +51,15 @@ def validate_texts(config: Any) -> None:
 
 
 def refuse_control_characters(config: Any) -> None:
-    """Check that every text of a config dataclass is one printable line.
+    """Check that every string of a config dataclass is one printable line.
 
     Raises:
         ConfigError: naming the first character that is not allowed.
     """
     for name, _, value in leaves(config):
         for field, text in _texts(name, value):
-            strange = (each for each in text if not each.isprintable())
-            found = next((each for each in strange if unicodedata.category(each) in _REFUSED), None)
+            unprintable = (each for each in text if not each.isprintable())
+            found = next((each for each in unprintable if unicodedata.category(each) in _REFUSED), None)
             if found is not None:
                 rule = f"must be one line of printable text, and holds U+{ord(found):04X}"
                 works = "one element for each line, like [a,b]" if isinstance(value, list) else ""
@@ -66,7 +67,7 @@ def refuse_control_characters(config: Any) -> None:
 
 
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the text of all texts in a value; keys of mappings are texts, too."""
+    """Yield (dotted name, string) for all strings in a value, including the keys of mappings."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, list | tuple):
@@ -97,5 +98,5 @@ def _refuse_secrets(field: str, text: str) -> None:
 
 
 def _is_secret(name: str) -> bool:
-    """Whether a variable or a parameter of this name holds a secret, and not the place of one."""
+    """Whether a variable or URL parameter of this name holds a secret, rather than the path of one."""
     return _SECRET_NAME.search(name) is not None and _FILE_NAME.search(name) is None

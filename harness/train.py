@@ -1,8 +1,8 @@
-"""``python -m harness.train``: trains the job that the overrides compose to.
+"""``python -m harness.train``: train the job that the overrides describe.
 
-Started plainly it is the controller: it checks the job, makes the run folder, and starts the ranks or submits
-them to SLURM. Started by torchrun it is one rank, and all ranks compose the same job. With ``-m`` it is the
-controller of a sweep.
+Without a launcher it is the controller: it checks the job, makes the run folder, and starts the ranks or
+submits them to SLURM. Under torchrun it is one rank, and all ranks compose the same job. With ``-m`` it is
+the controller of a sweep.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.run_folder import RunFolder
 
 
 def train(job: Job, overrides: list[str]) -> int:
-    """Trains a job, as its controller or as one of its ranks; returns the exit code."""
+    """Train a job, as its controller or as one of its ranks; return the exit code."""
     folder = RunFolder(job.run_dir)
     if launched_ranks() is not None:
         from harness.cluster.torchrun import run_launched_rank
@@ -40,7 +40,7 @@ def train(job: Job, overrides: list[str]) -> int:
 
 
 def train_sweep(points: list[Composed]) -> int:
-    """Trains the points of a multirun; returns the exit code."""
+    """Train the points of a multirun; return the exit code."""
     from harness.sweep.run import sweep
 
     if launched_ranks() is not None:
@@ -49,7 +49,7 @@ def train_sweep(points: list[Composed]) -> int:
 
 
 def _checked(point: Composed) -> Composed:
-    """Return a point, without its job where that could only find out on its ranks that it cannot train."""
+    """Return the point, without its job if the tokenizer does not fit the model's vocabulary."""
     try:
         if point.job is not None:
             require_vocabulary(point.job)

@@ -1,17 +1,17 @@
-"""Values of a composed job against the types of its fields: refuses what the composition lets through."""
+"""Check values of a composed job against the types of its fields, where the composition does not."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, get_args, get_origin
 
-from harness.compose_errors import in_words
+from harness.compose_errors import describe_type
 from harness.config import type_hints
 from harness.errors import ConfigError
 
 LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER = 3.4e38
-"""Of float32, in which numbers of a job are computed with."""
+"""Maximum of float32, in which a job's numbers are used."""
 
 
 def check_values(plain: dict[str, Any], schema: type, prefix: str = "") -> None:
@@ -20,7 +20,7 @@ def check_values(plain: dict[str, Any], schema: type, prefix: str = "") -> None:
     Args:
         plain: the composed job as containers; its keys are fields.
         schema: its dataclass.
-        prefix: dotted name of ``plain``'s parent field, with a dot at its end.
+        prefix: dotted name of ``plain``'s parent field, with a trailing dot.
 
     Raises:
         ConfigError: naming the field.
@@ -33,13 +33,13 @@ def check_values(plain: dict[str, Any], schema: type, prefix: str = "") -> None:
             check_values(value, inner, f"{key}.")
             continue
         if not any(_fits(value, kind) for kind in get_args(hint) or (hint,)) and not _fits(value, hint):
-            raise ConfigError(key, as_typed(value), f"must be {in_words(hint, key)}")
+            raise ConfigError(key, as_typed(value), f"must be {describe_type(hint, key)}")
         for number in _numbers(value):
             _check_number(key, value, number)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has a type, with all that it contains."""
+    """Whether a value and its elements have the type."""
     origin, of = get_origin(hint), get_args(hint)
     if origin is list:
         return isinstance(value, list) and all(_fits(each, of[0]) for each in value)
@@ -74,7 +74,7 @@ def _check_number(key: str, value: Any, number: int | float) -> None:
 
 
 def as_typed(value: Any) -> Any:
-    """A list or mapping as it is typed on the command line; anything else as it is."""
+    """Format a list or mapping as typed on the command line; return other values unchanged."""
     if isinstance(value, list):
         return f"[{','.join(str(as_typed(each)) for each in value)}]"
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""``python -m harness.verify FOLDER...``: compares checkpoints with the checksums they were written with.
+"""``python -m harness.verify FOLDER...``: compare checkpoints with their recorded checksums.
 
-A folder is a run's, a folder of checkpoints, or one checkpoint. Exit code 0: all are as they were written; 3:
-one is damaged, or a folder has none that is complete; 2: there is no checkpoint.
+FOLDER is a run folder, a folder of checkpoints, or one checkpoint. Exit code 0: all are intact; 3: one is
+damaged, or a folder has no complete one; 2: there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from harness.errors import EXIT_MACHINE, EXIT_OK
 
 def main() -> None:
     """Entry point of ``python -m harness.verify`` and of the console script."""
-    parser = Parser(prog="python -m harness.verify", description="Compares checkpoints with their checksums.")
+    parser = Parser(prog="python -m harness.verify", description="Compare checkpoints with their checksums.")
     text = "a run folder, a folder of checkpoints, or a checkpoint"
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help=text)
     parser.add_argument("--newest", action="store_true", help="only the newest checkpoint of each folder")
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def verify_all(folders: Sequence[str], *, newest: bool) -> int:
-    """Compares the checkpoints of folders and prints a line for each; returns the exit code."""
+    """Compare the checkpoints in folders and print a line for each; return the exit code."""
     from harness.checkpoint.verify import paths_in, verify
 
     code = EXIT_OK

@@ -1,4 +1,4 @@
-"""What all tests share: one pool of ranks, and marks that skip with a reason."""
+"""Shared fixtures: one pool of ranks, and marks that skip tests with a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiers import THOROUGH
 
-# Before torch is imported: threads of many processes waiting for each other on few cores make tests slow.
+# Before torch is imported: with many processes on few cores, more threads make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from harness.cluster.config import count_gpus
@@ -20,16 +20,16 @@ from harness.cluster.pool import RankPool
 from harness.errors import UserError
 from harness.rehearse import build
 
-# Fixtures of a session that take long to make, or the whole machine; longest first.
+# Session fixtures that are slow to make or use all cores; slowest first.
 SHARED = ("slurm", "pool")
 GROUPS_SHOWN = 40
 
-# A shell ignores interrupts for what it runs in the background, and what tests start would inherit that.
+# A shell ignores interrupts for background jobs, and processes that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _no_rehearsals() -> str:
-    """Why nothing can be rehearsed here; empty where it can."""
+    """Return why rehearsals cannot run here; empty if they can."""
     try:
         build.require_build()
     except UserError as error:
@@ -47,7 +47,7 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-# First, because pytest-xdist looks for the groups in the same hook.
+# First, because pytest-xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -75,21 +75,21 @@ def _group(item: pytest.Item) -> str:
 
 
 def _turn(item: pytest.Item) -> tuple[int, bool]:
-    """Order groups: those that take longest begin first. Within a group, tests marked ``last`` come last."""
+    """Order groups, slowest first. Within a group, tests marked ``last`` come last."""
     group = _group(item)
     turn = SHARED.index(group) if group in SHARED else len(SHARED)
     return turn, item.get_closest_marker("last") is not None
 
 
 @pytest.fixture(autouse=True)
-def _no_leftovers_in_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of tests go to a temporary folder and never ask a hub."""
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tests offline: no hub, no W&B server."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how long the groups took that took longest."""
+    """Print the duration of the slowest groups."""
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:

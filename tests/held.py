@@ -1,4 +1,4 @@
-"""Weights in memory, with the interface of a checkpoint that is read."""
+"""Weights in memory, with the interface of a checkpoint source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from harness.checkpoint.formats import TensorFacts
 
 
 class Held:
-    """A source in memory that lists which tensors were read, in order."""
+    """A source in memory that records which tensors were read, in order."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.held = tensors

@@ -1,4 +1,4 @@
-"""How much memory a conversion takes."""
+"""Measure the peak memory of a conversion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Most of a small conversion's memory is torch's, so what a large one adds to it is the measure.
+# Most memory of a small conversion is torch itself, so measure how much a large one adds.
 _MEASURE = r"""
 import re, sys
 from harness.compose import compose_job
@@ -17,7 +17,7 @@ def run(*typed):
     convert(compose_job(typed, config_name="convert", schema=ConvertJob), list(typed))
 
 def peak():
-    # getrusage's figure would begin with that of the process that started this one.
+    # getrusage would start from the peak of the parent process.
     return int(re.search(r"VmHWM:\s+(\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
 small, large, out, kind, small_layers, *model = sys.argv[1:]
@@ -32,15 +32,15 @@ print("peak", peak() - before)
 def bytes_of_converting(
     small: Path, large: Path, out: Path, target: str, small_layers: int, model: list[str]
 ) -> int:
-    """Bytes by which the peak of a process that converted ``small`` rises when it converts ``large``.
+    """Return by how many bytes the peak of a process rises when it converts ``large`` after ``small``.
 
     Args:
-        small: the model with few layers, which loads what every conversion needs.
-        large: the model to be measured.
+        small: a model with few layers, converted first to load the code.
+        large: the model to measure.
         out: where to write.
         target: format to write, as in ``convert.format``.
         small_layers: layers of ``small``.
-        model: overrides that describe ``large``; none where its folder says it.
+        model: overrides that describe ``large``; empty if its folder does.
     """
     layers = f"model.n_layers={small_layers}"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A hub on this machine: the few answers that huggingface_hub asks for, and mishaps to order."""
+"""A local hub with the few endpoints that huggingface_hub uses, and configurable failures."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-LARGE = 1 << 20  # bytes from which on a file is kept by its SHA-256, as LFS does
+LARGE = 1 << 20  # bytes; from this size on, files are identified by SHA-256, as in LFS
 
 
 @dataclass
 class Hub:
-    """What the hub holds and what it was asked.
+    """Content of the hub, and the requests it received.
 
     Attributes:
         repos: content of files by repository, revision and name.
         gated: repositories that only ``members`` may read.
-        private: repositories that others are told not to exist.
+        private: repositories that do not exist for others.
         members: tokens with access.
-        tokens: tokens that are known.
-        requests: method, path and headers of everything that was asked.
+        tokens: valid tokens.
+        requests: method, path and headers of every request.
         mishap: may act instead of sending the content of a file: it is given the handler and the content
             from where it was asked for, and returns whether it did.
     """
@@ -39,7 +39,7 @@ class Hub:
     url: str = ""
 
     def downloads(self) -> list[tuple[str, str]]:
-        """Names of files that were asked for, each with the range."""
+        """Names of the requested files, each with the range."""
         return [
             (path.split("/resolve/")[1].split("/", 1)[1], headers.get("range", ""))
             for method, path, headers in self.requests
@@ -48,7 +48,7 @@ class Hub:
 
 
 def commit_of(files: dict[str, bytes]) -> str:
-    """A commit's name, which follows from what it holds."""
+    """Hash of a commit, computed from its files."""
     digest = hashlib.sha1()
     for name in sorted(files):
         digest.update(name.encode() + b"\0" + files[name])
@@ -56,7 +56,7 @@ def commit_of(files: dict[str, bytes]) -> str:
 
 
 def sibling(name: str, content: bytes) -> dict[str, Any]:
-    """A file as the listing of a repository has it."""
+    """A file's entry in the listing of a repository."""
     blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     facts: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": blob}
     if len(content) >= LARGE:
@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
     def find(self, repo: str, revision: str, token: str) -> dict[str, bytes] | None:
         known = self.hub.repos.get(repo)
         if known is None or (repo in self.hub.private and token not in self.hub.members):
-            # The hub does not tell strangers what there is not.
+            # Without access, the hub does not reveal whether a repository exists.
             self.refuse(404 if token else 401, "RepoNotFound", "Repository not found")
             return None
         by_commit = {commit_of(files): files for files in known.values()}
@@ -123,8 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
         if files is None:
             return
         if repo in self.hub.gated and token not in self.hub.members:
-            said = f"Access to model {repo} is restricted"
-            self.refuse(403 if token else 401, "GatedRepo", said)
+            message = f"Access to model {repo} is restricted"
+            self.refuse(403 if token else 401, "GatedRepo", message)
             return
         if name not in files:
             self.refuse(404, "EntryNotFound", "Entry not found")
@@ -132,10 +132,10 @@ class _Handler(BaseHTTPRequestHandler):
         if len(files[name]) < LARGE:
             self.send_content(files, name)
             return
-        # Large files lie with another host, which must not see the token.
+        # Large files are on another host, which must not see the token.
         port = self.hub.url.rpartition(":")[2]
-        place = f"http://localhost:{port}/cdn/{repo}/blobs/{commit_of(files)}/{name}"
-        self.answer(302, b"", {"Location": place, "X-Repo-Commit": commit_of(files)})
+        location = f"http://localhost:{port}/cdn/{repo}/blobs/{commit_of(files)}/{name}"
+        self.answer(302, b"", {"Location": location, "X-Repo-Commit": commit_of(files)})
 
     def send_content(self, files: dict[str, bytes], name: str) -> None:
         content, asked = files[name], self.headers.get("Range")
@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def break_off(handler: Any, content: bytes, at: int) -> bool:
-    """Sends the first ``at`` bytes and closes the connection."""
+    """Send the first ``at`` bytes and close the connection."""
     handler.wfile.write(content[:at])
     handler.wfile.flush()
     handler.close_connection = True
@@ -171,7 +171,7 @@ def break_off(handler: Any, content: bytes, at: int) -> bool:
 
 @contextmanager
 def serving() -> Iterator[Hub]:
-    """Serves a hub on a free port."""
+    """Serve a hub on a free port."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

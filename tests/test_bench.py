@@ -1,4 +1,4 @@
-"""harness.bench: jobs run in turn, figures are what the runs left, what fails does not hide the rest."""
+"""harness.bench: jobs run in turn, results come from the runs' rows, a failure does not hide the others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ran(rate: float, **more: Any) -> dict[str, Any]:
-    """The row of a run that came to its end."""
+    """The row of a completed run."""
     return {
         "exit_reason": "completed",
         "world_size": 2,
@@ -60,7 +60,7 @@ def failed(kind: str, message: str) -> dict[str, Any]:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, list[tuple[int, dict[str, Any]]]]]:
-    """Runs that are only told: the names in the order in which they ran, and what each is to give."""
+    """Simulated runs: the names in the order in which they ran, and the results to return."""
     order: list[str] = []
     given: dict[str, list[tuple[int, dict[str, Any]]]] = {}
 
@@ -93,7 +93,7 @@ def test_what_fails_is_not_run_again_and_the_others_go_on(runs: Any) -> None:
     assert rows is not None
     assert order == [BASE, "b", "b", BASE, BASE]
     assert "FAILED (out_of_memory): no\n" in report(rows)
-    # What it did in the round that it completed still counts.
+    # The round that it completed still counts.
     row = summary("b", rows, ["precision=bf16"])
     assert (row["rounds"], row["ratio.median"], row["error.kind"]) == (1, 2.0, "out_of_memory")
     assert summary(BASE, rows, [])["rounds"] == 3
@@ -108,7 +108,7 @@ def test_a_request_to_stop_ends_all(runs: Any) -> None:
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    """A machine that becomes slower under both does not change what one is over the other."""
+    """A machine that slows down for both does not change their ratio."""
     base = {0: ran(100.0), 1: ran(50.0), 2: ran(10.0), 3: ran(1.0)}
     ours = {0: ran(110.0), 1: ran(60.0), 2: ran(9.0), 3: failed("bug", "x")}
     assert ratios(ours, base) == pytest.approx([1.1, 1.2, 0.9])
@@ -144,7 +144,7 @@ def test_an_unknown_figure_stays_unknown() -> None:
         (
             {},
             ["cluster=slurm_cpu"],
-            r"^cluster\.kind=slurm: this machine is measured.*would work: cluster=local",
+            r"^cluster\.kind=slurm: bench measures the machine.*would work: cluster=local",
         ),
         ({}, ["metrics.warmup_steps=13"], r"^training\.steps=13: .*would work: at least 14"),
     ],
@@ -162,7 +162,7 @@ def test_what_cannot_be_measured_is_refused(
         (BenchConfig(rounds=0), r"^bench\.rounds=0: must be at least 1"),
         (
             BenchConfig(variants={"base": "precision=bf16"}),
-            r"^bench\.variants\.base=precision=bf16: .*called",
+            r"^bench\.variants\.base=precision=bf16: .*name of the job",
         ),
         (BenchConfig(out=""), r"^bench\.out=''"),
     ],
@@ -182,7 +182,7 @@ def test_a_variant_is_the_job_with_its_overrides() -> None:
     assert (other.precision.param_dtype, other.global_batch_size) == ("bfloat16", 4)
     assert base.runs_dir == other.runs_dir == "runs/bench"
     assert not (base.checkpoint.enable or base.validation.interval or base.metrics.tensorboard)
-    # Nothing of the measuring stands in a run's own overrides: harness.train takes them.
+    # A run's own overrides contain no bench.* fields: harness.train accepts them.
     assert variants["b"].overrides == [*TINY, "precision=bf16", "training.global_batch_size=4"]
 
 
@@ -197,7 +197,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_two_jobs_and_one_that_fails(tmp_path: Path) -> None:
-    """Measured for real; the one that fails is found out only by its ranks."""
+    """Real runs; one job fails only on its ranks."""
     done = command(
         *TINY,
         *("training.steps=5", "training.global_batch_size=2", f"runs_dir={tmp_path}/runs", "bench.rounds=1"),
@@ -213,7 +213,7 @@ def test_two_jobs_and_one_that_fails(tmp_path: Path) -> None:
     assert two["ratio.median"] == pytest.approx(
         two["tokens_per_second.median"] / base["tokens_per_second.median"], rel=1e-9
     )
-    # 2 x 16 tokens a step, 2 steps that count; the mean over them is not far from the median step.
+    # 2 x 16 tokens a step, 2 counted steps; their mean is close to the median step.
     assert 0.2 < base["tokens_per_second.median"] * base["step_seconds.median"] / 32 < 5
     assert base["first_step_seconds.median"] > base["step_seconds.median"] > 0
     assert base["memory_gib.median"] > 0.05

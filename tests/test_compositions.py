@@ -1,4 +1,4 @@
-"""Random legal jobs, each against one process; and how they are drawn."""
+"""Random valid jobs, each compared with one process; and how they are sampled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = 2
 
 
 @cache
-def drawn(seed: int, *fixed: str) -> tuple[list[str], ParityJob]:
+def sampled(seed: int, *fixed: str) -> tuple[list[str], ParityJob]:
     with Composer("parity", ParityJob) as composer:
         overrides, job = random_job(composer, seed, RANKS, fixed)
     return overrides, job_of(job)
@@ -45,7 +45,7 @@ def judge(pool: RankPool) -> Judge:
 
 @pytest.mark.parametrize("seed", rest_is_thorough(ALL, *QUICK))
 def test_a_random_job_computes_what_one_process_computes(judge: Judge, seed: int) -> None:
-    overrides, job = drawn(seed)
+    overrides, job = sampled(seed)
     verdict = judge.verdict(f"parity.seed={seed}", job)
     assert verdict.passed, line(verdict) + " ".join(overrides)
 
@@ -60,27 +60,27 @@ def test_one_process_may_be_the_less_exact_one(pool: RankPool) -> None:
 
 
 def test_a_seed_stands_for_one_job() -> None:
-    first, again, other = drawn(3), drawn.__wrapped__(3), drawn(4)
+    first, again, other = sampled(3), sampled.__wrapped__(3), sampled(4)
     assert first[0] == again[0]
     assert first[1].id == again[1].id != other[1].id
 
 
-def test_what_is_typed_is_not_drawn() -> None:
+def test_typed_overrides_are_not_sampled() -> None:
     typed = ["model=qwen3_debug", "parallelism.tp=2", "training.seq_len=16"]
     for seed in range(2):
-        overrides, job = drawn(seed, *typed)
+        overrides, job = sampled(seed, *typed)
         assert (job.model.name, job.parallelism.tp, job.training.seq_len) == ("qwen3_debug", 2, 16)
         assert len({override.partition("=")[0] for override in overrides}) == len(overrides)
 
 
-def test_no_legal_draw_is_one_line() -> None:
-    found = pytest.raises(UserError, match=r"parity\.seed=0: none of 9 draws is legal, .*model\.n_kv_heads=3")
-    with mock.patch.object(compositions, "DRAWS", 9), found:
-        drawn(0, "model=llama3_tiny", "model.n_kv_heads=3")
+def test_no_valid_sample_is_a_one_line_error() -> None:
+    says = r"parity\.seed=0: none of 9 samples is valid; .*model\.n_kv_heads=3"
+    with mock.patch.object(compositions, "SAMPLES", 9), pytest.raises(UserError, match=says):
+        sampled(0, "model=llama3_tiny", "model.n_kv_heads=3")
 
 
-def test_the_draws_reach_every_axis() -> None:
-    jobs = [drawn(seed)[1] for seed in QUICK]
+def test_samples_cover_every_axis() -> None:
+    jobs = [sampled(seed)[1] for seed in QUICK]
     layouts = [job.parallelism for job in jobs]
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
         assert any(getattr(layout, axis) > 1 for layout in layouts), axis
@@ -92,7 +92,7 @@ def test_the_draws_reach_every_axis() -> None:
 
 
 def with_router_gradients_too_large(job_json: str, steps: int) -> Trace:
-    """Scale the gradients of routers by a tenth: less than experts that rounding changes would."""
+    """Scale router gradients by a tenth: a smaller error than other expert choices from rounding cause."""
     from harness.model.moe import Router
 
     original = Router.forward
@@ -107,7 +107,7 @@ def with_router_gradients_too_large(job_json: str, steps: int) -> Trace:
 
 
 def test_few_references_are_kept() -> None:
-    """Each composition has its own, and its gradients take memory."""
+    """Each job has its own reference, and gradients take memory."""
 
     class Pool:
         def run(self, ranks: int, *_: object) -> list[Trace]:
@@ -115,7 +115,7 @@ def test_few_references_are_kept() -> None:
 
     judge, jobs = Judge(Pool(), ParityConfig(steps=STEPS)), []  # type: ignore[arg-type]
     for seed in range(KEPT_REFERENCES + 2):
-        jobs.append(drawn(0, f"training.seed={seed}")[1])
+        jobs.append(sampled(0, f"training.seed={seed}")[1])
         judge._compare("row", jobs[-1])
     assert list(judge.references) == [single_process(job).id for job in jobs[-KEPT_REFERENCES:]]
 

@@ -39,7 +39,7 @@ PACKAGE = "# @package _global_"
 
 
 def options(group: str) -> list[str]:
-    """Options of a group; under experiment and sweep only files that begin as such files must."""
+    """Options of a group; for experiment and sweep only files with the required first line."""
     folder = CONF / group
     files = [f for f in folder.rglob("*.yaml") if group not in ("experiment", "sweep") or is_global(f)]
     return sorted(str(f.relative_to(folder).with_suffix("")) for f in files)
@@ -55,26 +55,26 @@ FILES = [(group, option) for group in GROUPS for option in options(group)]
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU, and no launcher around this process."""
+    """Hide GPUs, and remove a launcher's variables."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
-def shares_experts(option: str) -> bool:
+def splits_experts(option: str) -> bool:
     """Whether a layout needs a model with experts."""
     return "ep" in option.split("_")
 
 
-def beside(group: str, option: str) -> list[str]:
-    """What a file asks for beside itself."""
+def required_overrides(group: str, option: str) -> list[str]:
+    """Further overrides that an option needs."""
     needed = []
     if group == "data" and option.startswith("local_"):
         needed.append("data.paths=[corpus/*]")
     if group == "parallelism":
-        # Pipelines of two stages per rank and eight data-parallel ranks are served by this batch.
+        # This batch fits pipelines with two stages per rank, and eight data-parallel ranks.
         needed.append("training.global_batch_size=64")
-        if shares_experts(option):
+        if splits_experts(option):
             needed.append("model=qwen3_moe_debug")
     if option == "memory_budget":
         needed.append("compile=on")
@@ -84,7 +84,7 @@ def beside(group: str, option: str) -> list[str]:
 
 
 def build_on_meta(job: Job) -> None:
-    """Builds every pipeline stage of the model, without memory, and counts its parameters."""
+    """Build every pipeline stage of the model on meta, and count its parameters."""
     stages = split_modules(job.parallelism, job.model.n_layers) if job.parallelism.pp > 1 else [None]
     counted = 0
     with torch.device("meta"):
@@ -122,11 +122,11 @@ def test_experiments_and_sweeps_are_the_folders_at_the_top() -> None:
     [*sorted(CONF.glob("*.yaml")), *(CONF / group / f"{option}.yaml" for group, option in FILES)],
     ids=lambda file: str(file.relative_to(CONF)),
 )
-def test_a_file_says_what_it_is(file: Path) -> None:
-    """The first line is a comment; after the line that Hydra reads, where there is one."""
+def test_a_file_starts_with_a_comment(file: Path) -> None:
+    """The first line, or the second after Hydra's ``@package`` line, is a comment."""
     first, second = (file.read_text() + "\n\n").splitlines()[:2]
-    told = second if first.startswith(PACKAGE) else first
-    assert told.startswith("# ") and len(told) > 10, told
+    comment = second if first.startswith(PACKAGE) else first
+    assert comment.startswith("# ") and len(comment) > 10, comment
 
 
 def test_primary_configs_are_known() -> None:
@@ -143,8 +143,8 @@ def test_primary_config(name: str) -> None:
 
 @pytest.mark.parametrize(("group", "option"), FILES, ids=lambda part: part)
 def test_every_option_composes_and_validates(group: str, option: str) -> None:
-    job = compose_job([f"{group}={option}", *beside(group, option)])
-    # As the resolved job travels to its ranks, so it comes back.
+    job = compose_job([f"{group}={option}", *required_overrides(group, option)])
+    # The resolved job survives JSON, as which it is sent to the ranks.
     assert Job.from_json(job.to_json()) == job
     if group in ("model", "parallelism", "experiment"):
         build_on_meta(job)
@@ -154,13 +154,15 @@ def test_every_option_composes_and_validates(group: str, option: str) -> None:
 
 @pytest.mark.parametrize("option", options("parallelism"))
 def test_layouts(option: str) -> None:
-    """A layout is what its name says, and every axis that it does not name is 1."""
-    job = compose_job([f"parallelism={option}", *beside("parallelism", option), "cluster.device=cpu"])
+    """A layout has the axes in its name, and every other axis is 1."""
+    job = compose_job(
+        [f"parallelism={option}", *required_overrides("parallelism", option), "cluster.device=cpu"]
+    )
     degrees = job.parallelism.degrees
     named = {"ddp": "dp_replicate", "fsdp": "dp_shard", "hsdp": "dp_replicate dp_shard", "single": ""}
-    # Experts are shared out among ranks that have other sequences.
+    # Expert parallel uses the ranks of dp_shard.
     named["ep"] = named["fsdp"]
-    assert (job.parallelism.ep > 1) == shares_experts(option)
+    assert (job.parallelism.ep > 1) == splits_experts(option)
     axes = {axis for word in option.split("_") for axis in named.get(word, word).split()}
     assert {axis for axis, degree in degrees.items() if degree > 1} == axes
     held = [
@@ -174,14 +176,14 @@ def test_layouts(option: str) -> None:
 
 @pytest.mark.parametrize("option", options("parallelism"))
 @pytest.mark.parametrize("size", [0, 1])
-def test_every_layout_carries_models_of_all_sizes(option: str, size: int) -> None:
+def test_every_layout_fits_models_of_all_sizes(option: str, size: int) -> None:
     mixtures, dense = ("qwen3_moe_debug", "deepseek_v3_671b"), ("llama3_tiny", "llama3_8b")
-    model = (mixtures if shares_experts(option) else dense)[size]
+    model = (mixtures if splits_experts(option) else dense)[size]
     compose_job([f"parallelism={option}", f"model={model}", "training.global_batch_size=64"])
 
 
 def test_parity_matrix() -> None:
-    """Every layout of the matrix is a legal job that differs from one process only in its execution."""
+    """Every layout of the matrix is a valid job that differs from a single process only in execution."""
     base = compose_job([], config_name="parity", schema=ParityJob)
     assert len(base.parity.matrix) > 30
     with Composer("parity", ParityJob) as composer:
@@ -192,7 +194,7 @@ def test_parity_matrix() -> None:
 
 
 def test_models_hold_only_fields_of_the_model() -> None:
-    """A file that left a field out would silently take the one of another model's rope or a default."""
+    """A file without one of these fields would silently use a default."""
     for option in options("model"):
         keys = set(OmegaConf.load(CONF / "model" / f"{option}.yaml"))
         required = {
@@ -208,7 +210,7 @@ def test_models_hold_only_fields_of_the_model() -> None:
         assert required | {"max_seq_len", "norm_eps", "tied_embeddings"} <= keys, option
 
 
-def test_data_that_needs_paths_says_so() -> None:
+def test_data_that_needs_paths_is_refused_without() -> None:
     for option in (o for o in options("data") if o.startswith("local_")):
         with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
             compose_job([f"data={option}"])
@@ -269,7 +271,7 @@ def test_cfg_job_prints_the_job_and_runs_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_shell_completion(typed: str, offered: set[str]) -> None:
-    """The script that the README tells to evaluate, in a real bash, asked what TAB would offer."""
+    """Evaluate the script from the README in a real bash, and request completions as TAB does."""
     line = f"harness-train {typed}"
     script = (
         f'export PATH={Path(sys.executable).parent}:$PATH; eval "$(harness-train -sc install=bash)"; '
@@ -282,7 +284,7 @@ def test_shell_completion(typed: str, offered: set[str]) -> None:
 
 
 def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path: Path) -> None:
-    """Hydra's own multirun would write down what it swept over, into the folder that the user stands in."""
+    """Hydra's own multirun would write files into the current folder."""
     done = subprocess.run(
         [sys.executable, "-m", "harness.train", "-m", "training.steps=0,-1"],
         cwd=tmp_path,
@@ -291,5 +293,5 @@ def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert "none of the 2 points can be" in done.stderr
+    assert "none of the 2 points is a valid job" in done.stderr
     assert not any(tmp_path.iterdir())

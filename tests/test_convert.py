@@ -1,4 +1,4 @@
-"""Weights go between all formats unchanged, as transformers judges, in little memory."""
+"""Conversions between all formats keep the weights, checked with transformers, in little memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from harness.checkpoint.llama import _load
 from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
-from harness.convert import ConvertConfig, ConvertJob, Found, convert, find_source, model_manifest
+from harness.convert import ConvertConfig, ConvertJob, WeightFolder, convert, find_source, model_manifest
 from harness.data import TokenizerConfig
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
 from harness.model.config import ModelConfig
@@ -79,7 +79,7 @@ def transformer(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**plain)).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in network.named_parameters():
-            if "norm" in name:  # ones would hide that norms are mixed up
+            if "norm" in name:  # equal values would hide swapped norms
                 parameter.uniform_(0.5, 1.5)
     return network
 
@@ -119,7 +119,7 @@ def test_hugging_face_to_dcp_and_back(overrides: list[str], dtype: torch.dtype, 
     model = model_of(overrides)
     network = transformer(model, dtype)
     network.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
-    # As anybody has it: with rotation frequencies that no cast has rounded.
+    # As in a model that users load: with rotation frequencies that no cast has rounded.
     network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="auto")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
 
@@ -127,9 +127,9 @@ def test_hugging_face_to_dcp_and_back(overrides: list[str], dtype: torch.dtype, 
     checkpoint = open_checkpoint(str(tmp_path / "step-0"))
     assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (0, "model", None)
     assert checkpoint.manifest["model"] == dataclasses.asdict(model)
-    assert checkpoint.manifest["tokenizer"] is None  # nobody said
+    assert checkpoint.manifest["tokenizer"] is None  # not given
 
-    # What is loaded back is what dcp itself sees, without any of our readers.
+    # Also read it back with dcp alone, without our readers.
     state = {name: torch.empty(shape, dtype=dtype) for name, shape in parameter_shapes(model).items()}
     dcp.load(state, checkpoint_id=tmp_path / "step-0", no_dist=True)
     assert same(state, ours(network, model))
@@ -147,10 +147,10 @@ def test_hugging_face_to_dcp_and_back(overrides: list[str], dtype: torch.dtype, 
 
 @pytest.mark.parametrize("overrides", [TINY, TIED], ids=["untied", "tied"])
 def test_dcp_to_torch(overrides: list[str], tmp_path: Path) -> None:
-    """The decoder takes the file as it is, and computes what transformers computes."""
+    """The decoder loads the file unchanged and computes what transformers computes."""
     model = model_of(overrides)
     network = transformer(model)
-    manifest = model_manifest(Found("hf", "", {}), model, None)
+    manifest = model_manifest(WeightFolder("hf", "", {}), model, None)
     write_distributed(Held(ours(network, model)), tmp_path / "step-0", manifest)
     run(tmp_path / "step-0", tmp_path / "model.pt", "convert.format=torch")
     for mmap in (False, True):
@@ -162,7 +162,7 @@ def test_dcp_to_torch(overrides: list[str], tmp_path: Path) -> None:
 
 
 def to_meta(state: dict[str, Tensor], model: ModelConfig, files: int, rows: bool) -> list[dict[str, Tensor]]:
-    """What Meta's files hold: rows 2i and 2i + 1 of a head are our i and i + D/2; each file has a part."""
+    """Meta's files: rows 2i and 2i + 1 of a head are our i and i + D/2; each file has a shard."""
     width = model.head_width
     order = [row for i in range(width // 2) for row in (i, i + width // 2)]
     shards: list[dict[str, Tensor]] = [{"rope.freqs": torch.arange(width // 2)} for _ in range(files)]
@@ -217,7 +217,7 @@ def test_metas_files(files: int, rows: bool, tmp_path: Path) -> None:
 def test_dcp_of_other_software(
     overrides: list[str], prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As torchtitan writes it: our names, Meta's order of rows, optimizer beside, no manifest."""
+    """As torchtitan writes it: our names, Meta's row order, with the optimizer, without a manifest."""
     model = model_of(overrides)
     network = transformer(model)
     [shard] = to_meta(ours(network, model), model, 1, rows=True)
@@ -228,11 +228,11 @@ def test_dcp_of_other_software(
     dcp.save({**state, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "step-3", no_dist=True)
     run(tmp_path / "step-3", tmp_path / "out", "convert.format=hf", *overrides)
     assert same(read_all(HuggingFaceSource(tmp_path / "out", model)), ours(network, model))
-    assert "nothing vouches for what it holds" in capsys.readouterr().out
+    assert "its content cannot be verified" in capsys.readouterr().out
 
 
 def test_a_format_to_another_number_format(tmp_path: Path) -> None:
-    """Straight from Hugging Face's to itself and to torch's, in other number formats."""
+    """From Hugging Face's format to itself and to torch's, with other dtypes."""
     model = model_of(TINY)
     network = transformer(model)
     network.save_pretrained(tmp_path / "theirs")
@@ -250,11 +250,11 @@ def test_a_format_to_another_number_format(tmp_path: Path) -> None:
 
 
 def save_training(folder: Path, step: int, network: Any, model: ModelConfig) -> Path:
-    """A checkpoint as training leaves it."""
+    """A checkpoint as written by training."""
     weights = ours(network, model)
     state = {**weights, "optimizer.state.norm.weight.exp_avg": torch.ones(64), "rng.0": torch.ones(8)}
     manifest = {
-        **model_manifest(Found("dcp", "", {}), model, TokenizerConfig(kind="bytes")),
+        **model_manifest(WeightFolder("dcp", "", {}), model, TokenizerConfig(kind="bytes")),
         "step": step,
         "holds": "full",
         "job": {"name": "x"},
@@ -278,7 +278,7 @@ def flip_a_byte(file: Path, at: int) -> None:
 def test_a_run_gives_its_newest_complete_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It knows its model and tokenizer; what is newer and damaged is passed over, and said to be."""
+    """It records its model and tokenizer; newer damaged checkpoints are skipped with a note."""
     model = model_of(TINY)
     network = transformer(model)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -288,8 +288,8 @@ def test_a_run_gives_its_newest_complete_checkpoint(
     for source in (tmp_path / "run", checkpoints):
         shutil.rmtree(tmp_path / "step-9", ignore_errors=True)
         run(source, tmp_path / "step-9")
-        told = capsys.readouterr().out
-        assert "step-3 is passed over: __0_0.distcp has 3 bytes instead of" in told
+        output = capsys.readouterr().out
+        assert "step-3 is skipped: __0_0.distcp has 3 bytes instead of" in output
         checkpoint = open_checkpoint(str(tmp_path / "step-9"))
         assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (2, "model", {"name": "x"})
         assert checkpoint.manifest["tokenizer"]["kind"] == "bytes"
@@ -299,12 +299,12 @@ def test_a_run_gives_its_newest_complete_checkpoint(
 
 
 def test_weights_that_training_saved_for_transformers(tmp_path: Path) -> None:
-    """They have a manifest too, and so need no model=."""
+    """They have a manifest too, so model= is not needed."""
     model = model_of(TINY)
     network = transformer(model)
     step = tmp_path / "run" / "checkpoints" / "step-7"
     write_huggingface(Held(ours(network, model)), model, None, step, None, 5.0)
-    manifest = model_manifest(Found("dcp", "", {}), model, None)
+    manifest = model_manifest(WeightFolder("dcp", "", {}), model, None)
     (step / "manifest.json").write_bytes(encode_manifest({**manifest, "step": 7, "holds": "hf", "files": {}}))
     run(tmp_path / "run", tmp_path / "out")
     checkpoint = open_checkpoint(str(tmp_path / "out"))
@@ -343,7 +343,7 @@ def test_a_typed_tokenizer_wins_over_the_manifests(tmp_path: Path) -> None:
 
 
 def refused(source: Path, target: Path, *overrides: str) -> str:
-    """The one line that a conversion is refused with; nothing is left behind."""
+    """The one-line error of a conversion; checks that no file is left behind."""
     before = {path: path.stat().st_mtime_ns for path in target.parent.rglob("*")}
     with pytest.raises(UserError) as caught:
         run(source, target, *overrides)
@@ -369,20 +369,22 @@ def test_another_model_is_refused(copy: Path, tmp_path: Path) -> None:
     assert "model.n_layers=3: config.json has num_hidden_layers 2" in refused(
         copy, out, *TINY, "model.n_layers=3"
     )
-    assert "must be told which model it holds; would work: model=NAME" in refused(copy, out)
+    assert "does not record its model; would work: model=NAME" in refused(copy, out)
     save_meta(
         tmp_path / "meta",
         to_meta(ours(transformer(model_of(TINY)), model_of(TINY)), model_of(TINY), 1, True),
         PARAMS,
     )
-    told = refused(tmp_path / "meta", out, *TINY, "model.rope.theta=1", "model.ffn_hidden_dim=160")
+    message = refused(tmp_path / "meta", out, *TINY, "model.rope.theta=1", "model.ffn_hidden_dim=160")
     assert (
         "model.ffn_hidden_dim=160: params.json has 128; model.rope.theta=1.0: params.json has 500000.0"
-        in told
+        in message
     )
     (tmp_path / "meta" / "params.json").unlink()
-    told = refused(tmp_path / "meta", out, *TINY, "model.n_layers=3")
-    assert "consolidated.00.pth: the tensors are not those of model=llama3_tiny: 9 missing (layers.2." in told
+    message = refused(tmp_path / "meta", out, *TINY, "model.n_layers=3")
+    assert (
+        "consolidated.00.pth: the tensors are not those of model=llama3_tiny: 9 missing (layers.2." in message
+    )
     assert "do not make up [320, 128] of model=llama3_tiny" in refused(
         tmp_path / "meta", out, *TINY, "model.dim=128"
     )
@@ -396,10 +398,10 @@ def test_another_model_than_the_manifests_is_refused(tmp_path: Path) -> None:
         "model.vocab_size=128256: the checkpoint says model.vocab_size=320 (model=llama3_tiny)"
     )
     assert refused(source, out, "model.rope.theta=7").startswith("model.rope.theta=7.0: the checkpoint says")
-    run(source, out, "model.n_layers=2")  # what was typed is so
+    run(source, out, "model.n_layers=2")  # agrees with the manifest
 
 
-def test_values_that_are_not_finite_are_told(
+def test_non_finite_values_are_reported(
     copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -450,7 +452,7 @@ INDICES: list[Any] = [
 ]
 
 
-def test_an_index_that_is_none(copy: Path, tmp_path: Path) -> None:
+def test_invalid_indexes(copy: Path, tmp_path: Path) -> None:
     index = copy / "model.safetensors.index.json"
     for content in INDICES:
         index.write_text(json.dumps(content))
@@ -483,7 +485,9 @@ def test_missing_tensors_are_refused(copy: Path, tmp_path: Path) -> None:
     model = model_of(TINY)
     weights = ours(transformer(model), model)
     del weights["layers.1.ffn_norm.weight"]
-    write_distributed(Held(weights), tmp_path / "dcp", model_manifest(Found("hf", "", {}), model, None))
+    write_distributed(
+        Held(weights), tmp_path / "dcp", model_manifest(WeightFolder("hf", "", {}), model, None)
+    )
     assert "1 missing (layers.1.ffn_norm.weight)" in refused(tmp_path / "dcp", out)
     index = json.loads((copy / "model.safetensors.index.json").read_text())
     file = index["weight_map"]["model.norm.weight"]
@@ -492,37 +496,39 @@ def test_missing_tensors_are_refused(copy: Path, tmp_path: Path) -> None:
     (copy / "model.safetensors.index.json").unlink()
     assert "missing" in refused(copy, out, *TINY)
     (tmp_path / "aside").rename(copy / file)
-    run(copy, out, *TINY)  # several files without an index are a whole
+    run(copy, out, *TINY)  # several files without an index are complete
 
 
 def test_damage_is_noticed(copy: Path, tmp_path: Path) -> None:
-    """A flipped byte in our checkpoints, anywhere; what has no checksums is at least whole."""
+    """A flipped byte anywhere in our checkpoints; truncation of files without checksums."""
     out = tmp_path / "out"
     model = model_of(TINY)
     source = save_training(tmp_path / "in", 1, transformer(model), model)
     data = source / "__0_0.distcp"
     flip_a_byte(data, data.stat().st_size // 2)
     for target in ("dcp", "hf", "torch"):
-        told = refused(source, out, f"convert.format={target}")
-        assert re.match(rf"{re.escape(str(source))}: __0_0\.distcp: bytes \d+ to \d+ do not have the ", told)
+        message = refused(source, out, f"convert.format={target}")
+        assert re.match(
+            rf"{re.escape(str(source))}: __0_0\.distcp: bytes \d+ to \d+ do not have the ", message
+        )
     flip_a_byte(data, data.stat().st_size // 2)
     flip_a_byte(source / ".metadata", 100)
     assert f"{source}: .metadata does not have the checksum" in refused(source, out)
     flip_a_byte(source / ".metadata", 100)
     (source / "manifest.json").unlink()
-    assert "did not finish it: the manifest is missing" in refused(source, out, *TINY)
+    assert "did not finish writing it: the manifest is missing" in refused(source, out, *TINY)
     (source / ".metadata").unlink()
     assert "was not finished: there is no .metadata" in refused(source, out, *TINY)
     [first, *_] = sorted(copy.glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:-8])
-    assert f"{first}: is no whole safetensors file" in refused(copy, out, *TINY)
+    assert f"{first}: not a complete safetensors file" in refused(copy, out, *TINY)
     save_meta(tmp_path / "meta", [{}])
     (tmp_path / "meta" / "consolidated.00.pth").write_bytes(b"PK\x03\x04 and nothing more")
     assert "consolidated.00.pth: cannot be read: " in refused(tmp_path / "meta", out, *TINY)
 
 
 def test_a_flipped_bit_of_metas_file_is_no_traceback(tmp_path: Path) -> None:
-    """torch raises KeyError, IndexError or TypeError of some of them."""
+    """torch raises KeyError, IndexError or TypeError for some of them."""
     file = tmp_path / "consolidated.00.pth"
     torch.save({"norm.weight": torch.ones(4)}, file)
     content = file.read_bytes()
@@ -543,7 +549,7 @@ def test_a_flipped_bit_of_metas_file_is_no_traceback(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_that_are_not(tmp_path: Path) -> None:
-    """A file may repeat the table as lm_head; another matrix there would be lost, and is refused."""
+    """A file may repeat the table as lm_head; a different matrix would be lost, so it is refused."""
     untied, tied = model_of(TINY), model_of(TIED)
     source = Held(ours(transformer(untied), untied))
     out = tmp_path / "out"
@@ -558,8 +564,8 @@ def test_tied_embeddings_that_are_not(tmp_path: Path) -> None:
         )
         save_meta(tmp_path / f"meta_{case}", to_meta(state.held, untied, 1, True))
     for folder in ("other", "meta_other"):
-        told = refused(tmp_path / folder, out, *TIED)
-        assert "the output projection is not the embedding table; would work" in told
+        message = refused(tmp_path / folder, out, *TIED)
+        assert "the output projection differs from the embedding table; would work" in message
     for folder in ("same", "meta_same"):
         run(tmp_path / folder, tmp_path / f"out_{folder}", *TIED)
         manifest = open_checkpoint(str(tmp_path / f"out_{folder}")).manifest
@@ -572,19 +578,21 @@ def test_values_that_a_format_cannot_hold(tmp_path: Path) -> None:
     weights = ours(transformer(model), model)
     weights["norm.weight"][3] = 1e6
     write_huggingface(Held(weights), model, None, tmp_path / "hf", None, 5.0)
-    told = refused(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=float16")
-    assert told == "norm.weight has values that float16 cannot hold; would work: bfloat16, float32"
+    message = refused(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=float16")
+    assert message == "norm.weight has values that float16 cannot hold; would work: bfloat16, float32"
     run(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=bfloat16")
 
 
-def test_targets_that_are_there(copy: Path, tmp_path: Path) -> None:
+def test_existing_targets(copy: Path, tmp_path: Path) -> None:
     full, empty, file = tmp_path / "full", tmp_path / "empty", tmp_path / "file.pt"
     (full / "inside").mkdir(parents=True)
     empty.mkdir()
     file.touch()
-    assert refused(copy, full, *TINY).startswith(f"convert.target={full}: is there already")
-    assert refused(copy, file, *TINY, "convert.format=torch").startswith(f"convert.target={file}: is there")
-    assert "is a folder, and torch's is a file" in refused(copy, empty, *TINY, "convert.format=torch")
+    assert refused(copy, full, *TINY).startswith(f"convert.target={full}: already exists")
+    assert refused(copy, file, *TINY, "convert.format=torch").startswith(
+        f"convert.target={file}: already exists"
+    )
+    assert "is a folder; format=torch writes a file" in refused(copy, empty, *TINY, "convert.format=torch")
     run(copy, empty, *TINY)
     run(copy, tmp_path / "new" / "deep" / "step-0", *TINY)
     with pytest.raises(UserError, match="cannot be written"):
@@ -605,7 +613,7 @@ def test_targets_that_are_there(copy: Path, tmp_path: Path) -> None:
             "convert.dtype=fp8: no such format; would work: float32",
         ),
         ({"source": "x", "target": "y", "max_shard_gb": 0.0}, "convert.max_shard_gb=0.0: must be positive"),
-        ({"source": "x", "target": "s3://y"}, "convert.target=s3://y: is no local path"),
+        ({"source": "x", "target": "s3://y"}, "convert.target=s3://y: is not a local path"),
     ],
 )
 def test_fields(fields: dict[str, Any], says: str) -> None:
@@ -613,13 +621,13 @@ def test_fields(fields: dict[str, Any], says: str) -> None:
         ConvertConfig(**fields).validate()
 
 
-def test_sources_that_are_none(tmp_path: Path) -> None:
+def test_invalid_sources(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.pt").touch()
     (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
     for name, says in (
         ("nowhere", "no such folder"),
-        ("file.pt", "is a file; folders are read"),
+        ("file.pt", "is a file, must be a folder"),
         ("empty", "holds no weights; would work: a folder with"),
         ("run", "none of its 1 checkpoints is complete"),
     ):
@@ -627,7 +635,7 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
             find_source(str(tmp_path / name))
 
 
-# -- nothing half-written ----
+# -- no partly written files ----
 
 
 def command(*arguments: str, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
@@ -662,9 +670,9 @@ def test_a_disk_that_is_too_small(theirs: Path, tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["formats.Watched.read", "storage.HashingStream.write"])
+@pytest.mark.parametrize("place", ["formats.ProgressSource.read", "storage.HashingStream.write"])
 def test_an_end_from_outside(place: str, theirs: Path, tmp_path: Path) -> None:
-    """SIGTERM while a tensor is read, and while torch writes one."""
+    """SIGTERM while a tensor is read, or while torch writes one."""
     kill = (
         "from harness.checkpoint import formats, storage\n"
         "count = iter(range(9999))\n"
@@ -699,7 +707,7 @@ def test_the_command(theirs: Path, tmp_path: Path) -> None:
     assert find_source(str(tmp_path)).manifest["step"] == 0
     done = command(f"convert.source={theirs}", f"convert.target={out}", *TINY)
     assert done.returncode == EXIT_USER
-    assert re.fullmatch(r"error: convert\.target=.*: is there already; would work: .*\n", done.stderr)
+    assert re.fullmatch(r"error: convert\.target=.*: already exists; would work: .*\n", done.stderr)
 
 
 def test_refusing_imports_no_torch(tmp_path: Path) -> None:
@@ -712,7 +720,7 @@ def test_refusing_imports_no_torch(tmp_path: Path) -> None:
     assert done.stderr == "error: convert.source=nowhere: no such folder\n"
 
 
-def test_progress_is_told_in_lines() -> None:
+def test_progress_is_printed_in_lines() -> None:
     stream, clock = io.StringIO(), itertools.count(start=0, step=3)
     lines = progress._Lines(4_000_000_000, stream, lambda: float(next(clock)))
     for _ in range(4):
@@ -724,7 +732,7 @@ def test_progress_is_told_in_lines() -> None:
 
 
 def test_ranks_share_the_shards(tmp_path: Path) -> None:
-    """Three processes write what one writes, byte for byte."""
+    """Three processes write the same bytes as one."""
     model = model_of(TINY)
     source = Held(ours(transformer(model), model))
     options = (source, model, TokenizerConfig(kind="bytes"))
@@ -745,7 +753,7 @@ WIDE = ["model=llama3_tiny", "model.dim=512", "model.ffn_hidden_dim=1536", "mode
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same large random model in every format, and its one-layer sister; folders by name."""
+    """The same large random model in every format, and a one-layer variant; folders by name."""
     folder = tmp_path_factory.mktemp("wide")
     found = {}
     for size, layers in (("small", 1), ("large", 20)):
@@ -754,7 +762,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for kind in ("hf", "dcp", "llama"):
             found[f"{kind}-{size}"] = folder / f"{kind}-{size}"
         write_huggingface(source, model, None, found[f"hf-{size}"], None, 5.0)
-        manifest = model_manifest(Found("hf", "", {}), model, None)
+        manifest = model_manifest(WeightFolder("hf", "", {}), model, None)
         write_distributed(source, found[f"dcp-{size}"], manifest)
         save_meta(found[f"llama-{size}"], to_meta(source.held, model, 2, True))
     return found

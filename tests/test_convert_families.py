@@ -1,4 +1,4 @@
-"""Weights of every family go between formats unchanged; what cannot go is refused in a line."""
+"""Conversions keep the weights of every family; unsupported ones fail with a one-line error."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from harness.checkpoint.catalog import open_checkpoint
 from harness.checkpoint.distributed import DistributedSource, write_distributed
 from harness.checkpoint.formats import Cast, Source
 from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
-from harness.checkpoint.pieces import Theirs
+from harness.checkpoint.pieces import HuggingFaceNames
 from harness.compose import compose_job
-from harness.convert import ConvertJob, Found, convert, model_manifest
+from harness.convert import ConvertJob, WeightFolder, convert, model_manifest
 from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
@@ -88,7 +88,7 @@ def test_balancing_biases_are_never_cast(tmp_path: Path) -> None:
         expected = tensor if is_buffer(name) else tensor.bfloat16()
         assert torch.equal(found.read(name), expected) and found.read(name).dtype == expected.dtype
     assert any(is_buffer(name) for name in tensors)
-    # A file that has them in another format.
+    # A file with them in another dtype.
     rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     write_huggingface(Held(rounded), model, None, tmp_path / "rounded", None, 5.0)
     bias = HuggingFaceSource(tmp_path / "rounded", model).read("layers.1.moe.balance_bias")
@@ -98,18 +98,18 @@ def test_balancing_biases_are_never_cast(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_tensor_is_read_once(family: str) -> None:
-    """Stacked experts are not read again for every expert, and two stacks at most are held."""
+    """Stacked experts are not read again for every expert, and at most two stacks are cached."""
     model = model_of(f"model={family}_debug")
     source = Held(random_tensors(model))
-    theirs = Theirs(Cast(source, torch.float32), model)
-    for name in theirs.tensors:
-        tensor = theirs.read(name)
-        assert tensor.is_contiguous() and tuple(tensor.shape) == theirs.tensors[name].shape
-        assert len(theirs._held) <= 2
+    renamed = HuggingFaceNames(Cast(source, torch.float32), model)
+    for name in renamed.tensors:
+        tensor = renamed.read(name)
+        assert tensor.is_contiguous() and tuple(tensor.shape) == renamed.tensors[name].shape
+        assert len(renamed._cache) <= 2
     assert sorted(source.reads) == sorted(source.tensors)
 
 
-# -- files of Llama 4's whole model, and others that hold more ----
+# -- files with more than the text model, e.g. Llama 4's ----
 
 
 def rewrite(folder: Path, change: Any) -> None:
@@ -130,13 +130,13 @@ def test_the_text_model_of_a_multimodal_file(tmp_path: Path) -> None:
     save_file(nested, tmp_path / "model.safetensors")
     rewrite(tmp_path, lambda own: {"model_type": "llama4", "text_config": own, "vision_config": {}})
     require_same(HuggingFaceSource(tmp_path, model), tensors)
-    # As the released files have it.
+    # As in the released files.
     released = {"no_rope_layers": [], "attn_temperature_tuning": 4}
     rewrite(tmp_path, lambda whole: {**whole, "text_config": {**whole["text_config"], **released}})
     require_same(HuggingFaceSource(tmp_path, model), tensors)
 
 
-def test_blocks_that_predict_another_token_are_passed_over(tmp_path: Path) -> None:
+def test_blocks_that_predict_another_token_are_skipped(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     model = model_of("model=deepseek_v3_debug")
@@ -151,7 +151,7 @@ def test_blocks_that_predict_another_token_are_passed_over(tmp_path: Path) -> No
         HuggingFaceSource(tmp_path, model)
 
 
-def test_the_block_of_multi_token_prediction_stands_where_the_released_model_has_it(tmp_path: Path) -> None:
+def test_the_block_of_multi_token_prediction_has_the_released_models_names(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     model = model_of(*MTP)
@@ -170,13 +170,13 @@ def test_the_block_of_multi_token_prediction_stands_where_the_released_model_has
         "output.weight": "shared_head.head.weight",
     }.items():
         assert torch.equal(stored[f"model.layers.4.{theirs}"], tensors[ours]), ours
-    # Without the block the same files are another model's, and with it those of a model without.
+    # A model without the block can read the same files; the model with it needs files that have it.
     plain = model_of("model=deepseek_v3_debug")
     require_same(HuggingFaceSource(tmp_path, plain), {name: tensors[name] for name in tensor_shapes(plain)})
     write_huggingface(Held(tensors), plain, None, tmp_path / "plain", None, 5.0)
     with pytest.raises(UserError, match=r"model\.mtp\.depth=1: config\.json has num_nextn_predict_layers 0"):
         HuggingFaceSource(tmp_path / "plain", model)
-    # Copies need not be there, but must be copies.
+    # Copies may be missing, but must not differ.
     copies = ("model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight")
     save_file(
         {name: tensor for name, tensor in stored.items() if name not in copies},
@@ -185,7 +185,7 @@ def test_the_block_of_multi_token_prediction_stands_where_the_released_model_has
     require_same(HuggingFaceSource(tmp_path, model), tensors)
     save_file({**stored, copies[1]: stored[copies[1]] + 1}, tmp_path / "model.safetensors")
     with pytest.raises(
-        UserError, match=r"shared_head\.head\.weight is not lm_head\.weight.*model\.mtp\.depth=0"
+        UserError, match=r"shared_head\.head\.weight differs from lm_head\.weight.*model\.mtp\.depth=0"
     ):
         HuggingFaceSource(tmp_path, model).read("output.weight")
     with pytest.raises(UserError, match=r"missing \(model\.layers\.4\.eh_proj\.weight\)"):
@@ -284,7 +284,7 @@ def test_memory_is_that_of_a_few_tensors(case: tuple[str, str], tmp_path: Path) 
         if source == "hf":
             write_huggingface(held, model, None, tmp_path / name, None, 5.0)
         else:
-            write_distributed(held, tmp_path / name, model_manifest(Found("hf", "", {}), model, None))
+            write_distributed(held, tmp_path / name, model_manifest(WeightFolder("hf", "", {}), model, None))
     size = sum(file.stat().st_size for file in (tmp_path / "large").iterdir())
     assert size > 150e6
     typed = overrides if source == "hf" else []

@@ -1,4 +1,4 @@
-"""Files come from a hub as they are there, once, whatever breaks off; what the hub refuses is one line."""
+"""Files are downloaded intact and once, despite interruptions; refusals of the hub are one-line errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from harness.model.huggingface import hf_config
 ROOT = Path(__file__).resolve().parents[1]
 REPO = "meta-llama/Llama-3.1-8B"
 MIB = 1 << 20
-# What config.json of Llama 3.1 8B says.
+# config.json of Llama 3.1 8B.
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -86,7 +86,7 @@ def server() -> Iterator[Hub]:
 
 @pytest.fixture
 def hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
-    """An open hub with one repository; a process that reads its environment finds it."""
+    """A public hub with one repository, which a new process finds through its environment."""
     server.repos = {REPO: {"main": dict(FILES)}}
     server.gated, server.private, server.members, server.tokens = set(), set(), set(), set()
     server.requests, server.mishap = [], lambda handler, content: False
@@ -101,7 +101,7 @@ def hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
 
 @pytest.fixture
 def here(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
-    """The same for this process, in which the client's library has read its environment already."""
+    """The same for this process, whose client library has already read the environment."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
@@ -136,7 +136,7 @@ def refused(kind: type[HarnessError], *overrides: str) -> str:
 
 
 def names(folder: Path) -> list[str]:
-    """What was brought, without what the download keeps for itself."""
+    """The downloaded files, without the download's own records."""
     found = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     return sorted(name for name in found if not name.startswith(".download/") and name != "download.json")
 
@@ -149,13 +149,13 @@ def parts(folder: Path) -> list[Path]:
     return [path for path in (folder / ".download").iterdir() if path.name != "lock"]
 
 
-# Older clients give up where these repeat; the same command then goes on, as below.
+# Older clients give up where newer ones retry; the same command then resumes, as below.
 repeats = pytest.mark.skipif(
     int(huggingface_hub.__version__.split(".")[0]) < 2, reason="huggingface_hub is older than 2"
 )
 
 
-# -- what comes ----
+# -- complete downloads ----
 
 
 def test_the_command(hub: Hub, tmp_path: Path) -> None:
@@ -166,23 +166,23 @@ def test_the_command(hub: Hub, tmp_path: Path) -> None:
         [*TOKENIZER, "generation_config.json", "model.safetensors.index.json", *WEIGHTS]
     )
     assert same(folder) and not parts(folder)
-    told = done.stdout.splitlines()
+    output = done.stdout.splitlines()
     commit = commit_of(FILES)
-    assert told[0] == f"{REPO} at {commit[:12]}: 8 files, 0.005 GB brought: assets/hf/{REPO}"
+    assert output[0] == f"{REPO} at {commit[:12]}: 8 files, 0.005 GB downloaded: assets/hf/{REPO}"
     assert json.loads((folder / "download.json").read_text())["commit"] == commit
-    # What it says comes next is what can be typed, in the folder where it was.
+    # The printed next commands work in the current folder.
     target = f"assets/hf/{REPO}-dcp/step-0"
     convert, train = "python -m harness.convert", "python -m harness.train"
-    assert told[1:] == [
+    assert output[1:] == [
         f"next: {convert} model=llama3_8b convert.source=assets/hf/{REPO} convert.target={target}",
         f"next: {train} model=llama3_8b tokenizer=llama3 checkpoint.initial_load_path={target}",
     ]
-    compose_job(shlex.split(told[1])[4:], config_name="convert", schema=ConvertJob).convert.validate()
-    job = compose_job(shlex.split(told[2])[4:])
+    compose_job(shlex.split(output[1])[4:], config_name="convert", schema=ConvertJob).convert.validate()
+    job = compose_job(shlex.split(output[2])[4:])
     assert job.tokenizer.file.read_bytes() == FILES["original/tokenizer.model"]
 
 
-def test_what_is_there_is_not_brought_again(
+def test_existing_files_are_not_downloaded_again(
     here: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(f"repo={REPO}", "what=tokenizer", "to=out")
@@ -190,8 +190,8 @@ def test_what_is_there_is_not_brought_again(
     here.requests.clear()
     run(f"repo={REPO}", "what=[tokenizer,index]", "to=out")
     assert here.downloads() == [("model.safetensors.index.json", "")]
-    assert "1 files, 0.000 GB brought, 4 there already: out" in capsys.readouterr().out
-    # Also what somebody else has put there, if it is the same.
+    assert "1 files, 0.000 GB downloaded, 4 already there: out" in capsys.readouterr().out
+    # Also files from elsewhere, if the content is the same.
     (tmp_path / "out" / WEIGHTS[0]).write_bytes(FILES[WEIGHTS[0]])
     (tmp_path / "out" / "generation_config.json").write_bytes(FILES["generation_config.json"])
     here.requests.clear()
@@ -200,18 +200,18 @@ def test_what_is_there_is_not_brought_again(
     assert same(tmp_path / "out")
 
 
-def test_what_is_something_else_is_left_alone(here: Hub, tmp_path: Path) -> None:
+def test_other_files_are_not_overwritten(here: Hub, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("mine")
     said = refused(UserError, f"repo={REPO}", "to=out")
     assert said.startswith(
-        "out/config.json: is there already, and is not the hub's; would work: another folder"
+        "out/config.json: already exists and differs from the hub's; would work: another folder"
     )
     assert here.downloads() == [] and (tmp_path / "out" / "config.json").read_text() == "mine"
-    # So is what came and was changed since.
+    # Also a downloaded file that was changed since.
     run(f"repo={REPO}", "what=tokenizer", "to=other")
     (tmp_path / "other" / "tokenizer_config.json").write_text("{}")
-    assert "other/tokenizer_config.json: is there already" in refused(UserError, f"repo={REPO}", "to=other")
+    assert "other/tokenizer_config.json: already exists" in refused(UserError, f"repo={REPO}", "to=other")
 
 
 def test_a_newer_commit_replaces_what_came_before(here: Hub, tmp_path: Path) -> None:
@@ -242,12 +242,12 @@ def test_one_download_at_a_time(here: Hub, tmp_path: Path) -> None:
     run(f"repo={REPO}", "what=config", "to=out")
 
 
-# -- what breaks off ----
+# -- interrupted downloads ----
 
 
 @repeats
-def test_a_connection_that_breaks_is_taken_up_again(here: Hub, tmp_path: Path) -> None:
-    """Within one command: the client asks for the rest."""
+def test_a_broken_connection_is_resumed(here: Hub, tmp_path: Path) -> None:
+    """Within one command: the client requests the rest."""
     broken: list[int] = []
     here.repos = {REPO: {"main": {"config.json": b"{}", "model.safetensors": os.urandom(24 * MIB)}}}
 
@@ -268,7 +268,7 @@ def test_a_connection_that_breaks_is_taken_up_again(here: Hub, tmp_path: Path) -
     "sent", rest_is_thorough([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGKILL)
 )
 def test_an_interrupted_download_goes_on(sent: signal.Signals, hub: Hub, tmp_path: Path) -> None:
-    """Between commands: only what had not come is asked for."""
+    """Between commands: only the missing bytes are requested."""
     files = {"config.json": b"{}", "model.safetensors": os.urandom(32 * MIB)}
     hub.repos = {REPO: {"main": files}}
     go_on = threading.Event()
@@ -340,7 +340,7 @@ def test_damage_is_noticed(here: Hub, tmp_path: Path) -> None:
 
     here.mishap = other
     said = refused(MachineError, f"repo={REPO}", "what=[config,weights]", "to=out")
-    assert "what came is not what the hub has" in said
+    assert "the download does not have the hub's checksum" in said
     here.mishap = lambda handler, content: False
     run(f"repo={REPO}", "what=[config,weights]", "to=out")
     assert same(tmp_path / "out", files)
@@ -365,12 +365,12 @@ def test_a_disk_that_fills_up(here: Hub, tmp_path: Path, monkeypatch: pytest.Mon
         def write(self, content: bytes) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    watched = client._Watched.__init__
+    watched = client._ProgressFile.__init__
     monkeypatch.setattr(
-        client._Watched, "__init__", lambda self, stream, *rest: watched(self, Full(stream), *rest)
+        client._ProgressFile, "__init__", lambda self, stream, *rest: watched(self, Full(stream), *rest)
     )
     said = refused(MachineError, f"repo={REPO}", "what=weights", "to=out")
-    assert "the disk is full, or a quota is; with more space the same command goes on" in said
+    assert "the disk is full, or a quota is; with more space the same command resumes" in said
 
 
 def test_a_place_that_cannot_be_written(here: Hub, tmp_path: Path) -> None:
@@ -379,11 +379,11 @@ def test_a_place_that_cannot_be_written(here: Hub, tmp_path: Path) -> None:
     assert refused(ConfigError, f"repo={REPO}", "to=file") == "to=file: is a file; would work: a folder"
 
 
-# -- what the hub refuses ----
+# -- refusals of the hub ----
 
 
 def test_the_token_is_sent(hub: Hub, tmp_path: Path) -> None:
-    """From the environment, or from a login; to the listing and to every file."""
+    """From the environment or a login; sent with the listing and every file."""
     hub.gated, hub.members = {REPO}, {"hf_member"}
     assert command(f"repo={REPO}", "what=config", "to=a", HF_TOKEN="hf_member").returncode == EXIT_OK
     asked = [(path, headers.get("authorization")) for _, path, headers in hub.requests if REPO in path]
@@ -418,13 +418,11 @@ def test_a_gated_repository(hub: Hub) -> None:
 def test_a_token_that_the_hub_does_not_know(hub: Hub) -> None:
     done = command(f"repo={REPO}", "what=config", HF_TOKEN="hf_mistyped")
     assert done.returncode == EXIT_USER
-    assert done.stderr.startswith(
-        "error: the hub does not take your token (HF_TOKEN, or your login): HTTP 401"
-    )
+    assert done.stderr.startswith("error: the hub rejects your token (HF_TOKEN, or your login): HTTP 401")
     assert done.stderr.count("\n") == 1
 
 
-def test_repositories_and_revisions_that_are_none(here: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_repositories_and_revisions(here: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     said = refused(ConfigError, "repo=nobody/nothing")
     assert said.startswith(
         "repo=nobody/nothing: no such repository, or a private one; would work: a name from "
@@ -440,16 +438,16 @@ def test_repositories_and_revisions_that_are_none(here: Hub, monkeypatch: pytest
 def test_no_network(hub: Hub) -> None:
     done = command(f"repo={REPO}", HF_ENDPOINT="http://127.0.0.1:9")
     assert done.returncode == EXIT_MACHINE
-    assert done.stderr.startswith("error: no whole answer from http://127.0.0.1:9: ")
+    assert done.stderr.startswith("error: no complete answer from http://127.0.0.1:9: ")
     assert done.stderr.count("\n") == 1
     done = command(f"repo={REPO}", HF_HUB_OFFLINE="1")
     assert done.returncode == EXIT_USER
     assert done.stderr.startswith(
-        "error: HF_HUB_OFFLINE=1 forbids to ask the hub; would work: HF_HUB_OFFLINE=0"
+        "error: HF_HUB_OFFLINE=1 forbids access to the hub; would work: HF_HUB_OFFLINE=0"
     )
 
 
-# -- what is asked for ----
+# -- selection of files ----
 
 
 @pytest.mark.parametrize(
@@ -462,8 +460,8 @@ def test_no_network(hub: Hub) -> None:
             "what=[config,weight]: no such files; would work: one or a list",
         ),
         (["repo=a/b", "what=[]"], "what=[]: no such files"),
-        (["repo=https://huggingface.co/a/b/tree/main"], "is no name; would work: a/b"),
-        (["repo=a/b/c"], "repo=a/b/c: is no name; would work: owner/name"),
+        (["repo=https://huggingface.co/a/b/tree/main"], "not a valid name; would work: a/b"),
+        (["repo=a/b/c"], "repo=a/b/c: not a valid name; would work: owner/name"),
         (["repo=a/b", "revision=''"], "revision='': must be given; would work: main"),
         (["repos=a/b"], "repos=a/b: no such field; did you mean repo?"),
         (["repo=a/b", "model=llama3_8b"], "model=llama3_8b: no such field; "),
@@ -499,7 +497,7 @@ def test_kinds_that_a_repository_does_not_have() -> None:
 
 
 def test_next_commands_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The family's tokenizer is chosen, which knows what ends its documents."""
+    """The family's tokenizer is chosen, which defines the end of a document."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "assets/hf/Qwen/Qwen3-0.6B"
     folder.mkdir(parents=True)
@@ -513,18 +511,18 @@ def test_next_commands_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert next_commands(job) == [f"next: python -m harness.train tokenizer=qwen3 tokenizer.path={path}"]
     (folder.parent / "Qwen3-8B").mkdir()
     (folder.parent / "Qwen3-8B/tokenizer.json").write_text("{}")
-    [told] = next_commands(DownloadJob("Qwen/Qwen3-8B", "tokenizer"))
-    assert told == "next: python -m harness.train tokenizer=qwen3"
-    assert isinstance(compose_job(shlex.split(told)[4:]), Job)
+    [command_line] = next_commands(DownloadJob("Qwen/Qwen3-8B", "tokenizer"))
+    assert command_line == "next: python -m harness.train tokenizer=qwen3"
+    assert isinstance(compose_job(shlex.split(command_line)[4:]), Job)
     told_all = next_commands(DownloadJob("Qwen/Qwen3-0.6B", ["weights"]))
     assert "model=NAME" in told_all[0] and told_all[-1].startswith("note: no option of conf/model")
 
 
-# -- and then ----
+# -- next commands ----
 
 
 def test_from_an_empty_folder_to_training(hub: Hub, tmp_path: Path) -> None:
-    """The three commands of the README, with a model that is made here."""
+    """The three commands of the README, with a model created here."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     model = ["model=llama3_tiny", "model.vocab_size=320", "model.n_layers=1"]

@@ -1,4 +1,4 @@
-"""What a rank died of, from what it raised: real messages of torch, NCCL, gloo, SLURM and the kernel."""
+"""Classification of exceptions and logs: real messages of torch, NCCL, gloo, SLURM and the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.errors import EXIT_BUG, EXIT_MACHINE, EXIT_NON_FINITE, EXIT_USER, N
 from harness.failures import describe_failure, kind_of_text
 
 
-def test_an_allocation_that_cannot_be_had_is_named() -> None:
+def test_a_failed_allocation_is_named() -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.empty(2**60)
     row = describe_failure(failed.value)
@@ -102,7 +102,7 @@ def test_an_exception_over_another(
 
 
 def test_the_allocation_of_a_stage_of_a_pipeline_is_named() -> None:
-    """torch raises another error from the one of a stage's backward pass."""
+    """torch wraps the error of a stage's backward pass in another."""
     row = describe_failure(raised_over(OUT_OF_MEMORY, RuntimeError("Failed to run stage"), explicit=True))
     assert (row["type"], row["allocation"]) == ("OutOfMemoryError", "2.50 GiB")
 
@@ -116,5 +116,5 @@ def test_the_allocation_of_a_stage_of_a_pipeline_is_named() -> None:
         ("Traceback (most recent call last):", None),
     ],
 )
-def test_last_words(text: str, kind: str | None) -> None:
+def test_kind_of_text(text: str, kind: str | None) -> None:
     assert kind_of_text(text) == kind

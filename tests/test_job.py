@@ -1,4 +1,4 @@
-"""The job: what names it, what completes it, and that it travels as JSON."""
+"""The job: its id, resolve, JSON, world size and batch sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = "training.global_batch_size=16"
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU, and no launcher around this process."""
+    """Hide GPUs, and remove a launcher's variables."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -37,14 +37,14 @@ def job(*overrides: str) -> Job:
 
 @functools.cache
 def composed(overrides: tuple[str, ...], launched: tuple[str | None, ...]) -> Job:
-    """Composing takes a tenth of a second, and most tests compare with the same job."""
+    """Cached, because composing takes 0.1 s and most tests compare with the same job."""
     made = compose_job([*TINY, *overrides])
     assert isinstance(made, Job)
     return made
 
 
 def unresolved(**layout: Any) -> Job:
-    """A tiny job before resolve, with these fields of its layout and its training."""
+    """A tiny job before resolve, with these fields of layout, training or cluster."""
     made = from_dict(Job, job().to_dict())
     made.cluster.device = "auto"
     made.training.global_batch_size = made.training.local_batch_size = None
@@ -131,7 +131,7 @@ def test_every_layout_has_its_own_id() -> None:
     assert len({j.numerics_id for j in jobs}) == 1
 
 
-def test_id_is_of_what_was_resolved_not_of_how_it_was_written() -> None:
+def test_id_covers_resolved_values() -> None:
     rest = job(BATCH, "cluster.ranks_per_node=4", "parallelism.dp_shard=-1")
     assert rest.id == job(BATCH, "parallelism.dp_shard=4").id
     assert job("training.global_batch_size=null", "training.local_batch_size=16").id == job(BATCH).id
@@ -148,7 +148,7 @@ def test_every_leaf_has_a_role() -> None:
     assert set(roles.values()) == {NUMERICS, EXECUTION, LABEL}
     parts = {name.split(".")[0] for name in roles if "." in name}
     assert parts == {f.name for f in dataclasses.fields(Job)} - {"name", "runs_dir"}
-    # Samples of each: a wrong role would let a layout sweep change an experiment, or split one into two.
+    # With a wrong role, a layout sweep would change an experiment, or one experiment would have two ids.
     assert {roles[f"parallelism.{f.name}"] for f in dataclasses.fields(type(job().parallelism))} == {
         EXECUTION
     }
@@ -165,11 +165,11 @@ def test_a_leaf_without_a_role_is_refused() -> None:
         forgotten: int = 2
 
     @dataclasses.dataclass
-    class Whole:
+    class Parent:
         part: Part = label(factory=Part)
 
     with pytest.raises(TypeError, match=r"part\.forgotten has no role"):
-        list(leaves(Whole()))
+        list(leaves(Parent()))
 
 
 def test_every_field_is_documented() -> None:
@@ -282,7 +282,7 @@ def test_under_torchrun_the_world_is_given(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match=r"multiply to 4 .*, but there are 8 ranks"):
         job(BATCH, "parallelism=fsdp_tp")
     assert job(BATCH, "parallelism=fsdp_tp_pp").world_size == 8
-    # ranks_per_node says how many to start, and they are there already
+    # ranks_per_node is the number of ranks to start, and torchrun has started them already
     assert job(BATCH, "parallelism.dp_shard=-1", "cluster.ranks_per_node=2").world_size == 8
 
 
@@ -325,7 +325,7 @@ def test_resolve_twice_changes_nothing() -> None:
     assert made.resolve(launched_ranks=8).to_json() == before
 
 
-def test_validation_needs_documents_set_apart() -> None:
+def test_validation_needs_held_out_documents() -> None:
     assert job("validation.interval=5").validation.interval == 5
     stdlib = ("data=python_stdlib", "data.validation_fraction=0")
     assert job(*stdlib).validation.interval == 0

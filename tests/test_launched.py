@@ -1,4 +1,4 @@
-"""What a launcher says of this process: complete and possible, or one line."""
+"""A launcher's environment variables are complete and valid, or a one-line error."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("WORLD_SIZE", "abc", "WORLD_SIZE=abc: must be a whole number of at least 1; RANK=1 says"),
-        ("WORLD_SIZE", None, "WORLD_SIZE: is missing; RANK=1 says that a launcher has"),
+        ("WORLD_SIZE", "abc", "WORLD_SIZE=abc: must be a whole number of at least 1; RANK=1 means"),
+        ("WORLD_SIZE", None, "WORLD_SIZE: is missing; RANK=1 means that a launcher started"),
         ("RANK", "-1", "RANK=-1: must be a whole number of at least 0 and less than 2"),
         ("RANK", "2", "RANK=2: must be a whole number of at least 0 and less than 2"),
         ("MASTER_ADDR", None, "MASTER_ADDR: is missing"),

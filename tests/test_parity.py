@@ -1,4 +1,4 @@
-"""Every layout computes what one process computes, and the comparison notices when one does not."""
+"""Every layout computes the same as one process, and the comparison detects layouts that do not."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from harness.parity import ParityConfig, ParityJob, Trace, compare, compose_layo
 from harness.paths import conf_dir
 
 MATRIX = OmegaConf.to_container(OmegaConf.load(f"{conf_dir()}/parity.yaml"))["parity"]["matrix"]
-# `make parity` takes ten. An error of scale or placement shows in the first, one of state in the second.
+# `make parity` runs ten. An error of scale or placement shows in the first step, one of state in the second.
 STEPS = 2
-# Of layouts with eight ranks, which take two cores three seconds a step, and of variations on the matrix.
+# For layouts with eight ranks (three seconds a step on two cores), and for variations on the matrix.
 STEPS_OF_EIGHT = 2
 TOLERANCES = parity.TOLERANCES["float32"]
 
@@ -34,7 +34,7 @@ def layout(name: str, *overrides: str) -> Job:
     return compose_layouts(ParityConfig(matrix=MATRIX, layouts=[name]), list(overrides))[name][1]
 
 
-# Combinations of mechanisms that other rows have one by one; `make thorough` and `make parity` run them.
+# Combinations of features that other rows test singly; `make thorough` and `make parity` run them.
 COMBINED = [
     *("ddp_accumulate", "ddp_pp", "ddp_tp", "fsdp_no_reshard", "fsdp_reshard_always", "hsdp_accumulate"),
     *("tp4", "tp_no_sequence", "tp_no_loss_parallel", "fsdp_tp_plain", "fsdp_tp_offload"),
@@ -95,7 +95,7 @@ def test_csv_schedule(pool: RankPool, tmp_path: Path) -> None:
 
 
 def test_csv_schedule_changed_behind_the_job(pool: RankPool, tmp_path: Path) -> None:
-    """The content of the file is part of the job: another one is another job, and never runs as this one."""
+    """The content of the file is part of the job: a changed file is another job and is refused."""
     schedule = tmp_path / "schedule.csv"
     schedule.write_text("0F0,,,0B0\n,1F0,1B0\n")
     overrides = [f"parallelism.pp_schedule_csv={schedule}", "parallelism=pp", "training.global_batch_size=1"]
@@ -108,7 +108,7 @@ def test_csv_schedule_changed_behind_the_job(pool: RankPool, tmp_path: Path) -> 
 
 
 def test_reference_learns_and_masks_unevenly(pool: RankPool) -> None:
-    """What all layouts are compared with is a real run: gradients differ, labels are masked unevenly."""
+    """The reference is a real run: gradients differ between steps, labels are masked unevenly."""
     expected = reference(pool, layout("fsdp"))
     assert len(set(expected.valid_tokens)) > 1
     assert max(expected.valid_tokens) < 8 * 64
@@ -135,7 +135,7 @@ TIED = ["ddp", "fsdp", "fsdp_offload", "tp", "tp_plain", "fsdp_tp", "hsdp_tp", "
 
 @pytest.mark.parametrize("name", rest_is_thorough(TIED, "fsdp_tp", "cp"))
 def test_tied_embeddings(pool: RankPool, name: str) -> None:
-    """The one table gets the gradients of both its uses."""
+    """The shared table gets the gradients of both its uses."""
     job = layout(name, "model.tied_embeddings=true")
     expected = reference(pool, job, STEPS_OF_EIGHT)
     assert "output.weight" not in expected.gradients[0]
@@ -164,7 +164,7 @@ BFLOAT16 = [
 
 @pytest.mark.parametrize("name", rest_is_thorough(BFLOAT16, "fsdp_pp_zbv", "fsdp_tp", "cp_ulysses"))
 def test_bfloat16(pool: RankPool, name: str) -> None:
-    """Against one process that rounds in the same places; tolerances are those of eight bits."""
+    """Against one process with the same rounding; tolerances for a mantissa of eight bits."""
     job = layout(name, "precision=bf16")
     traces = pool.run(job.world_size, trace, job.to_json(), STEPS_OF_EIGHT)
     verdict = compare(
@@ -179,7 +179,7 @@ def test_bfloat16_really_rounds(pool: RankPool) -> None:
     assert 1e-6 < abs(full.losses[0] - rounded.losses[0]) < 1e-2 * full.losses[0]
 
 
-# -- sabotage: each breaks one rule on the ranks, and the comparison has to say so ----
+# -- sabotage: each breaks one rule on the ranks, and the comparison must fail ----
 
 
 def denominator_of_own_tokens(job_json: str, steps: int) -> Trace:
@@ -230,7 +230,7 @@ def gradients_average(job_json: str, steps: int) -> Trace:
 
 
 def norm_of_own_stage(job_json: str, steps: int) -> Trace:
-    """Every rank clips by the norm of what it holds (trap 5)."""
+    """Every rank clips by the norm of its own parameters (trap 5)."""
     from harness.loop import engine
 
     original = engine.Engine.world_total
@@ -246,7 +246,7 @@ def norm_of_own_stage(job_json: str, steps: int) -> Trace:
 
 
 def initialised_by_shard(job_json: str, steps: int) -> Trace:
-    """Every rank draws its own shard instead of keeping its part of the whole (trap 12)."""
+    """Every rank initializes its shard by itself, instead of taking its part of the full tensor (trap 12)."""
     from harness.parallelism import materialize
 
     original = materialize.local_ranges
@@ -259,7 +259,7 @@ def initialised_by_shard(job_json: str, steps: int) -> Trace:
 
 
 def own_positions_from_zero(job_json: str, steps: int) -> Trace:
-    """Every context-parallel rank rotates by places in its own share."""
+    """Every context-parallel rank counts positions from 0 in its own share."""
     from harness.model.decoder import Decoder
 
     original = Decoder.take_positions
@@ -280,7 +280,7 @@ def tokens_of_every_context_rank(job_json: str, steps: int) -> Trace:
 
 
 def loss_of_one_context_rank(job_json: str, steps: int) -> Trace:
-    """The loss shown is that of one share of the sequence (traps 9 and 10)."""
+    """The reported loss is that of one share of the sequence (traps 9 and 10)."""
     from harness.loop.engine import Engine
 
     original = Engine.world_total
@@ -295,7 +295,7 @@ def loss_of_one_context_rank(job_json: str, steps: int) -> Trace:
 
 
 def one_share_in_order(job_json: str, steps: int) -> Trace:
-    """Ranks take their shares in order, where the ring goes by head and tail."""
+    """Ranks take their shares in order, although the ring pairs head and tail chunks."""
     from harness.parallelism import context, execute
 
     def in_order(layout, seq_len, rank):  # type: ignore[no-untyped-def]
@@ -324,7 +324,7 @@ SABOTAGES = [
     (one_share_in_order, "cp"),
     (gradients_average, "cp"),
 ]
-# Each of them once more, on another layout.
+# Each sabotage again, on another layout.
 AGAIN = [SABOTAGES[number] for number in (1, 3, 6, 9, 13)]
 
 

@@ -1,4 +1,4 @@
-"""One rank: what it leaves behind when it fails, and that it ends with the process that started it."""
+"""One rank: its records when it fails, and its end with the process that started it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, job: Job) -> RunFolder:
 
 
 class BrokenTrainer:
-    """One that cannot even say how far it came."""
+    """A trainer whose results cannot be read."""
 
     class progress:
         step = 5
@@ -44,7 +44,7 @@ class BrokenTrainer:
 
 
 class BrokenRecorder:
-    """One whose service is gone."""
+    """A recorder whose service is gone."""
 
     def close(self, _summary: object) -> None:
         raise ConnectionError("no service")
@@ -59,7 +59,7 @@ class BrokenRecorder:
         (KeyboardInterrupt(), EXIT_INTERRUPTED, "interrupted"),
     ],
 )
-def test_what_fails_on_the_way_out_does_not_hide_the_cause(
+def test_errors_while_ending_do_not_hide_the_cause(
     folder: RunFolder,
     job: Job,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,7 +111,7 @@ def is_zombie(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("arguments", [(), ("somewhere",)])
-def test_a_rank_that_a_person_starts_is_one_line(arguments: tuple[str, ...]) -> None:
+def test_starting_a_rank_by_hand_is_a_one_line_error(arguments: tuple[str, ...]) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HARNESS_")}
     done = subprocess.run(
         [sys.executable, "-m", "harness.rank", *arguments], env=environment, capture_output=True, text=True

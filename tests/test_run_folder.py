@@ -1,4 +1,4 @@
-"""The run folder: one attempt at a time, nothing lost, the cause named."""
+"""The run folder: one attempt at a time, no files lost, the cause of a failure recorded."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ def test_a_status_counts_only_while_its_process_lives(
         "pid_started": pid_started,
     }
     (folder.path / "status.json").write_text(json.dumps(status))
-    if pid_started is None:  # the living process wrote it, as far as can be told
+    if pid_started is None:  # start time unknown: assume that the living process wrote it
         with pytest.raises(UserError, match=f"already running .pid {os.getppid()}"):
             folder.begin(job, [])
-    else:  # it started at another time: the id is of another process now
+    else:  # another start time: another process has the id now
         folder.begin(job, [])
 
 

@@ -1,4 +1,4 @@
-"""Texts of a job: each is one line, and none holds a secret that would be written down."""
+"""Strings of a job: each is one line, and none contains a secret."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_value(name: str, value: object) -> Job:
 
 
 def test_control_characters_are_refused_in_every_text() -> None:
-    """Fields that are null here are texts, too."""
+    """Fields that are null here are strings too."""
     texts = [name for name, _, value in leaves(composed()) if isinstance(value, str)]
     fields = [
         "partition",
@@ -142,7 +142,7 @@ def test_what_is_no_secret_is_taken(name: str, value: object) -> None:
 
 
 def test_a_sweep_does_not_write_down_points_with_secrets() -> None:
-    """A point that cannot be is written down with its overrides, unless they hold a secret."""
+    """An invalid point is recorded with its overrides, unless they hold a secret."""
     typed = [*SMALL, *SLURM, "parallelism.tp=1,7", f"cluster.env.HF_TOKEN={SECRET}"]
     with pytest.raises(SecretError):
         compose_points(typed)

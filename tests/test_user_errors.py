@@ -1,4 +1,4 @@
-"""Mistakes on the command line: each is one line with the field, the value, the rule and what would work."""
+"""Mistakes on the command line: each gives one line with field, value, rule and what would work."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Mistake:
-    """Overrides whose last one is wrong.
+    """Overrides, the last of which is wrong.
 
     Attributes:
         typed: the overrides, separated by spaces.
-        says: what the message begins with.
-        works: overrides to type in place of the last one; their values must stand in the message.
+        start: start of the message.
+        works: overrides that work in place of the last one; the message must contain their values.
     """
 
     typed: str
-    says: str
+    start: str
     works: tuple[str, ...] = ()
 
 
 MIXTURE = "model=qwen3_moe_debug"
 
 
-def mistake(typed: str, says: str, *works: str) -> Mistake:
-    return Mistake(typed, says, works)
+def mistake(typed: str, start: str, *works: str) -> Mistake:
+    return Mistake(typed, start, works)
 
 
 FIELDS_AND_GROUPS = [
@@ -59,9 +59,9 @@ FIELDS_AND_GROUPS = [
     mistake("model.rope.base=3", "model.rope.base=3: no such field; model.rope has: beta_fast, "),
     mistake("training={stepz:3}", "training.stepz: no such field; did you mean training.steps?"),
     mistake("parallelism.tp.size=2", "parallelism.tp.size=2: parallelism.tp is a value and has no fields"),
-    mistake("+training.steps=3", "+training.steps=3: the field is there already", "training.steps=3"),
-    mistake("~training.steps", "~training.steps: a field cannot be taken away; would work: training.steps="),
-    mistake("~training", "~training: a field cannot be taken away"),
+    mistake("+training.steps=3", "+training.steps=3: the field exists already", "training.steps=3"),
+    mistake("~training.steps", "~training.steps: a field cannot be removed; would work: training.steps="),
+    mistake("~training", "~training: a field cannot be removed"),
     mistake("training=3", "training=3: must be set by its fields, training.steps, ", "training.steps=3"),
     mistake("paralelism=fsdp", "paralelism=fsdp: no such field; did you mean parallelism?"),
     mistake("+paralelism=fsdp", "paralelism=fsdp: no such field; did you mean parallelism?"),
@@ -70,7 +70,11 @@ FIELDS_AND_GROUPS = [
     mistake("parallelism=", "parallelism=: no such option; options: cp, ddp, "),
     mistake("+parallelism=tp", "+parallelism=tp: a group is chosen without +", "parallelism=tp"),
     mistake("++parallelism=tp", "++parallelism=tp: a group is chosen without ++", "parallelism=tp"),
-    mistake("~optimizer", "~optimizer: every job has one; would work: optimizer=adamw", "optimizer=adamw"),
+    mistake(
+        "~optimizer",
+        "~optimizer: every job needs an option of it; would work: optimizer=adamw",
+        "optimizer=adamw",
+    ),
     mistake(
         "model=llama3_7b", "model=llama3_7b: no such option; did you mean llama3_70b?", "model=llama3_70b"
     ),
@@ -79,14 +83,14 @@ FIELDS_AND_GROUPS = [
     mistake("schedule=cosin", "schedule=cosin: no such option; did you mean cosine?", "schedule=cosine"),
     mistake("debug=yes", "debug=yes: no such option; options: anomaly, default, ", "debug=deterministic"),
     mistake("experiment=nothing", "experiment=nothing: no such option; options"),
-    mistake("hydra/launcher=none", "hydra/launcher=none: Hydra's own settings change nothing"),
-    mistake("hydra.verbose=true", "hydra.verbose=true: Hydra's own settings change nothing"),
+    mistake("hydra/launcher=none", "hydra/launcher=none: Hydra's own settings have no effect"),
+    mistake("hydra.verbose=true", "hydra.verbose=true: Hydra's own settings have no effect"),
     mistake(
         "model=[llama3_tiny,llama3_8b]",
-        "model=[llama3_tiny,llama3_8b]: one option is chosen of a group; would work: model=llama3_tiny",
+        "model=[llama3_tiny,llama3_8b]: a group takes one option; would work: model=llama3_tiny",
         "model=llama3_tiny",
     ),
-    mistake("model=[a,b]", "model=[a,b]: one option is chosen of a group; would work: model="),
+    mistake("model=[a,b]", "model=[a,b]: a group takes one option; would work: model="),
     mistake("experiment=[quickstart,nope]", "experiment=nope: no such option; options: "),
     mistake("training.steps", "training.steps: not an override; would work: field=value"),
     mistake("training.steps:2", "training.steps:2: not an override; would work: field=value"),
@@ -157,7 +161,7 @@ VALUES = [
     mistake("validation.steps=0", "validation.steps=0: must be at least 1"),
     mistake(
         "validation.interval=5 data.validation_fraction=0",
-        "data.validation_fraction=0.0: validation is asked for, and no documents are set apart for it",
+        "data.validation_fraction=0.0: validation is enabled, but no documents are held out for it",
         "data.validation_fraction=0.02",
     ),
     mistake(
@@ -180,24 +184,28 @@ VALUES = [
     ),
     mistake(
         "precision=float8_rowwise precision.emulate=true precision.enable_fsdp_float8_all_gather=true",
-        "precision.enable_fsdp_float8_all_gather=true: shards of a weight have one scale",
+        "precision.enable_fsdp_float8_all_gather=true: needs one scale for all shards of a weight",
         "precision.enable_fsdp_float8_all_gather=false",
         "precision.linear=float8_tensorwise",
     ),
     mistake(
         "precision=float8_tensorwise precision.emulate=true "
         "precision.precompute_float8_dynamic_scale_for_fsdp=true",
-        "precision.precompute_float8_dynamic_scale_for_fsdp=true: the scales are those of weights gathered",
+        "precision.precompute_float8_dynamic_scale_for_fsdp=true: applies only to weights gathered",
         "precision.precompute_float8_dynamic_scale_for_fsdp=false",
         "precision.enable_fsdp_float8_all_gather=true",
     ),
     mistake(
         "precision=mxfp8 precision.emulate=true precision.auto_filter_small_kn=true",
-        "precision.auto_filter_small_kn=true: torchao has measured float8_tensorwise and float8_rowwise",
+        "precision.auto_filter_small_kn=true: torchao has measurements of float8_tensorwise and "
+        "float8_rowwise, not of mxfp8",
         "precision.auto_filter_small_kn=false",
     ),
-    mistake("precision.emulate=true", "precision.emulate=true: linears multiply in param_dtype"),
-    mistake("precision.filter_fqns=[wq]", "precision.filter_fqns=['wq']: linears multiply in param_dtype"),
+    mistake("precision.emulate=true", "precision.emulate=true: has no effect, because precision.linear=none"),
+    mistake(
+        "precision.filter_fqns=[wq]",
+        "precision.filter_fqns=['wq']: has no effect, because precision.linear=none",
+    ),
     mistake(
         "precision=float8_rowwise precision.emulate=true precision.filter_fqns=[wx]",
         "precision.filter_fqns=wx: is in no linear's name",
@@ -240,7 +248,7 @@ VALUES = [
     ),
     mistake("debug.non_finite=ignore", "debug.non_finite=ignore: no such policy", "debug.non_finite=skip"),
     mistake("debug.max_skipped_steps=0", "debug.max_skipped_steps=0: must be at least 1"),
-    mistake("metrics.console=loud", "metrics.console=loud: is no kind of console", "metrics.console=plain"),
+    mistake("metrics.console=loud", "metrics.console=loud: no such console", "metrics.console=plain"),
     mistake("cluster.device=tpu", "cluster.device=tpu: no such device", "cluster.device=cpu"),
     mistake("cluster.kind=cloud", "cluster.kind=cloud: no such way to start ranks", "cluster.kind=local"),
     mistake("cluster.ranks_per_node=0", "cluster.ranks_per_node=0: must be at least 1, or null"),
@@ -288,7 +296,7 @@ LAYOUTS = [
     mistake("parallelism.dp_shard=-2", "parallelism.dp_shard=-2: must be at least 1, or -1 for the rest"),
     mistake(
         "parallelism.ep=2",
-        "parallelism.ep=2: model=llama3_debug has no experts to share out; would work: 1",
+        "parallelism.ep=2: model=llama3_debug has no experts; would work: 1",
         "parallelism.ep=1",
     ),
     mistake(
@@ -304,7 +312,8 @@ LAYOUTS = [
     mistake(
         f"{MIXTURE} model.moe.num_experts=12 model.moe.hidden_dim=36 training.global_batch_size=8 "
         "parallelism.dp_shard=8 parallelism.ep=1",
-        "parallelism.ep=1: leaves 12 experts to 8 ranks, which divide neither them nor their widths",
+        "parallelism.ep=1: 12 experts cannot be sharded over 8 ranks, which divide neither their number nor "
+        "their widths",
         "parallelism.ep=2",
     ),
     mistake(
@@ -321,14 +330,14 @@ LAYOUTS = [
     ),
     mistake(
         "model=gpt_oss_debug parallelism.cp=2",
-        "parallelism.cp_method=ring: its kernels know the causal mask only, and model=gpt_oss_debug has "
+        "parallelism.cp_method=ring: its kernels support the causal mask only, and model=gpt_oss_debug has "
         "model.attention.window; would work: ulysses",
         "parallelism.cp_method=ulysses",
     ),
     mistake(
         f"{MIXTURE} compile=on parallelism.dp_shard=2 parallelism.ep=2 activation_checkpoint=selective_op",
-        "activation_checkpoint.mode=selective_op: keeps operations by name, and blocks with experts on other "
-        "ranks are compiled in pieces",
+        "activation_checkpoint.mode=selective_op: saves operations by name, which are not visible in blocks "
+        "with experts on other ranks, because these are compiled in pieces",
         "activation_checkpoint.mode=full",
         "compile=off",
     ),
@@ -422,8 +431,8 @@ LAYOUTS = [
     ),
     mistake(
         "parallelism.cp=2 parallelism.tp=4 training.seq_len=100",
-        "training.seq_len=100: must be a multiple of 8: two pieces for each of parallelism.cp=2 ranks, and "
-        "each rank's for parallelism.tp=4",
+        "training.seq_len=100: must be a multiple of 8: two pieces for each of parallelism.cp=2 ranks, "
+        "each split over parallelism.tp=4",
         "training.seq_len=96",
         "training.seq_len=100 parallelism.sequence_parallel=false",
     ),
@@ -440,13 +449,14 @@ LAYOUTS = [
     ),
     mistake(
         "parallelism.cp_method=ulysses parallelism.cp=2 parallelism.cp_rotate_method=alltoall",
-        "parallelism.cp_rotate_method=alltoall: is of the ring, and parallelism.cp_method is ulysses",
+        "parallelism.cp_rotate_method=alltoall: applies to the ring only, and "
+        "parallelism.cp_method is ulysses",
         "parallelism.cp_rotate_method=allgather",
         "parallelism.cp_rotate_method=alltoall parallelism.cp_method=ring",
     ),
     mistake(
         "parallelism.cp_method=ulysses parallelism.cp=2 parallelism.cp_load_balance=false",
-        "parallelism.cp_load_balance=false: is of the ring",
+        "parallelism.cp_load_balance=false: applies to the ring only",
         "parallelism.cp_load_balance=true",
     ),
     mistake(
@@ -457,7 +467,7 @@ LAYOUTS = [
     ),
     mistake(
         "parallelism.cp=2 data.attend_across_documents=false",
-        "data.attend_across_documents=false: parallelism.cp=2 goes round a ring",
+        "data.attend_across_documents=false: parallelism.cp=2 with cp_method=ring supports the causal mask",
         "data.attend_across_documents=true",
         "data.attend_across_documents=false parallelism.cp_method=ulysses",
     ),
@@ -482,14 +492,14 @@ LAYOUTS = [
     ),
     mistake(
         "cluster=slurm model=llama3_tiny training.attention=flex",
-        "training.attention=flex: takes heads of 16 values or more, and those of model=llama3_tiny have 8; "
+        "training.attention=flex: needs a head dimension of at least 16; model=llama3_tiny has 8; "
         "would work: sdpa",
         "training.attention=sdpa",
         "training.attention=flex model.head_dim=16",
     ),
     mistake(
         "cluster=slurm training.attention=varlen",
-        "training.attention=varlen: flash attention over documents takes 16-bit formats, and "
+        "training.attention=varlen: flash attention over documents needs 16-bit formats, and "
         "precision.param_dtype is float32",
         "training.attention=varlen precision=bf16",
         "training.attention=flex",
@@ -497,7 +507,7 @@ LAYOUTS = [
     ),
     mistake(
         "cluster=slurm parallelism.cp=2 training.attention=flex",
-        "training.attention=flex: parallelism.cp=2 goes round a ring, which has kernels of its own",
+        "training.attention=flex: parallelism.cp=2 with cp_method=ring has kernels of its own",
         "training.attention=sdpa",
         "training.attention=flex parallelism.cp_method=ulysses",
     ),
@@ -582,14 +592,16 @@ PIPELINES = [
     # 1F1B and DualPipeV: as many microbatches as stages; the interleaved ones: whole rounds.
     mistake(
         "parallelism.pp=4 training.global_batch_size=2",
-        "training.local_batch_size=2: with parallelism.pp_microbatch_size=1 the microbatches are 2, but "
+        "training.local_batch_size=2: with parallelism.pp_microbatch_size=1 "
+        "the number of microbatches is 2, but "
         "1F1B needs at least as many microbatches as there are stages, 4",
         "training.local_batch_size=4 training.global_batch_size=4",
     ),
     mistake(
         "parallelism.pp=2 training.global_batch_size=16 parallelism.pp_microbatch_size=4 "
         "training.local_batch_size=4",
-        "training.local_batch_size=4: with parallelism.pp_microbatch_size=4 the microbatches are 1, but 1F1B",
+        "training.local_batch_size=4: with parallelism.pp_microbatch_size=4 "
+        "the number of microbatches is 1, but 1F1B",
         "training.local_batch_size=8",
         "training.local_batch_size=16",
         "training.local_batch_size=4 parallelism.pp_microbatch_size=1",
@@ -598,14 +610,16 @@ PIPELINES = [
     mistake(
         "parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_schedule=DualPipeV "
         "training.global_batch_size=4",
-        "training.local_batch_size=2: with parallelism.pp_microbatch_size=1 the microbatches are 2, but "
+        "training.local_batch_size=2: with parallelism.pp_microbatch_size=1 "
+        "the number of microbatches is 2, but "
         "DualPipeV needs at least as many microbatches as there are stages, 4",
         "training.local_batch_size=4 training.global_batch_size=8",
     ),
     *(
         mistake(
             f"parallelism.pp=2 parallelism.pp_schedule={schedule} training.global_batch_size=5",
-            "training.local_batch_size=5: with parallelism.pp_microbatch_size=1 the microbatches are 5, but "
+            "training.local_batch_size=5: with parallelism.pp_microbatch_size=1 "
+            "the number of microbatches is 5, but "
             f"{schedule} runs 5 microbatches over parallelism.pp=2 in 2 rounds, and needs a multiple of 2",
             "training.global_batch_size=5 training.local_batch_size=1",
             "training.global_batch_size=5 parallelism.pp_microbatch_size=5",
@@ -685,12 +699,12 @@ NAMED = [
     mistake(
         f"{TWO}[[tok_embeddings,layer.0],[layers.1,norm,output]]",
         "parallelism.pp_modules_per_stage=[[tok_embeddings,layer.0],[layers.1,norm,output]]: "
-        "names layer.0, which is no module, did you mean layers.0?",
+        "names layer.0, which is not a module, did you mean layers.0?",
     ),
     mistake(
         f"{TWO}[[tok_embeddings,layers.0],[layers.1,layers.2,norm,output]]",
         "parallelism.pp_modules_per_stage=[[tok_embeddings,layers.0],[layers.1,layers.2,norm,output]]: "
-        "names layers.2, which is no module",
+        "names layers.2, which is not a module",
     ),
     mistake(
         f"{TWO}[[tok_embeddings,layers.0],[layers.1,output]]",
@@ -727,7 +741,7 @@ MISTAKES = [*FIELDS_AND_GROUPS, *TYPES, *VALUES, *MODELS, *LAYOUTS, *PIPELINES, 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU, and no launcher around this process."""
+    """Hide GPUs, and remove a launcher's variables."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -741,12 +755,12 @@ def message(overrides: list[str]) -> str:
 
 
 def test_a_job_with_parts_of_its_own() -> None:
-    """A verb's own fields speak as the shared ones do."""
-    for typed, says in (
+    """Errors about a verb's own fields have the same form."""
+    for typed, start in (
         ("parity.steps=few", "parity.steps=few: must be an integer"),
         ("parity.step=3", "parity.step=3: no such field; did you mean parity.steps?"),
     ):
-        with pytest.raises(UserError, match=f"^{re.escape(says)}$"):
+        with pytest.raises(UserError, match=f"^{re.escape(start)}$"):
             compose_job([typed], config_name="parity", schema=ParityJob)
     done = run("-m", "harness.parity", "parity.steps=few")
     assert (done.returncode, done.stderr) == (EXIT_USER, "error: parity.steps=few: must be an integer\n")
@@ -758,23 +772,23 @@ def test_degrees_that_split_neither_heads_nor_sequence_are_not_named() -> None:
     assert plain.endswith("would work: 1, 2, 4, 8, 16")
 
 
-def says(told: str, value: str) -> bool:
-    """Whether a message names this very value, and not only one that contains it."""
-    return re.search(rf"(?<![\w.-]){re.escape(value)}(?![\w.]\w)", told) is not None
+def contains_value(error: str, value: str) -> bool:
+    """Whether a message contains this value, not only as a part of another one."""
+    return re.search(rf"(?<![\w.-]){re.escape(value)}(?![\w.]\w)", error) is not None
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.typed)
-def test_one_line_that_says_it_all(mistake: Mistake) -> None:
+def test_each_mistake_is_one_line(mistake: Mistake) -> None:
     *right, wrong = mistake.typed.split(" ")
-    told = message([*right, wrong])
-    assert told.startswith(mistake.says)
-    assert "\n" not in told
+    error = message([*right, wrong])
+    assert error.startswith(mistake.start)
+    assert "\n" not in error
     for instead in mistake.works:
         compose_job([*right, *instead.split(" ")])
         new = [
             override.split("=") for override in instead.split(" ") if override not in mistake.typed.split()
         ]
-        assert any(says(told, value) or f"{field} set" in told for field, value in new), instead
+        assert any(contains_value(error, value) or f"{field} set" in error for field, value in new), instead
 
 
 def schedule_file(folder: Path, rows: str) -> str:
@@ -789,7 +803,7 @@ GOOD_ROWS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 @pytest.mark.parametrize(
     ("rows", "rule"),
     [
-        (GOOD_ROWS + "2F0,2B0,2F1,2B1\n", "has 3 rows; one per pipeline rank, parallelism.pp=2, is needed"),
+        (GOOD_ROWS + "2F0,2B0,2F1,2B1\n", "has 3 rows; needs one per pipeline rank, parallelism.pp=2"),
         ("0F0,0B0\n1F0,1X0\n", "cell '1X0' is not <stage><F|B|I|W><microbatch>, like 0F0"),
         ("0F0,0B0\n1F,1B0\n", "cell '1F' is not <stage><F|B|I|W><microbatch>, like 0F0"),
         ("0F0,0B0\n1F0,1SEND_B0,1B0\n", "cell '1SEND_B0' is not <stage>"),
@@ -803,23 +817,24 @@ GOOD_ROWS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 )
 def test_csv_schedule_malformed(rows: str, rule: str, tmp_path: Path) -> None:
     typed = schedule_file(tmp_path, rows)
-    told = message(["parallelism.pp=2", "training.global_batch_size=2", typed])
-    assert told.startswith(f"{typed}: {rule}")
-    assert "\n" not in told
+    error = message(["parallelism.pp=2", "training.global_batch_size=2", typed])
+    assert error.startswith(f"{typed}: {rule}")
+    assert "\n" not in error
 
 
 def test_csv_schedule_missing() -> None:
-    told = message([*PP.split(), "parallelism.pp_schedule_csv=nowhere.csv"])
-    assert told == "parallelism.pp_schedule_csv=nowhere.csv: no such file"
+    error = message([*PP.split(), "parallelism.pp_schedule_csv=nowhere.csv"])
+    assert error == "parallelism.pp_schedule_csv=nowhere.csv: no such file"
 
 
 def test_csv_schedule_of_another_batch(tmp_path: Path) -> None:
     typed = schedule_file(tmp_path, GOOD_ROWS)
     path = typed.split("=")[1]
     base = ["parallelism.pp=2", typed, "training.global_batch_size=4"]
-    told = message(base)
-    assert told == (
-        "training.local_batch_size=4: with parallelism.pp_microbatch_size=1 the microbatches are 4, but "
+    error = message(base)
+    assert error == (
+        "training.local_batch_size=4: with parallelism.pp_microbatch_size=1 "
+        "the number of microbatches is 4, but "
         f"{path} runs 2 microbatches; would work: 2, or parallelism.pp_microbatch_size=2, "
         "or 2 with training.global_batch_size=2"
     )
@@ -828,20 +843,20 @@ def test_csv_schedule_of_another_batch(tmp_path: Path) -> None:
     compose_job([*base[:2], "training.global_batch_size=2", "training.local_batch_size=2"])
 
 
-def test_csv_schedule_against_the_stages_there_are(tmp_path: Path) -> None:
+def test_csv_schedule_with_another_number_of_stages(tmp_path: Path) -> None:
     typed = schedule_file(tmp_path, GOOD_ROWS)
     three = "parallelism.pp_modules_per_stage=[[tok_embeddings],[layers.0],[norm,output]]"
-    told = message(["parallelism.pp=2", "training.global_batch_size=2", "model.n_layers=1", three, typed])
-    assert told == f"{typed}: runs 2 stages, but parallelism.pp_modules_per_stage makes 3"
+    error = message(["parallelism.pp=2", "training.global_batch_size=2", "model.n_layers=1", three, typed])
+    assert error == f"{typed}: runs 2 stages, but parallelism.pp_modules_per_stage makes 3"
     rows = ["".join(f"{stage}F0," for stage in stages) for stages in ((0, 2), (1, 3))]
     back = ["".join(f"{stage}B0," for stage in stages) for stages in ((2, 0), (3, 1))]
     typed = schedule_file(tmp_path, "\n".join(f + b for f, b in zip(rows, back, strict=True)))
-    told = message(["parallelism.pp=2", "training.global_batch_size=1", "model.n_layers=1", typed])
-    assert told == f"{typed}: runs 4 stages, but model.n_layers=1 makes at most 3"
+    error = message(["parallelism.pp=2", "training.global_batch_size=1", "model.n_layers=1", typed])
+    assert error == f"{typed}: runs 4 stages, but model.n_layers=1 makes at most 3"
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "typed", "says"),
+    ("file", "text", "typed", "start"),
     [
         ("model/mine", "dimm: 3", "model=mine", "model.dimm: no such field; did you mean model.dim?"),
         ("model/mine", "dim: wide", "model=mine", "model.dim=wide: must be an integer (in model/mine.yaml)"),
@@ -880,7 +895,7 @@ def test_csv_schedule_against_the_stages_there_are(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_in_files(
-    file: str, text: str, typed: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, text: str, typed: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conf = tmp_path / "conf"
     for source in (ROOT / "conf").rglob("*.yaml"):
@@ -891,9 +906,9 @@ def test_mistakes_in_files(
     written.parent.mkdir(exist_ok=True)
     written.write_text(text + "\n")
     monkeypatch.setenv("HARNESS_CONF_DIR", str(conf))
-    told = message([typed])
-    assert told.startswith(says)
-    assert "\n" not in told
+    error = message([typed])
+    assert error.startswith(start)
+    assert "\n" not in error
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -904,7 +919,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("typed", "says"),
+    ("typed", "expected"),
     [
         (
             ["model=llama3_8b", "parallelism.tp=3"],
@@ -915,15 +930,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["+parallelism.tpp=2"], "parallelism.tpp=2: no such field; did you mean parallelism.tp?"),
     ],
 )
-def test_command_line_fails_fast(typed: list[str], says: str, tmp_path: Path) -> None:
+def test_command_line_fails_fast(typed: list[str], expected: str, tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = run("-m", "harness.train", *typed, f"runs_dir={tmp_path}/runs")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == EXIT_USER
-    assert done.stderr == f"error: {says}\n"
+    assert done.stderr == f"error: {expected}\n"
     assert done.stdout == ""
     assert not (tmp_path / "runs").exists()
-    # Of a core's time: other tests may want the cores.
+    # CPU time, because other tests may use the cores.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 

@@ -49,9 +49,9 @@ def test_a_flipped_bit_is_found_and_named(
     write(run_dir / "checkpoints", 2)
     path = write(run_dir / "checkpoints", 4)
     assert run(monkeypatch, run_dir) == EXIT_OK
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[1] for line in told] == ["ok", "ok"]
-    assert "2 files, 0.000 GB" in told[0]
+    output = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1] for line in output] == ["ok", "ok"]
+    assert "2 files, 0.000 GB" in output[0]
     [place] = [
         place
         for index, place in Reader(str(path), {}).read_metadata().storage_data.items()

@@ -1,4 +1,4 @@
-"""Two tiers: what every change is held against, and the rest of some tables, for ``make thorough``."""
+"""Two tiers of tests: those run for every change, and the rest of some tables, for ``make thorough``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THOROUGH = "THOROUGH" in os.environ
 
 
 def rest_is_thorough(values: Iterable[Any], *core: Any) -> list[Any]:
-    """Parameters of a test of which all but ``core`` are left to the thorough tier."""
+    """Mark all values but ``core`` as thorough."""
     listed = list(values)
     assert set(core) <= set(listed), "the core is a part of the table"
     return [each if each in core else pytest.param(each, marks=pytest.mark.thorough) for each in listed]

@@ -1,4 +1,4 @@
-"""What the host would wait for on a GPU, seen without one: ``meta`` is a device whose values nobody knows."""
+"""Find where the host would wait for a GPU, without one: tensors on ``meta`` have no values to read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COPIES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
-"""Operations that copy, and which argument they copy from."""
+"""Copying operations, and the index of the argument they copy from."""
 ON_HOST = "harness.on_host.default"
 
 
@@ -34,7 +34,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Numbers(TorchFunctionMode):
-    """Tensors made of numbers of the host, which are no operation."""
+    """Finds tensors made from Python numbers, which dispatch does not show as a copy."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _Numbers(TorchFunctionMode):
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """Names for what the host waits, in its order. Asking a tensor on meta for a value raises in any case."""
+    """List the operations for which the host waits, in order. Reading a meta tensor's value raises anyway."""
     found: list[str] = []
     with _Numbers(found), _Operations(found):
         yield found

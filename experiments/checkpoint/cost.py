@@ -132,7 +132,7 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
         row["stall"] = background.account.seconds - before
         engine.update(norm)
         row["step_with_save"] = time.perf_counter() - started
-        background.close() if number + 1 == rounds else background._settle()
+        background.close() if number + 1 == rounds else background._finish_background_save()
         clear()
         rows.append(row)
     size = sum(

@@ -1,6 +1,8 @@
 """torchtitan 0.2.2's Llama 3.1 8B on 8 virtual H100, beside this project's: ``8b_fsdp8_sel_op`` of full.txt.
 
-    .venv-rehearsal/bin/python experiments/rehearsal/titan_side.py FOLDER [compile]
+    .venv-rehearsal/bin/python experiments/rehearsal/titan_side.py FOLDER [compile] [float8]
+
+With float8 linears are converted as in its published tables: scales of whole tensors, all-gathers in float8.
 
 FOLDER holds torchtitan and what it needs (pip install --target). Model, parallelisation, recomputation, loss
 and clipping are torchtitan's own; the step is its ``Trainer.train_step`` without metrics. It prints a line of
@@ -32,10 +34,10 @@ def main() -> None:
         variables = environment(library()) | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         variables["PYTHONPATH"] = os.pathsep.join([folder, variables["PYTHONPATH"]])
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=variables).returncode)
-    print(json.dumps(rehearse(compiled="compile" in sys.argv[2:])))
+    print(json.dumps(rehearse(frozenset(sys.argv[2:]))))
 
 
-def rehearse(*, compiled: bool) -> dict[str, Any]:
+def rehearse(options: frozenset[str]) -> dict[str, Any]:
     """Three steps of rank 0; what the last one called."""
     from harness.rehearse.gpu import VirtualGpu
 
@@ -50,9 +52,10 @@ def rehearse(*, compiled: bool) -> dict[str, Any]:
     from torchtitan.models.llama3 import llama3_args
     from torchtitan.models.llama3.infra.parallelize import parallelize_llama
     from torchtitan.models.llama3.model.model import Transformer
+    from torchtitan.protocols.model_converter import build_model_converters
 
     from harness.loop.setup import process_group
-    from harness.rehearse.alone import LoneStore, alone
+    from harness.rehearse.substitutes import LoneStore, substitutes
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -60,13 +63,20 @@ def rehearse(*, compiled: bool) -> dict[str, Any]:
     config.training.seq_len, config.training.local_batch_size = LENGTH, ROWS
     config.activation_checkpoint.mode = "selective"
     config.activation_checkpoint.selective_ac_option = "op"
-    config.compile.enable, config.compile.components = compiled, ["model"]
-    with alone(job, gpu, 0.0), process_group(job, device, LoneStore()):
+    config.compile.enable, config.compile.components = "compile" in options, ["model"]
+    if "float8" in options:
+        config.model.converters = ["quantize.linear.float8"]
+        float8 = config.quantize.linear.float8
+        float8.enable_fsdp_float8_all_gather = float8.precompute_float8_dynamic_scale_for_fsdp = True
+        float8.filter_fqns = ["output"]
+    with substitutes(job, gpu, 0.0), process_group(job, device, LoneStore()):
         dims = ParallelDims(1, RANKS, 1, 1, 1, 1, 1, RANKS)
         arguments = llama3_args["8B"]
         arguments.update_from_config(config)
         with torch.device("meta"):
             model = Transformer(arguments)
+        converters = build_model_converters(config, dims)
+        converters.convert(model)
         parallelize_llama(model, dims, config)
         model.to_empty(device=device)
         with torch.no_grad():
@@ -84,10 +94,11 @@ def rehearse(*, compiled: bool) -> dict[str, Any]:
             loss.backward()
             dist_utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
             optimizer.step()
+            converters.post_optimizer_hook([model])
             taken = time.process_time() - began
         calls, memory = gpu.calls(), torch.cuda.memory_stats()
     return {
-        "compiled": compiled,
+        "options": sorted(options),
         "kernels": sum(calls.kernels.values()),
         "products": sum(count for count, _ in calls.products.values()),
         "product_flops": sum(flops for _, flops in calls.products.values()),

@@ -1,4 +1,4 @@
-"""The ``checkpoint`` group: saving, resuming, exchange with other formats. Imports no torch."""
+"""The ``checkpoint`` group: saving, resuming, conversion to other formats. Imports no torch."""
 
 from harness.checkpoint.config import CheckpointConfig
 

@@ -1,10 +1,10 @@
-"""A folder of checkpoints: which are complete, which are damaged and how, and which may go. Imports no torch.
+"""A folder of checkpoints: find complete ones, explain damaged ones, remove old ones. Imports no torch.
 
     step-500/ step-1000/ ...    each with .metadata, __<rank>_0.distcp (DCP), and manifest.json, written last
-    superseded/<n>/step-<n>/    what load_step went back behind
+    superseded/<n>/step-<n>/    checkpoints moved aside, e.g. later ones when load_step goes back
 
-A checkpoint counts when its manifest is there, whole, and every file it lists has the size it says. What the
-files hold is checked against checksums when it is read (harness/checkpoint/storage.py).
+A checkpoint is complete when its manifest is valid and every file listed there has the listed size. File
+contents are compared with checksums when they are read (harness/checkpoint/storage.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint is not complete, or not what was written; the message says in what."""
+    """A checkpoint is incomplete, or its files have changed since they were written."""
 
 
 class UnfinishedCheckpoint(DamagedCheckpoint):
-    """A checkpoint was never complete: there is no manifest."""
+    """A checkpoint was never finished: it has no manifest."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Checkpoint:
 
     Attributes:
         path: its folder, a path or an fsspec URL.
-        manifest: what it says of itself; empty for one that other software wrote.
+        manifest: content of its manifest.json; empty for a checkpoint of other software.
     """
 
     path: str
@@ -62,12 +62,12 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Everything that is no tensor: counters, positions."""
+        """Everything except tensors: counters, data positions."""
         return self.manifest["state"]
 
     @property
     def job(self) -> dict[str, Any] | None:
-        """The job that wrote it, if it says so."""
+        """The job that wrote it, if recorded."""
         return self.manifest.get("job")
 
 
@@ -78,7 +78,7 @@ class CheckpointFolder:
         path: a path or an fsspec URL; need not exist.
 
     Raises:
-        UserError: the URL names a protocol that is not known or whose package is not installed.
+        UserError: the URL's protocol is unknown, or its package is not installed.
     """
 
     def __init__(self, path: str) -> None:
@@ -87,7 +87,7 @@ class CheckpointFolder:
         self._lock: IO[bytes] | None = None
 
     def path_of(self, step: int) -> str:
-        """Where the checkpoint of a step lies."""
+        """Path of the checkpoint of a step."""
         return f"{self.path}/step-{step}"
 
     def steps(self) -> list[int]:
@@ -107,13 +107,13 @@ class CheckpointFolder:
         return open_checkpoint(self.path_of(step))
 
     def complete(self, most: int | None = None) -> tuple[list[Checkpoint], dict[str, DamagedCheckpoint]]:
-        """Checkpoints that are complete as far as sizes tell, and what is wrong with the others.
+        """Find complete checkpoints (file sizes are checked, contents are not).
 
         Args:
-            most: how many complete ones to look for, from the newest on; None looks at all.
+            most: stop after this many, counted from the newest; None examines all.
 
         Returns:
-            The checkpoints, newest first, and reasons by path for those that were looked at in vain.
+            The complete checkpoints, newest first, and errors by path for the others that were examined.
         """
         found: list[Checkpoint] = []
         wrong: dict[str, DamagedCheckpoint] = {}
@@ -127,7 +127,7 @@ class CheckpointFolder:
         return found, wrong
 
     def remove(self, step: int) -> None:
-        """Removes the checkpoint of a step, or what there is of it.
+        """Remove the checkpoint of a step, complete or not.
 
         Raises:
             OSError: it cannot be removed.
@@ -135,10 +135,10 @@ class CheckpointFolder:
         remove(self.path_of(step))
 
     def hold(self) -> None:
-        """Keeps others from writing here until ``release``, or the end of the process; local folders only.
+        """Lock the folder for writing until ``release`` or the end of the process; local folders only.
 
         Raises:
-            Held: another process does.
+            Held: another process has the lock.
             OSError: the folder cannot be written.
         """
         self._try_writing()
@@ -147,22 +147,20 @@ class CheckpointFolder:
             self._lock = lock(file, create=True)
 
     def release(self) -> None:
-        """Lets others write here."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def _try_writing(self) -> None:
-        """Makes the folder, and writes and removes a file in it."""
+        """Create the folder; write and remove a file in it."""
         probe = f"{self._root}/.writable-{uuid.uuid4().hex}"
         self._fs.makedirs(self._root, exist_ok=True)
         self._fs.pipe_file(probe, b"x")
         self._fs.rm_file(probe)
 
     def supersede_after(self, step: int) -> None:
-        """Clears the way of a run that goes on from a step: later checkpoints are moved aside.
-
-        Those that were never finished are removed.
+        """Move checkpoints later than ``step`` to ``superseded/``; remove unfinished ones.
 
         Raises:
             OSError: they cannot be moved or removed.
@@ -173,9 +171,9 @@ class CheckpointFolder:
         _set_aside([path for path in later if self._fs.exists(_open_url(path)[1])])
 
     def purge(self, keep: int) -> None:
-        """Removes complete checkpoints but the newest ``keep`` (0 keeps all), and leftovers of older ones.
+        """Remove complete checkpoints except the newest ``keep`` (0 keeps all), and unfinished older ones.
 
-        The newest complete one stays whatever ``keep`` is, and so does one that somebody is reading.
+        Always kept: the newest complete one, the newest that a run can resume from, and any being read.
 
         Raises:
             OSError: something cannot be removed.
@@ -185,20 +183,20 @@ class CheckpointFolder:
             return
         full = next((each for each in complete if each.holds == "full"), None)
         for each in complete[keep:] if keep else []:
-            # Behind the weights alone, the newest that a run could go on from.
+            # If the newest one holds the weights alone, a run can still resume from this one.
             if each is not full:
                 _remove_unless_read(each.path)
         for step in self.steps():
-            # Half-written, or half-removed, by a process that was killed.
+            # Partly written, or partly removed, by a process that was killed.
             if step < complete[0].step:
                 remove_unfinished(self.path_of(step))
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """The checkpoint in a folder; one that other software wrote with DCP has an empty manifest.
+    """Open the checkpoint in a folder and check its file sizes.
 
     Raises:
-        DamagedCheckpoint: there is none, or it is not complete.
+        DamagedCheckpoint: there is none, or it is incomplete.
     """
     fs, root = _open_url(path)
     fs.invalidate_cache()
@@ -208,10 +206,10 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 def check_files(path: str, files: dict[str, Any]) -> None:
-    """Checks that this process sees the files of a checkpoint, with the sizes they were written with.
+    """Check that this process sees the files of a checkpoint, with their recorded sizes.
 
     Raises:
-        DamagedCheckpoint: it does not.
+        DamagedCheckpoint: a file is missing or has another size.
     """
     fs, root = _open_url(path)
     fs.invalidate_cache()
@@ -228,7 +226,7 @@ def _check_sizes(fs: Any, root: str, files: dict[str, Any]) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a checkpoint; the manifest first, so that half of one is never taken for a whole.
+    """Remove a checkpoint, its manifest first: a partly removed one never counts as complete.
 
     Raises:
         OSError: it cannot be removed.
@@ -236,7 +234,7 @@ def remove(path: str) -> None:
     fs, root = _open_url(path)
     link = _local(path, "")
     if link is not None and link.is_symlink():
-        link.unlink()  # what it points to is not ours, and may not exist
+        link.unlink()  # its target is not ours, and may not exist
         return
     if fs.exists(f"{root}/{MANIFEST}"):
         fs.rm_file(f"{root}/{MANIFEST}")
@@ -245,7 +243,7 @@ def remove(path: str) -> None:
 
 
 def make_room(path: str) -> None:
-    """Clears the place of a checkpoint that is to be written: what was finished is moved aside, not removed.
+    """Free the path of a new checkpoint: move a finished one to ``superseded/``, remove an unfinished one.
 
     Raises:
         OSError: it cannot be moved or removed.
@@ -258,7 +256,7 @@ def make_room(path: str) -> None:
 
 
 def remove_unfinished(path: str) -> None:
-    """Removes a checkpoint that has no manifest.
+    """Remove a checkpoint if it has no manifest.
 
     Raises:
         OSError: it cannot be removed.
@@ -269,7 +267,7 @@ def remove_unfinished(path: str) -> None:
 
 
 def _set_aside(paths: list[str]) -> None:
-    """Moves checkpoints of one folder to the next number under ``superseded/``."""
+    """Move checkpoints of one folder to ``superseded/<next number>``."""
     if not paths:
         return
     fs, first = _open_url(paths[0])
@@ -284,20 +282,19 @@ def _set_aside(paths: list[str]) -> None:
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a folder holds a DCP checkpoint without a manifest: one that other software wrote."""
+    """Whether a folder holds a DCP checkpoint without a manifest, i.e. one of other software."""
     fs, root = _open_url(path)
     return bool(fs.exists(f"{root}/{METADATA}")) and not fs.exists(f"{root}/{MANIFEST}")
 
 
 def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
-    """Reads and checks the manifest by itself."""
     try:
         content = fs.cat_file(f"{root}/{MANIFEST}")
     except (FileNotFoundError, NotADirectoryError):
         raise UnfinishedCheckpoint(f"it was not finished: there is no {MANIFEST}") from None
     except OSError as error:
         if error.errno in (errno.EISDIR, errno.ELOOP):
-            raise DamagedCheckpoint(f"{MANIFEST} is no file") from None
+            raise DamagedCheckpoint(f"{MANIFEST} is not a file") from None
         raise UserError(f"{root}/{MANIFEST}: cannot be read: {error}") from error
     try:
         return decode_manifest(content)
@@ -319,7 +316,7 @@ def _name(path: str) -> str:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Keeps a local checkpoint from being purged while it is entered.
+    """Context in which a local checkpoint is not removed by ``purge``.
 
     Raises:
         DamagedCheckpoint: it is being removed.
@@ -337,7 +334,7 @@ def reading(path: str) -> Iterator[None]:
 
 
 def _remove_unless_read(path: str) -> None:
-    """Removes a checkpoint, unless a process has entered ``reading`` for it."""
+    """Remove a checkpoint, unless a process is inside ``reading`` for it."""
     manifest = _local(path, MANIFEST)
     try:
         with (None if manifest is None else lock(manifest)) or nullcontext():
@@ -347,12 +344,12 @@ def _remove_unless_read(path: str) -> None:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is for fsspec to open, and not for this machine's file systems."""
+    """Whether fsspec opens a path, rather than the local file system."""
     return "://" in path and not path.startswith("file://")
 
 
 def _local(path: str, name: str) -> Path | None:
-    """A file of a folder on this machine's file systems."""
+    """Local path of a file in a folder; None if the folder is a remote URL."""
     return None if is_url(path) else Path(path.removeprefix("file://")) / name
 
 

@@ -1,4 +1,4 @@
-"""The ``checkpoint`` group of a job: what is saved, when, how, and what a run starts from."""
+"""The ``checkpoint`` group of a job: what is saved, when and how, and which checkpoint a run starts from."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ class CheckpointConfig:
     """Names and meanings follow torchtitan's ``[checkpoint]`` section where it has the field."""
 
     enable: bool = label(True)
-    """Whether anything is saved, and looked for when a run starts."""
+    """Whether to save checkpoints, and to look for one when a run starts."""
 
     folder: str = label("checkpoints")
-    """Where checkpoints lie, as ``step-<n>``: inside the run folder, or anywhere with an absolute path or an
-    fsspec URL (``s3://bucket/run``), where jobs of any layout find them."""
+    """Folder of the checkpoints ``step-<n>``: relative to the run folder, or an absolute path or fsspec URL
+    (``s3://bucket/run``), which jobs of different layouts can share."""
 
     interval: int = label(500)
-    """Optimizer steps between two checkpoints. One more is written after the last step, and one on a stop."""
+    """Optimizer steps between checkpoints. One more is written after the last step and on a stop."""
 
     async_mode: str = label("disabled")
-    """``disabled`` writes while training waits. ``async`` copies the state to host memory, beside the next
-    step's passes, and writes it from there in the background; ``async_with_pinned_mem`` copies to pinned
-    memory (needs a GPU)."""
+    """``disabled`` writes while training waits. ``async`` copies the state to host memory during the next
+    step's forward and backward, and writes the copy in the background; ``async_with_pinned_mem`` copies to
+    pinned memory (needs a GPU)."""
 
     keep_latest_k: int = label(10)
-    """Complete checkpoints that are kept; older ones are removed. 0 keeps all."""
+    """Number of complete checkpoints to keep; older ones are removed. 0 keeps all."""
 
     resume: bool = label(True)
-    """Whether the same command goes on from the newest complete checkpoint. Without, it starts anew, and
-    those that are there move to ``superseded/``."""
+    """Whether the same command resumes from the newest complete checkpoint. If false, it starts over
+    and moves existing checkpoints to ``superseded/``."""
 
     load_step: int = label(-1)
-    """Step of the checkpoint to go on from; -1 is the newest. Later ones are moved to ``superseded/``."""
+    """Step of the checkpoint to resume from; -1 is the newest. Later ones are moved to ``superseded/``."""
 
     initial_load_path: str | None = numerics(None)
-    """A checkpoint (``.../step-<n>``), run folder, or Hugging Face folder that a run without checkpoints of
-    its own starts from."""
+    """Initial values of a run without checkpoints of its own: a checkpoint (``.../step-<n>``), a run folder,
+    or a Hugging Face folder."""
 
     initial_load_model_only: bool = numerics(True)
-    """Whether only the weights of initial_load_path are taken, or everything: optimizer, step, data, ..."""
+    """Load only the weights of initial_load_path, not the optimizer, step, data position, ..."""
 
     initial_load_in_hf: bool = numerics(False)
     """Whether initial_load_path holds Hugging Face's safetensors."""
 
     exclude_from_loading: list[str] = label(factory=list)
-    """Parts of a checkpoint that are not taken from it, of optimizer, lr_scheduler, data_loader, train_state
-    and rng. Checkpoints written afterwards by the same command are taken whole again."""
+    """Parts of a checkpoint not to load: any of optimizer, lr_scheduler, data_loader, train_state, rng.
+    Checkpoints that the same command writes afterwards are loaded completely again."""
 
     allow_changed: list[str] = label(factory=list)
-    """Fields that change numbers and yet may differ from those of the job that wrote the checkpoint, e.g.
+    """Numerics fields that may differ from the job that wrote the checkpoint, e.g.
     [training.steps, optimizer.lr]."""
 
     last_save_model_only: bool = label(False)
@@ -66,29 +66,29 @@ class CheckpointConfig:
     """Format of the weights in a model-only last checkpoint: float32, bfloat16 or float16."""
 
     last_save_in_hf: bool = label(False)
-    """Whether that one is written as Hugging Face's safetensors, with config.json and tokenizer."""
+    """Write the model-only last checkpoint as Hugging Face safetensors, with config.json and tokenizer."""
 
     create_seed_checkpoint: bool = label(False)
     """Write the initial state as ``step-0`` and stop."""
 
     enable_first_step_checkpoint: bool = label(False)
-    """Whether to write one after step 1 too: what cannot be saved is found out early."""
+    """Also write a checkpoint after step 1, to find saving errors early."""
 
     load_only: bool = label(False)
     """Load, but write nothing."""
 
     max_failed_saves: int = label(1)
-    """Saves in a row that may fail (disk full, file system away) before the run stops; 0 stops at the first.
-    The last save of a run has to succeed."""
+    """Consecutive saves that may fail (disk full, file system unavailable) before the run stops; 0 stops at
+    the first failure. The last save of a run has to succeed."""
 
     timeout_seconds: int = label(3600)
-    """Longest that ranks wait for each other while saving and loading."""
+    """Timeout of collectives while saving and loading."""
 
     def validate(self) -> None:
-        """Checks every field, and what they ask of each other.
+        """Check every field and their combinations.
 
         Raises:
-            ConfigError: a field has a value that its rule forbids.
+            ConfigError: a value is not allowed.
         """
         self._validate_choices()
         self._validate_numbers()
@@ -96,15 +96,15 @@ class CheckpointConfig:
             raise ConfigError(
                 "checkpoint.last_save_in_hf",
                 True,
-                "Hugging Face's format holds weights alone",
+                "Hugging Face's format holds only weights",
                 "checkpoint.last_save_model_only=true too",
             )
         if self.last_save_in_hf and "://" in self.folder:
             raise ConfigError(
                 "checkpoint.folder",
                 self.folder,
-                "last_save_in_hf writes to this machine's file systems",
-                "a path",
+                "last_save_in_hf writes to local file systems only",
+                "a local path",
             )
         if self.export_dtype != "float32" and not self.last_save_model_only:
             raise ConfigError(
@@ -117,7 +117,7 @@ class CheckpointConfig:
             raise ConfigError(
                 "checkpoint.initial_load_model_only",
                 False,
-                "Hugging Face's format holds weights alone",
+                "Hugging Face's format holds only weights",
                 "true",
             )
         if self.initial_load_in_hf and self.initial_load_path is None:
@@ -134,9 +134,9 @@ class CheckpointConfig:
             )
 
     def refuse_pinned_memory(self, why: str) -> None:
-        """Raises ConfigError if memory is to be pinned where there is no GPU to pin it for."""
+        """Raise ConfigError if pinned memory is requested without a GPU."""
         if self.enable and self.async_mode == "async_with_pinned_mem":
-            rule = f"memory is pinned for a GPU to copy to, and there is none: {why}"
+            rule = f"pinned memory needs a GPU: {why}"
             raise ConfigError("checkpoint.async_mode", self.async_mode, rule, "async")
 
     def _validate_choices(self) -> None:
@@ -168,12 +168,12 @@ class CheckpointConfig:
         return self.enable and not self.load_only
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether a checkpoint is written after ``step``."""
+        """Whether a checkpoint is to be written after ``step``."""
         if not self.writes:
             return False
         first = step == 1 and self.enable_first_step_checkpoint
         return first or step % self.interval == 0 or step == last_step
 
     def options_of_loading(self) -> dict[str, object]:
-        """What decides how a checkpoint is taken up; written into those saved afterwards."""
+        """Options that select what is loaded; stored in checkpoints that the run saves afterwards."""
         return {"load_step": self.load_step, "exclude_from_loading": sorted(self.exclude_from_loading)}

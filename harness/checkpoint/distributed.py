@@ -1,8 +1,7 @@
-"""Weights in torch's distributed checkpoints: ours, with a manifest, and those of other software.
+"""Read and write weights in torch's distributed checkpoints (DCP): ours, with a manifest, and foreign ones.
 
-Both go through DCP's planners and storage, one tensor at a time and in this process alone. They are called
-here instead of ``dcp.save`` and ``dcp.load``, which read the metadata anew for every tensor and turn every
-error, ^C included, into one of their own.
+Uses DCP's planners and storage directly, one tensor at a time, in a single process. ``dcp.save`` and
+``dcp.load`` would read the metadata again for every tensor and wrap every error, ^C included, in their own.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _SHOWN = 3  # names in one line of error
 
 
 class DistributedSource:
-    """The model in a checkpoint; the optimizer and whatever else is in it are left alone.
+    """The weights in a DCP checkpoint; the optimizer and other content are ignored.
 
     Args:
         path: the checkpoint's folder or fsspec URL.
-        manifest: what it says of itself. Empty for one of other software, which is read as torchtitan's.
-        model: what it must hold.
+        manifest: its manifest; empty for a checkpoint of other software, which is read as torchtitan's.
+        model: the expected model.
 
     Raises:
-        DamagedCheckpoint: it is not what was written.
-        UserError: it is another model.
+        DamagedCheckpoint: the checkpoint is damaged.
+        UserError: it holds another model.
     """
 
     def __init__(self, path: str, manifest: Mapping[str, Any], model: ModelConfig) -> None:
@@ -65,11 +64,11 @@ class DistributedSource:
         self.tensors: Mapping[str, TensorFacts] = {name: self._found[self._prefix + name] for name in shapes}
 
     def read(self, name: str) -> Tensor:
-        """One parameter, checked against its checksum where there is one.
+        """Return one parameter, after checking its checksum if there is one.
 
         Raises:
-            DamagedCheckpoint: it is not what was written.
-            UserError: embeddings that are to be tied differ.
+            DamagedCheckpoint: it is damaged.
+            UserError: the model ties embeddings, and the checkpoint's two tables differ.
         """
         tensor = self._read(self._prefix + name)
         if name == EMBEDDING and self._model.tied_embeddings and self._prefix + HEAD in self._found:
@@ -93,7 +92,7 @@ class DistributedSource:
         except OSError as error:
             raise DamagedCheckpoint(f"{METADATA} cannot be read: {first_line(error)}") from error
         if self._foreign and any(hasattr(place, CHECKSUM) for place in metadata.storage_data.values()):
-            raise DamagedCheckpoint("the harness wrote it and did not finish it: the manifest is missing")
+            raise DamagedCheckpoint("the harness did not finish writing it: the manifest is missing")
         return metadata
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -114,23 +113,24 @@ class DistributedSource:
 
 
 def write_distributed(source: Source, folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes a checkpoint that training starts from on any layout; one tensor is in memory at a time.
+    """Write a checkpoint that training can start from on any layout; one tensor is in memory at a time.
 
     Args:
         source: the weights.
         folder: must not hold a checkpoint.
-        manifest: what is said of it besides its files.
+        manifest: content of the manifest without ``files``.
 
     Raises:
-        OSError: the folder cannot be written to; RuntimeError with one in its context, from torch.save.
+        OSError: the folder cannot be written to.
+        RuntimeError: the same, raised by torch.save with the OSError in its context.
     """
     _write(source, _StreamingWriter(str(folder), dict(manifest)))
 
 
 def write_plain(source: Source, folder: Path) -> None:
-    """Writes a checkpoint as torch's own writer does, without checksums and without a manifest.
+    """Write a checkpoint as torch's own writer does, without checksums and manifest.
 
-    Args and errors are those of ``write_distributed``.
+    Arguments and errors as for ``write_distributed``.
     """
     _write(source, _OneByOne(str(folder)))
 
@@ -150,7 +150,7 @@ def _write(source: Source, writer: _OneByOne) -> None:
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans with tensors that have no values, and reads each when it is to be written."""
+    """Plan with meta tensors; read each tensor only when it is written."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 class _OneByOne(FileSystemWriter):
-    """Forgets a tensor once it is written, where torch's loop keeps all of a file until its end."""
+    """Free each tensor once it is written; torch's loop keeps all tensors of a file until the end."""
 
     fs: Any
 
@@ -182,4 +182,4 @@ class _OneByOne(FileSystemWriter):
 
 
 class _StreamingWriter(Writer, _OneByOne):
-    """Checksums and the manifest around the loop above."""
+    """``_OneByOne`` with checksums and a manifest."""

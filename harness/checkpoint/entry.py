@@ -1,4 +1,4 @@
-"""One entry of a DCP file: a tensor, checked while it is read."""
+"""One entry of a DCP file: a tensor whose checksum is verified while it is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.failures import kind_of_text
 
 
 def _view(file: Any, offset: int, length: int) -> memoryview:
-    """A part of an open file; of a local one without copying it."""
+    """Return a part of an open file; a local file is mapped, not copied."""
     try:
         handle = file.fileno()
     except (AttributeError, OSError):
@@ -28,22 +28,22 @@ def _view(file: Any, offset: int, length: int) -> memoryview:
     if not available:
         return memoryview(b"")
     size = offset - start + available
-    # Faulted in at once: hashing and copying would take a fault for every few pages.
+    # Populate all pages at once: hashing and copying would otherwise fault every few pages.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     mapped = mmap.mmap(handle, size, flags=flags, prot=mmap.PROT_READ, offset=start)
     return memoryview(mapped)[offset - start :]
 
 
-# What is hashed right after it was copied, while it is still in the processor's cache.
+# Bytes to copy and then hash at once, while they are still in the CPU cache.
 _BLOCK = 1 << 18
 
 
 class Entry(io.RawIOBase):
-    """One entry of a file, to be read like a file and checked on the way.
+    """File-like view of one entry that computes its checksum while it is read.
 
     Args:
         file: the open file.
-        place: DCP's account of where the entry lies, with its checksum if there is one.
+        place: DCP's storage info of the entry (file, offset, length), with its checksum if there is one.
 
     Raises:
         DamagedCheckpoint: the file ends before the entry does.
@@ -58,29 +58,29 @@ class Entry(io.RawIOBase):
 
     @property
     def span(self) -> str:
-        """Where the entry lies, for messages."""
+        """File and byte range of the entry, for messages."""
         return f"{self._place.relative_path}: bytes {self._place.offset} to {self._end}"
 
     def load(self) -> torch.Tensor:
         """Return the tensor that the entry holds.
 
         Raises:
-            DamagedCheckpoint: the entry is not what was written, or no tensor.
+            DamagedCheckpoint: the entry is damaged or not a tensor.
         """
         try:
             tensor = torch.load(cast("IO[bytes]", self), map_location="cpu", weights_only=True)
         except Exception as error:  # damaged bytes make torch raise almost anything
             self.verify()
             if isinstance(error, MemoryError) or kind_of_text(str(error)) is not None:
-                raise  # the machine's fault
+                raise  # out of memory or a similar failure of the machine, not of the file
             raise DamagedCheckpoint(f"{self.span}: the entry {load_failure(error)}") from error
         self.verify()
         if not isinstance(tensor, torch.Tensor):
-            raise DamagedCheckpoint(f"{self.span}: the entry is no tensor")
+            raise DamagedCheckpoint(f"{self.span}: the entry is not a tensor")
         return tensor
 
     def verify(self) -> None:
-        """Raises DamagedCheckpoint unless the entry has the checksum it was written with, if any."""
+        """Raise DamagedCheckpoint if the entry has a recorded checksum and its bytes do not match it."""
         wanted = getattr(self._place, CHECKSUM, None)
         if wanted is None:
             return

@@ -1,4 +1,4 @@
-"""Hugging Face's safetensors as a place to start training from and to end it in, for all ranks together."""
+"""Load initial weights from Hugging Face safetensors and export trained ones, on all ranks in parallel."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _CHUNK = 1 << 24
 
 
 def check(path: str, model: ModelConfig) -> None:
-    """Checks that a folder holds the model's weights.
+    """Check that a folder holds the model's weights.
 
     Raises:
-        UserError: it does not; the message says what differs.
+        UserError: naming what differs.
     """
     HuggingFaceSource(Path(path), model)
 
 
 def load(path: str, model: ModelConfig, state: Mapping[str, Tensor], together: Together) -> None:
-    """Loads weights into this rank's tensors, whatever their format and layout; it reads only what they hold.
+    """Load weights into this rank's tensors; each rank reads only its local shards.
 
     Args:
         path: a folder of safetensors.
-        model: what they are of.
-        state: this rank's tensors by our names.
+        model: the model they belong to.
+        state: this rank's tensors by our names, with any dtype and placement.
         together: the ranks.
 
     Raises:
-        UserError: on all ranks, when one has found a file damaged.
+        UserError: on all ranks, if any found a damaged file.
     """
     found = together.gather(_load(path, model, state))
     failures = [f"{failure} (found by rank {rank})" for rank, failure in enumerate(found) if failure]
@@ -58,7 +58,7 @@ def load(path: str, model: ModelConfig, state: Mapping[str, Tensor], together: T
 
 
 def _load(path: str, model: ModelConfig, state: Mapping[str, Tensor]) -> str | None:
-    """Loads, or says why not."""
+    """Load; return the error message, or None on success."""
     try:
         source = HuggingFaceSource(Path(path), model)
         for name, tensor in state.items():
@@ -70,7 +70,7 @@ def _load(path: str, model: ModelConfig, state: Mapping[str, Tensor]) -> str | N
 
 
 class _Announced:
-    """The weights there will be, as a source that nothing can be read from yet."""
+    """Names, shapes and dtypes of the weights that the job will export; they cannot be read yet."""
 
     def __init__(self, job: Job) -> None:
         dtype = getattr(torch, job.checkpoint.export_dtype)
@@ -83,8 +83,8 @@ class _Announced:
         raise AssertionError(f"{name} is read before it was trained")
 
 
-def rehearse(job: Job) -> None:
-    """Writes what lies beside the weights, at the start: what cannot be written must not show at the end.
+def check_export(job: Job) -> None:
+    """Try to write config.json, index and tokenizer, so that errors appear before training and not after.
 
     Raises:
         UserError: transformers has no such model, or the tokenizer cannot be exported.
@@ -93,32 +93,32 @@ def rehearse(job: Job) -> None:
         finish_huggingface(_Announced(job), job.model, job.tokenizer, Path(folder), None, MAX_SHARD_GB)
 
 
-def write_share(between: str, target: str, job: Job, share: tuple[int, int]) -> None:
-    """Writes this rank's share of the safetensors files.
+def write_share(source: str, target: str, job: Job, share: tuple[int, int]) -> None:
+    """Write this rank's share of the safetensors files.
 
     Args:
-        between: a DCP checkpoint of the weights.
-        target: the folder they go to.
-        job: says what they are of.
-        share: this rank, and how many there are.
+        source: a DCP checkpoint of the weights.
+        target: the folder to write to.
+        job: the job that trained them.
+        share: (rank, number of ranks).
 
     Raises:
-        OSError: they cannot be written.
+        OSError: a file cannot be written.
     """
     write_huggingface(
-        _source(between, job), job.model, None, Path(target), None, MAX_SHARD_GB, share=share, finish=False
+        _source(source, job), job.model, None, Path(target), None, MAX_SHARD_GB, share=share, finish=False
     )
 
 
-def finish(between: str, target: str, job: Job, manifest: dict[str, Any]) -> None:
-    """Writes what lies beside the weights, and at last the manifest; on one rank, after all have written.
+def finish(source: str, target: str, job: Job, manifest: dict[str, Any]) -> None:
+    """Write config.json, index and tokenizer, then the manifest; on one rank, after all shares are written.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: a file cannot be written.
         UserError: the tokenizer cannot be exported.
     """
     folder = Path(target)
-    finish_huggingface(_source(between, job), job.model, job.tokenizer, folder, None, MAX_SHARD_GB)
+    finish_huggingface(_source(source, job), job.model, job.tokenizer, folder, None, MAX_SHARD_GB)
     files = {
         file.name: {"size": file.stat().st_size, CHECKSUM: _checksum(file)}
         for file in sorted(folder.iterdir())

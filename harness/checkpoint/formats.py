@@ -1,7 +1,7 @@
-"""What every format of weights is read and written through: a lazy source, and a target that appears whole.
+"""Common interface of all weight formats: a lazy source of tensors, and an atomically created target.
 
-A source gives tensors under our names and in our layout, one at a time and in the decoder's order; a writer
-is a function that takes a source and a path. Any source goes to any writer:
+A source yields tensors under our names and in our layout, one at a time, in the decoder's order. A writer is
+a function that takes a source and a path. Every source works with every writer:
 
     sources   harness.checkpoint.{huggingface,distributed,llama}
     writers   harness.checkpoint.{huggingface,distributed,torch_file}
@@ -25,20 +25,19 @@ from harness.errors import DISK_FULL, MachineError, UserError
 from harness.model.shapes import is_buffer
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
-# Tensors that a warning lists.
-NAMES_SHOWN = 3
+NAMES_SHOWN = 3  # in a warning
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What is known of a tensor before it is read."""
+    """Shape and dtype of a tensor, known before it is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the values take."""
+        """Size of the values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -46,24 +45,24 @@ class Source(Protocol):
     """The weights of one decoder."""
 
     tensors: Mapping[str, TensorFacts]
-    """Every parameter and kept buffer by our name, in the decoder's order; no tied output projection."""
+    """Every parameter and saved buffer by our name, in the decoder's order; no tied output projection."""
 
     def read(self, name: str) -> Tensor:
-        """One tensor: on the CPU, contiguous, and with a storage that holds nothing else.
+        """Return one tensor: on the CPU, contiguous, with a storage of its own.
 
         Raises:
-            UserError: its values are not what they must be.
-            DamagedCheckpoint: they are not those that were written.
+            UserError: its values are invalid for the model.
+            DamagedCheckpoint: its values are not those that were written.
         """
         ...
 
 
 class Cast:
-    """A source whose floating-point parameters come out in another format; buffers keep theirs.
+    """A source that casts floating-point parameters; buffers keep their dtype.
 
     Args:
-        source: what is read.
-        dtype: the format; None leaves every tensor as it is.
+        source: the source to read from.
+        dtype: the target dtype; None leaves every tensor as it is.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype | None) -> None:
@@ -74,14 +73,14 @@ class Cast:
         }
 
     def read(self, name: str) -> Tensor:
-        """One tensor in its new format.
+        """Return one tensor, cast.
 
         Raises:
-            UserError: a finite value is too large for the format.
+            UserError: a finite value overflows float16.
         """
         tensor, dtype = self._source.read(name), self.tensors[name].dtype
         cast = tensor.to(dtype)
-        # float16 ends at 65504, the others do not overflow within a sane model.
+        # The largest float16 is 65504; the other formats do not overflow in a sane model.
         if dtype == torch.float16 and cast.isinf().sum() > tensor.isinf().sum():
             raise UserError(f"{name} has values that float16 cannot hold; would work: bfloat16, float32")
         return cast
@@ -91,30 +90,30 @@ def _is_cast(name: str, facts: TensorFacts) -> bool:
     return facts.dtype.is_floating_point and not is_buffer(name)
 
 
-class Watched:
-    """A source that tells how many bytes each read was.
+class ProgressSource:
+    """A source that reports the bytes of each read.
 
     Args:
-        source: what is read.
-        tell: called with the bytes of every tensor, before it is handed out.
+        source: the source to read from.
+        advance: called with the number of bytes of every tensor before it is returned.
     """
 
-    def __init__(self, source: Source, tell: Callable[[int], None]) -> None:
-        self._source, self._tell = source, tell
+    def __init__(self, source: Source, advance: Callable[[int], None]) -> None:
+        self._source, self._advance = source, advance
         self.tensors = source.tensors
 
     def read(self, name: str) -> Tensor:
-        """One tensor."""
+        """Return one tensor."""
         tensor = self._source.read(name)
-        self._tell(tensor.nbytes)
+        self._advance(tensor.nbytes)
         return tensor
 
 
-class Inspected:
-    """A source that notes which tensors have values that are not finite.
+class FiniteCheckSource:
+    """A source that records which tensors have non-finite values.
 
     Args:
-        source: what is read.
+        source: the source to read from.
     """
 
     def __init__(self, source: Source) -> None:
@@ -123,30 +122,30 @@ class Inspected:
         self._not_finite: list[str] = []
 
     def read(self, name: str) -> Tensor:
-        """One tensor."""
+        """Return one tensor."""
         tensor = self._source.read(name)
         if not is_finite(tensor):
             self._not_finite.append(name)
         return tensor
 
     def warning(self) -> str | None:
-        """A warning of the tensors read so far; None where all values were finite."""
+        """Warning for the tensors read so far; None if all values were finite."""
         return non_finite_warning(self._not_finite, len(self.tensors), "written")
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all values of a tensor are finite."""
-    # The extremes of a tensor with a NaN are NaN. They need no second tensor of this size.
+    # min and max propagate NaN, and need no second tensor of this size.
     return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def non_finite_warning(names: Sequence[str], tensors: int, what: str) -> str | None:
-    """Returns a warning of tensors with values that are not finite; None without any.
+    """Return a warning about tensors with non-finite values; None if ``names`` is empty.
 
     Args:
-        names: the tensors.
-        tensors: how many there are in all.
-        what: what was done with them.
+        names: the tensors with non-finite values.
+        tensors: the number of all tensors.
+        what: a participle for the message, ``written`` or ``loaded``.
     """
     if not names:
         return None
@@ -158,45 +157,45 @@ def non_finite_warning(names: Sequence[str], tensors: int, what: str) -> str | N
 
 
 def total_bytes(source: Source) -> int:
-    """Bytes of all tensors of a source."""
+    """Total size of a source's tensors in bytes."""
     return sum(facts.nbytes for facts in source.tensors.values())
 
 
 def refuse_untied(embedding: Tensor, head: Tensor, where: str) -> None:
-    """Refuses an output projection that a model with tied embeddings would lose.
+    """Check that the output projection of a model with tied embeddings equals its embedding table.
 
     Raises:
-        UserError: it is not the embedding table.
+        UserError: they differ.
     """
     if embedding.shape != head.shape or not torch.equal(embedding, head):
         raise UserError(
-            f"{where}: the output projection is not the embedding table; "
+            f"{where}: the output projection differs from the embedding table; "
             "would work: a model with model.tied_embeddings=false"
         )
 
 
-def octets(tensor: Tensor) -> memoryview:
+def bytes_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager
-def written_whole(target: Path, nbytes: int) -> Iterator[Path]:
-    """A path beside the target to write to, file or folder.
+def atomic_target(target: Path, nbytes: int) -> Iterator[Path]:
+    """Context with a temporary path beside the target, for a file or a folder.
 
-    It becomes the target when the block ends well. Otherwise it is removed, and so are folders above it that
-    were not there before.
+    On success the temporary path is renamed to the target. On an error it is removed, together with the
+    parent folders that this call created.
 
     Args:
-        target: must not be there, or be an empty folder.
-        nbytes: what will be written at least.
+        target: a path that does not exist, or an empty folder.
+        nbytes: at least this many bytes will be written.
 
     Raises:
-        MachineError: the disk is full, or too small to begin with.
-        UserError: the place cannot be written to.
+        MachineError: the disk is full, or has less free space than ``nbytes``.
+        UserError: the target cannot be written.
     """
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    made = [folder for folder in target.parents if not folder.exists()]
+    created = [folder for folder in target.parents if not folder.exists()]
     try:
         with _storage_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +205,7 @@ def written_whole(target: Path, nbytes: int) -> Iterator[Path]:
             sync_folder(target.parent)
     except BaseException:
         _remove(temporary)
-        for folder in made:  # the innermost first
+        for folder in created:  # innermost first
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
@@ -214,11 +213,11 @@ def written_whole(target: Path, nbytes: int) -> Iterator[Path]:
 
 @contextmanager
 def _storage_errors(target: Path) -> Iterator[None]:
-    """Says on one line what the file system refused."""
+    """Turn errors of the file system into one-line errors."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch.save reports what a stream raised, ^C too, as a position that it did not expect.
+        # torch.save hides an exception of the stream, ^C too, behind "unexpected pos".
         chain = list(_chain(error))
         if any(isinstance(each, KeyboardInterrupt) for each in chain):
             raise KeyboardInterrupt from error
@@ -227,13 +226,13 @@ def _storage_errors(target: Path) -> Iterator[None]:
             raise
         if cause.errno in DISK_FULL:
             raise MachineError(f"{target}: the disk is full, or a quota is; nothing was written") from error
-        # Where nothing else is named it is the target that failed.
+        # An error without a file name comes from the target.
         place = target if cause.filename is None else cause.filename
         raise UserError(f"{target}: cannot be written: {place}: {cause.strerror}") from error
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it came from."""
+    """Yield an error, its cause, the cause of that, ..."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -250,12 +249,12 @@ def _require_space(target: Path, nbytes: int) -> None:
 def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it is not there, or nothing can be
+    with contextlib.suppress(OSError):  # it does not exist, or was removed above
         path.unlink()
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder last through a power cut."""
+    """Make the names in a folder survive a power failure (fsync)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

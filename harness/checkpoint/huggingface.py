@@ -1,8 +1,8 @@
-"""Weights as Hugging Face keeps them: safetensors in shards, an index, config.json, a tokenizer.
+"""Weights in Hugging Face's format: sharded safetensors, an index, config.json, a tokenizer.
 
 The safetensors format (github.com/huggingface/safetensors, "Format"): eight bytes with the length of the
-header, little-endian; the header, JSON that gives each tensor's dtype, shape and place behind it; the values
-without gaps. It is written here because the library's writers want all of a shard in memory, twice.
+header, little-endian; the header, JSON with each tensor's dtype, shape and offsets; the values without gaps.
+It is written here because the library's writers need two copies of a shard in memory.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from harness.checkpoint.formats import (
     Cast,
     Source,
     TensorFacts,
-    octets,
+    bytes_view,
     refuse_untied,
     sync_folder,
     total_bytes,
 )
-from harness.checkpoint.pieces import Theirs, fill, whole
+from harness.checkpoint.pieces import HuggingFaceNames, fill, full_ranges
 from harness.data.config import TokenizerConfig
 from harness.data.hf_tokenizer import export_tokenizer
 from harness.data.tokenizer import build_tokenizer
@@ -51,25 +51,25 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SHOWN_CHARACTERS = 40  # of a wrong value in one line of error
-_HEADER_UNIT = 8  # bytes; values then begin where any of the formats is aligned
+_HEADER_UNIT = 8  # bytes; keeps the values aligned for every dtype
 
 
 class HuggingFaceSource:
-    """A folder that transformers reads.
+    """The weights in a folder in transformers' format.
 
     Args:
         folder: holds config.json and one or more safetensors files, with or without an index.
-        model: what they must be.
+        model: the expected model.
 
     Raises:
-        UserError: they are another model, or not whole.
+        UserError: the folder holds another model, or is incomplete.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._folder, self._tied = folder, model.tied_embeddings
         check_hf_config(model, read_object(folder / CONFIG))
         self._pieces, self._copies = our_tensors(model), copied_tensors(model)
-        self._places: dict[str, tuple[Path, str]] = {}
+        self._locations: dict[str, tuple[Path, str]] = {}
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for file in _weight_files(folder):
             for stored, facts in _file_facts(file):
@@ -77,11 +77,11 @@ class HuggingFaceSource:
                 if name is None:
                     continue
                 if name in found:
-                    first = self._places[name][0].name
+                    first = self._locations[name][0].name
                     raise UserError(f"{folder}: {stored} is in {first} and in {file.name}")
-                found[name], self._places[name] = facts, (file, stored)
+                found[name], self._locations[name] = facts, (file, stored)
         check_hf_tensors(model, {name: shape for name, (shape, _) in found.items()})
-        dtypes = {name: _torch_dtype(found[name][1], self._places[name][0]) for name in found}
+        dtypes = {name: _torch_dtype(found[name][1], self._locations[name][0]) for name in found}
         self.tensors: Mapping[str, TensorFacts] = {
             name: TensorFacts(
                 shape, torch.float32 if is_buffer(name) else dtypes[self._pieces[name][0].theirs]
@@ -90,36 +90,36 @@ class HuggingFaceSource:
         }
 
     def read(self, name: str) -> Tensor:
-        """One tensor; others that claim to be the same are compared.
+        """Return one tensor; tied or copied tensors are compared with it.
 
         Raises:
-            UserError: its file is damaged, or embeddings that are to be tied, or copies, differ.
+            UserError: its file is damaged, or a tied or copied tensor differs.
         """
         facts, [first, *_] = self.tensors[name], self._pieces[name]
         if first.is_same:
             tensor = self._read(first.theirs).to(facts.dtype)
         else:
             tensor = torch.empty(facts.shape, dtype=facts.dtype)
-            self.fill(name, tensor, whole(facts.shape))
-        if name == EMBEDDING and self._tied and THEIR_HEAD in self._places:
+            self.fill(name, tensor, full_ranges(facts.shape))
+        if name == EMBEDDING and self._tied and THEIR_HEAD in self._locations:
             refuse_untied(tensor, self._read(THEIR_HEAD), str(self._folder))
         for copy in self._copies.get(name, ()):
-            if copy.theirs in self._places and not torch.equal(
+            if copy.theirs in self._locations and not torch.equal(
                 tensor, self._read(copy.theirs).to(facts.dtype)
             ):
                 raise UserError(
-                    f"{self._folder}: {copy.theirs} is not {first.theirs}, and multi-token prediction has no "
-                    "table of its own; would work: model.mtp.depth=0"
+                    f"{self._folder}: {copy.theirs} differs from {first.theirs}, and multi-token prediction "
+                    "must share that table; would work: model.mtp.depth=0"
                 )
         return tensor
 
     def fill(self, name: str, out: Tensor, ranges: Sequence[range]) -> None:
-        """Fills a part of one tensor; of the files no more is read than it needs, as far as they allow.
+        """Fill a slice of one tensor, reading only that slice where the file's layout allows.
 
         Args:
-            name: ours.
-            out: the part, in any format and on any device.
-            ranges: which indices of each dimension it has.
+            name: our name of the tensor.
+            out: the slice, with any dtype and on any device.
+            ranges: the indices of the slice in each dimension.
 
         Raises:
             UserError: a file is damaged.
@@ -127,17 +127,17 @@ class HuggingFaceSource:
         fill(out, self._pieces[name], self.tensors[name].shape, ranges, self._slice)
 
     def _read(self, name: str) -> Tensor:
-        # Opened for every tensor: pages of a mapped file stay in memory for as long as it is open.
-        place, stored = self._places[name]
-        with _opened(place) as file:
-            tensor: Tensor = file.get_tensor(stored)
-        # Versions of the library differ in whether the tensor is a view of the mapped file.
+        # Open the file for every tensor: pages of a mapped file stay in memory while it is open.
+        file, stored = self._locations[name]
+        with _opened(file) as opened:
+            tensor: Tensor = opened.get_tensor(stored)
+        # Depending on the library's version, the tensor is a view of the mapped file.
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
     def _slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        place, stored = self._places[name]
-        with _opened(place) as file:
-            values: Tensor = file.get_slice(stored)[part]
+        file, stored = self._locations[name]
+        with _opened(file) as opened:
+            values: Tensor = opened.get_slice(stored)[part]
             return values.clone()
 
 
@@ -147,24 +147,24 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: is no whole safetensors file: {' '.join(str(error).split())}") from None
+        raise UserError(f"{file}: not a complete safetensors file: {' '.join(str(error).split())}") from None
 
 
 def _file_facts(file: Path) -> list[tuple[str, tuple[tuple[int, ...], str]]]:
-    """Name, shape and format of every tensor in a file."""
+    """Name, shape and dtype of every tensor in a file."""
     with _opened(file) as opened:
-        parts = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 - it is no mapping
+        parts = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 - not a mapping
         return [(name, (tuple(part.get_shape()), part.get_dtype())) for name, part in parts]
 
 
 def _torch_dtype(name: str, file: Path) -> torch.dtype:
     if name not in _DTYPES:
-        raise UserError(f"{file}: holds {name} values; weights are read as {', '.join(_DTYPES)}")
+        raise UserError(f"{file}: holds {name} values; would work: {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read, which may lie beside the same weights in another format."""
+    """The files that transformers would read; the folder may also hold the weights in another format."""
     if (folder / INDEX).exists():
         index = read_object(folder / INDEX)
         if not isinstance(index.get("weight_map"), dict):
@@ -173,7 +173,7 @@ def _weight_files(folder: Path) -> list[Path]:
         for name in names:
             if not isinstance(name, str) or not name.endswith(".safetensors"):
                 shown = json.dumps(name)[:_SHOWN_CHARACTERS]
-                raise UserError(f"{folder / INDEX}: weight_map has {shown} where the name of a file belongs")
+                raise UserError(f"{folder / INDEX}: weight_map has {shown} instead of a file name")
         files = [folder / name for name in sorted(set(names))]
         missing = [file.name for file in files if not _is_file(file)]
         if missing:
@@ -202,20 +202,20 @@ def write_huggingface(
     share: tuple[int, int] = (0, 1),
     finish: bool = True,
 ) -> None:
-    """Writes what ``transformers`` loads with ``from_pretrained(folder)``; few tensors are in memory at once.
+    """Write a folder for ``from_pretrained(folder)`` of transformers; few tensors are in memory at once.
 
-    Several processes can share the work: which shards there are follows from the source and the arguments
-    alone, and process r of n writes shards r, r + n, ...
+    Several processes can share the work. All compute the same shards from the source and the arguments;
+    process r of n writes shards r, r + n, ...
 
     Args:
         source: the weights.
-        model: what they are of.
-        tokenizer: what is written beside them; None for none.
-        folder: made where it is missing; what is in it is overwritten.
-        dtype: the weights' format; None leaves every tensor's own.
-        max_shard_gb: GB (10^9 bytes) of values in a file at most; a larger tensor has a file of its own.
-        share: this process's number and how many there are.
-        finish: whether this process also writes what is not weights, as ``finish_huggingface`` does.
+        model: the model they belong to.
+        tokenizer: the tokenizer to export; None for none.
+        folder: created if missing; existing files are overwritten.
+        dtype: dtype of the weights; None keeps each tensor's own.
+        max_shard_gb: most GB (10^9 bytes) of values per file; a larger tensor gets a file of its own.
+        share: (number of this process, number of processes).
+        finish: whether this process also calls ``finish_huggingface``.
 
     Raises:
         ConfigError: transformers has no such model, or the tokenizer has more ids than the model.
@@ -224,12 +224,12 @@ def write_huggingface(
     """
     cast = Cast(source, dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    if finish:  # first, because what the user did wrong shows here
+    if finish:  # first, because the user's errors show here
         finish_huggingface(source, model, tokenizer, folder, dtype, max_shard_gb)
     rank, ranks = share
-    theirs = Theirs(cast, model)
-    for file, names in list(plan_shards(theirs, max_shard_gb).items())[rank::ranks]:
-        _write_safetensors(theirs, names, folder / file)
+    renamed = HuggingFaceNames(cast, model)
+    for file, names in list(plan_shards(renamed, max_shard_gb).items())[rank::ranks]:
+        _write_safetensors(renamed, names, folder / file)
     sync_folder(folder)
 
 
@@ -241,20 +241,22 @@ def finish_huggingface(
     dtype: torch.dtype | None,
     max_shard_gb: float,
 ) -> None:
-    """Writes what lies beside the weights: the index, config.json, the tokenizer's files.
+    """Write everything except the weights: the index, config.json, the tokenizer's files.
 
-    Args and errors are those of ``write_huggingface``.
+    Arguments and errors as for ``write_huggingface``.
     """
     cast = Cast(source, dtype)
-    # The table's format stands for all where a source mixes them.
+    # config.json has one dtype; if the source mixes several, it is the embedding table's.
     name = str(cast.tensors[EMBEDDING].dtype).removeprefix("torch.")
     bos, eos = _special_ids(model, tokenizer)
     _write_json(folder / CONFIG, hf_config(model, dtype=name, bos_id=bos, eos_id=eos))
-    theirs = Theirs(cast, model)
-    shards = plan_shards(theirs, max_shard_gb)
+    renamed = HuggingFaceNames(cast, model)
+    shards = plan_shards(renamed, max_shard_gb)
     if len(shards) > 1:
-        places = {name: file for file, names in shards.items() for name in names}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes(theirs)}, "weight_map": places})
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        _write_json(
+            folder / INDEX, {"metadata": {"total_size": total_bytes(renamed)}, "weight_map": weight_map}
+        )
     if tokenizer is not None:
         export_tokenizer(tokenizer, folder)
 
@@ -272,11 +274,14 @@ def _special_ids(model: ModelConfig, tokenizer: TokenizerConfig | None) -> tuple
 
 
 def plan_shards(source: Source, max_shard_gb: float) -> dict[str, list[str]]:
-    """Which file holds which tensors, in order, filled one after another as transformers does.
+    """Assign tensors to files, filling one file after another as transformers does.
 
     Args:
-        source: the tensors under the names that they will have.
-        max_shard_gb: GB of values in a file at most.
+        source: the tensors under their final names.
+        max_shard_gb: most GB of values per file.
+
+    Returns:
+        The tensors' names by file name, in order.
     """
     shards: list[list[str]] = [[]]
     filled = 0
@@ -295,20 +300,20 @@ def plan_shards(source: Source, max_shard_gb: float) -> dict[str, list[str]]:
 
 
 def _write_safetensors(source: Source, names: list[str], file: Path) -> None:
-    # transformers refuses files that do not say which framework's they are.
+    # transformers requires the framework in the metadata.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
         facts = source.tensors[name]
         start, end = end, end + facts.nbytes
-        places = {"dtype": _NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": [start, end]}
-        header[name] = places
+        entry = {"dtype": _NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": [start, end]}
+        header[name] = entry
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _HEADER_UNIT)
     with file.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:
-            stream.write(octets(source.read(name)))
+            stream.write(bytes_view(source.read(name)))
         _sync(stream)
 
 

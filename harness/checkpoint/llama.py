@@ -1,4 +1,4 @@
-"""Meta's original checkpoints: params.json, and a consolidated.*.pth for each model-parallel rank."""
+"""Meta's original checkpoints: params.json, and one consolidated.*.pth per model-parallel rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness.model.shapes import parameter_shapes
 PATTERN, PARAMS = "consolidated.*.pth", "params.json"
 _SHOWN = 3  # names in one line of error
 
-# What ModelArgs in llama/model.py of meta-llama/llama and meta-llama/llama3 has where params.json is silent.
+# Defaults of ModelArgs in llama/model.py of meta-llama/llama and meta-llama/llama3.
 _DEFAULTS: dict[str, Any] = {
     "dim": 4096,
     "n_layers": 32,
@@ -32,19 +32,19 @@ _DEFAULTS: dict[str, Any] = {
     "norm_eps": 1e-5,
     "use_scaled_rope": False,
 }
-# Llama 2's files do not name it, those of Llama 3 do; llama/model.py of Llama 2 computes with 10000.
+# rope_theta of Llama 2 (llama/model.py), whose files do not record it; those of Llama 3 do.
 _OLD_THETA = 10000.0
 
 
 class LlamaSource:
-    """A folder of Meta's.
+    """The weights in a folder in Meta's format.
 
     Args:
-        folder: holds consolidated.*.pth and mostly params.json.
-        model: what they must be.
+        folder: holds consolidated.*.pth and usually params.json.
+        model: the expected model.
 
     Raises:
-        UserError: they are another model, or not whole.
+        UserError: the folder holds another model, or is incomplete.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
@@ -56,18 +56,20 @@ class LlamaSource:
             check_params(model, folder / PARAMS)
         shards = [_load(file) for file in self._files]
         self._check_names(shards)
-        # Shapes alone, through the function that will join the values.
-        whole = {name: merge(name, [shard[name].to("meta") for shard in shards], model) for name in shards[0]}
-        self._has_head = HEAD in whole
+        # On meta, to check shapes with the function that will merge the values.
+        merged = {
+            name: merge(name, [shard[name].to("meta") for shard in shards], model) for name in shards[0]
+        }
+        self._has_head = HEAD in merged
         self.tensors: Mapping[str, TensorFacts] = {
-            name: TensorFacts(shape, whole[name].dtype) for name, shape in parameter_shapes(model).items()
+            name: TensorFacts(shape, merged[name].dtype) for name, shape in parameter_shapes(model).items()
         }
 
     def read(self, name: str) -> Tensor:
-        """One parameter, joined and with rotated pairs in our order.
+        """Return one parameter, merged from all shards, with rotary pairs in our order.
 
         Raises:
-            UserError: its file is damaged, or embeddings that are to be tied differ.
+            UserError: its file is damaged, or the model ties embeddings and the two tables differ.
         """
         tensor = self._read(name)
         if name == EMBEDDING and self._model.tied_embeddings and self._has_head:
@@ -75,10 +77,10 @@ class LlamaSource:
         return tensor
 
     def _read(self, name: str) -> Tensor:
-        # Loaded for every tensor: pages of a mapped file stay in memory for as long as it is mapped.
+        # Map the files for every tensor: pages of a mapped file stay in memory while it is mapped.
         shards = [_load(file)[name] for file in self._files]
-        whole = merge(name, shards, self._model)
-        return whole.clone() if whole.data_ptr() == shards[0].data_ptr() else whole
+        merged = merge(name, shards, self._model)
+        return merged.clone() if merged.data_ptr() == shards[0].data_ptr() else merged
 
     def _check_names(self, shards: list[dict[str, Tensor]]) -> None:
         for file, shard in zip(self._files, shards, strict=True):
@@ -94,7 +96,7 @@ class LlamaSource:
 
 
 def _load(file: Path) -> dict[str, Tensor]:
-    """The parameters in a file, mapped and not read; runs no code that the file might hold."""
+    """Map the parameters of a file without reading them; code in the file is not run."""
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except MemoryError:
@@ -104,35 +106,35 @@ def _load(file: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):
-        raise UserError(f"{file}: holds something else than named tensors")
+        raise UserError(f"{file}: is not a dict of tensors by name")
     return {name: tensor for name, tensor in content.items() if not is_buffer(name)}
 
 
 def check_params(model: ModelConfig, file: Path) -> None:
-    """Refuses a checkpoint of another model, by what params.json says.
+    """Check that params.json describes the model.
 
     Raises:
-        UserError: one line that names every field that differs.
+        UserError: naming every field that differs.
     """
-    says = {**_DEFAULTS, **read_object(file)}
+    params = {**_DEFAULTS, **read_object(file)}
     for name in ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier"):
         wanted = (int, float, type(None)) if name == "ffn_dim_multiplier" else int
-        if not isinstance(says[name], wanted) or (name == "multiple_of" and says[name] < 1):
-            raise UserError(f"{file}: {name} {json.dumps(says[name])} is no such number")
-    theta = says.get("rope_theta", _OLD_THETA)
-    scaling = "llama3" if says["use_scaled_rope"] else "none"
+        if not isinstance(params[name], wanted) or (name == "multiple_of" and params[name] < 1):
+            raise UserError(f"{file}: {name} {json.dumps(params[name])} is not a valid number")
+    theta = params.get("rope_theta", _OLD_THETA)
+    scaling = "llama3" if params["use_scaled_rope"] else "none"
     pairs = {
-        "dim": (model.dim, says["dim"]),
-        "n_layers": (model.n_layers, says["n_layers"]),
-        "n_heads": (model.n_heads, says["n_heads"]),
-        "n_kv_heads": (model.n_kv_heads, says.get("n_kv_heads") or says["n_heads"]),
-        "ffn_hidden_dim": (model.ffn_hidden_dim, hidden_width(says)),
-        "norm_eps": (model.norm_eps, says["norm_eps"]),
+        "dim": (model.dim, params["dim"]),
+        "n_layers": (model.n_layers, params["n_layers"]),
+        "n_heads": (model.n_heads, params["n_heads"]),
+        "n_kv_heads": (model.n_kv_heads, params.get("n_kv_heads") or params["n_heads"]),
+        "ffn_hidden_dim": (model.ffn_hidden_dim, hidden_width(params)),
+        "norm_eps": (model.norm_eps, params["norm_eps"]),
         "rope.theta": (model.rope.theta, theta),
         "rope.scaling": (model.rope.scaling, scaling),
     }
-    if says["vocab_size"] > 0:  # Llama 2's files leave it to the tokenizer
-        pairs["vocab_size"] = (model.vocab_size, says["vocab_size"])
+    if params["vocab_size"] > 0:  # -1 in Llama 2's files: the tokenizer's
+        pairs["vocab_size"] = (model.vocab_size, params["vocab_size"])
     differing = [
         f"model.{name}={ours}: {PARAMS} has {theirs}"
         for name, (ours, theirs) in pairs.items()
@@ -143,7 +145,7 @@ def check_params(model: ModelConfig, file: Path) -> None:
 
 
 def hidden_width(params: Mapping[str, Any]) -> int:
-    """Width of the feed-forward's hidden layer, as FeedForward in Meta's llama/model.py computes it."""
+    """Width of the feed-forward's hidden layer, computed as by FeedForward in Meta's llama/model.py."""
     hidden = int(2 * 4 * params["dim"] / 3)
     if params["ffn_dim_multiplier"] is not None:
         hidden = int(params["ffn_dim_multiplier"] * hidden)

@@ -1,4 +1,4 @@
-"""Loading: what a run starts from, taken up by all ranks together."""
+"""Loading a checkpoint or initial values, on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from harness.checkpoint import exchange
 from harness.checkpoint.catalog import Checkpoint, CheckpointFolder, DamagedCheckpoint, reading
 from harness.checkpoint.formats import is_finite, non_finite_warning
-from harness.checkpoint.resume import find_start, folder_of, no_usable, wrote
+from harness.checkpoint.resume import find_start, folder_of, no_usable_error, written_by
 from harness.checkpoint.state import (
     OPTIMIZER,
     RNG,
@@ -38,12 +38,12 @@ from harness.model.shapes import tensor_shapes
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run starts from.
+    """Result of loading.
 
     Attributes:
-        path: the checkpoint; None for a run from initial values drawn by name.
-        state: the counters it was saved with; empty where they are not taken over.
-        messages: what the user should read.
+        path: the checkpoint; None if parameters were initialized by name.
+        state: its counters; empty if the run starts at step 0.
+        messages: lines to show to the user.
     """
 
     path: str | None = None
@@ -52,13 +52,13 @@ class Resumed:
 
 
 class Starter:
-    """Finds what a run starts from and loads it.
+    """Find and load the checkpoint that a run starts from.
 
     Args:
         job: the resolved job.
         run_dir: its run folder.
-        engine: what is loaded into.
-        loader: whose position is set.
+        engine: receives parameters and optimizer state.
+        loader: receives the data position.
         together: the ranks.
     """
 
@@ -68,10 +68,10 @@ class Starter:
         self.folder = CheckpointFolder(folder_of(job, run_dir))
 
     def start(self) -> Resumed:
-        """Loads the newest checkpoint that is whole, or else the initial values the job names.
+        """Load the newest undamaged checkpoint, or else checkpoint.initial_load_path.
 
         Raises:
-            UserError: there is something to start from and it cannot be used.
+            UserError: checkpoints exist and none can be used, or initial_load_path cannot be used.
         """
         start = self.together.on_rank_zero(lambda: find_start(self.job, self.run_dir))
         messages, damaged = list(start.warnings), []
@@ -83,25 +83,25 @@ class Starter:
                 continue
             if damaged:
                 messages.append(f"WARNING {'; '.join(damaged)}; using {checkpoint.path}")
-            self._clear_way(checkpoint.step)
+            self._move_later_aside(checkpoint.step)
             messages.append(f"resumed from {checkpoint.path}, saved by {_ranks(checkpoint)}")
             return Resumed(checkpoint.path, state, tuple(messages))
         if damaged:
-            raise no_usable(self.folder.path, damaged)
+            raise no_usable_error(self.folder.path, damaged)
         if start.initial is None:
-            self._clear_way(-1)
+            self._move_later_aside(-1)
             return Resumed(messages=tuple(messages))
         state = self._load_initial(start.initial)
-        self._clear_way(-1)
+        self._move_later_aside(-1)
         messages.append(f"initial values from {start.initial.path}")
         messages += self._warnings_of_values()
         return Resumed(start.initial.path, state, tuple(messages))
 
-    def _clear_way(self, step: int) -> None:
-        """Moves aside what lies behind the step the run goes on from: what it writes must be the newest.
+    def _move_later_aside(self, step: int) -> None:
+        """Move checkpoints after ``step`` to ``superseded/``: the run's own must be the newest.
 
         Raises:
-            UserError: it cannot be moved.
+            UserError: one cannot be moved.
         """
         if self.config.writes:
             self.together.on_rank_zero(lambda: self._supersede_after(step))
@@ -115,26 +115,26 @@ class Starter:
             ) from error
 
     def _load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Loads everything that is not excluded; returns the counters.
+        """Load everything that is not excluded; return the counters.
 
         Raises:
-            DamagedCheckpoint: on all ranks, when any has found damage.
+            DamagedCheckpoint: on all ranks, if any found damage.
         """
         state = checkpoint.state
         if checkpoint.holds != "full":
-            return state["train_state"]  # of a run that is over
+            return state["train_state"]  # the run has completed
         excluded = set(self.config.exclude_from_loading)
-        if wrote(self.job, checkpoint):
-            excluded = set()  # after this same command had excluded them
+        if written_by(self.job, checkpoint):
+            excluded = set()  # this command excluded them when it started, and has saved its own since
         with self._reading(checkpoint) as reader:
             sizes = self.together.on_rank_zero(lambda: _sizes(reader, OPTIMIZER, RNG))
             wanted = model_state(self.engine)
-            # There are none before the first update.
+            # A checkpoint from before the first update has no optimizer state.
             if "optimizer" not in excluded and any(name.startswith(OPTIMIZER) for name in sizes):
                 allocate_optimizer_state(self.engine)
                 wanted |= optimizer_state(self.engine)
             else:
-                self.engine.optimizer.state.clear()  # of a candidate that turned out to be damaged
+                self.engine.optimizer.state.clear()  # left by a damaged candidate, tried before
             key = rng_key(self.engine.mesh)
             random = torch.empty(sizes.get(key, (0,)), dtype=torch.uint8)
             if "rng" not in excluded and random.numel():
@@ -150,25 +150,25 @@ class Starter:
 
     @contextmanager
     def _reading(self, checkpoint: Checkpoint) -> Iterator[Reader]:
-        """A reader of a checkpoint that nobody removes meanwhile, and whose damage is told as such."""
+        """Yield a reader; protect the checkpoint from removal, and turn DCP's errors into ours."""
         try:
-            with contextlib.ExitStack() as held:
-                self.together.on_rank_zero(lambda: held.enter_context(reading(checkpoint.path)))
+            with contextlib.ExitStack() as stack:
+                self.together.on_rank_zero(lambda: stack.enter_context(reading(checkpoint.path)))
                 yield Reader(checkpoint.path, checkpoint.manifest)
         except CheckpointException as error:
             rank, cause = next((rank, cause) for rank, (cause, _) in error.failures.items())
             if isinstance(cause, DamagedCheckpoint | FileNotFoundError):
                 raise DamagedCheckpoint(f"{cause} (found by rank {rank})") from error
             if isinstance(cause, OSError):
-                # It may be whole: going on from an older one is not for us to decide.
+                # The checkpoint may be intact, so do not silently fall back to an older one.
                 raise MachineError(f"{checkpoint.path}: rank {rank} cannot read it: {cause}") from error
             raise
 
     def _load_initial(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Loads initial_load_path.
+        """Load initial_load_path.
 
         Raises:
-            UserError: it is damaged, or its tensors are not the model's.
+            UserError: it is damaged, or its tensors do not match the model.
         """
         path, group = checkpoint.path, self.together.group
         try:
@@ -186,19 +186,19 @@ class Starter:
             raise UserError(f"checkpoint.initial_load_path={path}: {error}") from error
 
     def _warnings_of_values(self) -> list[str]:
-        """A warning of weights that are not finite on any rank, if there are."""
-        held = {
+        """A warning if any rank holds non-finite weights."""
+        local = {
             name: each.to_local() if isinstance(each, DTensor) else each
             for name, each in model_state(self.engine).items()
         }
-        found = self.together.gather([name for name, each in held.items() if not is_finite(each)])
+        found = self.together.gather([name for name, each in local.items() if not is_finite(each)])
         names, on_any = tensor_shapes(self.job.model), set().union(*found)
         wrong = [name for name in names if name in on_any]
         warning = non_finite_warning(wrong, len(names), "loaded")
         return [warning] if warning else []
 
     def _require_parameters(self, checkpoint: Checkpoint) -> None:
-        """Checks names and shapes before DCP does, which has many lines to say of each; on rank 0."""
+        """Check names and shapes on rank 0; DCP's own check prints many lines per tensor."""
         found = _sizes(Reader(checkpoint.path, checkpoint.manifest), "")
         for name, shape in tensor_shapes(self.job.model).items():
             if found.get(name) != shape:
@@ -210,7 +210,7 @@ class Starter:
 
 
 def _sizes(reader: Reader, *prefixes: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a checkpoint whose names begin in certain ways."""
+    """Shapes of the tensors in a checkpoint whose names start with one of ``prefixes``."""
     return {
         name: tuple(facts.size)
         for name, facts in reader.read_metadata().state_dict_metadata.items()
@@ -219,7 +219,7 @@ def _sizes(reader: Reader, *prefixes: str) -> dict[str, tuple[int, ...]]:
 
 
 def _ranks(checkpoint: Checkpoint) -> str:
-    """Who wrote a checkpoint: how many ranks, in which layout."""
+    """The layout that wrote a checkpoint, for messages."""
     layout = (checkpoint.job or {}).get("parallelism", {})
     axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
     degrees = {axis: layout[axis] for axis in axes if isinstance(layout.get(axis), int)}

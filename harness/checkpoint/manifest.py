@@ -1,4 +1,4 @@
-"""``manifest.json``: what a checkpoint says of itself, with a checksum over itself. Imports no torch."""
+"""``manifest.json``: a checkpoint's description, protected by a checksum. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from harness.metrics.encoding import dumps, parse_object
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 FORMAT = 1
-# Of a file's facts here, and of an entry's storage info in DCP's metadata, where other readers ignore it.
+# Key of a file's checksum in the manifest, and attribute of an entry's storage info in DCP's metadata, where
+# other readers ignore it.
 CHECKSUM = "xxh3_128"
 HOLDS = ("full", "model", "hf")
 
@@ -22,7 +23,7 @@ _MISSING = object()
 
 
 class UnknownFormat(ValueError):
-    """Another version of the harness wrote the manifest, in a format that this one does not read."""
+    """The manifest has a format of another version of the harness."""
 
 
 def _is_count(value: Any) -> bool:
@@ -45,16 +46,16 @@ _NUMBER_OR_NULL: _Check = (
     lambda value: value is None or value in ("nan", "inf", "-inf") or isinstance(value, int | float),
 )
 
-# By dotted name. What no version has left out:
+# Fields by dotted name. Required in every manifest:
 _REQUIRED: dict[str, _Check] = {"step": _COUNT, "files": _OBJECT, "state": _OBJECT, "options": _OBJECT}
-# What a checkpoint that a run wrote has besides, and one that a run can resume from:
-_OF_A_RUN: dict[str, _Check] = {"state.train_state": _OBJECT, "state.train_state.step": _COUNT}
-_TO_RESUME: dict[str, _Check] = {
+# Also required in a checkpoint written by a run:
+_REQUIRED_OF_RUNS: dict[str, _Check] = {"state.train_state": _OBJECT, "state.train_state.step": _COUNT}
+# Also required to resume from a checkpoint:
+_REQUIRED_TO_RESUME: dict[str, _Check] = {
     "state.lr_scheduler": _OBJECT,
     "state.lr_scheduler.last_epoch": _COUNT,
     "state.data_loader": _OBJECT,
 }
-# What may be missing:
 _OPTIONAL: dict[str, _Check] = {
     "holds": _HOLDS,
     "job_id": _TEXT_OR_NULL,
@@ -75,17 +76,18 @@ _OPTIONAL: dict[str, _Check] = {
 
 
 def encode_manifest(manifest: dict[str, Any]) -> bytes:
-    """The manifest as it is written: JSON with a checksum over itself."""
-    # Through JSON once: what is checked later is what JSON makes of it.
+    """Encode a manifest as JSON and add its checksum."""
+    # Round-trip through JSON first: the reader computes the checksum from the decoded values.
     body = json.loads(dumps({"format": FORMAT, **manifest}))
     return json.dumps({**body, "checksum": _checksum(body)}, indent=1).encode() + b"\n"
 
 
 def decode_manifest(content: bytes) -> dict[str, Any]:
-    """The manifest that ``content`` holds.
+    """Decode and check a manifest.
 
     Raises:
-        ValueError: it is not what was written, or lacks what every version has written.
+        UnknownFormat: another version of the harness wrote it.
+        ValueError: it is damaged, or a required field is missing.
     """
     manifest = parse_object(content)
     if manifest.pop("checksum", None) != _checksum(manifest):
@@ -98,9 +100,9 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
     _check(manifest, _OPTIONAL)
     full = manifest.get("holds", "full") == "full"
     if full or manifest.get("job_id") is not None:
-        _require(manifest, _OF_A_RUN)
+        _require(manifest, _REQUIRED_OF_RUNS)
     if full:
-        _require(manifest, _TO_RESUME)
+        _require(manifest, _REQUIRED_TO_RESUME)
         _check_position(manifest["state"]["data_loader"])
     _check_files(manifest["files"])
     if manifest.get("holds") != "hf" and METADATA not in manifest["files"]:
@@ -136,7 +138,7 @@ def _find(manifest: dict[str, Any], name: str) -> Any:
 
 
 def _check_position(position: dict[str, Any]) -> None:
-    """Checks the position of the data: of numbered samples, or of a stream for each row."""
+    """Check the data position: a number of samples, or the position of a stream per batch row."""
     if "slots" not in position:
         _require(position, {"samples": _COUNT})
         return

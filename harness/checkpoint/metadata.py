@@ -1,7 +1,7 @@
-"""DCP's ``.metadata``, read without running code that it names.
+"""Read DCP's ``.metadata`` without running code that it names.
 
 torch reads the file with ``pickle.load``, which imports and calls whatever the file names. Here the pickle
-can only make the records below. torch's objects are built from them, one field at a time.
+can only create the records below. torch's objects are built from them, one field at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parse_metadata(content: bytes) -> Metadata:
     Fields that reading does not need are left out.
 
     Raises:
-        DamagedCheckpoint: the content is no metadata, or names something that metadata never holds.
+        DamagedCheckpoint: the content is not metadata, or names a class that metadata never contains.
     """
     try:
         return _metadata(_Unpickler(io.BytesIO(content)).load())
@@ -47,17 +47,17 @@ def parse_metadata(content: bytes) -> Metadata:
 
 
 def load_failure(error: BaseException) -> str:
-    """Return on one line why ``torch.load(weights_only=True)`` refuses a file."""
+    """Return in one line why ``torch.load(weights_only=True)`` refuses a file."""
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     if named is not None:
         return _untrusted(named[1])
     # torch's own advice is to load the file without the restriction.
-    text = "it is no pickle of tensors" if isinstance(error, pickle.UnpicklingError) else first_line(error)
+    text = "it is not a pickle of tensors" if isinstance(error, pickle.UnpicklingError) else first_line(error)
     return f"cannot be read: {text}"
 
 
 def _untrusted(name: str) -> str:
-    return f"is not to be trusted: it names {name!r}, which no checkpoint needs; nothing of it was run"
+    return f"is not trusted: it names {name!r}, which no checkpoint needs; no code of it was run"
 
 
 def first_line(error: BaseException) -> str:
@@ -168,7 +168,7 @@ def _entry(name: str, record: Any) -> STORAGE_TYPES:
     size = _size(fields["size"])
     chunks = [_chunk(chunk) for chunk in _checked(fields["chunks"], list, "chunks")]
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-        _refuse(f"the chunks of {name} are not the whole tensor")
+        _refuse(f"the chunks of {name} do not add up to the tensor")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
@@ -189,7 +189,7 @@ def _place(record: Any) -> _StorageInfo:
     fields = _fields(record, _Place)
     file = _checked(fields["relative_path"], str, "relative_path")
     if "/" in file or "\0" in file or file in ("", ".", ".."):
-        _refuse(f"{file!r} is no file of the checkpoint's folder")
+        _refuse(f"{file!r} is not a file in the checkpoint's folder")
     place = _StorageInfo(file, _count(fields["offset"]), _count(fields["length"]))
     if CHECKSUM in fields:
         setattr(place, CHECKSUM, _checked(fields[CHECKSUM], str, CHECKSUM))

@@ -1,4 +1,4 @@
-"""Tensors of ours out of Hugging Face's, and theirs out of ours (``harness.model.families`` says which)."""
+"""Convert tensors from and to Hugging Face's layout, by the mapping of ``harness.model.families``."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from harness.model.huggingface import hf_tensors
 from harness.model.shapes import tensor_shapes
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
-"""Reads a part of one of their tensors, by its name and a slice of each dimension."""
+"""Reads a slice of a Hugging Face tensor: (name, slice of each dimension)."""
 
 
 def fill(out: Tensor, pieces: Sequence[Piece], shape: Shape, ranges: Sequence[range], read: Read) -> None:
-    """Fills a part of one of our tensors; of experts, one is in memory at a time.
+    """Fill a slice of one of our tensors; experts are read one at a time.
 
     Args:
-        out: the part, in any format and on any device.
-        pieces: where the tensor stands in theirs.
-        shape: of the whole tensor.
-        ranges: which indices of each dimension the part has.
-        read: reads theirs.
+        out: the slice, with any dtype and on any device.
+        pieces: the mapping of our tensor to Hugging Face tensors.
+        shape: shape of our complete tensor.
+        ranges: the indices of the slice in each dimension.
+        read: reads Hugging Face tensors.
     """
     if not out.numel():
         return
@@ -36,14 +36,14 @@ def fill(out: Tensor, pieces: Sequence[Piece], shape: Shape, ranges: Sequence[ra
                 out[row].copy_(_read(piece, shape, ranges[1:], read))
         elif piece.is_same:
             out.copy_(_read(piece, shape, ranges, read))
-        else:  # all experts stand in one tensor
+        else:  # one tensor holds all experts
             for row, expert in enumerate(ranges[0]):
                 one = [range(expert, expert + 1), *ranges[1:]]
                 out[row].copy_(_read(piece, shape, one, read)[0])
 
 
 def _read(piece: Piece, shape: Shape, ranges: Sequence[range], read: Read) -> Tensor:
-    """A part of one of our tensors, or of an expert's; the ranges are ours."""
+    """Read a slice of our tensor, or of one expert; ``ranges`` index our layout."""
     slot, wanted = piece.slot, [slice(each.start, each.stop) for each in ranges]
     if slot.transposed:
         wanted[-2:] = wanted[:-3:-1]
@@ -59,22 +59,22 @@ def _read(piece: Piece, shape: Shape, ranges: Sequence[range], read: Read) -> Te
     return found.transpose(-1, -2) if slot.transposed else found
 
 
-class Theirs:
-    """A source under our names, as one under Hugging Face's.
+class HuggingFaceNames:
+    """A source under Hugging Face's names and in its layout, made from one under ours.
 
-    What is read of ours is kept until a tensor is asked for that has nothing of it: at most two, gate and up.
+    Our tensors are cached while consecutive reads need them: at most two at a time, gate and up.
 
     Args:
         source: the weights under our names.
-        model: what they are of.
+        model: the model they belong to.
 
     Raises:
-        ConfigError: the model's family cannot say what it is.
+        ConfigError: the model's family cannot express the model.
     """
 
     def __init__(self, source: Source, model: ModelConfig) -> None:
         self._source, self._pieces, shapes = source, hf_tensors(model), tensor_shapes(model)
-        self._held: dict[str, Tensor] = {}
+        self._cache: dict[str, Tensor] = {}
         self.tensors: Mapping[str, TensorFacts] = {
             name: TensorFacts(pieces[0].their_shape(shapes[pieces[0].ours]), self._dtype(pieces))
             for name, pieces in self._pieces.items()
@@ -84,31 +84,31 @@ class Theirs:
         return self._source.tensors[pieces[0].ours].dtype
 
     def read(self, name: str) -> Tensor:
-        """One tensor of theirs, contiguous.
+        """Return one Hugging Face tensor, contiguous.
 
         Raises:
-            UserError, DamagedCheckpoint: what the source raises.
+            UserError, DamagedCheckpoint: raised by the source.
         """
         pieces = self._pieces[name]
         ours = {piece.ours for piece in pieces}
-        self._held = {each: tensor for each, tensor in self._held.items() if each in ours}
+        self._cache = {each: tensor for each, tensor in self._cache.items() if each in ours}
         if pieces[0].is_same:
             return self._source.read(pieces[0].ours)
-        for each in ours - self._held.keys():
-            self._held[each] = self._source.read(each)
+        for each in ours - self._cache.keys():
+            self._cache[each] = self._source.read(each)
         if pieces[0].expert is not None and len(pieces) == 1 and not pieces[0].slot.transposed:
-            return self._held[pieces[0].ours][pieces[0].expert]
+            return self._cache[pieces[0].ours][pieces[0].expert]
         facts = self.tensors[name]
         out = torch.empty(facts.shape, dtype=facts.dtype)
         for piece in pieces:
-            whole = self._held[piece.ours]
-            values = whole if piece.expert is None else whole[piece.expert]
-            _half(out, piece, tuple(whole.shape)).copy_(values)
+            full = self._cache[piece.ours]
+            values = full if piece.expert is None else full[piece.expert]
+            _half(out, piece, tuple(full.shape)).copy_(values)
         return out
 
 
 def _half(theirs: Tensor, piece: Piece, shape: Shape) -> Tensor:
-    """The view of one of their tensors in which a piece stands, with the dimensions of ours."""
+    """The view of a Hugging Face tensor that holds a piece, with the dimensions in our order."""
     slot, width = piece.slot, piece.width(shape)
     if slot.half is not None:
         apart = (
@@ -120,6 +120,6 @@ def _half(theirs: Tensor, piece: Piece, shape: Shape) -> Tensor:
     return theirs.transpose(-1, -2) if slot.transposed else theirs
 
 
-def whole(shape: Shape) -> list[range]:
+def full_ranges(shape: Shape) -> list[range]:
     """All indices of every dimension."""
     return [range(size) for size in shape]

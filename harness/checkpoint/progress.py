@@ -1,4 +1,4 @@
-"""How far a conversion is: a bar on a terminal, plain lines anywhere else."""
+"""Progress of a conversion or download: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[int], None]]:
-    """Shows progress while it is entered.
+    """Show progress inside the ``with`` block.
 
     Args:
-        total: bytes there are to go.
+        total: number of bytes to process.
         stream: where to show it; standard output by default.
 
     Yields:
-        a function to be called with the bytes that were done since the last call.
+        A function to call with the number of bytes processed since the last call.
     """
     stream = stream or sys.stdout
     if not stream.isatty():
@@ -29,7 +29,7 @@ def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[int
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    # The bar goes when it is full: the line that follows says more.
+    # transient: remove the bar at the end; the caller prints a summary line.
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=stream), transient=True) as bar:
         task = bar.add_task("", total=total)
@@ -37,7 +37,7 @@ def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[int
 
 
 class _Lines:
-    """A line every few seconds."""
+    """Writes a line every few seconds."""
 
     def __init__(self, total: int, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._stream, self._clock = total, stream, clock

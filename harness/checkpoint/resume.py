@@ -1,4 +1,4 @@
-"""Where a run starts from: decided by looking at folders, before anything is loaded. Imports no torch."""
+"""Choose the checkpoint that a run starts from, by examining folders; nothing is loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import Job
 from harness.metrics.encoding import read_object
 
-# Names folders of other layouts of the same experiment, whose checkpoints a run may go on from.
+# Lists checkpoint folders of the same experiment on other layouts, from which a run may resume.
 CONTINUES = "continues.json"
-# How many checkpoints are tried, from the newest on, before a person is asked.
+# Number of newest checkpoints to try before giving up with an error.
 FALLBACKS = 5
-# How many runs of the same name are looked at for one that was perhaps meant.
+# Number of runs of the same name to examine for one that the user may have meant to resume.
 SIBLINGS = 20
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run can start from.
+    """Where a run can start from.
 
     Attributes:
-        candidates: checkpoints to go on from, the best first.
-        initial: what to take initial values from when there is none to go on from.
-        warnings: what the user should know of those that cannot be used.
+        candidates: checkpoints to resume from, best first.
+        initial: source of initial values if there is no candidate.
+        warnings: lines for the user about unusable checkpoints and similar runs.
     """
 
     candidates: list[Checkpoint] = field(default_factory=list)
@@ -53,11 +53,11 @@ def folder_of(job: Job, run_dir: Path) -> str:
 
 
 def find_start(job: Job, run_dir: Path) -> Start:
-    """What the job starts from.
+    """Find the checkpoints that the job can start from.
 
     Raises:
-        ConfigError: load_step is not there, or the checkpoint is one of a job with other numerics.
-        UserError: there are checkpoints and all of them are damaged.
+        ConfigError: load_step does not exist, or a job with other numerics wrote the checkpoint.
+        UserError: checkpoints exist and all are damaged.
     """
     config = job.checkpoint
     if not config.enable:
@@ -71,7 +71,7 @@ def find_start(job: Job, run_dir: Path) -> Start:
         folders = [CheckpointFolder(path) for path in _continued(run_dir)]
         others = [each for folder in folders for each in folder.complete(FALLBACKS)[0]]
         candidates = sorted([*own, *others], key=lambda each: each.step, reverse=True)
-    # Weights alone are no state to go on from; those that this job ended with say that nothing is left to do.
+    # A run cannot resume from weights alone. This job's own final weights mean that it has completed.
     candidates = [each for each in candidates if each.holds == "full" or _ended(job, each)]
     newest = candidates[0].step if candidates else -1
     warnings = [
@@ -82,20 +82,20 @@ def find_start(job: Job, run_dir: Path) -> Start:
     if candidates:
         refuse_other_numerics(job, candidates[0])
         _refuse_starting_over(job, candidates[0])
-        # Those to fall back to may be another job's, in a shared folder.
+        # In a shared folder, another job may have written the older ones.
         fallbacks = [each for each in candidates[1:] if not differing(job, each)]
         return Start([candidates[0], *fallbacks], warnings=warnings)
     damaged = {path: reason for path, reason in wrong.items() if not isinstance(reason, UnfinishedCheckpoint)}
     if damaged and config.resume:
         reasons = [f"{_name(path)}: {reason}" for path, reason in damaged.items()]
-        raise no_usable(folder_of(job, run_dir), reasons)
+        raise no_usable_error(folder_of(job, run_dir), reasons)
     if config.initial_load_path is not None:
         return Start([], _initial(job, config.initial_load_path), warnings)
-    return Start(warnings=[*warnings, *_others_with_other_numerics(job, run_dir)])
+    return Start(warnings=[*warnings, *_notes_on_similar_runs(job, run_dir)])
 
 
-def wrote(job: Job, checkpoint: Checkpoint) -> bool:
-    """Whether the same job, told the same of how to load, wrote a checkpoint."""
+def written_by(job: Job, checkpoint: Checkpoint) -> bool:
+    """Whether the same job with the same loading options wrote a checkpoint."""
     manifest = checkpoint.manifest
     return manifest.get("job_id") == job.id and manifest["options"] == job.checkpoint.options_of_loading()
 
@@ -105,8 +105,8 @@ def _ended(job: Job, checkpoint: Checkpoint) -> bool:
 
 
 def _refuse_starting_over(job: Job, checkpoint: Checkpoint) -> None:
-    """Without its counters a checkpoint is where another run begins, not where this one goes on."""
-    if "train_state" in job.checkpoint.exclude_from_loading and not wrote(job, checkpoint):
+    """Refuse to exclude train_state when resuming: the run would restart at step 0 in the same folder."""
+    if "train_state" in job.checkpoint.exclude_from_loading and not written_by(job, checkpoint):
         raise ConfigError(
             "checkpoint.exclude_from_loading",
             "train_state",
@@ -116,11 +116,11 @@ def _refuse_starting_over(job: Job, checkpoint: Checkpoint) -> None:
         )
 
 
-def _others_with_other_numerics(job: Job, run_dir: Path) -> list[str]:
-    """A note of a run of the same name that this one was perhaps meant to go on from.
+def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
+    """A note on a run of the same name that the user may have meant to resume.
 
-    A changed field makes another run, which begins at the beginning; not everybody means that. It is the last
-    run if that has not come to its end, or one that differs in its number of steps only.
+    A changed numerics field makes a new run, which starts at step 0; users may not expect that. Noted is the
+    last run if it stopped early, or a run that differs in training.steps only.
     """
     stopped = [
         path
@@ -138,23 +138,23 @@ def _others_with_other_numerics(job: Job, run_dir: Path) -> list[str]:
         if is_extended or (was_stopped and index == 0):
             how = "stopped" if was_stopped else "ended"
             return [
-                f"this is a new run: {path} {how} after step {newest.step} with {_in_words(job, newest)}; "
+                f"this is a new run: {path} {how} after step {newest.step} with {_describe(job, newest)}; "
                 f"to go on from it: checkpoint.initial_load_path={newest.path} "
                 f"checkpoint.initial_load_model_only=false checkpoint.allow_changed=[{','.join(names)}]"
             ]
     return []
 
 
-def no_usable(folder: str, reasons: list[str]) -> UserError:
-    """The error for checkpoints of which none can be used: a person has to decide."""
+def no_usable_error(folder: str, reasons: list[str]) -> UserError:
+    """The error for a folder in which no checkpoint can be used; the user has to decide."""
     return UserError(
         f"checkpoint.folder={folder}: no checkpoint can be used ({'; '.join(reasons)}); would work: "
-        "checkpoint.resume=false, which starts anew and keeps them under superseded/"
+        "checkpoint.resume=false, which starts over and moves them to superseded/"
     )
 
 
 def is_finished(job: Job, run_dir: Path) -> bool:
-    """Whether the job has completed in its run folder, and its last checkpoint is still there."""
+    """Whether the job has completed in its run folder and its last checkpoint still exists."""
     if not job.checkpoint.enable or not job.checkpoint.resume or job.checkpoint.load_step >= 0:
         return False
     from harness.run_folder import RunFolder
@@ -168,16 +168,16 @@ def is_finished(job: Job, run_dir: Path) -> bool:
 
 
 def tell_finished(job: Job, run_dir: Path) -> int:
-    """Says that there is nothing left to do; returns the exit code."""
+    """Print that no steps are left; return the exit code."""
     sys.stdout.write(
         f"{job.name}: all {job.training.steps} steps are done, see {run_dir}; checkpoint.resume=false trains "
-        "anew, python -m harness.convert makes other formats of the weights\n"
+        "from the start again, python -m harness.convert exports the weights\n"
     )
     return EXIT_OK
 
 
 def can_resume(job: Job, run_dir: Path) -> bool:
-    """Whether the job's own folder has a checkpoint to go on from, as far as sizes tell."""
+    """Whether the job's own folder has a complete checkpoint (file sizes are checked, contents are not)."""
     config = job.checkpoint
     if not config.enable or not config.resume:
         return False
@@ -185,10 +185,9 @@ def can_resume(job: Job, run_dir: Path) -> bool:
 
 
 def unfinished_siblings(job: Job) -> list[str]:
-    """Checkpoint folders of runs of the same experiment on other layouts, that stopped before their end.
+    """Checkpoint folders of stopped runs of the same experiment on other layouts.
 
-    Same name, same numerics, another id. Runs that completed are results of their own, and those that run
-    are somebody else's.
+    These have the same name and numerics, and another id. Completed and running ones are left out.
     """
     from harness.run_folder import RunFolder
 
@@ -208,7 +207,7 @@ def unfinished_siblings(job: Job) -> list[str]:
 
 
 def _numerics_id(run_dir: Path) -> str | None:
-    """Of the job in a run folder; None for one that this version does not understand."""
+    """``numerics_id`` of the job in a run folder; None if this version cannot read it."""
     try:
         return Job.read(run_dir / "job.json").numerics_id
     except (FileNotFoundError, UserError):
@@ -216,12 +215,12 @@ def _numerics_id(run_dir: Path) -> str | None:
 
 
 def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> None:
-    """Checks that the job computes what the one that wrote a checkpoint did.
+    """Check that the job has the numerics of the job that wrote a checkpoint.
 
     Args:
-        job: the job that wants to go on.
-        checkpoint: what it wants to go on from.
-        only: prefix of the fields that matter; all but the checkpoint's own by default.
+        job: the job that resumes.
+        checkpoint: the checkpoint to resume from.
+        only: compare only fields with this prefix; by default all except ``checkpoint.*``.
 
     Raises:
         ConfigError: naming the fields that differ, and the override that permits it.
@@ -229,30 +228,30 @@ def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> N
     allowed = job.checkpoint.allow_changed
     for name in allowed:
         if name not in _numerics(job):
-            raise ConfigError("checkpoint.allow_changed", name, "no field of this name changes numbers")
+            raise ConfigError("checkpoint.allow_changed", name, "no numerics field has this name")
     names = [name for name in differing(job, checkpoint) if name.startswith(only)]
     if names:
         raise ConfigError(
             "checkpoint.allow_changed",
             f"[{','.join(allowed)}]",
-            f"{checkpoint.path} was written by a job with other numerics: {_in_words(job, checkpoint, only)}",
+            f"{checkpoint.path} was written by a job with other numerics: {_describe(job, checkpoint, only)}",
             f"those values, or checkpoint.allow_changed=[{','.join([*allowed, *names])}]",
         )
 
 
 def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
-    """Names of the numerics, but those of allow_changed, in which a job differs from a checkpoint's."""
+    """Names of the numerics fields, except allow_changed, in which a job differs from a checkpoint's job."""
     saved = _saved(checkpoint)
     return [
         name
         for name, value in _numerics(job).items()
-        # A field that the saved job did not have yet says nothing.
+        # Fields added since the checkpoint was written cannot be compared.
         if name in saved and saved[name] != value and not name.startswith("checkpoint.")
         if name not in job.checkpoint.allow_changed
     ]
 
 
-def _in_words(job: Job, checkpoint: Checkpoint, only: str = "") -> str:
+def _describe(job: Job, checkpoint: Checkpoint, only: str = "") -> str:
     saved, own = _saved(checkpoint), _numerics(job)
     names = [name for name in differing(job, checkpoint) if name.startswith(only)]
     return ", ".join(f"{name}={saved[name]} there and {own[name]} here" for name in names)
@@ -267,7 +266,7 @@ def _saved(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _from_load_step(job: Job, own: list[Checkpoint], folder: str) -> list[Checkpoint]:
-    """The checkpoint of load_step; or newer ones, which this command wrote after it had gone back to it."""
+    """The checkpoint of load_step, and newer ones that this command wrote after it went back to that step."""
     wanted = job.checkpoint.load_step
     found = [
         each
@@ -282,10 +281,10 @@ def _from_load_step(job: Job, own: list[Checkpoint], folder: str) -> list[Checkp
 
 
 def _continued(run_dir: Path) -> list[str]:
-    """Checkpoint folders of other layouts that the controller has named.
+    """Checkpoint folders of other layouts, as written by the controller to ``continues.json``.
 
     Raises:
-        UserError: the file that names them is damaged. To ignore it could mean to start from step 0.
+        UserError: the file is damaged. Ignoring it could mean starting from step 0.
     """
     path = run_dir / CONTINUES
     try:
@@ -298,10 +297,10 @@ def _continued(run_dir: Path) -> list[str]:
 
 
 def _initial(job: Job, path: str) -> Checkpoint:
-    """What initial_load_path names: a checkpoint, or the newest one of a run or of a checkpoint folder.
+    """The checkpoint of initial_load_path: that folder, or the newest in a run or checkpoint folder.
 
     Raises:
-        ConfigError: there is none, or it does not fit.
+        ConfigError: there is none, or it does not fit the job.
     """
     name = "checkpoint.initial_load_path"
     if job.checkpoint.initial_load_in_hf:
@@ -319,7 +318,7 @@ def _initial(job: Job, path: str) -> Checkpoint:
     if job.checkpoint.initial_load_model_only:
         refuse_other_numerics(job, newest, only="model.")
     elif newest.holds != "full":
-        rule = "holds the weights alone"
+        rule = "holds only weights"
         raise ConfigError(name, newest.path, rule, "checkpoint.initial_load_model_only=true")
     else:
         refuse_other_numerics(job, newest)
@@ -329,13 +328,13 @@ def _initial(job: Job, path: str) -> Checkpoint:
 def _single(path: str) -> Checkpoint:
     name = "checkpoint.initial_load_path"
     if is_foreign(path):
-        rule = "other software wrote it, and what its tensors mean is not known"
-        raise ConfigError(name, path, rule, "what python -m harness.convert makes of it")
+        rule = "was written by other software, and the meaning of its tensors is unknown"
+        raise ConfigError(name, path, rule, "the output of python -m harness.convert")
     try:
         return open_checkpoint(path)
     except DamagedCheckpoint as error:
         works = f"a folder step-<n> with a {MANIFEST}, or a run folder"
-        raise ConfigError(name, path, f"no checkpoint: {error}", works) from None
+        raise ConfigError(name, path, f"not a checkpoint: {error}", works) from None
 
 
 def _flat(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

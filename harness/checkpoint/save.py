@@ -1,4 +1,4 @@
-"""Saving: now or in the background, all ranks together."""
+"""Saving checkpoints on all ranks, synchronously or in the background."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from harness.loop.engine import Engine
 
 
 class SaveFailed(MachineError):
-    """A checkpoint could not be written; earlier ones are as they were."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 @dataclass
 class Account:
-    """What saving has come to in this process.
+    """Checkpoint statistics of this process.
 
     Attributes:
         step: step of the newest checkpoint written; None before the first.
-        saves: checkpoints written.
-        failed: saves that failed.
-        seconds: time that training stood still for it.
+        saves: number of checkpoints written.
+        failed: number of failed saves.
+        seconds: time that training waited for saves.
     """
 
     step: int | None = None
@@ -58,7 +58,7 @@ class Account:
 
 
 @dataclass
-class _InFlight:
+class _BackgroundSave:
     """A checkpoint that is being written in the background."""
 
     step: int
@@ -67,12 +67,11 @@ class _InFlight:
 
 
 class _Stager(DefaultStager):
-    """torch's stager, whose own future can be waited for: the one ``async_save`` gives hides a failure."""
+    """torch's stager, with access to the copy's future: the one from ``async_save`` hides a failure."""
 
     copied: Future[Any] | None = None
 
     def stage(self, state_dict: Any, **options: Any) -> Any:
-        """Begins to copy."""
         staged: Any = super().stage(state_dict, **options)
         self.copied = staged
         return staged
@@ -84,13 +83,17 @@ class Saver:
     Args:
         job: the resolved job.
         run_dir: its run folder.
-        engine: what is saved.
-        loader: whose position is saved with it.
+        engine: parameters and optimizer state to save.
+        loader: data position to save.
         together: the ranks.
-        say: shows a line to the user, on rank 0.
+        say: prints a line for the user, on rank 0.
+
+    Attributes:
+        account: statistics of the saves.
+        gives_up: whether too many background saves failed, so that this rank asks the others to stop.
 
     Raises:
-        ConfigError: memory is to be pinned and there is no GPU.
+        ConfigError: async_mode needs pinned memory, and the device is not a GPU.
     """
 
     def __init__(
@@ -110,17 +113,17 @@ class Saver:
         self.account = Account()
         self.gives_up = False
         self._failed_in_a_row = 0
-        self._flying: _InFlight | None = None
+        self._background: _BackgroundSave | None = None
         self._stager: _Stager | None = None
-        # Removing many files takes long: in the background, one checkpoint after the other.
+        # Removing many files is slow, so one background thread removes checkpoints in turn.
         self._purger = ThreadPoolExecutor(1, thread_name_prefix="purge")
 
     def prepare(self) -> None:
-        """Finds out, before anything is trained, what the first save or the last would find out hours later.
+        """Check before training what would otherwise fail in the first or last save.
 
         Raises:
-            UserError: the folder cannot be written, another run writes into it, or what is to lie beside
-                exported weights cannot be made.
+            UserError: the folder cannot be written, another run writes into it, or config.json or the
+                tokenizer cannot be exported.
         """
         if self.config.writes:
             self.together.on_rank_zero(self._prepare)
@@ -136,79 +139,79 @@ class Saver:
         except OSError as error:
             reason = " ".join(str(error).split())
             raise UserError(
-                f"{name}: cannot be written: {reason}; would work: a folder that can, "
+                f"{name}: cannot be written: {reason}; would work: a writable folder, "
                 "checkpoint.load_only=true, or checkpoint=disabled"
             ) from error
         if self.config.last_save_in_hf:
-            exchange.rehearse(self.job)
+            exchange.check_export(self.job)
 
     @property
     def is_staging(self) -> bool:
-        """Whether the state may still be being copied."""
+        """Whether the copy of the state may be unfinished."""
         return self._stager is not None and self._stager.copied is not None
 
     def wait_for_staging(self) -> None:
-        """Waits until the state has been copied; the update that follows would change it meanwhile."""
+        """Wait until the state has been copied; call before the next update changes it."""
         if self._stager is None or self._stager.copied is None:
             return
         started = time.perf_counter()
-        # A failure here is this rank's alone, and ends the run: the others wait for its share.
+        # A failure here is on this rank only and ends the run: the others wait for its part.
         self._stager.copied.result()
         self._stager.copied = None
         self.account.seconds += time.perf_counter() - started
 
     def save(self, step: int, train_state: dict[str, Any], *, final: bool = False) -> None:
-        """Writes the checkpoint of a step, or begins to.
+        """Write the checkpoint of a step, or start to write it in the background.
 
         Args:
-            step: the step that is done.
-            train_state: the counters, JSON-able.
-            final: the run ends after this one: it is written before this returns, and has to succeed.
+            step: the step that was completed.
+            train_state: the counters, JSON-serializable.
+            final: the run ends after this save: write it before returning, and raise if it fails.
 
         Raises:
-            SaveFailed: on all ranks: this save, or more in a row than the job allows, could not be written.
+            SaveFailed: on all ranks: a final save failed, or more than max_failed_saves in a row.
         """
         started = time.perf_counter()
-        # The last one is tried whatever became of the one before: there may be room again.
-        self._settle(tolerant=final and not self.gives_up)
+        # Try the final save even if the one before failed: there may be space again.
+        self._finish_background_save(tolerant=final and not self.gives_up)
         if self.account.step != step:
             try:
                 self._write(step, self._manifest(step, train_state), final)
             except (CheckpointException, OSError) as error:
                 allowed = not final and self._failed_in_a_row < self.config.max_failed_saves
-                self._book_failure(step, error, tolerant=allowed)
+                self._record_failure(step, error, tolerant=allowed)
         self.account.seconds += time.perf_counter() - started
 
     def poll(self) -> None:
-        """Reports a background save that has ended; every step, for the price of a look.
+        """Report a background save that has ended, and update ``gives_up``; cheap enough for every step.
 
-        ``gives_up`` then says whether this rank asks the others to stop, all of which will find the same.
+        All ranks see the same failure, though not necessarily in the same step.
         """
-        flying = self._flying
-        if flying is None or flying.reported or not flying.written.done():
+        saving = self._background
+        if saving is None or saving.reported or not saving.written.done():
             return
-        flying.reported = True
-        error = flying.written.exception()
+        saving.reported = True
+        error = saving.written.exception()
         if error is None:
-            self._tell_written(flying.step)
+            self._report_written(saving.step)
         else:
-            self.say(f"WARNING {_failure(flying.step, error, self.together.rank)}")
+            self.say(f"WARNING {_failure(saving.step, error, self.together.rank)}")
             self.gives_up = self._failed_in_a_row >= self.config.max_failed_saves
 
     def close(self) -> None:
-        """Waits for the checkpoint in flight and for removals; nothing can be saved afterwards.
+        """Wait for the background save and for removals; nothing can be saved afterwards.
 
         Raises:
-            SaveFailed: the checkpoint in flight is one more that failed than the job allows.
+            SaveFailed: the background save failed, and more than max_failed_saves in a row have.
         """
         started = time.perf_counter()
-        self._settle()
+        self._finish_background_save()
         self._purger.shutdown(wait=True)
         self.folder.release()
         self.account.seconds += time.perf_counter() - started
 
     def _write(self, step: int, manifest: dict[str, Any], final: bool) -> None:
-        """Writes what this step's checkpoint is to hold."""
+        """Write the checkpoint in the format that the job asks for."""
         last = final and step == self.job.training.steps
         if last and self.config.last_save_in_hf:
             self._write_huggingface(step, {**manifest, "holds": "hf"})
@@ -217,33 +220,33 @@ class Saver:
         elif final or self.config.async_mode == "disabled":
             self._write_now(step, self._everything(), manifest)
         else:
-            self._begin_to_write(step, manifest)
+            self._start_background_save(step, manifest)
 
     def _write_now(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
-        """Writes a checkpoint while training waits."""
+        """Write a checkpoint while training waits."""
         started = time.perf_counter()
         self._dcp_save(self.folder.path_of(step), state, manifest)
-        self._book_success(step)
+        self._record_success(step)
         self.say(f"saved {self.folder.path_of(step)} in {time.perf_counter() - started:.1f} s")
         self._purge()
 
-    def _begin_to_write(self, step: int, manifest: dict[str, Any]) -> None:
-        """Begins to copy the state and, from the copy, to write it."""
+    def _start_background_save(self, step: int, manifest: dict[str, Any]) -> None:
+        """Start to copy the state; the copy is then written in the background."""
         if self.engine.device.type == "cuda":
-            # The copy runs in a stream of its own, which does not wait for the update by itself.
+            # The copy runs in a stream of its own, which does not wait for the update.
             torch.cuda.synchronize(self.engine.device)
         if self._stager is None:
             self._stager = _Stager(self._staging_options())
-        begun: Any = dcp.async_save(
+        response: Any = dcp.async_save(
             dict(self._everything()),
             storage_writer=Writer(self.folder.path_of(step), manifest),
             process_group=self.together.group,
             async_stager=self._stager,
         )
-        self._flying = _InFlight(step, begun.upload_completion)
+        self._background = _BackgroundSave(step, response.upload_completion)
 
     def _staging_options(self) -> StagingOptions:
-        """The copy is made in a thread, beside the next step's passes, which change nothing of it."""
+        """Copy in a thread during the next step's forward and backward, which do not change the state."""
         return StagingOptions(
             use_pinned_memory=self.config.async_mode == "async_with_pinned_mem",
             use_shared_memory=False,
@@ -252,24 +255,24 @@ class Saver:
         )
 
     def _write_huggingface(self, step: int, manifest: dict[str, Any]) -> None:
-        """Writes the weights as safetensors, by way of a DCP checkpoint that ranks read their shares of."""
-        between, target = f"{self.folder.path}/.export-step-{step}", self.folder.path_of(step)
+        """Write safetensors: save a temporary DCP checkpoint, from which each rank converts a share."""
+        temporary, target = f"{self.folder.path}/.export-step-{step}", self.folder.path_of(step)
         rank, size, started = self.together.rank, self.together.size, time.perf_counter()
-        self.together.on_rank_zero(lambda: remove(between))
+        self.together.on_rank_zero(lambda: remove(temporary))
         try:
-            self._dcp_save(between, self._exported(), {**manifest, "holds": "model"})
+            self._dcp_save(temporary, self._exported(), {**manifest, "holds": "model"})
             self.together.on_rank_zero(lambda: make_room(target))
-            self.together.everywhere(lambda: exchange.write_share(between, target, self.job, (rank, size)))
-            self.together.on_rank_zero(lambda: exchange.finish(between, target, self.job, manifest))
+            self.together.everywhere(lambda: exchange.write_share(temporary, target, self.job, (rank, size)))
+            self.together.on_rank_zero(lambda: exchange.finish(temporary, target, self.job, manifest))
         finally:
             if rank == 0:
-                self._drop(between)
-        self._book_success(step)
+                self._drop(temporary)
+        self._record_success(step)
         self.say(f"saved {target} for transformers in {time.perf_counter() - started:.1f} s")
         self._purge()
 
     def _drop(self, path: str) -> None:
-        """Removes what is not needed any more; that it is still there does no harm."""
+        """Remove a temporary checkpoint; only warn if that fails."""
         try:
             remove(path)
         except OSError as error:
@@ -279,7 +282,7 @@ class Saver:
         dcp.save(dict(state), storage_writer=Writer(path, manifest), process_group=self.together.group)
 
     def _everything(self) -> dict[str, Tensor]:
-        """All of this rank's state."""
+        """This rank's part of the complete state."""
         return {
             **model_state(self.engine),
             **optimizer_state(self.engine),
@@ -290,7 +293,7 @@ class Saver:
         return model_state(self.engine, getattr(torch, self.config.export_dtype))
 
     def _manifest(self, step: int, train_state: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint says of itself; all ranks call it, for the data positions of all."""
+        """The manifest without ``files``; called on all ranks, because it gathers their data positions."""
         return {
             "step": step,
             "holds": "full",
@@ -309,77 +312,79 @@ class Saver:
         }
 
     def _data_position(self) -> dict[str, Any]:
-        """The loader's state, for all rows of the batch."""
+        """The loader's state for all rows of the global batch."""
         state = self.loader.state_dict()
-        # Only streams have a state that differs between ranks.
+        # Only streams have different states on different ranks.
         return merge_states(self.together.gather(state)) if "slots" in state else state
 
-    def _settle(self, *, tolerant: bool = False) -> None:
-        """Waits for the checkpoint in flight, so that there is at most one.
+    def _finish_background_save(self, *, tolerant: bool = False) -> None:
+        """Wait for the background save, so that there is at most one.
 
-        Whether it was written is the same on all ranks: DCP tells a failure of one to all.
+        All ranks see the same outcome, because DCP sends the failure of one rank to all.
         """
-        flying, self._flying = self._flying, None
-        if flying is None:
+        saving, self._background = self._background, None
+        if saving is None:
             return
-        error = flying.written.exception()
+        error = saving.written.exception()
         if error is not None:
             allowed = tolerant or self._failed_in_a_row < self.config.max_failed_saves
-            self._book_failure(flying.step, error, tolerant=allowed, told=flying.reported)
+            self._record_failure(saving.step, error, tolerant=allowed, reported=saving.reported)
             return
-        self._book_success(flying.step)
-        if not flying.reported:
-            self._tell_written(flying.step)
+        self._record_success(saving.step)
+        if not saving.reported:
+            self._report_written(saving.step)
 
-    def _tell_written(self, step: int) -> None:
+    def _report_written(self, step: int) -> None:
         self.say(f"saved {self.folder.path_of(step)} in the background")
         self._purge()
 
-    def _book_success(self, step: int) -> None:
+    def _record_success(self, step: int) -> None:
         self.account.step, self._failed_in_a_row = step, 0
         self.account.saves += 1
 
-    def _book_failure(self, step: int, error: BaseException, *, tolerant: bool, told: bool = False) -> None:
-        """Says that a save failed, makes room again, and ends the run if that is not to be tolerated.
+    def _record_failure(
+        self, step: int, error: BaseException, *, tolerant: bool, reported: bool = False
+    ) -> None:
+        """Count a failed save and remove its files; then warn if tolerant, otherwise raise.
 
         Raises:
-            SaveFailed: it ends.
+            SaveFailed: not tolerant.
         """
         failure = _failure(step, error, self.together.rank)
         self.account.failed += 1
         self._failed_in_a_row += 1
         if self.together.rank == 0:
-            # What could not be finished takes room that the next one may need.
+            # The next save may need the space.
             with contextlib.suppress(OSError):
                 remove_unfinished(self.folder.path_of(step))
         if not tolerant:
             raise failure from error
-        if not told:
+        if not reported:
             self.say(f"WARNING {failure}")
 
     def _purge(self) -> None:
-        """Removes what is not kept, in the background of rank 0."""
+        """Remove old checkpoints, in a background thread of rank 0."""
         if self.together.rank == 0:
             self._purger.submit(self._purge_now)
 
     def _purge_now(self) -> None:
         try:
             self.folder.purge(self.config.keep_latest_k)
-        except Exception as error:  # in a thread, where nobody else would hear of it; and no reason to stop
+        except Exception as error:  # the thread would swallow it; no reason to stop the run
             self.say(f"WARNING an old checkpoint could not be removed: {error}")
 
 
 def _failure(step: int, error: BaseException, own_rank: int) -> SaveFailed:
-    """A failed save in one line: what happened on which rank.
+    """Describe a failed save in one line, with the rank on which it happened.
 
     Raises:
-        BaseException: ``error`` itself, if it is a bug, or one that the other ranks do not know of.
+        BaseException: ``error`` itself, if it is a bug, or happened outside of DCP on this rank only.
     """
     cause, where, rank = error, "", own_rank
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         where = f" (rank {rank})"
-        # torch reports what it cannot write as a RuntimeError.
+        # torch raises a RuntimeError for some write errors.
         known: Any = OSError | RuntimeError | DamagedCheckpoint
     else:
         known = OSError
@@ -388,5 +393,5 @@ def _failure(step: int, error: BaseException, own_rank: int) -> SaveFailed:
     text = " ".join(f"{type(cause).__name__}: {cause}".split())
     failure = SaveFailed(f"the checkpoint of step {step} could not be written{where}: {text}")
     if rank != own_rank:
-        failure.kind = "peer"  # all ranks tell of it; the one it happened to is the one to report
+        failure.kind = "peer"  # all ranks raise; the cause is reported for the failing rank
     return failure

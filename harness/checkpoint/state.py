@@ -1,12 +1,12 @@
-"""What a run is, as one flat dict of tensors under names that no layout changes.
+"""The state of a run as one flat dict of tensors, under names that do not depend on the layout.
 
-    <parameter>                         weights, as DTensors where they are sharded
+    <parameter>                         weights, as DTensors if sharded
     <buffer>                            biases that balance experts
     optimizer.state.<parameter>.<key>   the optimizer's tensors of that parameter (exp_avg, exp_avg_sq, step)
-    rng.<role>                          random states of the rank at one place of one layout, as bytes
+    rng.<coordinates>                   random states of the rank at these mesh coordinates, as bytes
 
 Keyed by parameter, optimizer state is resharded like the parameter: over FSDP, tensor parallel and pipeline.
-The optimizer's constants are not in it: they are the job's.
+The optimizer's hyperparameters are not included: they come from the job.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ OPTIMIZER, RNG = "optimizer.", "rng."
 
 
 def model_state(engine: Engine, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The weights this rank holds, or copies of them in another format; and buffers that are kept."""
-    held = {name: plain(parameter.detach()) for name, parameter in engine.named_parameters()}
-    held = held if dtype is None else {name: weight.to(dtype) for name, weight in held.items()}
+    """This rank's parameters, cast if ``dtype`` is given, and its saved buffers."""
+    weights = {name: plain(parameter.detach()) for name, parameter in engine.named_parameters()}
+    weights = weights if dtype is None else {name: weight.to(dtype) for name, weight in weights.items()}
     buffers = (named for part in engine.parts for named in part.named_buffers())
-    return held | {name: buffer for name, buffer in buffers if is_buffer(name)}
+    return weights | {name: buffer for name, buffer in buffers if is_buffer(name)}
 
 
 def optimizer_state(engine: Engine) -> dict[str, Tensor]:
-    """The optimizer's tensors of the parameters this rank holds; empty before its first step."""
+    """The optimizer's tensors for this rank's parameters; empty before its first step."""
     return {
         f"{OPTIMIZER}state.{name}.{key}": value
         for name, parameter in engine.named_parameters()
@@ -46,9 +46,9 @@ def optimizer_state(engine: Engine) -> dict[str, Tensor]:
 
 
 def allocate_optimizer_state(engine: Engine) -> None:
-    """Makes the optimizer have its tensors before its first step, if it has none, so that they can be loaded.
+    """Make the optimizer create its state tensors, if it has none, so that they can be loaded.
 
-    Optimizers make them in ``step``, each in its own way; a step at rate 0 on no gradient changes no weight.
+    Optimizers create them in ``step``; a step with learning rate 0 and zero gradients changes no weight.
     """
     optimizer = engine.optimizer
     if optimizer.state:
@@ -65,16 +65,16 @@ def allocate_optimizer_state(engine: Engine) -> None:
 
 
 def rng_key(mesh: Mesh) -> str:
-    """The name of this rank's random states: its place on every axis, and the size of the axis.
+    """Name of this rank's random states: its mesh coordinate on every axis, and the size of the axis.
 
-    A rank of another layout finds none under its name, and goes on with the states it started with.
+    In another layout no checkpoint entry has this name, and the rank keeps its initial states.
     """
-    places = [f"{axis}{mesh.rank(axis)}of{size}" for axis, size in mesh.degrees.items() if size > 1]
-    return RNG + ("_".join(places) or "alone")
+    coordinates = [f"{axis}{mesh.rank(axis)}of{size}" for axis, size in mesh.degrees.items() if size > 1]
+    return RNG + ("_".join(coordinates) or "alone")
 
 
 def rng_state(device: torch.device) -> Tensor:
-    """The states of torch's, numpy's and Python's generators of this process, uint8."""
+    """States of this process's torch, numpy and Python generators, as a uint8 tensor."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     states: dict[str, Any] = {
@@ -88,7 +88,7 @@ def rng_state(device: torch.device) -> Tensor:
 
 
 def set_rng_state(packed: Tensor, device: torch.device) -> None:
-    """Puts the generators of this process where ``rng_state`` found them."""
+    """Restore the generators from the result of ``rng_state``."""
     states = json.loads(packed.numpy().tobytes())
     torch.set_rng_state(_tensor(states["torch"]))
     name, keys, position, has_gauss, gauss = states["numpy"]

@@ -1,8 +1,8 @@
-"""Torch's DCP files with checksums: what is written is hashed on its way, what is read is checked on its way.
+"""torch's DCP storage with checksums, computed during writing and verified during reading.
 
-Each entry's checksum travels beside its place in DCP's own ``.metadata`` (as an attribute that other readers
-of the format do not look at); sizes and checksums of whole files stand in ``manifest.json``, which is written
-last. They are XXH3-128, so ``xxh128sum`` can check files by hand.
+Each entry's checksum is stored with its offset in DCP's own ``.metadata``, as an attribute that other readers
+ignore. Sizes and checksums of files are stored in ``manifest.json``, which is written last. The checksums are
+XXH3-128, so ``xxh128sum`` can check files by hand.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ from harness.checkpoint.metadata import parse_metadata
 
 @dataclass
 class FileDigest:
-    """What was written into one file."""
+    """Size and checksums of a file that was written."""
 
     size: int = 0
     checksum: str = ""
     spans: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Checksums by (offset, length) of what was written between two looks at the position."""
+    """Checksums by (offset, length) of the bytes written between two calls of ``tell``."""
 
 
 class HashingStream(io.IOBase):
-    """A file being written, front to back, that keeps a checksum of the whole and of its entries.
+    """A sequentially written file that computes checksums of the file and of its entries.
 
-    DCP asks for the position before and after every entry; each asking ends a span.
+    DCP calls ``tell`` before and after every entry; each call ends a span.
     """
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
         self.digest = FileDigest()
         self.failure: OSError | None = None
-        self._whole, self._span, self._span_start = xxhash.xxh3_128(), xxhash.xxh3_128(), 0
+        self._file, self._span, self._span_start = xxhash.xxh3_128(), xxhash.xxh3_128(), 0
 
     def write(self, data: Any) -> int:
-        with memoryview(data) as view, view.cast("B") as octets:
+        with memoryview(data) as view, view.cast("B") as content:
             try:
-                self._raw.write(octets)
+                self._raw.write(content)
             except OSError as error:
                 self.failure = error
                 raise
-            self._whole.update(octets)
-            self._span.update(octets)
-            self.digest.size += len(octets)
-            return len(octets)
+            self._file.update(content)
+            self._span.update(content)
+            self.digest.size += len(content)
+            return len(content)
 
     def tell(self) -> int:
         end = self.digest.size
@@ -90,16 +90,16 @@ class HashingStream(io.IOBase):
 
     def close(self) -> None:
         if not self.closed:
-            self.digest.checksum = self._whole.hexdigest()
+            self.digest.checksum = self._file.hexdigest()
             super().close()
             self._raw.close()
 
 
 class HashingFileSystem(FileSystemBase):
-    """DCP's file system, local or fsspec's, that remembers digests of the files written through it.
+    """DCP's file system, local or fsspec's, that records digests of the files written through it.
 
     Args:
-        inner: what stores the files.
+        inner: the file system that stores the files.
     """
 
     def __init__(self, inner: FileSystemBase) -> None:
@@ -117,7 +117,7 @@ class HashingFileSystem(FileSystemBase):
                 yield stream
                 stream.close()
             except RuntimeError as error:
-                # torch's writer makes an error of its own of one of the disk, and forgets which it was.
+                # torch's writer replaces the disk's error by its own, without a cause.
                 raise stream.failure or error from None
             self.digests[Path(path).name] = stream.digest
 
@@ -148,39 +148,39 @@ class HashingFileSystem(FileSystemBase):
 
 @dataclass(frozen=True)
 class HashedResult(WriteResult):
-    """What a rank tells the coordinator of an entry, with the file it went to."""
+    """A rank's report on one written entry to the coordinator, with the size and checksum of its file."""
 
     file_size: int = 0
     file_checksum: str = ""
 
 
 class Writer(FileSystemWriter):
-    """Writes one checkpoint; complete once ``finish`` has put the manifest beside the data.
+    """Writes one checkpoint; it is complete once ``finish`` has written the manifest.
 
     Args:
-        path: folder, a path or an fsspec URL; a checkpoint that is there is moved aside.
-        manifest: what is said of it besides its files.
+        path: folder, a path or an fsspec URL; an existing checkpoint is moved aside.
+        manifest: content of the manifest without ``files``.
     """
 
     def __init__(self, path: str, manifest: dict[str, Any]) -> None:
         remote = is_url(path)
-        # Syncing a remote stream would sync every disk of this machine instead.
+        # For a remote stream, sync_files would call os.sync, which flushes every disk of the machine.
         super().__init__(path, sync_files=not remote)
         self.fs: Any = HashingFileSystem(RemoteFileSystem() if remote else LocalFileSystem())
         self.path = self.fs.init_path(path)
         self.manifest = manifest
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leaves the disk alone: ranks do this side by side, and one of them has the place to clear."""
+        """Do not touch the disk: all ranks call this at once, and one clears the path afterwards."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Clears the place, where a killed process may have left something: one rank, before any writes."""
+        """Clear the path of leftovers of a killed process; called on one rank before any rank writes."""
         make_room(str(self.path))
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's entries and gives each its checksum."""
+        """Write this rank's entries and record their checksums."""
         self.fs.mkdir(self.path)
         results = super().write_data(plan, planner).wait()
         hashed: list[WriteResult] = []
@@ -196,7 +196,7 @@ class Writer(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes DCP's metadata and then the manifest, on the coordinator."""
+        """Write DCP's metadata, then the manifest; called on the coordinator."""
         super().finish(metadata, results)
         files = {
             result.storage_data.relative_path: {"size": result.file_size, CHECKSUM: result.file_checksum}
@@ -205,13 +205,13 @@ class Writer(FileSystemWriter):
         }
         own = self.fs.digests[METADATA]
         files[METADATA] = {"size": own.size, CHECKSUM: own.checksum}
-        # Before the manifest vouches for them: ranks of other nodes may have written to another disk.
+        # Check that all files are visible here: ranks of other nodes may have written to another disk.
         check_files(str(self.path), files)
         write_last(self.fs, self.path, MANIFEST, encode_manifest({**self.manifest, "files": files}))
 
 
 def write_last(fs: FileSystemBase, folder: str | os.PathLike, name: str, content: bytes) -> None:
-    """Writes the file that makes a folder complete: under another name first, and lastingly."""
+    """Write the file that marks a folder as complete: atomically (write, rename) and synced to disk."""
     temporary, final = fs.concat_path(folder, f"{name}.tmp"), fs.concat_path(folder, name)
     with fs.create_stream(temporary, "wb") as stream:
         stream.write(content)  # type: ignore[attr-defined]
@@ -219,7 +219,7 @@ def write_last(fs: FileSystemBase, folder: str | os.PathLike, name: str, content
         if isinstance(folder, Path):
             os.fsync(stream.fileno())
     if isinstance(folder, Path):
-        _sync_folder(folder)  # the data files' names, before the name that vouches for them
+        _sync_folder(folder)  # the names of the data files must be durable before this file's name
     fs.rename(temporary, final)
     if isinstance(folder, Path):
         _sync_folder(folder)
@@ -234,11 +234,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 class Reader(FileSystemReader):
-    """Reads one checkpoint and checks what it reads.
+    """Reads one checkpoint and verifies checksums while reading.
 
     Args:
         path: folder, a path or an fsspec URL.
-        manifest: what the checkpoint says of itself; empty for one of other software, which is not checked.
+        manifest: the checkpoint's manifest; empty for one of other software, which has no checksums.
     """
 
     def __init__(self, path: str, manifest: dict[str, Any]) -> None:
@@ -248,10 +248,10 @@ class Reader(FileSystemReader):
         self.manifest = manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's metadata. torch's own method runs code that a forged file names.
+        """Return DCP's metadata without running code; torch's own method runs code that a forged file names.
 
         Raises:
-            DamagedCheckpoint: the file is not what was written, or no metadata.
+            DamagedCheckpoint: the file has changed since it was written, or is not metadata.
         """
         with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as stream:
             content = stream.read()
@@ -262,21 +262,21 @@ class Reader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what the plan asks for, entry by entry in the order of the files.
+        """Read the planned items, entry by entry in file order.
 
-        Unlike DCP's own it takes an entry once, however many pieces of it are asked for, and checks it.
+        Unlike DCP's own method it reads each entry once, for all items that need it, and verifies it.
 
         Raises:
-            DamagedCheckpoint: an entry is not what was written.
+            DamagedCheckpoint: an entry is damaged.
         """
         wanted: dict[tuple[str, int, int], list[ReadItem]] = {}
         for item in plan.items:
             place = self.storage_data.get(item.storage_index)
             if place is None:
-                raise DamagedCheckpoint(f"{METADATA} does not say where {item.storage_index.fqn} lies")
+                raise DamagedCheckpoint(f"{METADATA} has no location of {item.storage_index.fqn}")
             if item.type == LoadItemType.BYTE_IO:
                 # torch's planner would unpickle it.
-                raise DamagedCheckpoint(f"{item.storage_index.fqn} is no tensor in this checkpoint")
+                raise DamagedCheckpoint(f"{item.storage_index.fqn} is not a tensor in this checkpoint")
             wanted.setdefault((place.relative_path, place.offset, place.length), []).append(item)
         for relative_path, entries in itertools.groupby(sorted(wanted), key=itemgetter(0)):
             path = self.fs.concat_path(self.path, relative_path)

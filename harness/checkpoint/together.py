@@ -1,4 +1,4 @@
-"""Calls that all ranks make together, and that fail on all when they fail on one."""
+"""Calls that all ranks make, and that fail on all ranks if they fail on one."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ T = TypeVar("T")
 
 
 class RankZeroFailed(MachineError):
-    """Rank 0 could not do what it does for all; it says what."""
+    """Rank 0 failed on behalf of all ranks; the message is rank 0's."""
 
     kind = "peer"
 
 
 class Together:
-    """The ranks of a job, as saving and loading see them.
+    """The ranks of a job, with a process group of their own for saving and loading.
 
-    They have a process group of their own: saving goes on in a thread beside training's collectives, and may
-    take longer than any of those.
+    Saving runs in a thread beside training's collectives, and needs a longer timeout than those.
 
     Args:
-        timeout_seconds: longest wait for each other.
+        timeout_seconds: timeout of the group's collectives.
     """
 
     def __init__(self, timeout_seconds: int) -> None:
@@ -38,11 +37,11 @@ class Together:
         )
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
-        """What rank 0's call returns, on all ranks.
+        """Call ``function`` on rank 0 and return its result on all ranks.
 
         Raises:
-            HarnessError: what it raised on rank 0, on all.
-            DamagedCheckpoint: likewise.
+            UserError, DamagedCheckpoint: on all ranks, if rank 0 raised one.
+            RankZeroFailed: on the other ranks, if rank 0 raised anything else.
         """
         if self.rank == 0:
             try:
@@ -58,10 +57,10 @@ class Together:
         raise {"damaged": DamagedCheckpoint, "user": UserError}.get(kind, RankZeroFailed)(value)
 
     def everywhere(self, function: Callable[[], Any]) -> None:
-        """Calls on every rank; a failure of the disk on one is one on all.
+        """Call ``function`` on every rank; an OSError on one is raised on all.
 
         Raises:
-            OSError: with what the first that failed says.
+            OSError: with the message of the first rank that failed.
         """
         failure = None
         try:
@@ -73,7 +72,7 @@ class Together:
             raise OSError(first)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on all ranks."""
+        """Return the values of all ranks, on all ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -88,7 +87,7 @@ class Together:
 
 
 def _sendable(error: BaseException) -> tuple[str, str]:
-    """An exception as kind and text: not every one can be pickled and made again."""
+    """An exception as kind and text, because not every exception can be pickled."""
     if isinstance(error, DamagedCheckpoint):
         return "damaged", str(error)
     return (error.kind if isinstance(error, HarnessError) else "bug"), str(error)

@@ -1,9 +1,9 @@
-"""Weights as torchtitan's models have them (0.2.2), in a DCP checkpoint without a manifest.
+"""Weights in the layout of torchtitan's models (0.2.2), in a DCP checkpoint without a manifest.
 
-The dense models have our names. Its Llama rotates interleaved pairs, as Meta's code does, so the rows of wq
-and wk have another order (``_permute`` in torchtitan/models/llama3/model/state_dict_adapter.py); its
-Qwen 3 rotates halves, as we do. A checkpoint has the embedding table and the output projection
-even where they are tied.
+Its dense models have our parameter names. Its Llama rotates interleaved pairs, as Meta's code does, so the
+rows of wq and wk have another order (``_permute`` in torchtitan/models/llama3/model/state_dict_adapter.py);
+its Qwen 3 rotates halves, as we do. Its checkpoints hold both the embedding table and the output projection
+even if they are tied.
 """
 
 from __future__ import annotations
@@ -19,41 +19,40 @@ from harness.model.huggingface import family_of
 from harness.model.llama_original import interleave_rope, permute_rope, rotated_heads
 
 INTERLEAVES = {"llama": True, "qwen3": False}
-"""The families that torchtitan names as we do, and whether it rotates interleaved pairs."""
-
+"""Families with our parameter names in torchtitan, and whether torchtitan rotates interleaved pairs."""
 
 _SCALINGS = {"llama": ("none", "llama3"), "qwen3": ("none",)}
 
 
 def from_torchtitan(name: str, tensor: Tensor, model: ModelConfig) -> Tensor:
-    """One of torchtitan's parameters in our order of rows."""
+    """Convert one of torchtitan's parameters to our row order."""
     heads = _interleaved_heads(name, model)
     return tensor if heads is None else permute_rope(tensor, heads)
 
 
 def _interleaved_heads(name: str, model: ModelConfig) -> int | None:
-    """The number of heads of a parameter whose rows have another order there; None: it has ours."""
+    """Number of heads of a parameter whose rows torchtitan interleaves; None if it has our row order."""
     if not INTERLEAVES.get(model.family) or model.rope.interleaved:
         return None
     return rotated_heads(name, model)
 
 
 def check_torchtitan(model: ModelConfig) -> None:
-    """Refuses a model that torchtitan does not have under our names.
+    """Check that torchtitan has the model, with our parameter names.
 
     Raises:
-        UserError: the line says what differs.
+        UserError: naming what differs.
     """
     family = model.family
     if family not in INTERLEAVES:
-        rule = f"dense models are written, and torchtitan has other names for model.family={family}"
+        rule = f"only dense models can be written; torchtitan has other names for model.family={family}"
         raise ConfigError("convert.format", "torchtitan", rule, "dcp, hf, torch")
     family_of(model)
     if model.attention.qkv_bias or model.attention.output_bias:
         rule = "torchtitan's attention has no biases, and model.attention.qkv_bias=true"
         raise ConfigError("convert.format", "torchtitan", rule, "dcp, hf, torch")
     if model.rope.scaling not in _SCALINGS[family]:
-        rule = f"torchtitan's {family} does not scale so"
+        rule = f"torchtitan's {family} has no such scaling"
         raise ConfigError("model.rope.scaling", model.rope.scaling, rule, _SCALINGS[family])
     if family == "llama" and model.head_width * model.n_heads != model.dim:
         rule = (
@@ -63,12 +62,12 @@ def check_torchtitan(model: ModelConfig) -> None:
 
 
 def torchtitan_arguments(model: ModelConfig) -> str:
-    """Arguments of torchtitan's model that no tensor's shape shows."""
+    """Arguments of torchtitan's model that tensor shapes do not determine."""
     rope = model.rope
-    said = f"rope_theta={rope.theta:g}, norm_eps={model.norm_eps:g}"
+    common = f"rope_theta={rope.theta:g}, norm_eps={model.norm_eps:g}"
     if model.family != "llama":
-        return said
-    # Its Llama always stretches: left out, the factor is 8.
+        return common
+    # torchtitan's Llama always scales RoPE; the factor's default is 8.
     scaling = {"scaling_factor": 1.0}
     if rope.scaling == "llama3":
         scaling = {
@@ -78,14 +77,14 @@ def torchtitan_arguments(model: ModelConfig) -> str:
             "original_max_position_embeddings": rope.original_max_position,
         }
     inner = ", ".join(f"{name}={value:g}" for name, value in scaling.items())
-    return f"{said}, rope_scaling_args=RoPEScalingArgs({inner})"
+    return f"{common}, rope_scaling_args=RoPEScalingArgs({inner})"
 
 
 class Torchtitan:
-    """A source under torchtitan's names and in its order of rows.
+    """A source under torchtitan's names and in its row order.
 
     Args:
-        source: the weights in our order.
+        source: the weights in our row order.
         model: the model.
 
     Raises:
@@ -101,10 +100,10 @@ class Torchtitan:
         }
 
     def read(self, name: str) -> Tensor:
-        """One parameter.
+        """Return one parameter.
 
         Raises:
-            UserError, DamagedCheckpoint: what the source raises.
+            UserError, DamagedCheckpoint: raised by the source.
         """
         if name == HEAD and self._model.tied_embeddings:
             name = EMBEDDING

@@ -1,6 +1,7 @@
-"""Compares the files of checkpoints with the checksums they were written with.
+"""Compare the files of checkpoints with their recorded checksums.
 
-Every file is read once, front to back, several at a time. torch is imported only to name damaged entries.
+Every file is read once, sequentially, and several files in parallel. torch is imported only to name damaged
+entries.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Verdict:
 
     Attributes:
         path: its folder.
-        state: ``ok``, ``damaged``, or ``unfinished`` (it never was a checkpoint).
+        state: ``ok``, ``damaged``, or ``unfinished`` (its writing never completed).
         reason: what is wrong.
-        files: how many files were read.
-        nbytes: how many bytes that was.
-        seconds: how long it took.
+        files: number of files read.
+        nbytes: number of bytes read.
+        seconds: duration.
     """
 
     path: str
@@ -54,7 +55,7 @@ class Verdict:
     seconds: float = 0.0
 
     def describe(self) -> str:
-        """One line."""
+        """One line for the user."""
         if self.state != "ok":
             return f"{self.path}: {self.state}: {self.reason}"
         rate = self.nbytes / 1e9 / max(self.seconds, 1e-9)
@@ -62,7 +63,7 @@ class Verdict:
 
 
 def paths_in(folder: str) -> list[str]:
-    """The checkpoints that a path names: itself, or all of a checkpoint folder or a run.
+    """Paths of the checkpoints in a folder: of a run, of checkpoints, or one checkpoint itself.
 
     Raises:
         UserError: there are none, or other software wrote it.
@@ -83,7 +84,7 @@ def paths_in(folder: str) -> list[str]:
 
 
 def _checkpoint_folders(folder: str) -> Iterator[str]:
-    """Where the checkpoints of a path may lie."""
+    """Folders that may hold the checkpoints of a path."""
     if not is_url(folder) and (Path(folder) / "job.json").is_file():
         from harness.checkpoint.resume import folder_of
         from harness.job import Job
@@ -94,7 +95,7 @@ def _checkpoint_folders(folder: str) -> Iterator[str]:
 
 
 def verify(path: str) -> Verdict:
-    """Compares one checkpoint; it is not removed meanwhile."""
+    """Compare one checkpoint, protected from removal meanwhile."""
     started = time.perf_counter()
     try:
         checkpoint = open_checkpoint(path)
@@ -111,7 +112,7 @@ def verify(path: str) -> Verdict:
 
 
 def _compare(checkpoint: Checkpoint) -> list[str]:
-    """Problems of the contents, a line for each file."""
+    """One line for each file whose content is damaged."""
     fs, root = fsspec.url_to_fs(checkpoint.path)
     files = checkpoint.manifest["files"]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
@@ -131,16 +132,18 @@ def _checksum(fs: Any, path: str) -> str:
     return digest.hexdigest()
 
 
-def _describe(checkpoint: Checkpoint, fs: Any, root: str, name: str, found: str, blind: bool) -> str:
-    """One file's damage, with the entries that it hit where the metadata can be trusted to say them."""
+def _describe(
+    checkpoint: Checkpoint, fs: Any, root: str, name: str, found: str, metadata_damaged: bool
+) -> str:
+    """Describe one file's damage, with the names of damaged entries if the metadata is intact."""
     if found.startswith("unreadable"):
         return f"{name}: {found}"
     text = f"{name} does not have the checksum it was written with"
-    if blind or checkpoint.holds == "hf":
+    if metadata_damaged or checkpoint.holds == "hf":
         return text
-    hit = list(_damaged_entries(checkpoint, fs, root, name))
-    more = f" and {len(hit) - _SHOWN} more" if len(hit) > _SHOWN else ""
-    return f"{text}: {', '.join(hit[:_SHOWN])}{more}" if hit else f"{text}, outside of its entries"
+    entries = list(_damaged_entries(checkpoint, fs, root, name))
+    more = f" and {len(entries) - _SHOWN} more" if len(entries) > _SHOWN else ""
+    return f"{text}: {', '.join(entries[:_SHOWN])}{more}" if entries else f"{text}, outside of its entries"
 
 
 def _damaged_entries(checkpoint: Checkpoint, fs: Any, root: str, name: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Where a job runs, and the facts about that hardware."""
+"""Where a job runs: launchers, SLURM, and hardware facts."""
 
 from harness.cluster.config import ClusterConfig
 

@@ -1,8 +1,9 @@
-"""Which rank a collective that timed out was waiting for. Imports no torch.
+"""Find the rank that a timed-out collective was waiting for. Imports no torch.
 
-``StepWatch`` has each rank write its place to ``flight_recorder/place-rank<r>.json``: the last collective
-that it began, and how many of each group. A rank waits for the members of that group that have begun fewer.
-One that is waited for and waits for nobody is the cause. A rank that is stopped writes nothing.
+``StepWatch`` has each rank write its position to ``flight_recorder/place-rank<r>.json``: the last collective
+that it began, and the number of collectives begun in each group. A rank waits for the members of that group
+that have begun fewer. A rank that others wait for, and that waits for nobody, is the cause. A stopped rank
+writes nothing.
 """
 
 from __future__ import annotations
@@ -14,42 +15,43 @@ from typing import Any
 
 from harness.loop.process import FLIGHT_RECORDER
 
-# How long after the first error a place still tells what a rank did before it.
+# Positions written up to this long after the first error still show what a rank did before it.
 LATE_SECONDS = 0.5
 
 
 def absent_ranks(run_dir: Path, error: dict[str, Any]) -> list[int]:
-    """Return the ranks that did not come to a collective; empty if they are not known.
+    """Return the ranks that did not reach a collective; empty if they are not known.
 
     Args:
         run_dir: the run folder.
-        error: of the first rank whose collective timed out.
+        error: the error of the first rank whose collective timed out.
     """
-    places = _read_places(run_dir)
-    if places.get(error["rank"], {}).get("time", float("inf")) > error["time"]:
-        return []  # outside of a step, where nobody watches before the time is out
+    positions = _read_positions(run_dir)
+    if positions.get(error["rank"], {}).get("time", float("inf")) > error["time"]:
+        return []  # outside of a step positions are written only after the timeout
     last = error["time"] + LATE_SECONDS
-    in_time = {rank: place for rank, place in places.items() if place["time"] <= last}
-    waits = {rank: _waits_for(place, in_time) for rank, place in in_time.items()}
-    wanted = {rank for ranks in waits.values() for rank in ranks}
-    return sorted(rank for rank in wanted if not waits.get(rank))
+    in_time = {rank: position for rank, position in positions.items() if position["time"] <= last}
+    waits = {rank: _waits_for(position, in_time) for rank, position in in_time.items()}
+    awaited = {rank for ranks in waits.values() for rank in ranks}
+    return sorted(rank for rank in awaited if not waits.get(rank))
 
 
-def _read_places(run_dir: Path) -> dict[int, dict[str, Any]]:
-    places = {}
+def _read_positions(run_dir: Path) -> dict[int, dict[str, Any]]:
+    positions = {}
     for path in (run_dir / FLIGHT_RECORDER).glob("place-rank*.json"):
-        # One that was being written when its rank was killed says as much as one that is missing.
+        # A file that was being written when its rank was killed counts as missing.
         with contextlib.suppress(ValueError):
-            place = json.loads(path.read_text())
-            places[int(place["rank"])] = place
-    return places
+            position = json.loads(path.read_text())
+            positions[int(position["rank"])] = position
+    return positions
 
 
-def _waits_for(place: dict[str, Any], places: dict[int, dict[str, Any]]) -> list[int]:
+def _waits_for(position: dict[str, Any], positions: dict[int, dict[str, Any]]) -> list[int]:
     """Return the members of a rank's last group that have not begun its last collective."""
-    group, number = place["group"], place["number"]
+    group, number = position["group"], position["number"]
     return [
         rank
-        for rank in place["members"]
-        if rank != place["rank"] and (rank not in places or places[rank]["begun"].get(group, 0) < number)
+        for rank in position["members"]
+        if rank != position["rank"]
+        and (rank not in positions or positions[rank]["begun"].get(group, 0) < number)
     ]

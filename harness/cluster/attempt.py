@@ -1,8 +1,9 @@
-"""One attempt at a SLURM job, on its first node: it starts the ranks, waits for them, and completes the row.
+"""One attempt at a SLURM job, on its first node: start the ranks, wait for them, complete ``result.json``.
 
-It is to a SLURM job what the controller is to one on this machine: it holds the run folder and the store at
-which the ranks meet, waits for ``srun``, records ranks that ended without a word, and completes the run's
-row. When the ranks were told to stop and have saved, it puts the job back into the queue, under the same id.
+This process does for a SLURM job what the controller does for a local job. It holds the run folder's lock and
+the rendezvous store, waits for ``srun``, records ranks that ended without recording an error, and completes
+the run's row in ``result.json``. When SLURM asked the ranks to stop and they have saved, it requeues the job
+under the same id.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 from harness.checkpoint.resume import is_finished, tell_finished
 from harness.cluster import queue
 from harness.cluster.node_check import UnfitNodes, check_nodes
-from harness.cluster.outcome import last_words, settle
+from harness.cluster.outcome import last_lines, settle
 from harness.cluster.srun_log import dead_ranks
 from harness.cluster.ticket import Ticket
 from harness.errors import (
@@ -44,21 +45,21 @@ if TYPE_CHECKING:
     from harness.cluster.batch import Received
 
 POLL_SECONDS = 0.2
-# A node that is gone keeps its locks for as long as its lease lasts: 90 s with NFS.
+# A lost node keeps its file locks until its lease ends: 90 s with NFS.
 HOLD_SECONDS = 180.0
-# How long SLURM's controller may be too busy to say what a job's state is.
+# How long to retry when SLURM's controller is too busy to return a job's state.
 ANSWER_SECONDS, RETRY_SECONDS = 60.0, 5.0
-# How much earlier than asked SLURM may send the signal before the time limit.
+# SLURM may send the signal before the time limit up to this much earlier than requested.
 LIMIT_SECONDS = 60.0
 SRUN_LOG = "srun.err"
 
 SUPERSEDED = "SUPERSEDED"
-# States of a job that SLURM is taking its nodes from, whatever its processes end with.
+# In these states SLURM takes the nodes away; exit codes of the processes then mean nothing.
 _TAKEN = {"PENDING", "REQUEUED", "COMPLETING", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "CANCELLED", SUPERSEDED}
 
 
 def run_and_leave(run_dir: Path, received: Received) -> NoReturn:
-    """Runs the job that is described in a run folder, and ends the process with its exit code."""
+    """Run the job of a run folder and end the process with its exit code."""
     try:
         code = run(RunFolder(run_dir), Allocation.here(), received)
     except UserError as error:
@@ -71,11 +72,11 @@ def run_and_leave(run_dir: Path, received: Received) -> NoReturn:
 
 
 class Allocation:
-    """What SLURM has given this job.
+    """The SLURM allocation of this job.
 
     Attributes:
-        job_id: as ``squeue`` prints it.
-        restarts: how often the job was started before.
+        job_id: the id as ``squeue`` prints it.
+        restarts: number of earlier starts of the job.
     """
 
     def __init__(self, job_id: str, restarts: int) -> None:
@@ -83,7 +84,7 @@ class Allocation:
 
     @classmethod
     def here(cls) -> Allocation:
-        """The one this process runs in."""
+        """Return the allocation that this process runs in."""
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
         ident = (
             os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
@@ -91,27 +92,27 @@ class Allocation:
         return cls(ident, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
     def state(self) -> str:
-        """SLURM's word for the job's state; SUPERSEDED when it has started the job again elsewhere.
+        """Return the job's state in SLURM's terms; SUPERSEDED when SLURM has restarted the job elsewhere.
 
-        UNKNOWN when it does not say; in the middle of a mass preemption it may be too busy for a while.
+        Returns UNKNOWN when SLURM does not answer, as may happen during a mass preemption.
         """
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             try:
-                said = queue.describe(self.job_id)
+                fields = queue.describe(self.job_id)
             except queue.SlurmError as error:
                 if time.monotonic() < deadline:
                     time.sleep(RETRY_SECONDS)
                     continue
-                sys.stderr.write(f"WARNING the state of this job is not known: {error}\n")
+                sys.stderr.write(f"WARNING cannot read the state of this job: {error}\n")
                 return "UNKNOWN"
-            if int(said.get("Restarts", "0")) > self.restarts:
+            if int(fields.get("Restarts", "0")) > self.restarts:
                 return SUPERSEDED
-            return said.get("JobState", "UNKNOWN")
+            return fields.get("JobState", "UNKNOWN")
 
 
 def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
-    """Runs the job that is described in a folder; returns its exit code."""
+    """Run the job of a run folder; return its exit code."""
     started = time.time()
     job = folder.read_job()
     if is_finished(job, folder.path):  # the script was submitted again by hand
@@ -130,18 +131,18 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     except Exception as error:
         code = folder.record_error(None, error)["exit_code"]
     if allocation.state() == SUPERSEDED:
-        return code  # the folder is another attempt's
+        return code  # the run folder now belongs to another attempt
     code = settle(job, folder, code)
     if code not in STOPPED or allocation.state() not in ("RUNNING", "TIMEOUT", "UNKNOWN"):
-        return code  # where SLURM takes the nodes it also decides whether the job comes back
-    if not _is_worth_another(folder):
+        return code  # SLURM is taking the nodes, and decides whether to requeue the job
+    if not _has_progress(folder):
         folder.record_error(None, NoProgress())
         return settle(job, folder, NoProgress.exit_code)
-    return _go_on_later(job, folder, allocation, time.time() - started)
+    return _requeue(job, folder, allocation, time.time() - started)
 
 
-def _is_worth_another(folder: RunFolder) -> bool:
-    """Whether this attempt or the one before has finished a step; a third in vain would be no better."""
+def _has_progress(folder: RunFolder) -> bool:
+    """Whether this attempt or the one before finished a step; True for the first attempt."""
     attempts = [path for path in (folder.path / "attempts").glob("*") if path.name.isdigit()]
     earlier = max(attempts, key=lambda path: int(path.name), default=None)
     if earlier is None:
@@ -151,7 +152,7 @@ def _is_worth_another(folder: RunFolder) -> bool:
 
 
 def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
-    """Takes the folder, which whoever submitted the job may hold for another moment."""
+    """Take the run folder; wait for the submitting process to release it."""
     deadline = time.monotonic() + HOLD_SECONDS
     while True:
         try:
@@ -162,7 +163,7 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
                 raise
             time.sleep(POLL_SECONDS)
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    # The one in the folder is another job's if the script was submitted again by hand.
+    # The ticket in the folder is another job's if the script was submitted again by hand.
     name, index = os.environ["SLURM_JOB_NAME"], None if task is None else int(task)
     ticket = Ticket.read(folder.path) or Ticket(name)
     ident, restarts = allocation.job_id, allocation.restarts
@@ -173,12 +174,12 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
 def _run_ranks(
     job: Job, folder: RunFolder, allocation: Allocation, started: float, received: Received
 ) -> int:
-    """Starts the ranks, waits for them, and records those that ended without a word; returns an exit code."""
+    """Start the ranks, wait, record those that ended without recording an error; return an exit code."""
     logs = folder.path / "logs"
     with _store() as port, (logs / SRUN_LOG).open("ab") as log:
         environment = {**os.environ, **rank_environment(job, port, started)}
         if received.last is not None:
-            return EXIT_INTERRUPTED  # srun would die of the signal before it can handle it
+            return EXIT_INTERRUPTED  # the signal would kill srun before it can handle it
         srun = subprocess.Popen(srun_command(job, folder.path), env=environment, stderr=log)
         received.forward_to(srun.pid)
         returned = srun.wait()
@@ -189,12 +190,13 @@ def _run_ranks(
 def _verdict(folder: RunFolder, allocation: Allocation, returned: int) -> int:
     """Determine why the ranks ended, and record a rank that could not record its error itself.
 
-    An error that is no consequence of another rank's comes first, then a rank that was killed: what rank 0
-    wrote when srun ended it for that reason is a consequence, and so is a collective that failed.
+    An error that is not a consequence of another rank's failure comes first, then a rank that was killed. If
+    srun ended rank 0 because another rank was killed, rank 0's error is a consequence. So is a failed
+    collective.
 
     Args:
         folder: the run folder.
-        allocation: what SLURM has given the job.
+        allocation: the job's allocation.
         returned: exit code of srun.
 
     Returns:
@@ -206,7 +208,7 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int) -> int:
     if code in (EXIT_OK, EXIT_RESUMABLE):  # all ranks have agreed to end there
         return int(code)
     if allocation.state() in _TAKEN:
-        return EXIT_INTERRUPTED  # what ranks say of each other while SLURM ends them is no cause
+        return EXIT_INTERRUPTED  # SLURM ended the ranks; the errors they recorded are not the cause
     logs = folder.path / "logs"
     dead = [
         each
@@ -217,45 +219,45 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int) -> int:
         return EXIT_INTERRUPTED
     if not dead and error is not None and error["kind"] != "interrupted":
         return int(error["exit_code"])
-    # The first that ended takes the others along, unless one's log says why it had to.
-    told = [each for each in dead if each[1].kind not in ("unknown", *VICTIMS)]
-    rank, died = next(iter(told or dead), (None, StepFailed(returned, logs)))
+    # The first rank that ended is the cause, unless the log of another one gives a reason.
+    explained = [each for each in dead if each[1].kind not in ("unknown", *VICTIMS)]
+    rank, died = next(iter(explained or dead), (None, StepFailed(returned, logs)))
     folder.record_error(rank, died)
     return died.exit_code
 
 
 class NoProgress(MachineError):
-    """The time was up, or somebody else needed the nodes, before a step was done; twice in a row."""
+    """The time limit or a preemption ended the job before its first step was done, twice in a row."""
 
     kind = "preempted"
 
     def __init__(self) -> None:
         super().__init__(
-            "told to stop before its first step was done, twice in a row; would work: a longer cluster.time, "
-            "a smaller cluster.signal_seconds"
+            "stopped by SLURM before its first step was done, twice in a row; would work: a longer "
+            "cluster.time, a smaller cluster.signal_seconds"
         )
 
 
 class StepFailed(MachineError):
-    """srun failed, and no rank has said why."""
+    """srun failed, and no rank recorded a reason."""
 
     def __init__(self, code: int, logs: Path) -> None:
-        said = last_words(logs / SRUN_LOG)
-        self.kind = kind_of_text(said) or "unknown"
-        super().__init__(f"srun ended with exit code {code}{said}")
+        tail = last_lines(logs / SRUN_LOG)
+        self.kind = kind_of_text(tail) or "unknown"
+        super().__init__(f"srun ended with exit code {code}{tail}")
 
 
-def _go_on_later(job: Job, folder: RunFolder, allocation: Allocation, seconds: float) -> int:
-    """Puts a job that was told to stop and has saved back into the queue, as often as the job allows.
+def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float) -> int:
+    """Requeue a stopped job that has saved, at most ``cluster.max_requeues`` times; return an exit code.
 
     Args:
         job: the resolved job.
         folder: its run folder.
-        allocation: what SLURM has given it.
-        seconds: how long it has run.
+        allocation: the job's allocation.
+        seconds: how long the job has run.
     """
     if allocation.restarts >= job.cluster.max_requeues:
-        reason = _why_it_ends(job, seconds)
+        reason = _why_not_requeued(job, seconds)
         folder.set_status("interrupted", exit_code=EXIT_RESUMABLE, reason=reason)
         sys.stderr.write(f"{reason}\n")
         return EXIT_RESUMABLE
@@ -265,33 +267,33 @@ def _go_on_later(job: Job, folder: RunFolder, allocation: Allocation, seconds: f
         queue.requeue(allocation.job_id)
     except queue.SlurmError as error:
         folder.set_status("interrupted", exit_code=EXIT_RESUMABLE)
-        sys.stderr.write(f"WARNING this job could not be put back into the queue: {error}\n")
+        sys.stderr.write(f"WARNING cannot requeue this job: {error}\n")
     return EXIT_RESUMABLE
 
 
 def _requeue_without(unfit: UnfitNodes, job: Job, folder: RunFolder, allocation: Allocation) -> int:
-    """Puts the job back into the queue without the nodes that failed the check, or fails if it cannot."""
-    sys.stderr.write(f"WARNING the job goes back into the queue without {', '.join(unfit.nodes)}: {unfit}\n")
+    """Requeue the job without the nodes that failed the check; fail if that is not possible."""
+    sys.stderr.write(f"WARNING requeueing without {', '.join(unfit.nodes)}: {unfit}\n")
     folder.set_status("requeued", restarts=allocation.restarts + 1, excluded=unfit.nodes)
     folder.release()
     try:
         queue.requeue_without(allocation.job_id, unfit.nodes)
     except queue.SlurmError as error:
-        sys.stderr.write(f"WARNING this job could not be put back into the queue without them: {error}\n")
+        sys.stderr.write(f"WARNING cannot requeue this job without these nodes: {error}\n")
         if allocation.state() in _TAKEN:
-            return EXIT_RESUMABLE  # it is in the queue, with them
+            return EXIT_RESUMABLE  # it is in the queue, and may get these nodes again
         return settle(job, folder, folder.record_error(None, unfit)["exit_code"])
     return EXIT_RESUMABLE
 
 
-def _why_it_ends(job: Job, seconds: float) -> str:
+def _why_not_requeued(job: Job, seconds: float) -> str:
     config = job.cluster
     if config.minutes is None:  # the partition's limit
-        why = "its time was up, or SLURM told it to stop"
+        why = "the time limit was reached, or SLURM stopped the job"
     elif seconds > 60 * config.minutes - config.signal_seconds - LIMIT_SECONDS:
-        why = f"its time was up (cluster.time={config.time})"
+        why = f"the time limit was reached (cluster.time={config.time})"
     else:
-        why = "SLURM told it to stop"
+        why = "SLURM stopped the job"
     return (
         f"{why}, and cluster.max_requeues={config.max_requeues} allows no further requeue; the same command "
         "continues from its last checkpoint"
@@ -300,7 +302,7 @@ def _why_it_ends(job: Job, seconds: float) -> str:
 
 @contextmanager
 def _store() -> Iterator[int]:
-    """Keeps the store at which the ranks meet; yields its port, which is free because the system chose it."""
+    """Keep the rendezvous store of the ranks; yield its port, which the system chose and is thus free."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -309,15 +311,15 @@ def _store() -> Iterator[int]:
 
 
 def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
-    """What all ranks are told; their places come from srun.
+    """Return the environment variables that all ranks share; srun sets each task's rank.
 
     Args:
         job: the resolved job.
-        port: of the store, on this node.
+        port: port of the store, on this node.
         started: time.time() at which the job was started.
     """
     nodes, local = job.cluster.nodes_for(job.world_size)
-    # A node need not resolve its own name, and without a network that takes minutes to fail.
+    # A node may be unable to resolve its own name; without a network that takes minutes to fail.
     address = "127.0.0.1" if nodes == 1 else socket.gethostname()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = job.cluster.threads_per_rank or job.cluster.cpus_per_rank or max(1, cores // local)
@@ -334,7 +336,7 @@ def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
 
 
 def srun_command(job: Job, run_dir: Path) -> list[str]:
-    """The command that starts a job's ranks: one task each, ended together."""
+    """Return the srun command that starts a job's ranks: one task each, ended together."""
     config = job.cluster
     nodes, local = config.nodes_for(job.world_size)
     logs = str(run_dir / "logs").replace("%", "%%")
@@ -343,12 +345,12 @@ def srun_command(job: Job, run_dir: Path) -> list[str]:
         f"--nodes={nodes}",
         f"--ntasks={job.world_size}",
         f"--ntasks-per-node={local}",
-        # Not every version hands it on from sbatch, and data loaders would share one core.
+        # Not every version takes it from sbatch; data loaders would then share one core.
         *([f"--cpus-per-task={config.cpus_per_rank}"] if config.cpus_per_rank else []),
         "--kill-on-bad-exit=1",
-        # Rank 0 may have much to write when the others are through.
+        # Rank 0 may still be writing when the other ranks have ended.
         "--wait=0",
-        # sbatch may have been told to export nothing.
+        # The user's sbatch may export nothing.
         "--export=ALL",
         *([f"--distribution={config.distribution}"] if config.distribution else []),
         *([f"--gpu-bind={config.gpu_bind}"] if config.gpu_bind else []),

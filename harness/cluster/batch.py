@@ -1,8 +1,8 @@
 """The command of a job's sbatch script: ``python -m harness.cluster.batch RUN_DIR``.
 
-In a job array it is ``--list FILE``: line i of the file is the run folder of task i. The process runs
-``harness.cluster.attempt``, which it imports last: until then it needs little of the harness, so that it can
-record in the run folder that the code cannot be imported.
+In a job array the argument is ``--list FILE``: line i of the file is the run folder of task i. The process
+runs ``harness.cluster.attempt``, which it imports last. Until then it needs little of the harness, so that it
+can record an import error in the run folder.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-# SLURM sends them to this process too; they are for the ranks.
+# SLURM sends these signals to this process, which forwards them to the ranks.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class Received:
-    """Takes the signals that ask the ranks to stop, and passes them on.
+    """Handles the signals that ask the ranks to stop, and forwards them.
 
     Attributes:
-        process: the id of srun while it runs, which forwards signals to the ranks.
-        last: the last signal that came; None before one came.
+        process: process id of srun while it runs; srun forwards signals to the ranks.
+        last: the last signal received, or None.
     """
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ class Received:
         self.last: int | None = None
 
     def install(self) -> None:
-        """Handles the signals from here on."""
+        """Install the signal handlers."""
         # Not SIG_IGN, which srun and the ranks would inherit.
         signal.signal(signal.SIGCONT, lambda *_: None)
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
     def forward_to(self, process: int) -> None:
-        """Sends the signals to a process from here on, and the one that came before it started."""
+        """Forward signals to a process, including the last one received before it started."""
         self.process = process
         if self.last is not None:
             self._send(self.last)
@@ -61,11 +61,11 @@ class Received:
 
 
 def main() -> NoReturn:
-    """Runs the job; ends with the run's exit code."""
+    """Run the job; end with the run's exit code."""
     received = Received()
     received.install()
     options = _parse()
-    run_dir = Path(options.run_dir or _task_of(options.list))
+    run_dir = Path(options.run_dir or _run_dir_of_task(options.list))
     if options.setup_failed is not None:
         failed = SetupFailed(options.line, options.setup_failed)
         sys.stderr.write(f"error: {failed}\n")
@@ -88,14 +88,14 @@ def _parse() -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("run_dir", nargs="?", help="the run folder")
     where.add_argument("--list", help="file with a run folder in each line, for a job array")
-    parser.add_argument("--code", help="folder from which the harness has to be imported")
+    parser.add_argument("--code", help="folder that the harness must be imported from")
     parser.add_argument("--setup-failed", type=int, help="record that cluster.setup ended with this code")
     parser.add_argument("--line", help="the line of cluster.setup that failed")
     return parser.parse_args()
 
 
-def _task_of(path: str) -> str:
-    """The run folder of this task of the array."""
+def _run_dir_of_task(path: str) -> str:
+    """Return the run folder of this array task."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     lines = Path(path).read_text().splitlines()
     if task is None or not 0 <= int(task) < len(lines):
@@ -110,28 +110,28 @@ class SetupFailed(Exception):
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         super().__init__(
             f"cluster.setup={line.strip()}: this line ended with exit code {code} on {node}; would work: a "
-            f"line that succeeds, or '|| true' behind it"
+            f"line that succeeds, or '|| true' after it"
         )
 
 
 class WrongCode(Exception):
-    """The harness is not the one that the job was submitted with."""
+    """The imported harness is not the one that the job was submitted with."""
 
 
 def _check_code(wanted: str | None) -> None:
-    """Raises WrongCode if the copy of the code is gone, and Python has found another harness."""
+    """Raise WrongCode if the copy of the code is gone and Python imported another harness."""
     found = Path(__file__).resolve().parents[2]
     if wanted is not None and found != Path(wanted).resolve():
         raise WrongCode(
-            f"the job was submitted with the code in {wanted}, which is not there any more; Python found the "
-            f"harness in {found}. Submit the job again"
+            f"the job was submitted with the code in {wanted}, which is not there any more; Python imported "
+            f"the harness from {found}; would work: submit the job again"
         )
 
 
 def _record(run_dir: Path, error: Exception, kind: str, code: int) -> NoReturn:
-    """Writes the error and the run's row, and exits; the modules that usually do may be the broken ones."""
+    """Write the error and the run's row, and exit; the modules that usually do so may be broken."""
     if _read(run_dir / "status.json").get("state") == "completed":
-        sys.exit(code)  # the script was submitted again by hand, and the run needs no further attempt
+        sys.exit(code)  # the script was submitted again by hand, but the run is complete
     now = {"time": time.time(), "host": socket.gethostname()}
     shown = {"kind": kind, "type": type(error).__name__, "rank": None, "step": None, "message": str(error)}
     trace = "".join(traceback.format_exception(error))
@@ -150,7 +150,7 @@ def _record(run_dir: Path, error: Exception, kind: str, code: int) -> NoReturn:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if it is not there or damaged."""
+    """Return the object in a JSON file; empty if the file is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):

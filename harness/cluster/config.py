@@ -21,30 +21,30 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass
 class ClusterConfig:
-    """Where a job runs: on this machine, or on nodes that SLURM gives it."""
+    """Where a job runs: on this machine, or on nodes of a SLURM cluster."""
 
     kind: str = label("local")
-    """How ranks are started: ``local`` on this machine, ``slurm`` by a job that is submitted."""
+    """How ranks are started: ``local`` on this machine, ``slurm`` by a submitted job."""
     ranks: int | None = label(None)
-    """Ranks in all; null means what the layout's degrees multiply to."""
+    """Total number of ranks; null means the product of the layout's degrees."""
     nodes: int | None = label(None)
-    """Nodes, each full; null means as many as the ranks take."""
+    """Number of nodes, each full; null means as many as the ranks need."""
     ranks_per_node: int | None = label(None)
-    """Ranks a node takes, one for each GPU if it has any; null (local only): as many as the layout needs."""
+    """Ranks per node, one per GPU if the node has any; null (local only): as many as the layout needs."""
     device: str = execution("auto")
-    """Device of every rank: cpu, cuda, or auto (cuda where there is one)."""
+    """Device of every rank: cpu, cuda, or auto (cuda if available)."""
     accelerator: str | None = label(None)
-    """What the nodes have, by its name in harness/cluster/hardware.py (``H100 SXM``); null means unknown."""
+    """Accelerator of the nodes: a name in harness/cluster/hardware.py (``H100 SXM``); null means unknown."""
     network_gbps: float | None = label(None)
-    """Gbit/s of the network between nodes that every device has to itself; null means unknown."""
+    """Network bandwidth between nodes per device, in Gbit/s; null means unknown."""
     threads_per_rank: int | None = label(None)
-    """Threads of a rank's CPU work (OMP_NUM_THREADS); null means the cores shared out evenly."""
+    """CPU threads per rank (OMP_NUM_THREADS); null divides the cores evenly among ranks."""
     start_timeout_seconds: int = label(1800)
-    """Longest wait for a collective before this process's first step is done (compile, communicators)."""
+    """Timeout of collectives until this process has finished its first step (compile, communicators)."""
     step_timeout_seconds: int = label(600)
-    """Longest wait for a collective after that."""
+    """Timeout of collectives after the first step."""
     stop_timeout_seconds: int = label(300)
-    """After ^C or SIGTERM, how long the ranks may take to end their step and save before they are killed."""
+    """Time that ranks have after ^C or SIGTERM to finish their step and save, before they are killed."""
 
     partition: str | None = label(None)
     """SLURM's --partition."""
@@ -55,64 +55,64 @@ class ClusterConfig:
     constraint: str | None = label(None)
     """SLURM's --constraint."""
     exclude: str | None = label(None)
-    """SLURM's --exclude: nodes not to use."""
+    """SLURM's --exclude."""
     time: str | None = label("1:00:00")
-    """SLURM's --time: minutes, h:m:s, d-h:m:s; a longer job goes on after it. Null: the partition's limit."""
+    """SLURM's --time: minutes, h:m:s, d-h:m:s; a longer job is requeued. Null means the partition's limit."""
     cpus_per_rank: int | None = label(None)
-    """SLURM's --cpus-per-task; null means one, unless the partition says otherwise."""
+    """SLURM's --cpus-per-task; null means one, or the partition's default."""
     mem: str | None = label(None)
-    """SLURM's --mem for a node, e.g. 500G; 0 is all of it, null the partition's default."""
+    """SLURM's --mem per node, e.g. 500G; 0 means all memory, null the partition's default."""
     gpu_type: str | None = label(None)
-    """Type in --gpus-per-node=TYPE:N, where nodes have several; null asks for any."""
+    """Type in --gpus-per-node=TYPE:N, for nodes with several types; null means any."""
     gres: bool = label(False)
-    """Ask for GPUs by --gres=gpu:TYPE:N in place of --gpus-per-node, for sites that know only that."""
+    """Request GPUs by --gres=gpu:TYPE:N instead of --gpus-per-node, for sites that support only --gres."""
     gpu_bind: str | None = label(None)
     """SLURM's --gpu-bind, e.g. closest or single:1; null lets each rank see all GPUs of its node."""
     distribution: str | None = label("block:block")
-    """SLURM's --distribution; with block:block neighbouring ranks share a socket, as neighbouring GPUs do.
-    Null is SLURM's default, which deals ranks out to the sockets in turn."""
+    """SLURM's --distribution. With block:block neighbouring ranks share a socket, as neighbouring GPUs do.
+    Null is SLURM's default, which assigns ranks to sockets round-robin."""
     socket_ifname: str | None = label(None)
-    """Network interface of NCCL's and gloo's sockets (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g. bond0."""
+    """Network interface for NCCL and gloo sockets (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g. bond0."""
     ib_hca: str | None = label(None)
     """InfiniBand adapters that NCCL uses (NCCL_IB_HCA), e.g. mlx5_0,mlx5_3; null means all."""
     node_check: str = label("off")
-    """Before ranks start, check each node's GPUs, memory and run folder: off; fail: a bad node ends the job;
-    exclude: the job goes back into the queue without it."""
+    """Check of each node's GPUs, memory and run folder before ranks start. off: none; fail: a bad node ends
+    the job; exclude: the job is requeued without the bad node."""
     exclusive: bool = label(False)
-    """SLURM's --exclusive: whole nodes, whoever else could fit."""
+    """SLURM's --exclusive: do not share nodes with other jobs."""
     sbatch: dict[str, Any] = label(factory=dict)
-    """Further options of sbatch by their long names, e.g. {reservation: maintenance, mail-type: END}."""
+    """More sbatch options by their long names, e.g. {reservation: maintenance, mail-type: END}."""
     srun_args: list[str] = label(factory=list)
-    """Further options of srun, by which the ranks are started."""
+    """More options for the srun that starts the ranks."""
     setup: list[str] = label(factory=list)
-    """Lines of shell run on the first node before anything else, e.g. module load cuda; one that fails ends
+    """Shell lines run on the first node before anything else, e.g. module load cuda. A line that fails ends
     the job."""
     env: dict[str, str] = label(factory=dict)
-    """Environment of the job, e.g. {NCCL_DEBUG: INFO}."""
+    """Environment variables of the job, e.g. {NCCL_DEBUG: INFO}."""
     container: str | None = label(None)
-    """What ranks run in: options of srun (--container-image=...) or a command (apptainer exec --nv x.sif)."""
+    """Container for ranks: srun options (--container-image=...) or a command (apptainer exec --nv x.sif)."""
     python: str | None = label(None)
-    """Python of the ranks, e.g. the container's; null means the one that submits."""
+    """Python executable of the ranks, e.g. the container's; null means the submitting one."""
     signal_seconds: int = label(120)
-    """Time before the limit at which a job is told to save and make place for its own continuation."""
+    """Seconds before the time limit at which SLURM signals the job to save and requeue."""
     max_requeues: int = label(100)
-    """How often a job that was preempted or out of time goes back into the queue by itself; 0 is never."""
+    """How often a job is requeued automatically after a preemption or its time limit; 0 means never."""
     max_running: int = label(16)
-    """Points of a sweep that may run on SLURM at once, whatever their shapes."""
+    """Maximum number of a sweep's points that run on SLURM at once, over all arrays."""
     snapshot: bool = label(True)
-    """Run the code as it is now, copied beside the run, and not as it will be when the job starts."""
+    """Run a copy of the code made at submission, not the code as it is when the job starts."""
     wait: bool = label(False)
     """Follow the job to its end; ^C stops the following, not the job."""
     dry_run: bool = label(False)
-    """Show what would be submitted, and what it may cost, and submit nothing."""
+    """Show what would be submitted and its maximum cost; submit nothing."""
     parsable: bool = label(False)
     """Print only the ids of submitted jobs on stdout, as sbatch --parsable does; the rest goes to stderr."""
     confirm_gpu_hours: float = label(100.0)
-    """Ask before submitting what may cost more than this (ranks x time limit; of CPU ranks, rank-hours)."""
+    """Ask before submitting jobs of more GPU-hours than this (ranks x time limit; on CPU rank-hours)."""
 
     @property
     def world_size(self) -> int | None:
-        """Ranks in all, as far as this part of the job says so."""
+        """Total number of ranks, if the cluster fields alone determine it."""
         if self.ranks is not None:
             return self.ranks
         if self.kind == "slurm":
@@ -121,7 +121,7 @@ class ClusterConfig:
 
     @property
     def default_world_size(self) -> int | None:
-        """Ranks that a layout fills which leaves it open: a node on SLURM; None leaves it to the machine."""
+        """Ranks of a layout that does not determine them: one node's on SLURM; None: the machine decides."""
         return self._ranks_per_node if self.kind == "slurm" else None
 
     @property
@@ -131,15 +131,15 @@ class ClusterConfig:
 
     @property
     def minutes(self) -> int | None:
-        """The time limit in minutes, rounded up; None where it is the partition's.
+        """The time limit in minutes, rounded up; None if it is the partition's.
 
         Raises:
-            ConfigError: it has none of SLURM's forms.
+            ConfigError: ``time`` has none of SLURM's forms.
         """
         return None if self.time is None else minutes_of(self.time)
 
     def validate(self) -> None:
-        """Raises ConfigError for values that no job can have."""
+        """Raise ConfigError for invalid values."""
         if self.kind not in KINDS:
             raise ConfigError("cluster.kind", self.kind, "no such way to start ranks", KINDS)
         if self.device not in DEVICES:
@@ -167,12 +167,12 @@ class ClusterConfig:
 
     def _validate_slurm(self) -> None:
         if self.ranks_per_node is None:
-            raise ConfigError("cluster.ranks_per_node", None, "SLURM has to be told", "8, GPUs of a node")
+            raise ConfigError("cluster.ranks_per_node", None, "must be set for SLURM", "8, GPUs of a node")
         if self.minutes is not None and self.signal_seconds >= self.minutes * 60:
             raise ConfigError(
                 "cluster.signal_seconds",
                 self.signal_seconds,
-                f"must be less than cluster.time={self.time}, or a job is told to stop as it starts",
+                f"must be less than cluster.time={self.time}, or SLURM stops the job as it starts",
                 f"at most {self.minutes * 60 - 1}",
             )
         for name, (pattern, rule, works) in _FORMS.items():
@@ -182,20 +182,20 @@ class ClusterConfig:
         for name in self.env:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ConfigError(
-                    f"cluster.env.{name}", self.env[name], "no name of a variable", "NCCL_DEBUG"
+                    f"cluster.env.{name}", self.env[name], "is not a valid variable name", "NCCL_DEBUG"
                 )
         check_sbatch(self.sbatch, gres=self.gres)
         check_srun(self.srun_args)
         try:
             shlex.split(self.container or "")
         except ValueError as error:
-            raise ConfigError("cluster.container", self.container, f"cannot be read: {error}") from None
+            raise ConfigError("cluster.container", self.container, f"cannot be parsed: {error}") from None
 
     def nodes_for(self, world_size: int) -> tuple[int, int]:
-        """Nodes that so many ranks take, and ranks on each.
+        """Return the number of nodes for ``world_size`` ranks, and the ranks on each.
 
         Raises:
-            ConfigError: they do not fill whole nodes.
+            ConfigError: the ranks do not fill the nodes evenly.
         """
         if self.kind == "local":
             return 1, world_size
@@ -208,13 +208,13 @@ class ClusterConfig:
             raise ConfigError(
                 "cluster.nodes" if self.nodes else "cluster.ranks_per_node",
                 self.nodes or per_node,
-                f"{world_size} ranks do not share out evenly over {nodes} nodes of {per_node}",
+                f"{world_size} ranks do not fill {nodes} nodes of {per_node} evenly",
                 f"degrees that multiply to {below or per_node} or {below + per_node}",
             )
         return nodes, world_size // nodes
 
     def validate_gpus(self, gpus: int, ranks: int) -> None:
-        """Raises ConfigError when this machine has not the GPUs that the ranks need, one each."""
+        """Raise ConfigError if this machine has fewer GPUs than the ranks need, one each."""
         if self.device == "cuda" and gpus == 0:
             raise ConfigError("cluster.device", "cuda", f"{node_name()} has no NVIDIA GPU", ["cpu", "auto"])
         if self.device != "cpu" and 0 < gpus < ranks:
@@ -227,19 +227,19 @@ class ClusterConfig:
 
 
 def node_name() -> str:
-    """The name of this machine, as SLURM calls it inside a job."""
+    """Return this machine's name; inside a job, SLURM's name for the node."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def count_gpus() -> int:
-    """Number of NVIDIA GPUs a process here may use, found without torch."""
+    """Return the number of NVIDIA GPUs that this process may use. Imports no torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([d for d in visible.split(",") if d.strip() and d.strip() != "-1"])
     return len([p for p in Path("/dev").glob("nvidia*") if p.name[len("nvidia") :].isdigit()])
 
 
-# Pattern, rule and examples of fields that SLURM, NCCL and gloo read.
+# Pattern, rule and examples of the fields that SLURM, NCCL and gloo parse.
 _FORMS = {
     "distribution": (
         r"block(:(block|cyclic|fcyclic|\*)){0,2}",
@@ -249,7 +249,7 @@ _FORMS = {
     "gpu_bind": (r"[\w:,.-]+", "must be a value of SLURM's --gpu-bind", "closest, single:1, null"),
     "socket_ifname": (
         r"[\w.-]+(,[\w.-]+)*",
-        "must be whole names of interfaces, as gloo takes them; NCCL's other forms are set by "
+        "must be full interface names, as gloo requires; set NCCL's other forms by "
         "cluster.env.NCCL_SOCKET_IFNAME",
         "bond0, ib0,ib1",
     ),
@@ -258,7 +258,7 @@ _FORMS = {
         "must have the form of NCCL_IB_HCA",
         "mlx5, mlx5_0,mlx5_3, '^mlx5_1'",
     ),
-    "node_check": (r"off|fail|exclude", "no such check of nodes", "off, fail, exclude"),
+    "node_check": (r"off|fail|exclude", "no such node check", "off, fail, exclude"),
 }
 
 _TIME = re.compile(
@@ -268,10 +268,10 @@ _TIME = re.compile(
 
 
 def minutes_of(time: str) -> int:
-    """Minutes, rounded up, in a time as sbatch takes it (slurm.schedmd.com/sbatch.html, ``--time``).
+    """Convert one of sbatch's time forms to minutes, rounded up (slurm.schedmd.com/sbatch.html, ``--time``).
 
     Raises:
-        ConfigError: it has none of the forms.
+        ConfigError: the time has none of the forms.
     """
     match = _TIME.fullmatch(time.strip())
     parts = {name: int(value or 0) for name, value in match.groupdict().items()} if match else {}
@@ -280,6 +280,6 @@ def minutes_of(time: str) -> int:
     total = (parts.get("days", 0) * 24 + hours) * 60 + minutes + -(-seconds // 60)
     if total < 1:
         raise ConfigError(
-            "cluster.time", time, "must be a time as sbatch takes it", "90, 1:30:00, 2-12:00:00"
+            "cluster.time", time, "must be a time in one of sbatch's forms", "90, 1:30:00, 2-12:00:00"
         )
     return total

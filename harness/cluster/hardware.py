@@ -1,7 +1,7 @@
-"""Facts of accelerators: peak arithmetic, memory, and the datasheet each figure is taken from.
+"""Accelerator specifications: peak FLOP/s, memory, bandwidth, and the datasheet of each value.
 
-All peaks are dense. NVIDIA's datasheets print most tensor-core figures "with sparsity"; they are halved
-here. A device that is not in the table, or only a slice of one (MIG, vGPU), is unknown: nothing is guessed
+All peaks are dense. NVIDIA's datasheets print most tensor-core values "with sparsity"; they are halved
+here. A device that is not in the table, or a slice of one (MIG, vGPU), is unknown: nothing is guessed
 from a similar name.
 """
 
@@ -16,19 +16,19 @@ class Accelerator:
     """One device as ``torch`` counts devices.
 
     Attributes:
-        name: what people call it.
-        peak_flops: dense FLOP/s by the arithmetic of the matrix product: ``bfloat16``, ``float16``,
+        name: common name.
+        peak_flops: dense FLOP/s by the format of the matrix product: ``bfloat16``, ``float16``,
             ``float8``, ``mxfp8`` (float8 in blocks of 32 with a scale each), ``tf32``, and ``float32``
-            (without tensor cores on NVIDIA). A missing key is an arithmetic that the device does not have
+            (without tensor cores on NVIDIA). A missing key is a format that the device does not support
             in hardware.
-        memory_gib: device memory as the datasheet names it. Datasheets write GB and count memory in binary
-            units. What the driver leaves is less: by about 1 % with HBM, by about 6 % with GDDR6, where
-            error correction lives in the same memory.
+        memory_gib: device memory as in the datasheet. Datasheets write GB and count memory in binary
+            units. The usable memory is smaller: by about 1 % with HBM, by about 6 % with GDDR6, which
+            stores error correction in the same memory.
         memory_bandwidth: bytes per second.
         source: the datasheet.
-        link_bandwidth: bytes per second that a device sends to others of its node (and receives from them at
-            once): NVLink, Infinity Fabric, else PCIe. Sheets print both directions together.
-        units: streaming multiprocessors (compute units) among which a kernel's tiles are shared out.
+        link_bandwidth: bytes per second to other devices of the node, in one direction (both directions run
+            at once): NVLink, Infinity Fabric, else PCIe. Datasheets print the sum of both directions.
+        units: streaming multiprocessors (compute units), among which a kernel's tiles are distributed.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Accelerator:
 def _peaks(
     *, half: float, tf32: float, float32: float, float8: float | None = None, mxfp8: float | None = None
 ) -> dict[str, float]:
-    """FLOP/s from the TFLOP/s of the sheets; bfloat16 is as fast as float16 on every device of the table."""
+    """Convert the datasheets' TFLOP/s to FLOP/s. bfloat16 is as fast as float16 on all listed devices."""
     peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": float32}
     peaks |= {name: peak for name, peak in (("float8", float8), ("mxfp8", mxfp8)) if peak is not None}
     return {dtype: round(tflops * 1000) * 1e9 for dtype, tflops in peaks.items()}
@@ -65,15 +65,15 @@ A100_SXM_80 = Accelerator("A100 SXM 80GB", _A100_PEAKS, 80, 2.039e12, _A100_SHEE
 A100_PCIE_40 = Accelerator("A100 PCIe 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 31.5e9, 108)
 A100_PCIE_80 = Accelerator("A100 PCIe 80GB", _A100_PEAKS, 80, 1.935e12, _A100_SHEET, 31.5e9, 108)
 H100_SXM = Accelerator("H100 SXM", _HOPPER_SXM_PEAKS, 80, 3.35e12, _H100_PAPER, 450e9, 132)
-# What torchtitan's published tables were measured on: SXM with 96 GB of HBM2e, "2.4 TB/sec peak memory
-# bandwidth", limited to 500 W (benchmarks/llama3_h100_202412_torchtitan.md). The peak is the sheet's, at
-# 700 W, which those tables' MFU is counted against too.
+# The device of torchtitan's published tables: SXM with 96 GB of HBM2e, "2.4 TB/sec peak memory bandwidth",
+# limited to 500 W (benchmarks/llama3_h100_202412_torchtitan.md). The peak is the datasheet's, at 700 W; those
+# tables compute MFU against it too.
 H100_96GB = Accelerator("H100 96GB", _HOPPER_SXM_PEAKS, 96, 2.4e12, _H100_PAPER, 450e9, 132)
 H100_PCIE = Accelerator(
     "H100 PCIe", _peaks(half=756, tf32=378, float32=51.2, float8=1513), 80, 2.0e12, _H100_PAPER, 63e9, 114
 )
 H100_NVL = Accelerator("H100 NVL", _HOPPER_NVL_PEAKS, 94, 3.9e12, _H100_SHEET, 63e9, 132)
-# The H200 computes as the H100 does (its sheet rounds to 1,979 and 3,958); only its memory is another.
+# The H200 has the H100's peak FLOP/s (its sheet rounds to 1,979 and 3,958); only its memory differs.
 H200_SXM = Accelerator("H200 SXM", _HOPPER_SXM_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132)
 H200_NVL = Accelerator("H200 NVL", _HOPPER_NVL_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132)
 B200 = Accelerator(
@@ -131,9 +131,8 @@ L4 = Accelerator(
     58,
 )
 
-# Whole device names: a pattern that matched a part would take an "A100" for an "A10", a "GH200" for an
-# "H200", and "NVIDIA H100 80GB HBM3 MIG 1g.10gb", a seventh of a device, for the whole. Old drivers leave
-# "NVIDIA" out.
+# Match full device names: a partial match would take an "A100" for an "A10", a "GH200" for an "H200", and
+# "NVIDIA H100 80GB HBM3 MIG 1g.10gb", a seventh of a device, for a full device. Old drivers omit "NVIDIA".
 _NAMES: tuple[tuple[str, Accelerator], ...] = (
     (r"(NVIDIA )?A100-SXM4-40GB", A100_SXM_40),
     (r"(NVIDIA )?A100-SXM4-80GB", A100_SXM_80),
@@ -152,18 +151,18 @@ _NAMES: tuple[tuple[str, Accelerator], ...] = (
     (r"NVIDIA L4", L4),
 )
 
-# Drivers call it as they call the others, so that it is only known when it is said.
+# Drivers report the H100 96GB under the name of other H100s, so it is never detected, only configured.
 ACCELERATORS: dict[str, Accelerator] = {
     accelerator.name: accelerator for accelerator in (*(found for _, found in _NAMES), H100_96GB)
 }
-"""The whole table by name, for planning without a device."""
+"""All accelerators by name, for planning without a device."""
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
-    """The accelerator with this name, or None if it is unknown (a CPU is unknown too).
+    """Return the accelerator with this device name, or None if it is unknown (as a CPU is).
 
     Args:
-        device_name: as ``torch.cuda.get_device_name()`` gives it, e.g. ``NVIDIA H100 80GB HBM3``.
+        device_name: the result of ``torch.cuda.get_device_name()``, e.g. ``NVIDIA H100 80GB HBM3``.
     """
     for pattern, accelerator in _NAMES:
         if re.fullmatch(pattern, device_name.strip(), re.IGNORECASE):

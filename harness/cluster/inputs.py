@@ -1,7 +1,7 @@
-"""Files that a job reads, looked for before it is submitted: a missing one would be found after the queue.
+"""Check before submission that a job's input files exist, so that a missing file costs no time in the queue.
 
-The machine that submits need not have every disk of a node. The ranks look for a path whose folder is not
-here either, or that is in a folder for temporary files.
+The submitting machine may not mount every disk of a node. Paths whose folder does not exist here, and paths
+in folders for temporary files, are checked by the ranks only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from harness.data.sources import expand
 from harness.errors import ConfigError
 from harness.job import Job
 
-_OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/scratch/local")
+_NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/scratch/local")
 
 
 def require_inputs(job: Job) -> None:
-    """Checks that data, tokenizer and initial values of a job exist, as far as can be seen from here.
+    """Check that a job's data, tokenizer and initial weights exist, as far as this machine can tell.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: one of them is missing.
     """
     if job.data.kind == "local":
         for name in ("paths", "validation_paths"):
@@ -35,7 +35,7 @@ def require_inputs(job: Job) -> None:
                 raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
     tokenizer = job.tokenizer.path
     if tokenizer and not tokenizer.startswith(ASSET_PREFIX) and _is_missing(str(job.tokenizer.file)):
-        raise ConfigError("tokenizer.path", tokenizer, "there is no such file", "a tokenizer's file")
+        raise ConfigError("tokenizer.path", tokenizer, "there is no such file", "a tokenizer file")
     initial = job.checkpoint.initial_load_path
     if initial and not is_url(initial) and _is_missing(initial.removeprefix("file://")):
         works = "a checkpoint, a run folder, or safetensors with checkpoint.initial_load_in_hf=true"
@@ -44,7 +44,7 @@ def require_inputs(job: Job) -> None:
 
 @functools.cache
 def _matches_any(patterns: tuple[str, ...]) -> bool:
-    """Whether a pattern matches a path here, or one that cannot be seen from here."""
+    """Whether a pattern matches a path here, or may match one that is not visible here."""
     return any(
         next(glob.iglob(path, recursive=True), None) is not None or not _is_visible(_without_wildcards(path))
         for path in map(expand, patterns)
@@ -52,7 +52,7 @@ def _matches_any(patterns: tuple[str, ...]) -> bool:
 
 
 def _without_wildcards(pattern: str) -> str:
-    """The part of a path that no wildcard stands for."""
+    """Return the leading part of a path that has no wildcard."""
     parts = Path(pattern).parts
     fixed = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     return str(Path(*parts[:fixed])) if fixed else "."
@@ -64,9 +64,9 @@ def _is_missing(path: str) -> bool:
 
 
 def _is_visible(path: str) -> bool:
-    """Whether a path would be the same on a node: its folder is here, and is no place for temporary files."""
+    """Whether a path would be the same on a node: its folder exists here and is not for temporary files."""
     absolute = os.path.abspath(path)
-    own = (*_OF_A_NODE, tempfile.gettempdir())
+    node_local = (*_NODE_LOCAL, tempfile.gettempdir())
     return os.path.isdir(os.path.dirname(absolute)) and not any(
-        absolute == folder or absolute.startswith(f"{folder}/") for folder in own
+        absolute == folder or absolute.startswith(f"{folder}/") for folder in node_local
     )

@@ -1,4 +1,4 @@
-"""Starts a job's ranks on this machine, ends them together, and tells what became of them."""
+"""Start a job's ranks on this machine, supervise them, and record how the run ended."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
 
 POLL_SECONDS = 0.05
-# What ranks get when one of them has failed: time to notice it and to write down how far they came. A rank
-# that hangs in a collective never notices.
+# Time that ranks have after one has failed, to notice it and to record their progress. A rank that hangs in a
+# collective never notices.
 LEAVING_SECONDS = 2.0
 
 
 def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bool = False) -> int:
-    """Runs the job to its end and tells what became of it; returns the exit code.
+    """Run the job to its end, record how it ended, and return the exit code.
 
-    A single rank runs in this process, where a debugger can follow it; several run as children that end
+    A single rank runs in this process, where a debugger can attach. Several ranks run as children that end
     together, and with this process.
 
     Args:
         job: the resolved job.
         folder: its run folder, begun.
-        apart: make a child of a single rank too, so that it leaves no traces in this process.
-        ends_process: ignore the stop signals for good when the ranks have ended, because this process ends
-            with the exit code that the run's row has.
+        apart: run a single rank as a child too, so that this process keeps no state of it.
+        ends_process: this process ends with the run's exit code, so ignore stop signals once the ranks have
+            ended.
     """
     started = time.time()
     try:
@@ -54,7 +54,7 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
         else:
             code = _run_ranks(job, folder, started)
     except BaseException as error:
-        # Of the launching itself; errors of ranks are recorded by the ranks.
+        # An error of launching; ranks record their own errors.
         code = folder.record_error(None, error)["exit_code"]
     if ends_process:
         ignore_stop_signals()
@@ -66,7 +66,7 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
 
 
 def threads_per_rank(job: Job) -> int:
-    """Threads of each rank: the cores this process may use, shared out evenly."""
+    """Return the CPU threads per rank: the cores this process may use, divided evenly."""
     if job.cluster.threads_per_rank is not None:
         return job.cluster.threads_per_rank
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -74,26 +74,26 @@ def threads_per_rank(job: Job) -> int:
 
 
 def openmp_environment(job: Job) -> dict[str, str]:
-    """How many threads OpenMP runs in a rank and how they wait; to be set before torch is imported.
+    """Return OpenMP's thread count and spin count for a rank; set them before torch is imported.
 
-    GNU's OpenMP lets threads spin for milliseconds at every barrier. Where other processes want the cores
-    too, they spin in the way of the one they wait for: on two shared cores steps took up to ten times as
-    long. 1000 turns are as quick on an idle machine (experiments/LOG.md). What the user has set stays.
+    GNU's OpenMP threads spin for milliseconds at every barrier. On cores shared with other processes they
+    take time from the thread they wait for: on two shared cores steps took up to ten times as long. A spin
+    count of 1000 is as fast on an idle machine (experiments/LOG.md). Variables set by the user are kept.
     """
     wanted = {"OMP_NUM_THREADS": str(threads_per_rank(job)), "GOMP_SPINCOUNT": "1000"}
-    said = "OMP_NUM_THREADS" if job.cluster.threads_per_rank is not None else ""
-    return {name: value for name, value in wanted.items() if name == said or name not in os.environ}
+    from_job = "OMP_NUM_THREADS" if job.cluster.threads_per_rank is not None else ""
+    return {name: value for name, value in wanted.items() if name == from_job or name not in os.environ}
 
 
 def _run_here(job: Job, folder: RunFolder, started: float) -> int:
-    """Runs the only rank in this process; returns its exit code."""
+    """Run the only rank in this process; return its exit code."""
     os.environ.update(openmp_environment(job))
     with stop_signals_interrupt():
         return run_rank(job, folder, started=started)
 
 
 def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
-    """Starts the ranks, waits, and records those that ended without a word; returns an exit code for all."""
+    """Start the ranks, wait, record those that ended without recording an error; return the exit code."""
     with (
         StopRequest(raises=False) as stop,
         memory_kills() as killed_for_memory,
@@ -102,7 +102,7 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
         ended = _supervise(job, ranks, stop)
     asked = stop.signal is not None
     for rank, code in ended.items():
-        # Before its loop begins a rank answers a request to stop by ending.
+        # Until its loop begins, a stop signal kills a rank.
         obeyed = asked and code in (-signal.SIGTERM, -signal.SIGINT)
         if code not in (EXIT_OK, *STOPPED) and not obeyed and not folder.has_error_of(rank):
             died = RankDied.by_code(rank, code, killed_for_memory(), folder.path / "logs")
@@ -115,10 +115,10 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
 
 
 def _supervise(job: Job, ranks: Ranks, stop: StopRequest) -> dict[int, int]:
-    """Waits until all ranks have ended; the first that fails takes the others along.
+    """Wait until all ranks have ended, or one has failed and the time for the others to end is over.
 
     Returns:
-        exit codes (negative: the signal) of the ranks that ended by themselves and were not killed here.
+        exit codes (negative: the signal) of the ranks that ended by themselves.
     """
     deadline, asked = float("inf"), False
     while True:
@@ -137,10 +137,10 @@ def _supervise(job: Job, ranks: Ranks, stop: StopRequest) -> dict[int, int]:
 
 
 class Ranks:
-    """The processes of one job, kept by torch elastic; leaving the context kills those that are left.
+    """The rank processes of one job, managed by torch elastic; leaving the context kills the remaining ones.
 
-    Not ``elastic_launch``: its agent gives the siblings of a failed rank 30 seconds to notice, tells them
-    so by the very signal that asks for an orderly stop, and needs the host's name to resolve.
+    Not ``elastic_launch``: its agent gives the other ranks of a failed one 30 seconds to end, sends them the
+    signal that asks for an orderly stop, and requires that the host name resolves.
     """
 
     def __init__(self, job: Job, folder: RunFolder, started: float) -> None:
@@ -151,9 +151,9 @@ class Ranks:
         from torch.distributed import TCPStore
         from torch.distributed.elastic.multiprocessing import start_processes
 
-        # What elastic says of a failure, the run folder's error files say better.
+        # The run folder's error files describe failures better than elastic's log.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        # Kept here and not on rank 0, on a port the system picks: nobody can take it in between.
+        # Created here and not on rank 0, on a port that the system picks: no other process can take it.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         arguments = ("-u", "-m", "harness.rank", str(self.folder.path))
         ranks = range(self.job.world_size)
@@ -170,7 +170,7 @@ class Ranks:
             except BaseException as error:
                 failures.append(error)
 
-        # In a thread, because in the main thread it would put elastic's signal handlers in place of ours.
+        # In a thread: in the main thread elastic would replace our signal handlers with its own.
         failures: list[BaseException] = []
         starter = threading.Thread(target=start)
         starter.start()
@@ -181,19 +181,19 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
-            # Also of a rank that has ended: workers it started may be left in its process group.
+            # Also for a rank that has ended: workers it started may remain in its process group.
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
         if self._context is not None:
             self._context.close(signal.SIGKILL)
 
     def ended(self) -> dict[int, int]:
-        """Exit codes of the ranks that have ended, in the order of ranks."""
+        """Return the exit codes of ranks that have ended, in the order of ranks."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def ask_to_stop(self) -> None:
-        """Asks the ranks to stop at a step boundary. Not their process groups: workers are still needed."""
+        """Ask the ranks to stop at a step boundary. Workers in their process groups are still needed."""
         for process in self._processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -205,7 +205,7 @@ class Ranks:
         return {rank: handler.proc for rank, handler in handlers.items()}
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """What torchrun would set, and what makes the rank end with this process."""
+        """Return the variables that torchrun would set, and those that tie the rank to this process."""
         size = str(self.job.world_size)
         return {
             "RANK": str(rank),
@@ -222,7 +222,7 @@ class Ranks:
 
 
 def _logs_specs(folder: Path) -> LogsSpecs:
-    """Where ranks write: rank 0 speaks for all on the terminal, what the others print lies in the folder."""
+    """Send rank 0's output to the terminal and that of the other ranks to files in a folder."""
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
     class InOneFolder(LogsSpecs):

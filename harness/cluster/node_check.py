@@ -1,7 +1,7 @@
 """Checks of a job's nodes before its ranks start (``cluster.node_check``).
 
-srun starts this module once on every node. Each process prints what is wrong with its node: GPUs that are
-missing, in use by others or have errors, memory that is not free, a run folder that cannot be written.
+srun starts this module once on every node. Each process prints its node's faults: GPUs that are missing, in
+use by others or have errors, memory that is not free, a run folder that cannot be written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.errors import MachineError
 from harness.job import Job
 
 CHECK_SECONDS = 120
-# Of a node's or GPU's memory. A driver keeps under one per cent of a GPU to itself.
+# Fractions of a node's free memory and of a GPU's used memory. A driver uses less than 1 % of a GPU's memory.
 LEAST_FREE, MOST_USED = 0.05, 0.05
 _QUERY = "index,memory.used,memory.total,ecc.errors.uncorrected.volatile.total"
 
@@ -28,7 +28,7 @@ class UnfitNodes(MachineError):
     """Nodes that failed the check.
 
     Args:
-        faults: what is wrong, by the node's name.
+        faults: descriptions of the faults, by node name.
     """
 
     kind = "node"
@@ -42,7 +42,7 @@ def check_nodes(job: Job, run_dir: Path) -> None:
     """Check all nodes of this allocation.
 
     Raises:
-        UnfitNodes: some are not fit to run the job.
+        UnfitNodes: some nodes failed the check.
         SlurmError: the scheduler does not answer.
     """
     nodes, ranks = job.cluster.nodes_for(job.world_size)
@@ -52,26 +52,26 @@ def check_nodes(job: Job, run_dir: Path) -> None:
     command += ["--gpus", str(ranks if job.cluster.device == "cuda" else 0)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS)
-        said, answers = done.stderr, done.stdout
+        complaint, answers = done.stderr, done.stdout
     except subprocess.TimeoutExpired as error:
-        said, answers = "", error.stdout.decode() if isinstance(error.stdout, bytes) else ""
+        complaint, answers = "", error.stdout.decode() if isinstance(error.stdout, bytes) else ""
     found: dict[str, list[str]] = {}
     for line in answers.splitlines():
         if line.startswith("{"):
             found.update(json.loads(line))
     silent = [node for node in queue.own_nodes() if node not in found]
-    words = f"gave no answer within {CHECK_SECONDS} s" if not said else " ".join(said.split())
-    faults = {node: wrong for node, wrong in found.items() if wrong} | {node: [words] for node in silent}
+    fault = " ".join(complaint.split()) or f"gave no answer within {CHECK_SECONDS} s"
+    faults = {node: own for node, own in found.items() if own} | {node: [fault] for node in silent}
     if faults:
         raise UnfitNodes(faults)
 
 
 def faults_here(run_dir: Path, gpus: int) -> list[str]:
-    """What is wrong with this node.
+    """Return this node's faults; empty if it is fit.
 
     Args:
         run_dir: the folder that ranks write into.
-        gpus: GPUs that the job needs of it.
+        gpus: number of GPUs that the job needs on this node.
     """
     faults = [*_folder_faults(run_dir), *_memory_faults(Path("/proc/meminfo"))]
     return [*faults, *_gpu_faults(gpus)] if gpus else faults
@@ -102,17 +102,17 @@ def _gpu_faults(wanted: int) -> list[str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS / 2)
     except FileNotFoundError:
-        return ["there is no nvidia-smi"]
+        return ["nvidia-smi not found"]
     except subprocess.TimeoutExpired:
         return [f"nvidia-smi gave no answer within {CHECK_SECONDS // 2} s"]
     if done.returncode != 0:
         return [f"nvidia-smi: {' '.join((done.stdout + done.stderr).split())}"]
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    faults = [] if len(rows) >= wanted else [f"{len(rows)} of {wanted} GPUs are there"]
+    faults = [] if len(rows) >= wanted else [f"{len(rows)} of {wanted} GPUs found"]
     for index, used, total, errors in rows:
         if used.isdigit() and total.isdigit() and int(used) > MOST_USED * int(total):
             faults.append(f"GPU {index} has {int(used) / 1024:.1f} GiB of memory in use")
-        if errors.isdigit() and int(errors) > 0:  # a GPU without error correction has no number
+        if errors.isdigit() and int(errors) > 0:  # without error correction there is no number
             faults.append(f"GPU {index} has {errors} uncorrected memory errors")
     return faults
 

@@ -1,4 +1,4 @@
-"""Options of sbatch and srun that the harness sets itself, with the field to use in their place."""
+"""Options of sbatch and srun that the harness sets itself, and the job field to use instead."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OF_SBATCH = {
     "wrap": "cluster.setup",
 }
 
-# Options of srun (slurm.schedmd.com/srun.html). Of two equal ones srun takes the last, which is the user's.
+# Options of srun (slurm.schedmd.com/srun.html). If an option is given twice, srun uses the last, the user's.
 _OF_SRUN = {
     "cpus-per-task": "cluster.cpus_per_rank",
     "error": _RUN_FOLDER,
@@ -59,17 +59,17 @@ _SHORT |= {"o": "output", "W": "wait"}
 
 
 def check_sbatch(options: Mapping[str, Any], *, gres: bool) -> None:
-    """Raise ConfigError for a further option of sbatch that is no option, or that the harness sets.
+    """Raise ConfigError for an entry of ``cluster.sbatch`` that is not an option, or that the harness sets.
 
     Args:
-        options: values by the options' long names.
+        options: option values by long name.
         gres: whether the harness asks for GPUs by ``--gres``.
     """
     for option, value in options.items():
         field, name = f"cluster.sbatch.{option}", option.replace("_", "-")
         if len(name) < 2 or not name.replace("-", "").isalnum() or name.startswith("-"):
             raise ConfigError(
-                field, value, "must be a long name of an option", "cluster.sbatch.reservation=x"
+                field, value, "must be the long name of an option", "cluster.sbatch.reservation=x"
             )
         if (own := _own(name, _OF_SBATCH)) is not None:
             raise ConfigError(field, value, f"the harness sets --{own} itself", _OF_SBATCH[own])
@@ -81,7 +81,7 @@ def check_sbatch(options: Mapping[str, Any], *, gres: bool) -> None:
 
 
 def check_srun(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a further option of srun that the harness sets."""
+    """Raise ConfigError for an option in ``cluster.srun_args`` that the harness sets."""
     for argument in arguments:
         if argument.startswith("--"):
             own = _own(argument[2:].partition("=")[0], _OF_SRUN)
@@ -93,7 +93,7 @@ def check_srun(arguments: Sequence[str]) -> None:
 
 
 def _own(name: str, options: Mapping[str, str]) -> str | None:
-    """The option that a name stands for: both commands take the beginning of a name for the whole."""
+    """Return the option that a name selects: both commands accept abbreviated names."""
     if name in options:
         return name
     begun = [option for option in options if option.startswith(name)]

@@ -1,4 +1,4 @@
-"""What became of a job's ranks, told once: the cause, the exit code, and the run's row."""
+"""Find the cause of a failure, choose the exit code, and complete the run's row in ``result.json``."""
 
 from __future__ import annotations
 
@@ -22,58 +22,58 @@ LOG_LINES_SHOWN = 8
 
 
 class RankDied(MachineError):
-    """A rank ended without a word of ours: killed from outside, by the kernel, or by a library.
+    """A rank ended without recording an error: killed from outside, by the kernel, or by a library.
 
-    Its kind is what its last output speaks of, or else ``unknown``.
+    Without ``kind``, the kind is inferred from the end of its log, or else ``unknown``.
 
     Args:
-        rank: which.
+        rank: the rank.
         how: how it ended, e.g. ``signal 9 (SIGKILL)``.
-        logs: folder of what the ranks printed.
-        hint: what is known besides.
-        kind: its class, if that is known.
+        logs: folder of the ranks' logs.
+        hint: further text for the message.
+        kind: the failure class, if known.
     """
 
     def __init__(self, rank: int, how: str, logs: Path, *, hint: str = "", kind: str | None = None) -> None:
-        said = last_words(logs / f"rank{rank}.err")
-        self.kind = kind or kind_of_text(said) or "unknown"
-        super().__init__(f"rank {rank} ended with {how}{hint}{said}")
+        tail = last_lines(logs / f"rank{rank}.err")
+        self.kind = kind or kind_of_text(tail) or "unknown"
+        super().__init__(f"rank {rank} ended with {how}{hint}{tail}")
 
     @classmethod
     def by_code(cls, rank: int, exit_code: int, memory_kills: int | None, logs: Path) -> RankDied:
-        """A rank of this machine that ended with an exit code, negative for a signal.
+        """Describe a rank of this machine by its exit code.
 
         Args:
-            rank: which.
-            exit_code: its exit code.
-            memory_kills: processes the kernel killed for want of memory meanwhile; None if unknown.
-            logs: folder of what the ranks printed.
+            rank: the rank.
+            exit_code: its exit code, negative for a signal.
+            memory_kills: number of processes that the kernel's OOM killer killed meanwhile; None if unknown.
+            logs: folder of the ranks' logs.
         """
         if exit_code >= 0:
             return cls(rank, f"exit code {exit_code}", logs)
         how, hint, kind = f"signal {-exit_code} ({signal.Signals(-exit_code).name})", "", None
         if exit_code == -signal.SIGKILL:
-            hint = ": killed from outside, or by the kernel for want of memory"
+            hint = ": killed from outside, or by the kernel's OOM killer"
             if memory_kills:
                 kind = "out_of_memory"
-                hint = f": the kernel killed {memory_kills} process(es) for want of memory meanwhile"
+                hint = f": the kernel's OOM killer killed {memory_kills} process(es) meanwhile"
         elif exit_code == -signal.SIGTERM:
             hint = ": ended from outside"
         return cls(rank, how, logs, hint=hint, kind=kind)
 
 
-def last_words(log: Path) -> str:
-    """The end of a log, as it is added to a message; empty when there is none."""
+def last_lines(log: Path) -> str:
+    """Return the end of a log, formatted to follow a message; empty if there is no log."""
     try:
         tail = log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
     except OSError:
         return ""
-    return "".join(f"\n  {line}" for line in ["its last words:", *tail]) if tail else ""
+    return "".join(f"\n  {line}" for line in ["last lines of its log:", *tail]) if tail else ""
 
 
 @contextmanager
 def memory_kills() -> Iterator[Any]:
-    """Yields a function that counts the kernel's out-of-memory kills on this machine since then."""
+    """Yield a function that counts the kernel's out-of-memory kills on this machine since entry."""
     before = _count_memory_kills()
 
     def since() -> int | None:
@@ -92,10 +92,10 @@ def _count_memory_kills() -> int | None:
 
 
 def settle(job: Job, folder: RunFolder, code: int, *, quiet: bool = False) -> int:
-    """Shows the cause unless quiet, completes the run's row where no rank could, decides the exit code."""
+    """Show the cause unless quiet, complete the run's row where no rank could, and return the exit code."""
     error = folder.first_error() if code != EXIT_OK else None
     if code in STOPPED and error is not None and error["kind"] in VICTIMS:
-        # Ranks that stop or are killed at different moments make errors of each other; nothing went wrong.
+        # Ranks that stop or are killed at different moments cause errors in each other, not failures.
         error = None
     if error is not None and error["kind"] == "collective_timeout":
         error = _name_absent(folder, error)
@@ -105,33 +105,33 @@ def settle(job: Job, folder: RunFolder, code: int, *, quiet: bool = False) -> in
             sys.stderr.write(account_of(error, job.world_size, folder))
             sys.stderr.flush()
     if code == EXIT_INTERRUPTED and can_resume(job, folder.path):
-        code = EXIT_RESUMABLE  # not from where it was stopped, but from a checkpoint before
+        code = EXIT_RESUMABLE  # from an earlier checkpoint, not from where it was stopped
     reason = "completed" if code == EXIT_OK else "interrupted" if code in STOPPED else "failed"
     try:
         folder.settle(job, reason, code)
     except Exception:
-        # The cause is told; that it could not be written down comes second.
+        # The cause has been shown; failing to write it is secondary.
         traceback.print_exc()
     return code
 
 
 def _name_absent(folder: RunFolder, error: dict[str, Any]) -> dict[str, Any]:
-    """Add the ranks that were waited for to the error of the rank that waited."""
+    """Add the ranks that did not reach the collective to the error of the rank that waited for them."""
     absent = absent_ranks(folder.path, error)
     if not absent or "absent_ranks" in error:
         return error
     who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
-    message = f"{who} did not come to the collective that rank {error['rank']} waited in: {error['message']}"
+    message = f"{who} did not reach the collective that rank {error['rank']} waited in: {error['message']}"
     error = {**error, "message": message, "absent_ranks": absent}
     folder.rewrite_error(error)
     return error
 
 
 def account_of(error: dict[str, Any], world_size: int, folder: RunFolder) -> str:
-    """What the user reads of a failure.
+    """Format a failure for the user.
 
-    A mistake of theirs and numbers gone wrong are one line; a bug comes with its traceback; a fault of the
-    machine with the rank, the step and the operation.
+    A user error and non-finite numbers take one line. A bug includes its traceback, a machine failure the
+    rank, the step and the operation.
     """
     if error["kind"] in ("user", "non_finite"):
         return f"error: {error['message']}\n"
@@ -145,5 +145,5 @@ def account_of(error: dict[str, Any], world_size: int, folder: RunFolder) -> str
         text += f"  in {error['where']}\n"
     stacks = folder.path / FLIGHT_RECORDER
     if error["kind"] == "collective_timeout" and stacks.is_dir():
-        text += f"  which collective it was, and where every rank stood: {stacks}\n"
-    return f"{text}  errors and logs of all ranks lie in {folder.path}\n"
+        text += f"  the collective and each rank's position: {stacks}\n"
+    return f"{text}  errors and logs of all ranks: {folder.path}\n"

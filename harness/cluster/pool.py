@@ -1,6 +1,6 @@
-"""A pool of ranks that stay up between jobs: starting eight Pythons per layout is what makes a matrix slow.
+"""A pool of rank processes that are reused between jobs: starting eight Pythons per layout is slow.
 
-Each job gets fresh process groups over the first ranks of the pool. After a job that failed or hung the
+Each job gets new process groups over the first ranks of the pool. After a job that failed or hung the
 pool starts new ranks, because gloo's connections do not survive an error. Ranks are forked from a server
 process that has imported torch once (multiprocessing's ``forkserver``), so a new rank costs milliseconds.
 """
@@ -26,9 +26,9 @@ from harness.cluster.lifeline import end_when
 from harness.errors import HarnessError
 from harness.failures import is_consequence
 
-# After the first failure of a job: time for the others to tell theirs, which may be the cause.
-HEARING_SECONDS = 0.5
-# What the server imports before it forks ranks; the engine imports torch and nearly all of the harness.
+# Wait after a job's first failure for failures of the other ranks, which may be the cause.
+GRACE_SECONDS = 0.5
+# Modules that the server imports before it forks ranks; the engine imports torch and most of the harness.
 _PRELOADED = ["harness.loop.engine", "harness.loop.batches"]
 
 
@@ -39,11 +39,11 @@ class RankFailed(HarnessError):
 class RankPool:
     """``size`` CPU ranks that run functions together.
 
-    They end with this process, however it ends.
+    The ranks end with this process, however it ends.
 
     Args:
-        size: the most ranks a job may have.
-        timeout_seconds: how long one job may take.
+        size: maximum number of ranks of a job.
+        timeout_seconds: maximum duration of a job.
     """
 
     def __init__(self, size: int, timeout_seconds: float = 300.0) -> None:
@@ -53,7 +53,7 @@ class RankPool:
         self._start()
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Runs ``function(*arguments)`` on some ranks with a process group; returns what each returned.
+        """Run ``function(*arguments)`` on some ranks with a process group; return each rank's result.
 
         Args:
             world_size: number of ranks, at most ``size``.
@@ -61,7 +61,7 @@ class RankPool:
             arguments: picklable.
 
         Raises:
-            RankFailed: with the traceback of the rank that raised first; the next job gets new ranks.
+            RankFailed: a rank failed; the message has the cause's traceback. The next job gets new ranks.
         """
         assert 1 <= world_size <= self.size, f"{world_size} ranks of {self.size}"
         if not self._ranks:
@@ -69,19 +69,18 @@ class RankPool:
         self._job += 1
         try:
             store = str(Path(self._folder.name) / f"store{self._job}")
-            with contextlib.suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # of a dead rank; collecting tells
+            # A dead rank is reported by _collect.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 for _, connection in self._ranks[:world_size]:
                     connection.send((world_size, store, function, arguments))
             return self._collect(world_size)
         except BaseException:
-            # Whatever it was, also ^C: the ranks may be in the middle of the job.
+            # After any error, also ^C, the ranks may be in the middle of the job.
             self.close()
             raise
 
     def close(self) -> None:
-        """Ends the ranks."""
+        """End the ranks."""
         for process, connection in self._ranks:
             connection.close()
             process.kill()
@@ -109,7 +108,7 @@ class RankPool:
             self._ranks.append((process, ours))
 
     def _collect(self, world_size: int) -> list[Any]:
-        """Waits for all answers, or for the first failure and what the others have to say about it."""
+        """Wait for all answers; after the first failure, only briefly for failures of the other ranks."""
         deadline = time.monotonic() + self.timeout_seconds
         pending = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])}
         results: list[Any] = [None] * world_size
@@ -125,12 +124,12 @@ class RankPool:
                 if ok:
                     results[rank] = value
                 else:
-                    deadline = min(deadline, time.monotonic() + HEARING_SECONDS) if not failures else deadline
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS) if not failures else deadline
                     failures.append((rank, value))
         if failures:
-            # The rank whose peers are gone can be heard before the one that went.
-            rank, told = min(failures, key=lambda failure: is_consequence(failure[1]))
-            raise RankFailed(f"rank {rank} of {world_size}: {told}")
+            # A rank that lost its peer may answer before the peer's failure is known.
+            rank, failure = min(failures, key=lambda each: is_consequence(each[1]))
+            raise RankFailed(f"rank {rank} of {world_size}: {failure}")
         if pending:
             ranks = ", ".join(map(str, sorted(pending.values())))
             raise RankFailed(f"no answer from rank {ranks} of {world_size} in {self.timeout_seconds:g} s")
@@ -141,13 +140,13 @@ class RankPool:
             return connection.recv()
         except (EOFError, ConnectionResetError):
             process, _ = self._ranks[rank]
-            process.join(HEARING_SECONDS)
+            process.join(GRACE_SECONDS)
             return False, f"the process died (exit code {process.exitcode})"
 
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Sets environment variables while a child is started, which inherits them."""
+    """Set environment variables while a child is started that inherits them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -161,10 +160,10 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Empties what DTensor remembers of the meshes of a job that is over.
+    """Clear DTensor's caches, which hold the meshes of the finished job.
 
-    Another job could be given their process groups, which are gone. And a group of gloo's has threads for as
-    long as somebody holds it, which wake fifty times a second: after a hundred jobs that takes whole cores.
+    The next job could get process groups from them that no longer exist. And as long as a gloo group is
+    referenced, its threads wake fifty times a second: after a hundred jobs they use several cores.
     """
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -177,7 +176,7 @@ def _forget_meshes() -> None:
 
 def _serve(rank: int, connection: Connection) -> None:
     """Run jobs as one rank of the pool until the owner closes the connection."""
-    # A ^C on the terminal reaches the ranks too; their owner decides, and they end with it.
+    # ^C on the terminal reaches the ranks too. Their owner handles it, and they end with the owner.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     owner = mp.parent_process()
     assert owner is not None
@@ -194,14 +193,14 @@ def _serve(rank: int, connection: Connection) -> None:
             world_size, store, function, arguments = connection.recv()
         except EOFError:
             return
-        except Exception:  # of unpickling: a function that cannot be imported here
+        except Exception:  # unpickling failed: the function cannot be imported here
             connection.send((False, traceback.format_exc()))
             continue
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-            # Setting up is no meeting: a rank that is done with its job could take its connections down
-            # while another still makes them.
+            # init_process_group does not synchronize: a rank that finishes its job early could close its
+            # connections while another rank still opens them.
             dist.barrier()
             value = function(*arguments)
             dist.destroy_process_group()
@@ -210,4 +209,4 @@ def _serve(rank: int, connection: Connection) -> None:
             _forget_meshes()
         except BaseException:
             connection.send((False, traceback.format_exc()))
-            # Stays until it is ended: as long as its connections stand, the peers do not fail too.
+            # Wait to be killed: while this rank's connections are open, its peers do not fail too.

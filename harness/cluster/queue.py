@@ -1,4 +1,4 @@
-"""SLURM's commands: list jobs, ask for their states, requeue and cancel them. Imports no torch.
+"""SLURM's commands: submit, list, requeue and cancel jobs, and read their states. Imports no torch.
 
 A job id here is as ``squeue`` prints it: ``123``, or ``123_4`` for a task of an array.
 """
@@ -24,7 +24,7 @@ COMMAND_SECONDS = 60
 # sbatch tries for a minute to reach a scheduler that does not answer.
 ANSWER_SECONDS = 5
 UPDATE_ATTEMPTS = 5
-LONGEST_COMMAND = 200  # characters of a command that a message repeats
+LONGEST_COMMAND = 200  # characters of a command that an error message shows
 _SEPARATOR = "|"
 
 
@@ -35,8 +35,8 @@ class Queued:
     Attributes:
         id: its id.
         name: its name.
-        state: SLURM's long word, e.g. PENDING, RUNNING, COMPLETING.
-        reason: why it waits; ``None`` as a text if it does not.
+        state: SLURM's long state name, e.g. PENDING, RUNNING, COMPLETING.
+        reason: why it waits; the string ``None`` if it does not.
     """
 
     id: str
@@ -45,12 +45,12 @@ class Queued:
     reason: str
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether it has no nodes (yet, or again)."""
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
 
 
-# States of a job that is over (slurm.schedmd.com/squeue.html, JOB STATE CODES).
+# States of a job that has ended (slurm.schedmd.com/squeue.html, JOB STATE CODES).
 ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
@@ -58,10 +58,10 @@ ENDED = (
 
 
 class Jobs:
-    """Jobs that one call of squeue has listed, with those that ended within the last minutes.
+    """Jobs listed by one call of squeue, including those that ended within the last minutes.
 
     Args:
-        listed: the jobs; a task of an array is a job.
+        listed: the jobs; each array task counts as a job.
     """
 
     def __init__(self, listed: Iterable[Queued]) -> None:
@@ -76,11 +76,11 @@ class Jobs:
 
     @property
     def live(self) -> list[Queued]:
-        """Jobs that are not over."""
+        """Jobs that have not ended."""
         return list(self._by_id.values())
 
     def candidates(self, job_id: str | None, name: str) -> list[Queued]:
-        """Jobs that are not over and have this id, or this name where no id is given."""
+        """Return jobs that have not ended and have this id, or this name if no id is given."""
         if job_id is None:
             return self._by_name[name]
         return [self._by_id[job_id]] if job_id in self._by_id else []
@@ -99,7 +99,7 @@ class SlurmError(MachineError):
 
 
 def require_slurm() -> None:
-    """Raises UserError where SLURM's commands are missing."""
+    """Raise UserError if SLURM's commands are missing."""
     _require_configuration()
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise UserError(
@@ -109,7 +109,7 @@ def require_slurm() -> None:
 
 
 def _require_configuration() -> None:
-    """Raises UserError if the configuration is not there; SLURM's commands would wait a minute for it."""
+    """Raise UserError if the configuration is missing; SLURM's commands would wait a minute for it."""
     path = os.environ.get("SLURM_CONF")
     if path and not os.access(path, os.R_OK):
         raise UserError(f"SLURM_CONF={path}: this file cannot be read")
@@ -128,15 +128,15 @@ def submit_script(script: Path) -> str:
         out, err = process.communicate(timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
         where = os.environ.get("SLURM_CONF")
-        said = f" (SLURM_CONF={where})" if where else ""
-        sys.stderr.write(f"waiting for sbatch, which has not reached the scheduler yet{said}\n")
+        source = f" (SLURM_CONF={where})" if where else ""
+        sys.stderr.write(f"waiting for sbatch, which has not reached the scheduler yet{source}\n")
         out, err = process.communicate()
     number, _, _ = out.strip().partition(";")  # the name of the cluster may follow
     if process.returncode != 0 or not number.isdigit():
-        said = " ".join((err or out).split()) or f"exit code {process.returncode}"
-        if "Unable to contact slurm controller" in said or "Socket timed out" in said:
-            raise SlurmError(f"sbatch: {said}")
-        raise UserError(f"sbatch refuses the job: {said}")
+        message = " ".join((err or out).split()) or f"exit code {process.returncode}"
+        if "Unable to contact slurm controller" in message or "Socket timed out" in message:
+            raise SlurmError(f"sbatch: {message}")
+        raise UserError(f"sbatch refuses the job: {message}")
     return number
 
 
@@ -153,7 +153,7 @@ def jobs() -> Jobs:
 def _listed(which: str) -> list[Queued]:
     form = _SEPARATOR.join(("%i", "%j", "%T", "%r"))
     lines = _run("squeue", "--noheader", "--array", "--states=all", which, f"--format={form}")
-    # A name may hold anything, so it is what is left between the others.
+    # A name may contain the separator, so the other fields are split off first.
     found = []
     for line in lines.splitlines():
         ident, _, rest = line.strip().partition(_SEPARATOR)
@@ -163,7 +163,7 @@ def _listed(which: str) -> list[Queued]:
 
 
 def describe(job_id: str) -> dict[str, str]:
-    """What ``scontrol show job`` says of a job, by its own names; empty when SLURM has forgotten it.
+    """Return the fields of ``scontrol show job``; empty if SLURM has forgotten the job.
 
     Raises:
         SlurmError: the scheduler does not answer.
@@ -171,7 +171,7 @@ def describe(job_id: str) -> dict[str, str]:
     try:
         text = _run("scontrol", "show", "job", "--oneliner", job_id)
     except SlurmError as error:
-        # The latter of a task of an array.
+        # The second message is for array tasks.
         if "Invalid job id" in str(error) or f"Job {job_id} not found" in str(error):
             return {}
         raise
@@ -179,9 +179,9 @@ def describe(job_id: str) -> dict[str, str]:
 
 
 def last_states(job_ids: Sequence[str]) -> dict[str, str]:
-    """The states of jobs of any user, by id, running or over; a job that SLURM has forgotten is missing.
+    """Return the states of any users' jobs by id, running or ended, except those that SLURM has forgotten.
 
-    The controller is asked first, then the accounting database if there is one; one question each.
+    Queries the controller first, then the accounting database if there is one, with one call each.
 
     Raises:
         SlurmError: the scheduler does not answer.
@@ -191,7 +191,7 @@ def last_states(job_ids: Sequence[str]) -> dict[str, str]:
     try:
         states = Jobs(_listed(f"--jobs={','.join(job_ids)}")).states
     except SlurmError as error:
-        if "Invalid job id" not in str(error):  # what squeue says if it knows none of them
+        if "Invalid job id" not in str(error):  # squeue's message if it knows none of them
             raise
         states = {}
     unknown = [job_id for job_id in job_ids if job_id not in states]
@@ -199,7 +199,7 @@ def last_states(job_ids: Sequence[str]) -> dict[str, str]:
 
 
 def _accounted(job_ids: Sequence[str]) -> dict[str, str]:
-    """The states of jobs in the accounting database; empty where there is none."""
+    """Return the states of jobs in the accounting database; empty if there is none."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
     try:
@@ -207,21 +207,21 @@ def _accounted(job_ids: Sequence[str]) -> dict[str, str]:
             "sacct", "--noheader", "--parsable2", "-X", "--format=JobID,State", "-j", ",".join(job_ids)
         )
     except SlurmError:
-        return {}  # sacct is there, and accounting is not
+        return {}  # sacct is installed, but accounting is not configured
     pairs = (line.split(_SEPARATOR, 1) for line in lines.splitlines() if _SEPARATOR in line)
     return {job_id: state.split()[0] for job_id, state in pairs if state}  # CANCELLED by 1000
 
 
-# What SLURM makes of a limit that is UNLIMITED.
+# The limit that SLURM uses for UNLIMITED.
 UNLIMITED_MINUTES = 365 * 24 * 60
 
 
 @functools.cache
 def partition_minutes(partition: str | None) -> int:
-    """The time limit in minutes of a job that names none: the partition's default, or else its largest.
+    """Return the time limit in minutes of a job without one: the partition's default, or else its maximum.
 
     Args:
-        partition: one, or several with commas between, the longest of which counts; None is the default one.
+        partition: one, or several separated by commas, whose longest limit counts; None is the default one.
 
     Raises:
         SlurmError: the scheduler does not answer.
@@ -240,21 +240,21 @@ def _minutes(limit: str) -> int:
 
 
 def _facts(line: str) -> dict[str, str]:
-    """The values of a line of ``scontrol show --oneliner``."""
+    """Parse a line of ``scontrol show --oneliner``."""
     return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 
 def requeue(job_id: str) -> None:
-    """Puts a running job back into the queue, under its id; SLURM ends its processes.
+    """Requeue a running job under its id; SLURM ends its processes.
 
     Raises:
-        SlurmError: it cannot be.
+        SlurmError: the job cannot be requeued.
     """
     _run("scontrol", "requeue", job_id)
 
 
 def own_nodes() -> list[str]:
-    """The nodes of the allocation that this process runs in.
+    """Return the nodes of the allocation that this process runs in.
 
     Raises:
         SlurmError: the scheduler does not answer.
@@ -263,12 +263,13 @@ def own_nodes() -> list[str]:
 
 
 def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
-    """Put the running job that this process belongs to back into the queue, and exclude nodes from it.
+    """Requeue the job that this process belongs to, and exclude nodes from it.
 
-    SLURM takes the exclusion from a job that waits only. It does not start this one while it has processes.
+    SLURM changes the excluded nodes of waiting jobs only. It does not start the job again before its
+    processes have ended.
 
     Raises:
-        SlurmError: it cannot be.
+        SlurmError: the job cannot be requeued, or the nodes cannot be excluded.
     """
     before = describe(job_id).get("ExcNodeList", "(null)")
     excluded = ",".join([*nodes] if before == "(null)" else [before, *nodes])
@@ -284,17 +285,17 @@ def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
 
 
 def cancel(job_ids: Sequence[str]) -> None:
-    """End jobs, waiting or running, by one call of scancel; those that have just ended are left as they are.
+    """Cancel waiting and running jobs by one call of scancel; ignore jobs that have already ended.
 
     Raises:
-        SlurmError: one of them cannot be ended.
+        SlurmError: a job cannot be cancelled.
     """
     if not job_ids:
         return
     try:
         _run("scancel", *_as_arrays(job_ids))
     except SlurmError as error:
-        if not error.lines:  # it is not there, or does not answer
+        if not error.lines:  # scancel is missing, or does not answer
             raise
         complaints = [line for line in error.lines if "Invalid job id" not in line]
         if complaints:
@@ -302,7 +303,7 @@ def cancel(job_ids: Sequence[str]) -> None:
 
 
 def _as_arrays(job_ids: Sequence[str]) -> list[str]:
-    """Ids with the tasks of each array in one: ``5_[0,1,7]``, which scancel ends by one message."""
+    """Merge the tasks of each array into one id, ``5_[0,1,7]``, which scancel cancels by one message."""
     tasks: dict[str, list[str]] = defaultdict(list)
     for job_id in job_ids:
         array, _, task = job_id.partition("_")
@@ -313,7 +314,7 @@ def _as_arrays(job_ids: Sequence[str]) -> list[str]:
 
 
 def _run(*command: str) -> str:
-    # What the user has set for looking at the queue would hide jobs from us.
+    # The user's settings for squeue could hide jobs.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
         done = subprocess.run(
@@ -324,8 +325,8 @@ def _run(*command: str) -> str:
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]}: no answer within {COMMAND_SECONDS} s") from None
     if done.returncode != 0:
-        # scontrol says on its stdout that it does not know a task of an array.
+        # scontrol reports unknown array tasks on stdout.
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        said = " ".join(" ".join(lines).split()) or f"exit code {done.returncode}"
-        raise SlurmError(f"{command[0]} {' '.join(command[1:])[:LONGEST_COMMAND]}: {said}", lines)
+        message = " ".join(" ".join(lines).split()) or f"exit code {done.returncode}"
+        raise SlurmError(f"{command[0]} {' '.join(command[1:])[:LONGEST_COMMAND]}: {message}", lines)
     return done.stdout

@@ -1,8 +1,8 @@
-"""Jobs as SLURM gets them: resources from the layout, one sbatch script, submitted by submitit.
+"""SLURM jobs: derive resources from the layout, write one sbatch script with submitit, and submit it.
 
 The script runs ``harness.cluster.batch``: one process on the first node, which starts the ranks by ``srun``,
-one task for each. All that it reads is written before it is submitted, so it can be submitted again
-by hand: ``sbatch RUN_DIR/slurm/job.sh``.
+one task each. Everything that the script reads is written before it is submitted, so it can be submitted
+again by hand: ``sbatch RUN_DIR/slurm/job.sh``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from harness.metrics.atomic import write_atomically
 
 @dataclass(frozen=True)
 class Shape:
-    """What SLURM is asked for; jobs of one shape make one array.
+    """The resources that a job requests; jobs of equal shape form one array.
 
     Attributes:
         nodes: number of nodes.
-        ranks_per_node: ranks on each of them.
-        options: the options of sbatch, sorted.
-        exports: lines of shell that set the job's environment.
-        setup: the user's lines of shell before the job.
+        ranks_per_node: ranks per node.
+        options: sbatch options, sorted.
+        exports: shell lines that set the job's environment.
+        setup: the user's shell lines before the job.
     """
 
     nodes: int
@@ -46,7 +46,7 @@ class Shape:
     setup: tuple[str, ...]
 
     def describe(self) -> str:
-        """E.g. ``2 nodes x 8 ranks``."""
+        """Return the shape as text, e.g. ``2 nodes x 8 ranks``."""
         return f"{_count(self.nodes, 'node')} x {_count(self.ranks_per_node, 'rank')}"
 
 
@@ -55,12 +55,12 @@ def _count(number: int, what: str) -> str:
 
 
 def shape_of(job: Job) -> Shape:
-    """What a resolved job takes."""
+    """Return the resources of a resolved job."""
     config = job.cluster
     nodes, ranks_per_node = config.nodes_for(job.world_size)
     options: dict[str, Any] = {
         "nodes": nodes,
-        # srun starts the tasks, but sbatch has to know how many CPUs they need.
+        # srun starts the tasks, but sbatch must reserve their CPUs.
         "ntasks-per-node": ranks_per_node,
         "cpus-per-task": config.cpus_per_rank,
         "partition": config.partition,
@@ -88,20 +88,20 @@ def shape_of(job: Job) -> Shape:
 
 
 def _environment(config: ClusterConfig) -> dict[str, Any]:
-    """The variables of a job; the user's own win over those that follow from other fields."""
+    """Return a job's environment variables; ``cluster.env`` overrides those derived from other fields."""
     network = {} if config.ib_hca is None else {"NCCL_IB_HCA": config.ib_hca}
     if config.socket_ifname is not None:
-        # Without the equals sign NCCL takes a name for the beginning of names; gloo does not.
+        # Without the equals sign NCCL treats a name as a prefix; gloo does not.
         network["NCCL_SOCKET_IFNAME"] = f"={config.socket_ifname}"
         network["GLOO_SOCKET_IFNAME"] = config.socket_ifname
     return {**network, **config.env}
 
 
 def device_hours(job: Job) -> float | None:
-    """The most a job may cost until its time limit: its ranks, or whole nodes if it has them for itself.
+    """Return the maximum cost of a job until its time limit: of its ranks, or of its nodes if exclusive.
 
     Returns:
-        None if the limit is the partition's and there is no SLURM here to ask for it.
+        device-hours; None if the time limit is the partition's and there is no SLURM here to read it from.
 
     Raises:
         SlurmError: the scheduler does not answer.
@@ -117,15 +117,15 @@ def device_hours(job: Job) -> float | None:
 
 
 class Submission:
-    """Jobs of one shape, submitted as one: a job array if they are several.
+    """Jobs of one shape, submitted together: several form a job array.
 
     Args:
         jobs: the resolved jobs.
         run_dirs: their run folders, begun with the state ``submitted`` when ``submit`` is called.
-        home: the folder of the run or the sweep, which takes SLURM's logs and the copy of the code.
-        name: what SLURM calls it; by it the job is found again if this process dies at the wrong moment.
-        at_once: how many of them may run at once; None means what ``cluster.max_running`` says.
-        after: ids of jobs that have to end first, whatever their end.
+        home: the folder of the run or the sweep, for SLURM's logs and the copy of the code.
+        name: SLURM's job name; it identifies the job if this process dies before it has stored the job id.
+        at_once: maximum number of jobs that run at once; None means ``cluster.max_running``.
+        after: ids of jobs that must end first, successfully or not.
     """
 
     def __init__(
@@ -144,19 +144,19 @@ class Submission:
         self.home, self.name, self.shape = home.absolute(), name, shapes.pop()
         self.at_once = min(job.cluster.max_running for job in jobs) if at_once is None else at_once
         self.after = after
-        # Not a folder for each job: SLURM opens its output before submitit could make it.
+        # Not one folder per job: SLURM opens the log before submitit could create the folder.
         self.folder = self.home / "slurm"
-        # Whether sbatch was started: the job may then be in the queue, whatever becomes of this process.
-        self.is_asked = False
-        # A sweep's folder takes several.
+        # Whether sbatch was started: then the job may be in the queue even if this process fails.
+        self.is_sent = False
+        # A sweep's folder holds several scripts.
         self._stem = "job" if self.run_dirs == [self.home] else Path(name).name
 
     def script(self, *, planned: bool = False) -> str:
-        """The sbatch script.
+        """Return the sbatch script.
 
         Args:
-            planned: nothing is in the run folder yet. SLURM then writes its log into the working folder: it
-                opens the log before it starts the script, and a job whose log it cannot open says nothing.
+            planned: the run folder does not exist yet, so SLURM's log goes into the working folder. SLURM
+                opens the log before it starts the script; if it cannot, the job fails silently.
         """
         from submitit.slurm.slurm import _make_sbatch_string
 
@@ -173,16 +173,16 @@ class Submission:
 
     @property
     def script_path(self) -> Path:
-        """Where ``submit`` writes the script."""
+        """Path where ``submit`` writes the script."""
         return self.folder / f"{self._stem}.sh"
 
     @property
     def _list_path(self) -> Path:
-        """Where ``submit`` writes the run folders of an array, one a line."""
+        """Path where ``submit`` writes the run folders of an array, one per line."""
         return self.folder / f"{self._stem}.runs"
 
     def _command(self) -> str:
-        """The command that runs the job."""
+        """Return the command that runs the job."""
         several = len(self.jobs) > 1
         command = [sys.executable, "-u", "-m", "harness.cluster.batch"]
         command += ["--list", str(self._list_path)] if several else [str(self.run_dirs[0])]
@@ -191,11 +191,11 @@ class Submission:
         return shlex.join(command)
 
     def submit(self) -> list[str]:
-        """Submits; returns the job ids, in the order of the jobs.
+        """Submit the jobs; return their ids, in the order of the jobs.
 
         Raises:
             UserError: there is no SLURM here, or it refuses the job.
-            SlurmError: SLURM cannot be talked to.
+            SlurmError: SLURM does not answer.
         """
         require_slurm()
         check_shell(self.shape.setup)
@@ -208,21 +208,21 @@ class Submission:
         ]
         for run_dir, ticket in zip(self.run_dirs, tickets, strict=True):
             ticket.write(run_dir)
-        # All that the job reads is written before it is submitted: this process may die at any moment.
+        # Write everything that the job reads before submitting it: this process may die at any moment.
         if several:
             write_atomically(self._list_path, "".join(f"{path}\n" for path in self.run_dirs).encode())
         write_atomically(self.script_path, self.script().encode())
-        self.is_asked = True
+        self.is_sent = True
         number = self._sbatch()
         ids = [f"{number}_{ticket.index}" if several else number for ticket in tickets]
         for run_dir, ticket, ident in zip(self.run_dirs, tickets, ids, strict=True):
-            # The job may have started meanwhile, and says the same and more.
+            # The job may have started meanwhile and written a newer ticket.
             if (Ticket.read(run_dir) or ticket).job_id is None:
                 replace(ticket, job_id=ident).write(run_dir)
         return ids
 
     def _sbatch(self) -> str:
-        """Submits the script; returns the job's number."""
+        """Submit the script; return the job's number."""
         with _environment_for_submitting(self.shape):
             return submit_script(self.script_path)
 
@@ -233,8 +233,8 @@ class Submission:
             "stderr_to_stdout": True,
             "array_parallelism": self.at_once,
             "setup": self._setup(),
-            # submitit would ask for five minutes where no time is given, and name a key that clusters without
-            # accounting by key refuse.
+            # submitit's defaults are a time limit of five minutes, and a wckey, which clusters without
+            # accounting by wckey refuse.
             "time": None,
             "wckey": None,
             "additional_parameters": self._options(),
@@ -248,12 +248,12 @@ class Submission:
         return options
 
     def _setup(self) -> list[str]:
-        """The lines of the script before its command."""
+        """Return the script's lines before its command."""
         several = len(self.jobs) > 1
         needed = self._list_path if several else self.run_dirs[0] / "job.json"
         missing = f"error: {needed} is missing: submit the job with the harness, and without cluster.dry_run"
         lines = [
-            # Signals that would end bash before the job's process, which handles them, takes its place.
+            # These signals would end bash before it execs the job's process, which handles them.
             "trap : TERM USR2",
             f"[ -f {shlex.quote(str(needed))} ] || {{ echo {shlex.quote(missing)} >&2; exit 2; }}",
             *self.shape.exports,
@@ -261,7 +261,7 @@ class Submission:
         code = ""
         if self.jobs[0].cluster.snapshot:
             path = shlex.quote(str(snapshot_path(self.home)))
-            # PYTHONSAFEPATH, or else `python -m` would look into the working folder first.
+            # Without PYTHONSAFEPATH `python -m` would import from the working folder first.
             code = f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1"
         if self.shape.setup:
             lines += [*_BEFORE_SETUP.format(code=code or ":", command=self._command()).splitlines()]
@@ -269,9 +269,9 @@ class Submission:
         return [*lines, code] if code else lines
 
 
-# A line that fails ends the job, and the harness records which one it was. DEBUG sees a line before it runs,
-# but not the lines of functions and of files that it reads; the EXIT trap itself counts as line 1. A job that
-# is cancelled has no failed line.
+# A line that fails ends the job, and the harness records the line. The DEBUG trap runs before each line, but
+# not for lines of functions and sourced files; the EXIT trap itself counts as line 1. A cancelled job has no
+# failed line.
 _BEFORE_SETUP = """\
 setup_failed() {{
   trap - EXIT DEBUG
@@ -290,17 +290,17 @@ trap - EXIT DEBUG"""
 
 
 def check_shell(lines: Sequence[str]) -> None:
-    """Raises ConfigError for lines of ``cluster.setup`` that bash cannot read."""
+    """Raise ConfigError for lines of ``cluster.setup`` that bash cannot parse."""
     bash = shutil.which("bash")
     if not lines or bash is None:
         return
     done = subprocess.run([bash, "-n"], input="\n".join(lines) + "\n", capture_output=True, text=True)
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()[0].partition(": ")[2]
-        raise ConfigError("cluster.setup", list(lines), f"bash cannot read it: {said}")
+        message = done.stderr.strip().splitlines()[0].partition(": ")[2]
+        raise ConfigError("cluster.setup", list(lines), f"bash cannot read it: {message}")
 
 
-# The user's own defaults for sbatch, which count where the job says nothing.
+# The user's defaults for sbatch, used for options that the job does not set.
 _DEFAULTS = {
     f"SBATCH_{name.upper()}": name for name in ("account", "partition", "qos", "constraint", "reservation")
 }
@@ -308,14 +308,14 @@ _DEFAULTS = {
 
 @contextmanager
 def _environment_for_submitting(shape: Shape) -> Iterator[None]:
-    """Takes away what would speak for the job: an allocation around us, variables that win over scripts."""
+    """Remove variables of a surrounding allocation, and those that would override the script's options."""
     from submitit.helpers import clean_env
 
-    said = dict(shape.options)
+    options = dict(shape.options)
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name == "SLURM_CONF" or _DEFAULTS.get(name, "") not in ("", *said)
+        if name == "SLURM_CONF" or _DEFAULTS.get(name, "") not in ("", *options)
     }
     with clean_env():
         os.environ.update(kept)

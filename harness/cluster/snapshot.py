@@ -1,4 +1,4 @@
-"""A copy of the code beside the runs it is for, so that what waits in a queue is not changed by editing."""
+"""Copy the code next to the runs that use it, so that edits do not change jobs that wait in a queue."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pathlib import Path
 from harness.errors import DISK_FULL, MachineError, UserError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# Modules, the configurations of an installed package, and tokenizers. Other files are no code.
+# Modules, configurations of an installed package, and tokenizers. Other files are not copied.
 _SUFFIXES = (".py", ".yaml", ".model")
 LARGEST_BYTES = 10_000_000
-_WORKS = "would work: elsewhere than in the package, or cluster.snapshot=false"
+_WORKS = "would work: a place outside of the package, or cluster.snapshot=false"
 
 
 @dataclass(frozen=True)
 class _File:
-    """A file of the package: path in it, permissions, and content, which is read once."""
+    """A file of the package: its path in the package, permissions, and content, which is read once."""
 
     path: str
     mode: int
@@ -31,7 +31,7 @@ class _File:
 
 
 def snapshot_path(home: Path) -> Path:
-    """Where the code as it is now lies, or would lie: ``home/code/<digest>``, to be put on PYTHONPATH.
+    """Return the folder for a copy of the current code, ``home/code/<digest>``, to be put on PYTHONPATH.
 
     Args:
         home: the folder of the run or the sweep.
@@ -43,11 +43,11 @@ def snapshot_path(home: Path) -> Path:
 
 
 def take_snapshot(home: Path) -> Path:
-    """Copies the ``harness`` package there, unless that very code lies there already; returns the folder.
+    """Copy the ``harness`` package to ``snapshot_path(home)`` unless it exists; return the folder.
 
     Raises:
         UserError: the package holds a file that is not copied, or the copy cannot be written.
-        MachineError: the disk is full. Nothing of the copy is left.
+        MachineError: the disk is full. The partial copy is removed.
     """
     target = snapshot_path(home)
     if target.is_dir():
@@ -60,9 +60,7 @@ def take_snapshot(home: Path) -> Path:
         if target.is_dir():
             return target  # another process was quicker
         if error.errno in DISK_FULL:
-            raise MachineError(
-                f"{target}: the code cannot be copied: the disk is full, or a quota is"
-            ) from None
+            raise MachineError(f"{target}: the code cannot be copied: disk full or quota exceeded") from None
         raise UserError(f"{target}: the code cannot be copied: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -73,14 +71,14 @@ def _write(package: Path, copy: Path) -> None:
     for file in _read(package):
         path = copy / file.path
         _copy_folder(package, copy, Path(file.path).parent)
-        # Never readable by more people than the original, not even while it is written.
+        # Never more readable than the original, not even while it is written.
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
             stream.write(file.content)
             os.fchmod(stream.fileno(), file.mode)
 
 
 def _copy_folder(package: Path, copy: Path, folder: Path) -> None:
-    """Make a folder of the copy with the permissions of the package's, and writable by its owner."""
+    """Create a folder of the copy with the permissions of the original, and writable by its owner."""
     if not (copy / folder).is_dir():
         if folder != Path():
             _copy_folder(package, copy, folder.parent)
@@ -108,7 +106,7 @@ def _read(package: Path) -> tuple[_File, ...]:
 
 
 def _code_files(package: Path) -> Iterator[Path]:
-    """Yield the files of code. Links, which may lead to anything, and large files are refused by name."""
+    """Yield the code files. Refuse symbolic links, which may point anywhere, and large files, by name."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -118,12 +116,12 @@ def _code_files(package: Path) -> Iterator[Path]:
         known = [name for name in files if name.endswith(_SUFFIXES) and not name.startswith(".")]
         for path in (Path(folder) / name for name in (*folders, *known)):
             if path.is_symlink():
-                raise UserError(f"{path}: is a link, which a snapshot of the code does not follow; {_WORKS}")
+                raise UserError(f"{path}: snapshots of the code do not follow symbolic links; {_WORKS}")
             if path.is_file():
                 if path.stat().st_size > LARGEST_BYTES:
                     size, most = path.stat().st_size / 1e6, LARGEST_BYTES / 1e6
                     raise UserError(
-                        f"{path}: has {size:.0f} MB, and a snapshot of the code copies files of at most "
+                        f"{path}: has {size:.0f} MB; snapshots of the code copy files of at most "
                         f"{most:.0f} MB; {_WORKS}"
                     )
                 yield path

@@ -1,4 +1,4 @@
-"""What srun prints of ranks that have ended. Imports no torch."""
+"""Parse srun's messages about ranks that have ended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from harness.failures import VICTIMS, kind_of_text
 _TASKS = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+)")
 
 
-# What srun prints when it ends the ranks that are left, because one has failed or the job is cancelled.
+# srun's messages when it ends the remaining ranks, because one has failed or the job is cancelled.
 _ENDING = re.compile(r"Terminating StepId|CANCELLED AT|Job step aborted|Force Terminated")
 
 
-def dead_ranks(said: str, logs: Path) -> list[tuple[int, RankDied]]:
+def dead_ranks(output: str, logs: Path) -> list[tuple[int, RankDied]]:
     """Return the ranks that failed by themselves, in the order in which they ended.
 
     Args:
-        said: what srun printed.
-        logs: folder of what the ranks printed.
+        output: srun's output.
+        logs: folder of the ranks' logs.
     """
-    memory = "out_of_memory" if kind_of_text(said) == "out_of_memory" else None
-    ending = _ENDING.search(said)
+    memory = "out_of_memory" if kind_of_text(output) == "out_of_memory" else None
+    ending = _ENDING.search(output)
     found: list[tuple[int, RankDied]] = []
-    for match in _TASKS.finditer(said):
+    for match in _TASKS.finditer(output):
         tasks, how = match.groups()
         is_ended = ending is not None and match.start() > ending.start()
-        hint = ": killed from outside, or for want of memory" if how == "Killed" and not memory else ""
+        hint = ": killed from outside, or out of memory" if how == "Killed" and not memory else ""
         for part in tasks.split(","):
             first, _, last = part.partition("-")
             for rank in range(int(first), int(last or first) + 1):
                 died = RankDied(rank, f"'{how}'", logs, hint=hint, kind=memory)
-                # SLURM begins to end a step before it names the rank that it kills for its memory; the rank's
-                # own log has the reason.
+                # SLURM may announce the end of a step before it names the rank that ran out of memory; the
+                # rank's own log has the reason.
                 has_reason = died.kind not in ("unknown", *VICTIMS)
                 if not is_ended or has_reason or not how.startswith(("Killed", "Terminated", "Exited")):
                     found.append((rank, died))

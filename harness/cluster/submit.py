@@ -1,11 +1,11 @@
-"""From a job to SLURM's queue: shown or asked for first, never submitted twice."""
+"""Submit jobs to SLURM: show them, ask for confirmation, never submit a job twice."""
 
 from __future__ import annotations
 
 import math
 import sys
 
-from harness.cluster.follow import follow, is_live, job_id_of, queued, settle_lost, state_of
+from harness.cluster.follow import follow, is_live, job_id_of, queued, record_lost_job, state_of
 from harness.cluster.inputs import require_inputs
 from harness.cluster.queue import Queued, describe, jobs, require_slurm
 from harness.cluster.slurm import Submission, device_hours, shape_of
@@ -14,15 +14,15 @@ from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import Job
 from harness.run_folder import RunFolder
 
-# States of a run whose job has not said how it ended.
+# States of a run whose job has not recorded how it ended.
 UNFINISHED = ("submitted", "starting", "running", "requeued")
 
 
 def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
-    """Submits one job, or shows what would be submitted; returns the exit code.
+    """Submit one job, or show what would be submitted; return the exit code.
 
     Raises:
-        UserError: there is no SLURM here, it refuses the job, or the job may cost more than was agreed to.
+        UserError: there is no SLURM here, it refuses the job, or its cost was not confirmed.
     """
     submission = Submission([job], [folder.path], folder.path, f"{job.name}.{job.id}")
     if job.cluster.dry_run:
@@ -34,7 +34,7 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
     if found is None:
         confirm([job])
         folder.hold()
-        # Another controller may have been quicker.
+        # Another controller may have submitted the job meanwhile.
         found = _queued_unless_failed(folder, submission)
         if found is None:
             _close_lost(job, folder)
@@ -42,7 +42,7 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
         folder.release()
     there = job if found is None else folder.read_job()
     how = "submitted" if found is None else f"already submitted ({found.state})"
-    # The controller that submitted a job which is there already may have died before it wrote the id.
+    # If another controller submitted the job, it may have died before it wrote the id.
     ident = job_id_of(folder.path) if found is None else found.id
     words = (
         f"{job.name}: {how} as job {ident}, {shape_of(there).describe()}, {cost_in_words([there])}"
@@ -57,7 +57,7 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
 
 
 def _kept_in_words(submitted: Job, typed: Job) -> str:
-    """The options of sbatch that a job keeps though others are typed now; empty if there are none."""
+    """Return the sbatch options in which a queued job differs from the one typed now; empty if none do."""
     before, now = dict(shape_of(submitted).options), dict(shape_of(typed).options)
     kept = [name for name in sorted({**before, **now}) if before.get(name) != now.get(name)]
     words = ", ".join(f"{name}={before[name]}" if name in before else f"no {name}" for name in kept)
@@ -65,14 +65,14 @@ def _kept_in_words(submitted: Job, typed: Job) -> str:
 
 
 def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued | None:
-    """The job in the queue, unless it has failed and is only being cleaned up.
+    """Return the job in the queue; None if it has failed and SLURM is only cleaning up.
 
     Raises:
-        UserError: the job is there and its run folder was removed; it would fail when it starts.
+        UserError: the job is queued but its run folder was removed, so it would fail when it starts.
     """
     if Ticket.read(folder.path) is None:
         found = Ticket(submission.name).find(jobs().live)
-        # A job of that name may have another runs_dir. SLURM's answer ends at a space.
+        # A job of that name may have another runs_dir. SLURM cuts StdOut at a space.
         output = "" if found is None else describe(found.id).get("StdOut", "")
         if found is not None and output and f"{submission.folder}/".startswith(output.rpartition("/")[0]):
             raise UserError(
@@ -84,23 +84,23 @@ def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued |
 
 
 def _close_lost(job: Job, folder: RunFolder) -> None:
-    """Write and show how the job before this one ended, if it is over without a row."""
+    """If the run's earlier job ended without a row, write the row and show how the job ended."""
     ticket = Ticket.read(folder.path)
     if ticket is not None and ticket.job_id is not None and folder.state in UNFINISHED:
         state = state_of(ticket)
         if not is_live(state):
-            settle_lost(job, folder, ticket, state)
+            record_lost_job(job, folder, ticket, state)
 
 
 def submit(
     submission: Submission, folders: list[RunFolder], overrides: list[list[str]], *, adopt: bool = False
 ) -> list[str]:
-    """Makes the run folders ready, submits, and lets the folders go; returns the job ids.
+    """Prepare the run folders, submit, and release the folders; return the job ids.
 
     Raises:
-        UserError: a file that a job reads is missing, a folder is in use or cannot be written, there is no
-            SLURM here, or it refuses the job.
-        SlurmError: SLURM cannot be talked to.
+        UserError: an input file is missing, a folder is in use or cannot be written, there is no SLURM here,
+            or it refuses the job.
+        SlurmError: SLURM does not answer.
     """
     for job in submission.jobs:
         require_inputs(job)
@@ -109,12 +109,12 @@ def submit(
             folder.begin(job, own, adopt=adopt, state="submitted")
         return submission.submit()
     except BaseException as error:
-        # After ^C the job may be in the queue, where its name finds it.
-        if isinstance(error, Exception) or not submission.is_asked:
-            _withdraw(folders)
+        # After ^C the job may be in the queue; it is found by its name.
+        if isinstance(error, Exception) or not submission.is_sent:
+            _reset_to_planned(folders)
         if isinstance(error, OSError):
             raise UserError(
-                f"{submission.home}: what the job needs cannot be written, so it is not submitted: {error}"
+                f"{submission.home}: cannot write the job's files, so it was not submitted: {error}"
             ) from error
         raise
     finally:
@@ -122,8 +122,8 @@ def submit(
             folder.release()
 
 
-def _withdraw(folders: list[RunFolder]) -> None:
-    """Set the status of runs whose job was not submitted."""
+def _reset_to_planned(folders: list[RunFolder]) -> None:
+    """Reset the status of runs whose job was not submitted."""
     for folder in folders:
         try:
             if folder.state == "submitted":
@@ -133,7 +133,7 @@ def _withdraw(folders: list[RunFolder]) -> None:
 
 
 def cost_in_words(jobs: list[Job]) -> str:
-    """The most that jobs may cost until their time limit, e.g. ``at most 16 GPU-hours (H100 SXM)``."""
+    """Describe the maximum cost of jobs until their time limit, e.g. ``at most 16 GPU-hours (H100 SXM)``."""
     unit = "rank-hours" if jobs[0].cluster.device == "cpu" else "GPU-hours"
     kinds = sorted({job.cluster.accelerator for job in jobs if job.cluster.accelerator})
     of = f" ({', '.join(kinds)})" if kinds else ""
@@ -144,28 +144,28 @@ def cost_in_words(jobs: list[Job]) -> str:
 
 
 def _hours(jobs: list[Job]) -> float | None:
-    """The most that jobs may cost; None if a time limit is not known."""
+    """Return the maximum device-hours of jobs; None if a time limit is unknown."""
     hours = [device_hours(job) for job in jobs]
     return sum(each for each in hours if each is not None) if None not in hours else None
 
 
 def confirm(jobs: list[Job]) -> None:
-    """Asks whether to spend what jobs may cost, if that is more than ``cluster.confirm_gpu_hours``.
+    """Ask for confirmation if jobs may cost more than ``cluster.confirm_gpu_hours``.
 
     Raises:
-        UserError: the answer is no, or there is nobody to ask.
+        UserError: the answer is no, or stdin is not a terminal.
     """
     limit, hours = min(job.cluster.confirm_gpu_hours for job in jobs), _hours(jobs)
     if hours is None:
         raise ConfigError(
-            "cluster.time", None, "there is no scontrol here to ask for the partition's limit", "4:00:00"
+            "cluster.time", None, "there is no scontrol here to read the partition's limit from", "4:00:00"
         )
     if hours <= limit:
         return
     if not sys.stdin.isatty():
         raise UserError(
-            f"cluster.confirm_gpu_hours={limit:g}: this may cost {cost_in_words(jobs)}, and there is nobody "
-            f"to ask; would work: cluster.confirm_gpu_hours={math.ceil(hours)}, a shorter cluster.time"
+            f"cluster.confirm_gpu_hours={limit:g}: this may cost {cost_in_words(jobs)}, and stdin is not a "
+            f"terminal; would work: cluster.confirm_gpu_hours={math.ceil(hours)}, a shorter cluster.time"
         )
     sys.stderr.write(f"this may cost {cost_in_words(jobs)}; submit? [y/N] ")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""``slurm/job.json`` of a run folder: by which the run's job is found in SLURM's queue. Imports no torch."""
+"""``slurm/job.json`` of a run folder, which identifies the run's job in SLURM's queue. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FILE = "slurm/job.json"
 
 @dataclass(frozen=True)
 class Ticket:
-    """What is known of a run's SLURM job; written before it is submitted, and again when SLURM has named it.
+    """Record of a run's SLURM job; written before submission, and again once SLURM has returned its id.
 
     Attributes:
-        name: the job's name, which no other job of the user has.
-        index: which task of an array it is; None for a job of its own.
-        job_id: as ``squeue`` prints it; None as long as SLURM has not answered.
-        restarts: how often SLURM has started it again.
-        cancelled: whether somebody asked the harness to cancel it.
-        logs: folder of what SLURM itself logs of the job; None in files of earlier versions.
+        name: the job's name, unique among the user's jobs.
+        index: index of the array task; None for a job that is not an array.
+        job_id: the id as ``squeue`` prints it; None until SLURM has answered.
+        restarts: how often SLURM has restarted the job.
+        cancelled: whether the job was cancelled by the harness.
+        logs: folder of the job script's log; None in files of earlier versions.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Ticket:
     logs: str | None = None
 
     def write(self, run_dir: Path) -> None:
-        """Writes it into a run folder.
+        """Write the record into a run folder.
 
         Raises:
-            OSError: that cannot be.
+            OSError: the file cannot be written.
         """
         path = run_dir / FILE
         path.parent.mkdir(exist_ok=True)
@@ -47,10 +47,10 @@ class Ticket:
 
     @classmethod
     def read(cls, run_dir: Path) -> Ticket | None:
-        """The ticket of a run folder; None if it was never submitted.
+        """Return the record of a run folder; None if the run was never submitted.
 
         Raises:
-            UserError: it cannot be read, or is damaged.
+            UserError: the file cannot be read, or is damaged.
         """
         path = run_dir / FILE
         try:
@@ -66,16 +66,16 @@ class Ticket:
         return ticket
 
     def find(self, queue: Iterable[Queued]) -> Queued | None:
-        """The job in the queue; None if it is over, or was never submitted because its controller died."""
+        """Return the job in the queue; None if it has ended, or its controller died before submitting it."""
         for job in queue:
             if self.job_id is not None and job.id == self.job_id:
                 return job
-            # An array's task has its place after the underscore; a single job has no underscore.
-            _, _, place = job.id.partition("_")
+            # An array task has its index after an underscore; the id of a single job has no underscore.
+            _, _, index = job.id.partition("_")
             if (
                 self.job_id is None
                 and job.name == self.name
-                and place == ("" if self.index is None else str(self.index))
+                and index == ("" if self.index is None else str(self.index))
             ):
                 return job
         return None

@@ -1,4 +1,4 @@
-"""A job whose ranks torchrun started: they compose the same job, and rank 0 makes the run folder."""
+"""Run a job whose ranks torchrun started: each composes the same job, and rank 0 creates the run folder."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from harness.run_folder import RunFolder
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-HEARING_SECONDS = 0.5
+GRACE_SECONDS = 0.5
 ROW_SECONDS = 3.0
 _BEGUN, _REFUSED, _FINISHED = "begun", "refused", "finished"
 
 
 def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoReturn:
-    """Runs this rank and ends the process with its exit code."""
+    """Run this rank and end the process with its exit code."""
     started, rank = time.time(), int(os.environ["RANK"])
     os.environ.update(openmp_environment(job))
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Only where the parent is known to be the launcher and not some shell that may go its own way.
+        # Only if the parent is known to be the launcher: a shell in between may end earlier.
         end_with_launcher(job, folder, os.getppid())
     with stop_signals_interrupt():
-        store = _meet(job) if job.world_size > 1 else None
-        begun = _begin_together(job, folder, overrides, rank, store)
-        if begun != _BEGUN:
-            leave(EXIT_OK if begun == _FINISHED else EXIT_USER)
+        store = _rendezvous(job) if job.world_size > 1 else None
+        outcome = _begin_on_rank_0(job, folder, overrides, rank, store)
+        if outcome != _BEGUN:
+            leave(EXIT_OK if outcome == _FINISHED else EXIT_USER)
         code = run_rank(job, folder, started=started, store=store)
-        _tell_failure(job, folder, code, rank)
-    # The lock on the folder ends with the process.
+        _report_failure(job, folder, code, rank)
+    # The lock on the folder is released when the process ends.
     leave(code)
 
 
-def _meet(job: Job) -> dist.Store:
-    """Return the store that all ranks reach, before there is a process group.
+def _rendezvous(job: Job) -> dist.Store:
+    """Return the store that all ranks share before there is a process group.
 
     Raises:
-        MachineError: this rank does not reach it, or rank 0 cannot open it.
+        MachineError: this rank cannot connect to the store, or rank 0 cannot open it.
     """
     import torch.distributed as dist
 
@@ -57,48 +57,48 @@ def _meet(job: Job) -> dist.Store:
     except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise MachineError(
-            f"rank {os.environ['RANK']} cannot meet the others at {address} (MASTER_ADDR, MASTER_PORT): "
+            f"rank {os.environ['RANK']} cannot connect to the store at {address} (MASTER_ADDR, MASTER_PORT): "
             f"{str(error).splitlines()[0]}"
         ) from error
     store.set_timeout(timeout)
-    # torchrun may restart the ranks, and keeps what they wrote into its store.
+    # torchrun may restart the ranks, and its store keeps their keys.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"harness-{attempt}", store)
 
 
-def _begin_together(
+def _begin_on_rank_0(
     job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store | None
 ) -> str:
-    """Rank 0 begins the folder while the others wait, so that nobody writes into an earlier attempt.
+    """Begin the run folder on rank 0 while the others wait, so that no rank writes into an earlier attempt.
 
     Returns:
-        whether the job may run in it, may not, or is done; rank 0 has said which.
+        rank 0's decision: ``_BEGUN``, ``_REFUSED`` or ``_FINISHED``.
     """
     if rank != 0 and store is not None:
         return store.get("folder").decode()
-    begun = _BEGUN
+    outcome = _BEGUN
     try:
         if is_finished(job, folder.path):
             tell_finished(job, folder.path)
-            begun = _FINISHED
+            outcome = _FINISHED
         else:
             folder.begin(job, overrides, adopt=True)
     except UserError as error:
-        # Said before the others hear of it: torchrun ends all when the first ends.
+        # Show it before the other ranks receive the decision: torchrun ends all ranks when the first ends.
         sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
-        begun = _REFUSED
+        outcome = _REFUSED
     if store is not None:
-        store.set("folder", begun)
-    return begun
+        store.set("folder", outcome)
+    return outcome
 
 
-def _tell_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:
-    """One of the ranks that failed shows the cause and sees to the run's row, as the controller would."""
+def _report_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:
+    """On one of the failed ranks, show the cause and complete the run's row, as the controller would."""
     if code in (EXIT_OK, *STOPPED):
         return
-    # Errors are written at about the same time: the cause may come after its consequences.
-    time.sleep(HEARING_SECONDS)
+    # Errors are written at about the same time: the cause may be written after its consequences.
+    time.sleep(GRACE_SECONDS)
     try:
         (folder.path / "errors" / "told").open("x").close()
     except OSError:

@@ -1,13 +1,13 @@
-"""The token cache: documents tokenized once, kept on disk, read through a memory map.
+"""The token cache: documents tokenized once, stored on disk, read through a memory map.
 
-A cache is a folder named by the hash of everything that decides its content, so it is never stale and never
-changed; one that is damaged (``cache_check.py``) is built again:
+A cache is a folder named by a hash of everything that determines its content, so it is never stale and never
+modified. A damaged cache (``cache_check.py``) is rebuilt:
 
     <cache_dir>/tokens-<key>/meta.json             dtype, counts, checksums
-    <cache_dir>/tokens-<key>/train.tokens          every document as [bos] text [eos], one after the other
-    <cache_dir>/tokens-<key>/train.starts          int64, where each document begins
-    <cache_dir>/tokens-<key>/validation.*          the held-out documents, where some are
-    <cache_dir>/.tokens-<key>-<id>/                one that is being built
+    <cache_dir>/tokens-<key>/train.tokens          every document as [bos] text [eos], concatenated
+    <cache_dir>/tokens-<key>/train.starts          int64, offset of each document
+    <cache_dir>/tokens-<key>/validation.*          the held-out documents, if any
+    <cache_dir>/.tokens-<key>-<id>/                a cache that is being built
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from harness.data.cache_check import (
     read_meta,
 )
 from harness.data.sources import Source
-from harness.data.tokenizer import Tokenizer, with_ends
+from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.errors import DataError, MachineError
 from harness.locks import Held, lock
 
 FORMAT_VERSION = 1
 LOCK = ".lock"
-# Between making a folder and locking it; and, where there are no locks, between writing two batches.
+# Longest time between making a folder and locking it; on file systems without locks, between two writes.
 _LOCKING_SECONDS, _ABANDONED_SECONDS = 60.0, 86400.0
 _CHARS_PER_BATCH = 4_000_000
 
@@ -55,10 +55,10 @@ class TokenizedSplit:
     """The tokens of one split, on disk.
 
     Attributes:
-        tokens: all documents one after the other (uint16 or uint32, 1-d memory map).
-        starts: where each document begins in ``tokens`` (int64, ascending).
+        tokens: all documents, concatenated (uint16 or uint32, 1-d memory map).
+        starts: offset of each document in ``tokens`` (int64, ascending).
         name: the source and the split, for error messages.
-        damaged: documents of the source that were not UTF-8, and were repaired or left out.
+        damaged: number of documents of the source that were not UTF-8, and were repaired or left out.
     """
 
     tokens: np.ndarray
@@ -77,12 +77,14 @@ def open_cache(
     wait_for_all: Callable[[], None] | None,
     is_builder: bool,
 ) -> TokenizedSplit:
-    """The tokens of ``source``, tokenized now by the builder unless that was done before.
+    """Open the tokens of ``source``; the builder tokenizes it first if there is no cache.
 
     Args:
-        split: "train" or "validation": the documents that are not held out, or those that are. A source of
-            which nothing is held out (``held_out == 0``) is read whole for either.
-        wait_for_all: returns when all ranks have called it; called once, between building and opening.
+        split: "train": the documents that are not held out; "validation": those that are. With
+            ``held_out == 0`` either split has all documents.
+        held_out: fraction of documents held out.
+        wait_for_all: a barrier over all ranks; called once, between building and opening.
+        is_builder: whether this rank builds the cache.
 
     Raises:
         DataError: the source cannot be read or holds no text, or the builder's cache is not visible here.
@@ -91,9 +93,9 @@ def open_cache(
     if is_builder:
         folder = root / _folder_name(source, tokenizer, held_out)
         remove_abandoned(root)
-        damage = _damage_of(folder, stored_split) if folder.exists() else None
+        damage = _find_damage(folder, stored_split) if folder.exists() else None
         if damage is not None:
-            sys.stderr.write(f"WARNING token cache {folder} is damaged and is built again: {damage}\n")
+            sys.stderr.write(f"WARNING token cache {folder} is damaged and is rebuilt: {damage}\n")
         if damage is not None or not folder.exists():
             _build(folder, source, tokenizer, held_out, replace=damage is not None)
     if wait_for_all is not None:
@@ -107,11 +109,11 @@ def open_cache(
     return _open(folder, stored_split, f"{source.name}, {split} documents")
 
 
-def _damage_of(folder: Path, split: str) -> str | None:
-    """What is wrong with the files of a split; None if nothing is.
+def _find_damage(folder: Path, split: str) -> str | None:
+    """Describe the damage to the files of a split; None if they are intact.
 
     Raises:
-        DataError: that cannot be found out.
+        DataError: the files cannot be read.
     """
     try:
         check_contents(folder, read_meta(folder), split)
@@ -123,22 +125,22 @@ def _damage_of(folder: Path, split: str) -> str | None:
 
 
 def remove_abandoned(root: Path) -> None:
-    """Removes what builders that were killed have left; what a living one writes is locked."""
+    """Remove unfinished caches of builders that were killed; running builders hold a lock."""
     for path in root.glob(".tokens-*"):
         try:
             held = lock(path / LOCK)
         except FileNotFoundError:
             held = None
-        except (Held, OSError):  # another user's cannot be opened
+        except (Held, OSError):  # OSError: another user's lock file cannot be opened
             continue
-        # A builder locks its folder right after it has made it. Where there are no locks, age has to do.
+        # A builder locks its folder right after making it. Without locks, the folder's age decides.
         with held or contextlib.nullcontext():
             if _seconds_since_change(path) > (_ABANDONED_SECONDS if held is None else _LOCKING_SECONDS):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _seconds_since_change(folder: Path) -> float:
-    """Since anything in a folder was written; 0 when the folder is gone."""
+    """Seconds since the last write in a folder; 0 if the folder is gone."""
     try:
         return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:
@@ -146,20 +148,20 @@ def _seconds_since_change(folder: Path) -> float:
 
 
 def is_held_out(index: int, fraction: float) -> bool:
-    """Whether the document at ``index`` is for validation; a function of the index and the fraction alone."""
+    """Whether the document at ``index`` is held out; depends only on the index and the fraction."""
     digest = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
 def _folder_name(source: Source, tokenizer: Tokenizer, held_out: float) -> str:
-    decides = [FORMAT_VERSION, source.identity, tokenizer.fingerprint, held_out]
-    return f"tokens-{hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]}"
+    key = [FORMAT_VERSION, source.identity, tokenizer.fingerprint, held_out]
+    return f"tokens-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}"
 
 
 def _build(folder: Path, source: Source, tokenizer: Tokenizer, held_out: float, *, replace: bool) -> None:
-    """Writes the cache beside its place and renames it there: a reader sees all of it or nothing.
+    """Write the cache to a temporary folder and rename it: a reader sees all of it or nothing.
 
-    With ``replace`` a damaged one is removed when the new one is complete.
+    With ``replace`` the damaged cache is removed when the new one is complete.
     """
     unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
@@ -175,7 +177,7 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, held_out: float, 
             try:
                 unfinished.rename(folder)
             except OSError:
-                # Another builder was quicker. Its cache has the same key, hence the same content.
+                # Another builder was faster. Its cache has the same key, hence the same content.
                 if not folder.exists():
                     raise
     except OSError as error:
@@ -185,9 +187,9 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, held_out: float, 
 
 
 def _remove(folder: Path) -> None:
-    """Removes a damaged cache, under another name first: no reader finds a part of it."""
+    """Remove a damaged cache; it is renamed first, so that no reader finds part of it."""
     damaged = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
-    with contextlib.suppress(FileNotFoundError):  # another builder was quicker
+    with contextlib.suppress(FileNotFoundError):  # another builder was faster
         folder.rename(damaged)
         shutil.rmtree(damaged, ignore_errors=True)
 
@@ -215,18 +217,18 @@ def _write(folder: Path, source: Source, tokenizer: Tokenizer, held_out: float) 
 def _encoded(
     batch: list[tuple[int, str]], tokenizer: Tokenizer
 ) -> Iterator[tuple[int, Iterable[Sequence[int]]]]:
-    """Yield the number and the ids, in pieces, of each document of a batch, with its ends."""
+    """Yield for each document of a batch its index and its ids with bos and eos, in pieces."""
     before, after = ([] if end is None else [[end]] for end in (tokenizer.bos_id, tokenizer.eos_id))
     index, text = batch[0]
     if len(text) > _CHARS_PER_BATCH:
         yield index, chain(before, tokenizer.encode_in_pieces(text), after)
         return
     for (index, _), ids in zip(batch, tokenizer.encode_batch([text for _, text in batch]), strict=True):
-        yield index, [with_ends(ids, tokenizer)]
+        yield index, [with_bos_eos(ids, tokenizer)]
 
 
 def _batches(documents: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """The documents that are not empty, in lists of about 4 MB, to bound the memory that tokenizing takes."""
+    """Yield the non-empty documents in lists of about 4 MB, to bound the memory of tokenizing."""
     batch: list[tuple[int, str]] = []
     num_chars = 0
     for index, text in documents:

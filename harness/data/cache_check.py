@@ -1,8 +1,8 @@
 """Checksums of a token cache: written when it is built, compared when it is opened.
 
-Files are hashed in blocks, by several threads. When a cache is opened, sizes are always compared; all blocks
-when a file was modified since they were last compared, or if there are at most ``SAMPLE_BLOCKS``; otherwise
-that many, drawn at random. So opening a cache that was checked before reads 512 MiB of each file at most.
+Files are hashed in blocks, by several threads. When a cache is opened, sizes are always compared. All blocks
+are compared if the file was modified since the last complete comparison, or has at most ``SAMPLE_BLOCKS``;
+otherwise a random sample of ``SAMPLE_BLOCKS``. So opening a checked cache reads at most 512 MiB per file.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedCache(Exception):
-    """A token cache is not what was written; the message says in what."""
+    """A token cache differs from what was written; the message has the details."""
 
 
 def files_of(split: str) -> tuple[str, str]:
-    """Names of the two files of a split: its tokens, and where its documents start."""
+    """Names of the two files of a split: its tokens, and the offsets of its documents."""
     return f"{split}.tokens", f"{split}.starts"
 
 
 def describe_files(folder: Path, splits: Iterable[str]) -> dict[str, Any]:
-    """Sizes and checksums of the files of splits, for the cache's ``meta.json``."""
+    """Sizes and checksums of the files of ``splits``, for the cache's ``meta.json``."""
     found = {}
     for name in (name for split in splits for name in files_of(split)):
         size = (folder / name).stat().st_size
@@ -49,31 +49,31 @@ def describe_files(folder: Path, splits: Iterable[str]) -> dict[str, Any]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What a cache says of itself.
+    """Read and check ``meta.json``.
 
     Raises:
-        DamagedCache: ``meta.json`` is missing, or not what was written.
+        DamagedCache: ``meta.json`` is missing or damaged.
     """
     try:
         meta = parse_object((folder / META).read_bytes())
         if meta["dtype"] not in ("uint16", "uint32") or not all(
             isinstance(meta["tokens"][split], int) for split in SPLITS
         ):
-            raise ValueError("it does not say how many tokens of which format there are")
+            raise ValueError("number or format of the tokens is missing")
         for name in (name for split in SPLITS for name in files_of(split) if "files" in meta):
             facts = meta["files"][name]
             if len(facts["xxh3_64"]) != _num_blocks(facts["size"]):
-                raise ValueError("it lacks checksums")
+                raise ValueError("checksums are missing")
     except (*_NO_FILE, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCache(f"{META}: {error}") from None
     return meta
 
 
 def check_sizes(folder: Path, meta: dict[str, Any], split: str) -> None:
-    """Compares the sizes of a split's files; every rank does.
+    """Compare the sizes of a split's files; called on every rank.
 
     Raises:
-        DamagedCache: one is missing or of another size.
+        DamagedCache: a file is missing or has another size.
     """
     tokens, starts = files_of(split)
     known = {name: facts["size"] for name, facts in meta.get("files", {}).items()}
@@ -88,12 +88,12 @@ def check_sizes(folder: Path, meta: dict[str, Any], split: str) -> None:
 
 
 def check_contents(folder: Path, meta: dict[str, Any], split: str) -> None:
-    """Compares checksums of a split's files; the builder does, before others open them.
+    """Compare checksums of a split's files; called on the building rank, before others open the cache.
 
-    A cache of an earlier version has none. The places of its documents are checked, and it gets checksums.
+    A cache of an earlier version has no checksums. Its document offsets are checked, and checksums are added.
 
     Raises:
-        DamagedCache: a block does not have the checksum it was written with.
+        DamagedCache: a block's checksum differs.
     """
     check_sizes(folder, meta, split)
     if "files" not in meta:
@@ -133,14 +133,14 @@ def _hash_blocks(file: Path, blocks: Iterable[int]) -> list[str]:
 
 
 def _check_starts(folder: Path, meta: dict[str, Any], split: str) -> None:
-    """Checks that documents start at ascending places within the tokens, the first at 0."""
+    """Check that document offsets are ascending and within the tokens, the first 0."""
     check_sizes(folder, meta, split)
     name, num_tokens = files_of(split)[1], meta["tokens"][split]
     starts = np.fromfile(folder / name, dtype=np.int64)
     if bool(num_tokens) != bool(len(starts)):
         raise DamagedCache(f"{name} has {len(starts)} entries for {num_tokens} tokens")
     if len(starts) and (starts[0] != 0 or starts[-1] >= num_tokens or np.any(np.diff(starts) <= 0)):
-        raise DamagedCache(f"{name} does not hold ascending places among {num_tokens} tokens")
+        raise DamagedCache(f"{name} does not hold ascending offsets within {num_tokens} tokens")
 
 
 def _add_checksums(folder: Path, meta: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ def _add_checksums(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def _read_checked(folder: Path) -> dict[str, Any]:
-    """When each file was last modified before all of it was compared; empty if that is not known."""
+    """Modification time of each file when it was last compared completely; empty if unknown."""
     try:
         return parse_object((folder / CHECKED).read_bytes())
     except (OSError, ValueError):
@@ -157,6 +157,6 @@ def _read_checked(folder: Path) -> dict[str, Any]:
 
 
 def _write_if_possible(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file into a cache that may be another user's; without it the next one checks everything."""
+    """Write a file into a cache, if permitted (it may be another user's); else the next run checks it all."""
     with contextlib.suppress(OSError):
         write_atomically(path, json.dumps(content).encode())

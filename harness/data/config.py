@@ -1,7 +1,6 @@
-"""What a run reads and how text becomes tokens: the `data` and `tokenizer` groups.
+"""Configuration of the data and the tokenizer: the `data` and `tokenizer` groups.
 
-Checked without torch and without opening a file; whether the files are there and hold what they
-should is found by the loader, which raises DataError.
+Validation needs no torch and opens no file. The loader checks the files and raises DataError.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ SPECIAL_SETS = tuple(SETS)
 ASSET_PREFIX = "asset:"
 ASSETS = Path(__file__).parent / "assets"
 
-# Which fields only one kind of source reads. A value given to a field that nothing reads would be a
-# setting without effect, so it is refused.
+# Fields that only one kind of source reads. For another kind a value would have no effect, so it is refused.
 _READ_ONLY_BY = {
     "local": ("paths", "exclude", "format", "encoding_errors", "validation_paths"),
     "hub": ("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
@@ -32,7 +30,7 @@ _READ_ONLY_BY = {
 
 @dataclass
 class DataConfig:
-    """Where the documents come from, which are held out, and how they are packed into samples."""
+    """Source of the documents, held-out documents, and packing into samples."""
 
     kind: str = numerics("local")
     """`local` (files), `hub` (a dataset of the `datasets` library) or `synthetic` (random tokens)."""
@@ -42,7 +40,7 @@ class DataConfig:
     `{stdlib}` stands for the folder of the running interpreter's standard library."""
 
     exclude: list[str] = numerics(factory=list)
-    """local: globs of files to leave out, written like `paths`; one that begins with `**/` holds anywhere."""
+    """local: globs of files to leave out, written like `paths`; one with a leading `**/` matches anywhere."""
 
     format: str = numerics("auto")
     """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl
@@ -50,9 +48,9 @@ class DataConfig:
     .bz2, .xz, .zst."""
 
     encoding_errors: str = numerics("strict")
-    """local: what to do with a text file or a line that is not UTF-8: `strict` ends the run and says where,
-    `replace` puts U+FFFD in place of each wrong byte, `skip` leaves the document out. The run's row counts
-    such documents."""
+    """local: handling of a text file or a line that is not UTF-8: `strict` ends the run with an error,
+    `replace` substitutes U+FFFD for each wrong byte, `skip` leaves the document out. result.json has the
+    number of such documents."""
 
     text_field: str = numerics("text")
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
@@ -61,7 +59,7 @@ class DataConfig:
     """local: globs of the validation files, written like `paths`."""
 
     validation_fraction: float = numerics(0.0)
-    """Share of the documents held out for validation, in [0, 1), chosen by a hash of a document's index."""
+    """Fraction of the documents held out for validation, in [0, 1), chosen by a hash of the index."""
 
     dataset: str | None = numerics(None)
     """hub: name of the dataset, a folder, or a loader such as `json` together with `data_files`."""
@@ -77,23 +75,24 @@ class DataConfig:
 
     streaming: bool = numerics(False)
     """hub: read over the network while training instead of downloading and tokenizing first. Every row of
-    the global batch then reads its own share of the dataset, in stored order."""
+    the global batch then reads its own part of the dataset, in stored order."""
 
     data_files: list[str] = numerics(factory=list)
-    """hub: files handed to the loader named by `dataset`; they make up the split `train`."""
+    """hub: files passed to the loader named by `dataset`; they make up the split `train`."""
 
     mask_fraction: float = numerics(0.0)
-    """synthetic: mean share of masked labels, in [0, 0.5]. The share of one sample is uniform between 0 and
-    twice this, so samples carry uneven numbers of valid labels; at least one label stays valid."""
+    """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform between 0
+    and twice this, so samples have different numbers of valid labels; at least one label stays valid."""
 
     mask_document_boundary: bool = numerics(True)
-    """Mask the label with which the last token of a document would predict the next document's first."""
+    """Mask the label at a document's last token, which is the next document's first token."""
 
     attend_across_documents: bool = numerics(True)
-    """Let tokens see the documents before their own in the same sample; false masks them out of attention."""
+    """Let tokens attend to earlier documents in the same sample; false masks them out of attention."""
 
     shuffle: bool = numerics(True)
-    """Read the packed samples in a random order, another one in every epoch. Validation is never shuffled."""
+    """Read the packed samples in a random order, a different one in every epoch. Validation is never
+    shuffled."""
 
     prefetch: int = execution(2)
     """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is needed."""
@@ -102,10 +101,10 @@ class DataConfig:
     """Folder of the token caches; all ranks must see it."""
 
     def validate(self) -> None:
-        """Refuses unknown kinds, values out of range and settings that contradict each other.
+        """Check every field and the combinations of fields.
 
         Raises:
-            ConfigError: naming the field, its value, the rule and what would work.
+            ConfigError: unknown kinds, values out of range or settings that contradict each other.
         """
         _require_choice("data.kind", self.kind, DATA_KINDS)
         _require_choice("data.format", self.format, FORMATS)
@@ -113,10 +112,10 @@ class DataConfig:
         self._refuse_settings_of_other_kinds()
         if not 0 <= self.validation_fraction < 1:
             raise ConfigError(
-                "data.validation_fraction", self.validation_fraction, "must lie in [0, 1)", "0.02"
+                "data.validation_fraction", self.validation_fraction, "must be in [0, 1)", "0.02"
             )
         if not 0 <= self.mask_fraction <= 0.5:
-            rule = "must lie in [0, 0.5], as a single sample masks up to twice that share"
+            rule = "must be in [0, 0.5], because a sample masks up to twice this fraction"
             raise ConfigError("data.mask_fraction", self.mask_fraction, rule, "0.3")
         if not self.text_field:
             raise ConfigError("data.text_field", "''", "must name the field that holds the text", "text")
@@ -129,17 +128,17 @@ class DataConfig:
         elif self.kind == "hub":
             self._validate_hub()
         elif self.validation_fraction > 0:
-            rule = "synthetic data has no documents to hold out; its validation samples are drawn apart"
+            rule = "synthetic data has no documents to hold out; it generates separate validation samples"
             raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
         if self.kind == "synthetic" and not self.attend_across_documents:
             rule = "synthetic data has no documents"
             raise ConfigError("data.attend_across_documents", False, rule, "true")
 
     def require_validation(self) -> None:
-        """Refuses a configuration that sets no documents apart for validation.
+        """Check that there are documents for validation.
 
         Raises:
-            ConfigError: naming data.validation_fraction and what would work instead.
+            ConfigError: there are none.
         """
         if (
             self.kind == "synthetic"
@@ -150,7 +149,7 @@ class DataConfig:
             return
         other = "data.validation_paths" if self.kind == "local" else "data.validation_split"
         works = other if self.streaming else f"data.validation_fraction=0.02, or {other}"
-        rule = "validation is asked for, and no documents are set apart for it"
+        rule = "validation is enabled, but no documents are held out for it"
         raise ConfigError("data.validation_fraction", self.validation_fraction, rule, works)
 
     def _refuse_settings_of_other_kinds(self) -> None:
@@ -183,7 +182,7 @@ class DataConfig:
             rule = "validation comes either from data.validation_split or from held-out documents, not both"
             raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
         if self.streaming and self.validation_fraction > 0:
-            rule = "a stream cannot be held out by document"
+            rule = "documents of a stream cannot be held out"
             raise ConfigError(
                 "data.validation_fraction", self.validation_fraction, rule, "0 with data.validation_split set"
             )
@@ -206,22 +205,22 @@ class TokenizerConfig:
     `asset:NAME` is a file that ships with the harness."""
 
     special: str = numerics("")
-    """tiktoken: name of the set of special tokens and of the pattern that splits words (`llama3`, `llama4`,
+    """tiktoken: name of the set of special tokens and of the word-splitting pattern (`llama3`, `llama4`,
     `o200k_harmony`)."""
 
     bos: str | None = numerics(None)
     """huggingface: the token put before every document. Null takes bos_token of tokenizer_config.json, or of
-    special_tokens_map.json, beside the file; '' puts none."""
+    special_tokens_map.json, in the file's folder; '' puts none."""
 
     eos: str | None = numerics(None)
-    """huggingface: the token put after every document, likewise. Chat models name the one that ends a turn,
-    which is seldom the one that ended their documents in pretraining."""
+    """huggingface: the token put after every document, likewise. In repositories of chat models it is the
+    token that ends a turn, which is seldom the one that ended documents in pretraining."""
 
     def validate(self) -> None:
-        """Refuses unknown kinds and settings that contradict each other; opens no file.
+        """Check every field and the combinations of fields; opens no file.
 
         Raises:
-            ConfigError: naming the field, its value, the rule and what would work.
+            ConfigError: unknown kinds or settings that contradict each other.
         """
         _require_choice("tokenizer.kind", self.kind, TOKENIZER_KINDS)
         if self.kind == "bytes" and self.path:

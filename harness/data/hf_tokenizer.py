@@ -1,9 +1,9 @@
-"""Writes a tokenizer as transformers reads it, so that a model that leaves the harness keeps its ids.
+"""Export of a tokenizer to transformers, so that an exported model keeps its token ids.
 
-What is written gives exactly the ids of ``harness.data.tokenizer``. Text that looks like a special token is
-plain text there, hence ``split_special_tokens``, which whoever adds a chat template has to turn off. One
-thing transformers does not do: Meta's code for Llama 3 cuts a text every 400,000 characters, and in runs of
-more than 25,000 with or without whitespace; around such a cut the ids may differ.
+The export gives exactly the ids of ``harness.data.tokenizer``, with one exception: Meta's code for Llama 3
+cuts a text every 400,000 characters, and runs of more than 25,000 characters with or without whitespace.
+transformers does not, so ids around such a cut may differ. Text that looks like a special token is encoded as
+plain text (``split_special_tokens``); turn that off when adding a chat template.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from harness.errors import DataError, UserError
 if TYPE_CHECKING:
     import tokenizers
 
-# Types of sentencepiece's pieces and its number for BPE (sentencepiece_model.proto).
+# Sentencepiece's piece types and its model type for BPE (sentencepiece_model.proto).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _ADDED = (_CONTROL, _USER_DEFINED)
 _BPE = 2
 _SPACE_MARK = "▁"
 
-# The bytes that stand for themselves in GPT-2's alphabet (encoder.py of openai/gpt-2), which the ByteLevel
-# parts of the tokenizers library use; all others are shifted behind the first 256 characters.
+# Bytes that map to themselves in GPT-2's byte alphabet (encoder.py of openai/gpt-2), which the ByteLevel
+# parts of the tokenizers library use. The other bytes map to characters from 256 on.
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 
 
 @dataclass
 class _Export:
-    """What goes into the folder."""
+    """A tokenizer of the tokenizers library, and its special tokens."""
 
     tokenizer: tokenizers.Tokenizer
     bos: str | None
@@ -52,20 +52,20 @@ class _Export:
 
 
 def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
-    """Writes what ``transformers.AutoTokenizer.from_pretrained(folder)`` reads.
+    """Write a folder for ``transformers.AutoTokenizer.from_pretrained(folder)``.
 
-    A tokenizer.json is copied with what lies beside it. Of others, the files are tokenizer.json,
-    tokenizer_config.json, special_tokens_map.json and, where the tokenizer has a file, its copy as
-    tokenizer.model. Encoding puts the bos token first, as is usual for Llama;
-    with ``add_special_tokens=False`` it gives the ids of our ``encode``.
+    A tokenizer.json is copied with the files that belong to it. For other kinds, the files are
+    tokenizer.json, tokenizer_config.json, special_tokens_map.json and, if the tokenizer has a file, its copy
+    as tokenizer.model. Encoding puts the bos token first, as is usual for Llama; with
+    ``add_special_tokens=False`` it gives the ids of our ``encode``.
 
     Args:
         config: the tokenizer.
-        folder: where to write; made where it is missing.
+        folder: where to write; made if missing.
 
     Raises:
         UserError: the tokenizers library is missing.
-        DataError: the tokenizer's file is bad, or does what tokenizer.json cannot say.
+        DataError: the tokenizer's file is invalid, or has a feature that tokenizer.json does not support.
     """
     if importlib.util.find_spec("tokenizers") is None:
         raise UserError(
@@ -74,7 +74,7 @@ def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     if config.kind == "huggingface":
         copy_tokenizer(config, folder)
         return
-    build_tokenizer(config)  # says what is wrong with the file
+    build_tokenizer(config)  # raises if the file is invalid
     build = {"bytes": _of_bytes, "sentencepiece": _of_sentencepiece, "tiktoken": _of_tiktoken}[config.kind]
     export = build(config)
     _put_bos_first(export)
@@ -90,14 +90,14 @@ def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
 
 def _transformers_config(export: _Export) -> dict[str, Any]:
     return {
-        # The class that takes tokenizer.json as it is; LlamaTokenizer would build its own out of the pieces.
+        # This class uses tokenizer.json unchanged; LlamaTokenizer would rebuild it from the pieces.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": export.bos is not None,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
-        # llama.cpp puts a space before the text unless this says not to; it does not look at the normalizer.
+        # llama.cpp puts a space before the text unless this is false; it ignores the normalizer.
         "add_prefix_space": export.has_dummy_prefix,
-        # Without token_type_ids, which a Llama does not take.
+        # Without token_type_ids, which Llama models do not accept.
         "model_input_names": ["input_ids", "attention_mask"],
         "split_special_tokens": True,
     }
@@ -142,10 +142,10 @@ def _of_tiktoken(config: TokenizerConfig) -> _Export:
 def _byte_level(
     vocabulary: dict[str, int], merges: list[tuple[str, str]], pattern: str | None
 ) -> tokenizers.Tokenizer:
-    """Byte pairs over GPT-2's alphabet, within the words that ``pattern`` finds."""
+    """Byte-level BPE over GPT-2's alphabet, within the words that ``pattern`` matches."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    # ignore_merges: like tiktoken, a word that is a token is one, even if no merges lead there.
+    # ignore_merges: as in tiktoken, a word that is a token becomes that token, even if no merges produce it.
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if pattern is None:
@@ -158,25 +158,25 @@ def _byte_level(
 
 
 def _byte_alphabet() -> list[str]:
-    """The character that stands for each byte."""
+    """Character for each byte."""
     printable = set(_PRINTABLE)
     others = [byte for byte in range(256) if byte not in printable]
-    shifted = {byte: chr(256 + place) for place, byte in enumerate(others)}
+    shifted = {byte: chr(256 + index) for index, byte in enumerate(others)}
     return [shifted.get(byte, chr(byte)) for byte in range(256)]
 
 
 def _merges_of_ranks(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Every pair of tokens that make a third, by its rank.
+    """Yield every pair of tokens whose concatenation is a token, ordered by that token's rank.
 
-    tiktoken joins the neighbours whose union ranks lowest, whatever the neighbours are, so all of a token's
-    splits are merges and not only the one it was learnt from.
+    tiktoken joins the neighbours whose concatenation has the lowest rank. So all splits of a token are
+    merges, not only the one it was learnt from.
     """
     for token in sorted(ranks, key=ranks.__getitem__):
         yield from _splits(token, ranks)
 
 
 def _splits(token: Any, parts: Mapping[Any, int]) -> list[tuple[Any, Any]]:
-    """The ways to cut a token into two of ``parts``, in the order that transformers' converters put them."""
+    """All splits of a token into two of ``parts``, in the order of transformers' converters."""
     cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
     both = [cut for cut in cuts if cut[0] in parts and cut[1] in parts]
     return sorted(both, key=lambda cut: (parts[cut[0]], parts[cut[1]]))
@@ -188,10 +188,10 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
     content = _read(config.file)
     ours = SentencePieceTokenizer(content, config.file)
     proto = vars(sentencepiece_model_pb2)["ModelProto"].FromString(content)
-    for reason in _unsayable(proto):
-        raise DataError(f"tokenizer file {config.file} {reason}, which tokenizer.json cannot say")
+    for reason in _unsupported_features(proto):
+        raise DataError(f"tokenizer file {config.file} {reason}, which tokenizer.json does not support")
     prefix = proto.normalizer_spec.add_dummy_prefix
-    # Where our encoding gives U+2581 back, it must not stand for a space here either: a space stays a space.
+    # If our encoding preserves U+2581, it must not replace a space here either: a space stays a space.
     space = " " if ours._space_mark_ids is not None and not prefix else _SPACE_MARK
     pieces = [_spelled(piece, space) for piece in proto.pieces]
     unk = next(piece for piece, of in zip(pieces, proto.pieces, strict=True) if of.type == _UNKNOWN)
@@ -203,8 +203,8 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
     return _Export(tokenizer, bos, eos, unk, has_dummy_prefix=prefix)
 
 
-def _unsayable(proto: Any) -> Iterator[str]:
-    """What a sentencepiece model does that has no counterpart in the parts used here."""
+def _unsupported_features(proto: Any) -> Iterator[str]:
+    """Features of a sentencepiece model that this export does not support."""
     if proto.trainer_spec.model_type != _BPE:
         yield "is not of type bpe"
     normalizer = proto.normalizer_spec
@@ -222,7 +222,7 @@ def _unsayable(proto: Any) -> Iterator[str]:
     if any(" " in piece for piece in (*by_type[_NORMAL], *by_type[_USER_DEFINED])):
         yield "has pieces with plain spaces"
     if not set("".join(by_type[_NORMAL])) <= {*by_type[_NORMAL], *by_type[_USER_DEFINED]}:
-        yield "has pieces with characters that are no pieces"
+        yield "has pieces with characters that are not pieces"
 
 
 def _spelled(piece: Any, space: str) -> str:
@@ -244,9 +244,9 @@ def _piece_pairs(proto: Any, pieces: list[str], unk: str) -> tokenizers.Tokenize
 
 
 def _merges_of_pieces(proto: Any, pieces: list[str]) -> list[tuple[str, str]]:
-    """Every pair of pieces that make a third, by its score, as sentencepiece joins them.
+    """All pairs of pieces whose concatenation is a piece, by that piece's score, as in sentencepiece.
 
-    Only ordinary pieces take part: the others, ``<s>`` say, are never made out of their characters.
+    Only normal pieces take part: others, such as ``<s>``, are never merged from characters.
     """
     ids = {pieces[i]: i for i, piece in enumerate(proto.pieces) if piece.type == _NORMAL}
     by_score = sorted(ids, key=lambda piece: (-proto.pieces[ids[piece]].score, ids[piece]))
@@ -254,7 +254,7 @@ def _merges_of_pieces(proto: Any, pieces: list[str]) -> list[tuple[str, str]]:
 
 
 def _set_spaces(tokenizer: tokenizers.Tokenizer, space: str, dummy_prefix: bool) -> None:
-    """How spaces become part of pieces, and pieces text again."""
+    """Set the normalizer that maps spaces to the space mark, and the decoder that maps them back."""
     from tokenizers import decoders, normalizers
 
     to_marks: list[Any] = [normalizers.Prepend(space)] if dummy_prefix else []
@@ -270,7 +270,7 @@ def _set_spaces(tokenizer: tokenizers.Tokenizer, space: str, dummy_prefix: bool)
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, special_of: Mapping[str, bool]) -> None:
-    """Tokens that are cut out of a text before all else; a special one only where the reader wants that."""
+    """Add tokens that are matched before all others; special tokens only if the caller enables it."""
     from tokenizers import AddedToken
 
     added = [AddedToken(token, special=special, normalized=False) for token, special in special_of.items()]

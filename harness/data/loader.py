@@ -1,8 +1,8 @@
-"""The loader: which samples belong to which step, and how to go on from the middle.
+"""The loader: the samples of every step, and resuming.
 
-The law: row j of global step s is sample s * global_batch_size + j, a function of (data, tokenizer, seed) and
-that number. A rank is given some rows and reads just those, so neither the curve of a run nor its state
-depends on how many ranks share the batch.
+Row j of global step s is sample s * global_batch_size + j, a function of (data, tokenizer, seed) and that
+number. A rank is assigned rows and reads only those, so neither the loss curve of a run nor its state depends
+on the number of ranks.
 
 B is the number of a rank's rows, T the sequence length.
 """
@@ -21,19 +21,18 @@ from harness.data.cache import open_cache
 from harness.data.config import DataConfig
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
 from harness.data.sources import open_dataset, require_column, source_of
-from harness.data.streaming import Slot
+from harness.data.streaming import RowStream
 from harness.data.tokenizer import Tokenizer
-from harness.data.vocabulary import require_room
+from harness.data.vocabulary import check_vocab_size
 from harness.errors import DataError
 
 __all__ = ["IGNORE_INDEX", "Batch", "Loader", "build_loader", "merge_states"]
 
 
 class Batch(NamedTuple):
-    """The rows of one global step that a rank works on, in row order.
+    """A rank's rows of one global step, in row order; all int64.
 
-    Labels are already shifted: ``labels_BT[b, t]`` is the target for ``inputs_BT[b, t]``, or IGNORE_INDEX
-    where there is none. All int64.
+    Labels are shifted: ``labels_BT[b, t]`` is the target for ``inputs_BT[b, t]``, or IGNORE_INDEX.
     """
 
     inputs_BT: Tensor
@@ -42,19 +41,19 @@ class Batch(NamedTuple):
     """With data.attend_across_documents=false: the number of each input's document within its row."""
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with ``function`` applied to every tensor there is."""
+        """Apply ``function`` to every tensor."""
         documents = None if self.documents_BT is None else function(self.documents_BT)
         return Batch(function(self.inputs_BT), function(self.labels_BT), documents)
 
 
 class Loader(ABC):
-    """The batches of one split, step after step, without end.
+    """An endless sequence of batches of one split.
 
     Attributes:
-        samples_per_epoch: samples after which all data has been seen once, over all rows; None where that is
-            unknown (streams) or meaningless (synthetic data).
-        damaged_documents: documents of the source that were not UTF-8, and were repaired or left out as
-            data.encoding_errors says.
+        samples_per_epoch: samples per epoch, over all rows; None if unknown (streams) or meaningless
+            (synthetic data).
+        damaged_documents: number of documents that were not UTF-8, and were repaired or left out by
+            data.encoding_errors.
     """
 
     samples_per_epoch: int | None
@@ -62,27 +61,27 @@ class Loader(ABC):
 
     @abstractmethod
     def next(self) -> Batch:
-        """The samples of the next global step that lie in this loader's rows."""
+        """Return this loader's rows of the next global step."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; see ``merge_states`` for what to save where several ranks hold different rows."""
+        """Return the position, JSON-serializable; combine the states of all ranks with ``merge_states``."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after the step at which ``state`` was saved, with whatever rows this loader has.
+        """Continue after the step at which ``state`` was saved, with this loader's rows.
 
         Raises:
-            DataError: the state is of another kind of data or another global batch size, or lacks this
-            loader's rows.
+            DataError: the state is of another kind of data or another global batch size, or does not have
+                this loader's rows.
         """
 
     @abstractmethod
     def reset(self) -> None:
-        """Back to global step 0."""
+        """Return to global step 0."""
 
     def close(self) -> None:
-        """Ends what works for it in the background."""
+        """Stop background work."""
         return
 
 
@@ -99,25 +98,24 @@ def build_loader(
     wait_for_all: Callable[[], None] | None = None,
     is_builder: bool = True,
 ) -> Loader:
-    """The loader of ``rows``, a part of ``range(global_batch_size)``.
+    """Build the loader of ``rows``, a part of ``range(global_batch_size)``.
 
     Args:
         seq_len: tokens per sample (T).
-        split: "train", or "validation": the same samples in the same order whenever it is reset.
-        model_vocab_size: number of rows of the model's embedding; every token must lie below it.
-        wait_for_all: returns when all ranks have called it; called between building and opening the token
-            cache, where there is one.
-        is_builder: whether this rank builds the cache if it is not there.
+        split: "train", or "validation": the same samples in the same order after every reset.
+        model_vocab_size: number of rows of the model's embedding; every token id must be smaller.
+        wait_for_all: a barrier over all ranks; called between building and opening the token cache, if any.
+        is_builder: whether this rank builds the cache if it is missing.
 
     Raises:
-        ConfigError: validation is asked for and no documents are set apart for it, or the tokenizer has more
-            tokens than the model's vocabulary.
-        DataError: the data cannot be used: missing, unreadable, or too little.
+        ConfigError: no documents are held out for validation, or the tokenizer has more tokens than the
+            model's vocabulary.
+        DataError: the data is missing, unreadable, or too small.
     """
     if split not in ("train", "validation"):
         raise ValueError(f"split is train or validation, not {split}")
     if rows.step != 1 or not 0 <= rows.start < rows.stop <= global_batch_size:
-        raise ValueError(f"rows {rows} are no part of a global batch of {global_batch_size}")
+        raise ValueError(f"rows {rows} are not part of a global batch of {global_batch_size}")
     if data.kind == "synthetic":
         synthetic = SyntheticSamples(
             split=split,
@@ -127,10 +125,10 @@ def build_loader(
             mask_fraction=data.mask_fraction,
         )
         return _NumberedLoader(synthetic, rows, global_batch_size)
-    require_room(tokenizer.vocab_size, model_vocab_size)
+    check_vocab_size(tokenizer.vocab_size, model_vocab_size)
     if data.kind == "hub" and data.streaming:
         return _StreamLoader(
-            _build_slots(data, tokenizer, seq_len, global_batch_size, rows, split), global_batch_size
+            _build_streams(data, tokenizer, seq_len, global_batch_size, rows, split), global_batch_size
         )
     source, held_out = source_of(data, split)
     tokenized = open_cache(
@@ -156,22 +154,22 @@ def build_loader(
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """One state for all rows out of the states of the ranks, which may be loaded by any number of ranks.
+    """Merge the states of all ranks into one state, which any number of ranks can load.
 
     Raises:
-        DataError: the states are not of the same step.
+        DataError: the states are from different steps.
     """
     steps = sorted({state["step"] for state in states})
     if len(steps) != 1:
         raise DataError(f"the loader states to merge are of different steps: {', '.join(map(str, steps))}")
     merged = dict(states[0])
     if "slots" in merged:
-        merged["slots"] = {row: slot for state in states for row, slot in state["slots"].items()}
+        merged["slots"] = {row: stream for state in states for row, stream in state["slots"].items()}
     return merged
 
 
 class _NumberedLoader(Loader):
-    """Samples that can be asked for by number; the state is the number of the next one."""
+    """Loader of samples with random access; the state is the number of the next sample."""
 
     def __init__(self, samples: Samples, rows: range, global_batch_size: int) -> None:
         self._samples, self._rows, self._global_batch_size = samples, rows, global_batch_size
@@ -188,7 +186,7 @@ class _NumberedLoader(Loader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "slots" in state:
-            raise DataError("the saved position is one in a streamed dataset, and data.streaming is off")
+            raise DataError("the saved position is in a streamed dataset, and data.streaming is false")
         self._first = state["samples"]
 
     def reset(self) -> None:
@@ -196,50 +194,50 @@ class _NumberedLoader(Loader):
 
 
 class _StreamLoader(Loader):
-    """A stream per row; the state is the step and the position of every one of this loader's rows."""
+    """Loader with a stream per row; the state is the step and the position of every row's stream."""
 
     samples_per_epoch = None
 
-    def __init__(self, slots: dict[int, Slot], global_batch_size: int) -> None:
-        self._slots, self._global_batch_size = slots, global_batch_size
+    def __init__(self, streams: dict[int, RowStream], global_batch_size: int) -> None:
+        self._streams, self._global_batch_size = streams, global_batch_size
         self._step = 0
 
     def next(self) -> Batch:
-        batch = _stack([slot.next() for slot in self._slots.values()])
+        batch = _stack([stream.next() for stream in self._streams.values()])
         self._step += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        slots = {str(row): slot.state_dict() for row, slot in self._slots.items()}
+        slots = {str(row): stream.state_dict() for row, stream in self._streams.items()}
         return {"step": self._step, "global_batch_size": self._global_batch_size, "slots": slots}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "slots" not in state:
-            raise DataError("the saved position is not one in a streamed dataset, and data.streaming is on")
+            raise DataError("the saved position is not in a streamed dataset, and data.streaming is true")
         saved = state["global_batch_size"]
         if saved != self._global_batch_size:
             raise DataError(
-                f"a streamed dataset is shared out by rows of the global batch, so it cannot resume with "
+                f"a streamed dataset is split by rows of the global batch, so it cannot resume with "
                 f"training.global_batch_size={self._global_batch_size}; the state was saved with {saved}"
             )
-        missing = [str(row) for row in self._slots if str(row) not in state["slots"]]
+        missing = [str(row) for row in self._streams if str(row) not in state["slots"]]
         if missing:
             raise DataError(
-                f"the saved position lacks rows {', '.join(missing)}; merge the states of all ranks"
+                f"the saved position has no rows {', '.join(missing)}; merge the states of all ranks"
             )
-        for row, slot in self._slots.items():
-            slot.load_state_dict(state["slots"][str(row)])
+        for row, stream in self._streams.items():
+            stream.load_state_dict(state["slots"][str(row)])
         self._step = state["step"]
 
     def reset(self) -> None:
-        for slot in self._slots.values():
-            slot.reset()
+        for stream in self._streams.values():
+            stream.reset()
         self._step = 0
 
 
-def _build_slots(
+def _build_streams(
     data: DataConfig, tokenizer: Tokenizer, seq_len: int, global_batch_size: int, rows: range, split: str
-) -> dict[int, Slot]:
+) -> dict[int, RowStream]:
     from datasets.distributed import split_dataset_by_node
 
     if split == "validation":
@@ -249,7 +247,7 @@ def _build_slots(
     name = f"dataset {data.dataset}, split {part}"
     require_column(dataset, data.text_field, name)
     return {
-        row: Slot(
+        row: RowStream(
             split_dataset_by_node(dataset, rank=row, world_size=global_batch_size),
             tokenizer,
             field=data.text_field,

@@ -1,6 +1,6 @@
-"""Where a long text can be cut so that its parts encode to what the whole encodes to.
+"""Splitting of a long text into parts whose ids concatenate to the ids of the full text.
 
-A tokenizer takes some 20 times a text's size in memory, and a corpus may be one file.
+A tokenizer needs about 20 times a text's size in memory, and a corpus may be one file.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from collections.abc import Callable, Iterator
 PIECE_CHARS = 1_000_000
 _WINDOW_CHARS = 1_000
 _TRIES = 64
-# Tokenizers that split words first, as nearly all do, begin a new one here.
+# Nearly all tokenizers split a text into words first; a new word begins here.
 _NEW_LINE = re.compile(r"(?<=\n)(?=\S)")
 
 
-def cut_where_encoding_does(text: str, encode: Callable[[str], list[int]]) -> Iterator[str]:
+def split_long_text(text: str, encode: Callable[[str], list[int]]) -> Iterator[str]:
     """Yield consecutive parts of a text, of about ``PIECE_CHARS`` characters.
 
     A cut is made at the beginning of a line if the 1,000 characters on either side encode to the same ids
-    apart and together. Where no such line is found, the rest is one part.
+    separately and together. If no such line is found, the rest is one part.
     """
     start = 0
     while len(text) - start > 2 * PIECE_CHARS:
-        place = _place_to_cut(text, start + PIECE_CHARS, encode)
-        if place is None:
+        end = _find_cut(text, start + PIECE_CHARS, encode)
+        if end is None:
             break
-        yield text[start:place]
-        start = place
+        yield text[start:end]
+        start = end
     yield text[start:]
 
 
-def _place_to_cut(text: str, after: int, encode: Callable[[str], list[int]]) -> int | None:
-    """Return the first place to cut after a position, of those that are tried."""
-    for _, line in zip(range(_TRIES), _NEW_LINE.finditer(text, after), strict=False):
-        place = line.start()
-        before, behind = text[place - _WINDOW_CHARS : place], text[place : place + _WINDOW_CHARS]
-        if encode(before) + encode(behind) == encode(before + behind):
-            return place
+def _find_cut(text: str, first: int, encode: Callable[[str], list[int]]) -> int | None:
+    """Return the first possible cut from a position on; None if ``_TRIES`` lines have none."""
+    for _, line in zip(range(_TRIES), _NEW_LINE.finditer(text, first), strict=False):
+        cut = line.start()
+        before, after = text[cut - _WINDOW_CHARS : cut], text[cut : cut + _WINDOW_CHARS]
+        if encode(before) + encode(after) == encode(before + after):
+            return cut
     return None

@@ -1,7 +1,7 @@
-"""Batches made ready behind the loop's back: read, tokenized, counted and on their way to the device.
+"""Prefetching: a thread reads, tokenizes and counts batches and starts their copy to the device.
 
-The thread's lead is its own affair: what the loader says of its state is where the batch last handed out
-has left it, so a run that is resumed reads just the batches that this one would have trained on.
+``state_dict()`` ignores batches that were prefetched but not yet returned by ``next()``, so a resumed run
+trains on every batch exactly once.
 """
 
 from __future__ import annotations
@@ -15,100 +15,100 @@ import torch
 
 from harness.data.loader import IGNORE_INDEX, Batch, Loader
 
-# How long the end of a run waits for a read that does not come back.
-LEAVING_SECONDS = 5.0
-_LOOK_SECONDS = 0.05
+# How long the end of a run waits for a read that does not return.
+CLOSE_TIMEOUT_SECONDS = 5.0
+_POLL_SECONDS = 0.05
 
 
-class PlacedBatch(Batch):
-    """A batch whose valid labels were counted before it left the host's memory."""
+class DeviceBatch(Batch):
+    """A batch on the device; its valid labels were counted on the host before the copy."""
 
     num_valid: int
 
 
 def count_valid(batch: Batch) -> int:
-    """Number of labels that the loss counts."""
-    if isinstance(batch, PlacedBatch):
+    """Number of labels that are not ignored."""
+    if isinstance(batch, DeviceBatch):
         return batch.num_valid
     return int((batch.labels_BT != IGNORE_INDEX).sum())
 
 
-def place(batch: Batch, device: torch.device) -> PlacedBatch:
-    """Counts a batch's labels and copies it to the device, through pinned memory and without waiting."""
-    if isinstance(batch, PlacedBatch):
+def place(batch: Batch, device: torch.device) -> DeviceBatch:
+    """Count a batch's valid labels and copy it to the device asynchronously, through pinned memory."""
+    if isinstance(batch, DeviceBatch):
         return batch
-    on_device = batch
+    copy = batch
     if device.type != "cpu":
-        on_device = batch.each(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
-    placed = PlacedBatch(*on_device)
-    placed.num_valid = count_valid(batch)
-    return placed
+        copy = batch.each(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+    on_device = DeviceBatch(*copy)
+    on_device.num_valid = count_valid(batch)
+    return on_device
 
 
 class Prefetcher(Loader):
-    """A loader that is ahead of the loop by some batches, in a thread that starts with the first one.
+    """A loader that prefetches batches in a thread; the first ``next()`` starts the thread.
 
     Args:
-        loader: where batches come from; nobody else may use it.
-        depth: batches to be ahead.
-        device: where they go.
+        loader: source of the batches; must not be used elsewhere.
+        depth: number of batches to prefetch.
+        device: where the batches are copied.
     """
 
     def __init__(self, loader: Loader, depth: int, device: torch.device) -> None:
         self._loader, self._depth, self._device = loader, depth, device
         self.samples_per_epoch, self.damaged_documents = loader.samples_per_epoch, loader.damaged_documents
         self._state = loader.state_dict()
-        self._lead: _Lead | None = None
+        self._worker: _Worker | None = None
 
     def next(self) -> Batch:
-        """The batch of the next step; waits for it if the thread is behind.
+        """Return the batch of the next step; waits for the thread if necessary.
 
         Raises:
-            Exception: what the thread has met, with its traceback there.
+            Exception: any exception of the thread, with its traceback.
         """
-        if self._lead is None:
-            self._lead = _Lead(self._loader, self._depth, self._device)
-        batch, self._state = self._lead.take()
+        if self._worker is None:
+            self._worker = _Worker(self._loader, self._depth, self._device)
+        batch, self._state = self._worker.take()
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._end_lead()
+        self._stop_worker()
         self._loader.load_state_dict(state)
         self._state = self._loader.state_dict()
 
     def reset(self) -> None:
-        self._end_lead()
+        self._stop_worker()
         self._loader.reset()
         self._state = self._loader.state_dict()
 
     def close(self) -> None:
-        """Ends the thread; one that waits for a read that does not come back is left behind."""
-        self._end_lead(LEAVING_SECONDS)
+        """Stop the thread; a thread blocked in a read is abandoned after a timeout."""
+        self._stop_worker(CLOSE_TIMEOUT_SECONDS)
 
-    def _end_lead(self, patience: float | None = None) -> None:
-        lead, self._lead = self._lead, None
-        if lead is not None and lead.end(patience):
-            # What was read ahead and not handed out is to be read again.
+    def _stop_worker(self, timeout: float | None = None) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None and worker.stop(timeout):
+            # Prefetched batches that were not returned must be read again.
             self._loader.load_state_dict(self._state)
 
 
-class _Lead:
-    """One life of the thread, and the queue between it and the loop."""
+class _Worker:
+    """The thread, and the queue from it to the loop; replaced after a reset."""
 
     def __init__(self, loader: Loader, depth: int, device: torch.device) -> None:
         self._loader, self._device = loader, device
         self._queue: queue.Queue[Any] = queue.Queue(depth)
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._failure: BaseException | None = None
-        # A daemon: a read that never comes back must not keep the process from ending.
+        # A daemon: a read that never returns must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
     def take(self) -> tuple[Batch, dict[str, Any]]:
-        """The next batch and the loader's state after it."""
+        """Return the next batch and the loader's state after it."""
         if self._failure is not None:
             raise self._failure
         item = self._queue.get()
@@ -117,41 +117,42 @@ class _Lead:
             raise item
         batch, state, copied = item
         if copied is not None:
-            # On the device, and not here: what is queued from now on waits for the copy.
+            # The device waits for the copy, not the host: kernels launched from now on run after it.
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
             for tensor in batch:
-                # Its memory belongs to the thread's stream, which must not use it anew before this one has.
+                # Allocated on the thread's stream, which must not reuse the memory before this stream is done
+                # with it.
                 if tensor is not None:
                     tensor.record_stream(stream)
         return batch, state
 
-    def end(self, patience: float | None) -> bool:
-        """Ends the thread; whether it has come to its end within so many seconds."""
-        self._ended.set()
-        self._thread.join(patience)
+    def stop(self, timeout: float | None) -> bool:
+        """Stop the thread; return whether it ended within ``timeout`` seconds."""
+        self._stopped.set()
+        self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             stream = None
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a matter of the thread
+                torch.cuda.set_device(self._device)  # the current device is per thread
                 stream = torch.cuda.Stream(self._device)
-            while not self._ended.is_set():
+            while not self._stopped.is_set():
                 batch, copied = self._loader.next(), None
                 with nullcontext() if stream is None else torch.cuda.stream(stream):
-                    placed = place(batch, self._device)
+                    on_device = place(batch, self._device)
                     if stream is not None:
                         copied = stream.record_event()
-                self._put((placed, self._loader.state_dict(), copied))
-        except BaseException as error:  # of whatever kind: it is the loop that has to hear of it
+                self._put((on_device, self._loader.state_dict(), copied))
+        except BaseException as error:  # passed to the loop, which raises it
             self._put(error)
 
     def _put(self, item: Any) -> None:
-        """Waits for room, or for the end."""
-        while not self._ended.is_set():
+        """Put an item into the queue; give up when the thread is stopped."""
+        while not self._stopped.is_set():
             try:
-                return self._queue.put(item, timeout=_LOOK_SECONDS)
+                return self._queue.put(item, timeout=_POLL_SECONDS)
             except queue.Full:
                 continue

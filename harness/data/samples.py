@@ -1,7 +1,7 @@
-"""Samples that can be asked for by number: packed documents, or random tokens.
+"""Samples with random access: packed documents, or random tokens.
 
-Sample g is a function of (data, tokenizer, seed, g) alone; nothing here knows of ranks or steps.
-T is the sequence length.
+Sample g is a function of (data, tokenizer, seed, g) only, independent of ranks and steps. T is the sequence
+length.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ class Samples(Protocol):
     """An endless sequence of samples."""
 
     num_per_epoch: int | None
-    """Samples after which all data has been seen once; None where there is no such number."""
+    """Samples per epoch; None if there are no epochs."""
 
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
-        """``(inputs_T, labels_T)``, int64; ``labels_T[t]`` is what follows ``inputs_T[t]``, or ignored.
+        """``(inputs_T, labels_T)``, int64; ``labels_T[t]`` follows ``inputs_T[t]``, or is IGNORE_INDEX.
 
-        Where documents are told apart, a third array has the number of each input's document in the sample.
+        With ``number_documents`` a third array has the number of each input's document in the sample.
         """
         ...
 
 
 class PackedSamples:
-    """Documents one after the other, cut every T tokens; the order of the cuts is drawn anew in every epoch.
+    """Concatenated documents, cut every T tokens; samples are shuffled differently in every epoch.
 
     Neighbouring samples share one token: the last label of one is the first input of the next, so that every
     token but the very first is predicted once per epoch. Fewer than T tokens at the end are left out.
 
-    The order of an epoch is held in memory: 8 bytes per sample, 8 GB for a billion samples.
+    The order of an epoch is in memory: 8 bytes per sample, 8 GB for a billion samples.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PackedSamples:
 
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
         epoch, index = divmod(number, self._num_samples)
-        begin = self._place(epoch, index) * self._seq_len
+        begin = self._shuffled(epoch, index) * self._seq_len
         tokens = self._split.tokens[begin : begin + self._seq_len + 1].astype(np.int64)
         inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
         starts = self._split.starts
@@ -77,7 +77,7 @@ class PackedSamples:
             return inputs_T, labels_T
         return inputs_T, labels_T, number_documents(first_labels, self._seq_len)
 
-    def _place(self, epoch: int, index: int) -> int:
+    def _shuffled(self, epoch: int, index: int) -> int:
         if not self._shuffle:
             return index
         if self._order is None or self._order[0] != epoch:
@@ -87,7 +87,7 @@ class PackedSamples:
 
 
 class SyntheticSamples:
-    """Uniform random tokens of the model's whole vocabulary, some labels masked, unevenly between samples."""
+    """Uniform random tokens of the full vocabulary; samples have different numbers of masked labels."""
 
     num_per_epoch: int | None = None
 
@@ -106,11 +106,11 @@ class SyntheticSamples:
 
 
 def number_documents(first_labels: np.ndarray, seq_len: int) -> np.ndarray:
-    """The number of each input's document in its sample, from 0, int64.
+    """Number of each input's document in its sample, from 0, int64.
 
     Args:
-        first_labels: places of the labels with which a document begins; it is an input one place later.
-        seq_len: inputs of the sample.
+        first_labels: positions of labels that are a document's first token; it is the next position's input.
+        seq_len: number of inputs of the sample.
     """
     begins = np.zeros(seq_len + 1, dtype=np.int64)
     begins[first_labels + 1] = 1
@@ -118,10 +118,10 @@ def number_documents(first_labels: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def random_stream(purpose: str, seed: int, index: int) -> np.random.RandomState:
-    """A random stream of its own for every (purpose, seed, index).
+    """Independent random stream for every (purpose, seed, index).
 
-    RandomState and not default_rng: numpy promises its numbers for all versions to come (NEP 19), so that a
-    run can be resumed, or repeated, with another numpy.
+    RandomState instead of default_rng: numpy guarantees the same numbers in all future versions (NEP 19), so
+    a run can be resumed or repeated with another numpy.
     """
     digest = hashlib.sha256(f"{purpose}/{seed}/{index}".encode()).digest()
     entropy = np.random.SeedSequence(int.from_bytes(digest, "little"))

@@ -1,7 +1,7 @@
-"""Documents: where they lie and how they are read, one string at a time.
+"""Sources of documents: local files and datasets.
 
-A source has an ``identity`` (what decides its documents, for the cache key) and yields its documents in a
-fixed order, empty ones included, so that a document's index does not depend on how it is used.
+A source has an ``identity`` (everything that determines its documents, for the cache key) and yields its
+documents in a fixed order, including empty ones, so that a document's index is stable.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class Source(Protocol):
     """Documents in a fixed order."""
 
     name: str
-    """What the user would call it, for error messages."""
+    """Name for error messages: the field and its value."""
     damaged: int
-    """Documents so far that were not UTF-8, and were repaired or left out as data.encoding_errors says."""
+    """Documents so far that were not UTF-8, and were repaired or left out by data.encoding_errors."""
 
     @property
     def identity(self) -> Any:
-        """JSON-able: changes whenever the documents may have changed."""
+        """JSON-serializable; changes whenever the documents may have changed."""
         ...
 
     def documents(self) -> Iterator[str]:
-        """Every document's text, empty ones included."""
+        """Yield every document's text, including empty ones."""
         ...
 
 
 def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
-    """The source that holds ``split`` ("train" or "validation"), and the share of it that is held out.
+    """Return the source of ``split`` ("train" or "validation"), and its held-out fraction.
 
     Raises:
-        ConfigError: validation is asked for and no source of it is configured.
+        ConfigError: the split is "validation" and no documents are held out for it.
     """
     validating = split == "validation"
     if validating:
@@ -66,7 +66,7 @@ def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
 
 
 class LocalFiles:
-    """The documents of local files, in the order of the files' sorted paths."""
+    """Documents of local files, in the order of the sorted paths."""
 
     def __init__(self, config: DataConfig, field: str) -> None:
         self._config = config
@@ -79,7 +79,7 @@ class LocalFiles:
         """The matching files.
 
         Raises:
-            DataError: there is none.
+            DataError: no file matches.
         """
         found = find_files(self._patterns, self._config.exclude)
         if not found:
@@ -87,12 +87,12 @@ class LocalFiles:
         return found
 
     def _hint(self) -> str:
-        """Return what to type where a pattern is a folder."""
+        """Return a correction if a pattern is a folder."""
         for pattern in self._patterns:
             folder = Path(expand(pattern))
             if _is_saved(folder):
-                words = f"data=c4 data.dataset={folder} data.subset=null"
-                return f"; {pattern} is a dataset saved to disk, write {words}"
+                overrides = f"data=c4 data.dataset={folder} data.subset=null"
+                return f"; {pattern} is a dataset saved to disk, write {overrides}"
             if os.path.isdir(folder):
                 return f"; {pattern} is a folder, write {pattern.rstrip('/')}/**/*"
         return ""
@@ -139,21 +139,21 @@ class LocalFiles:
                     yield _text_of_line(text, self._config.text_field, where) if text else ""
 
     def _decoded(self, content: bytes, where: str, start: int = 0) -> str:
-        """Return the text of a document; an empty one where it is damaged and skipped."""
+        """Decode a document; return an empty string if it is not UTF-8 and skipped."""
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
             if self._config.encoding_errors == "strict":
-                place = f"byte {start + error.start}" + (" of the file" if start else "")
+                position = f"byte {start + error.start}" + (" of the file" if start else "")
                 raise DataError(
-                    f"{where}: not UTF-8 at {place}; would work: data.encoding_errors=replace or skip"
+                    f"{where}: not UTF-8 at {position}; would work: data.encoding_errors=replace or skip"
                 ) from error
         self.damaged += 1
         return content.decode("utf-8", "replace") if self._config.encoding_errors == "replace" else ""
 
 
 def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
-    """The files that match one of the globs ``patterns`` and none of ``exclude``, each once, sorted."""
+    """Files that match one of the globs ``patterns`` and none of ``exclude``, each once, sorted."""
     excluded = [_glob_to_regex(expand(pattern)) for pattern in exclude]
     found = {
         os.path.abspath(name) for pattern in patterns for name in glob.iglob(expand(pattern), recursive=True)
@@ -163,7 +163,7 @@ def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
 
 
 def expand(pattern: str) -> str:
-    """``pattern`` as an absolute glob; one that begins with ``**/`` holds anywhere and stays as it is."""
+    """``pattern`` as an absolute glob; one that begins with ``**/`` matches anywhere and is not changed."""
     pattern = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
     if pattern.startswith("**/"):
         return pattern
@@ -171,7 +171,7 @@ def expand(pattern: str) -> str:
 
 
 def _glob_to_regex(pattern: str) -> re.Pattern[str]:
-    """A regular expression for whole paths; as in ``glob``, only ``**`` goes past a slash."""
+    """A regular expression for complete paths; as in ``glob``, only ``**`` matches slashes."""
     meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
     return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts), re.DOTALL)
@@ -185,15 +185,15 @@ def _format_of(file: Path) -> str:
 
 
 def _opened(file: Path) -> IO[bytes]:
-    """Open a file for reading its bytes, decompressed as its extension says."""
+    """Open a file for reading bytes, decompressed by its extension."""
     return _COMPRESSIONS.get(file.suffix, open)(file, "rb")
 
 
 def _open_zstd(file: Path, mode: str) -> IO[bytes]:
-    """Open a file of zstd frames; one that is cut short is an error."""
+    """Open a file of zstd frames; reading a truncated file raises an error."""
     import pyarrow
 
-    # Its input streams read bytes, but no lines.
+    # pyarrow's input streams read bytes, but not lines.
     return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
 
 
@@ -216,7 +216,7 @@ def _text_of_line(line: str, field: str, where: str) -> str:
 
 
 def _text_of_row(row: dict[str, Any], field: str, where: str) -> str:
-    """The text of one row; a null is an empty document."""
+    """Text of a row; null is an empty document."""
     if field not in row:
         raise DataError(f"{where}: no field {field!r} among {_named(row)}; set data.text_field")
     text = row[field]
@@ -250,7 +250,7 @@ def _read_parquet(file: Path, field: str) -> Iterator[str]:
 
 
 class HubTable:
-    """The documents of one split of a dataset, downloaded (or found locally) by the `datasets` library."""
+    """Documents of one split of a dataset, downloaded (or found locally) by the `datasets` library."""
 
     def __init__(self, config: DataConfig, split: str) -> None:
         self._config = config
@@ -266,7 +266,7 @@ class HubTable:
     def identity(self) -> Any:
         files = [Path(entry["filename"]) for entry in self._table.cache_files]
         stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        # A table held in memory has no files; its fingerprint stands for its content.
+        # A table in memory has no files; its fingerprint identifies its content.
         content = stats or self._table._fingerprint
         return [
             "hub",
@@ -286,7 +286,7 @@ class HubTable:
 
 
 def open_dataset(config: DataConfig, split: str) -> Any:
-    """``datasets.load_dataset`` of one split: an IterableDataset where ``data.streaming``, else a Dataset.
+    """Load one split with ``datasets``: an IterableDataset with ``data.streaming``, else a Dataset.
 
     Raises:
         DataError: no such dataset, subset or split, or the hub cannot be reached.
@@ -305,15 +305,15 @@ def open_dataset(config: DataConfig, split: str) -> Any:
         )
     except DataError:
         raise
-    # Whatever goes wrong in there (the library, the hub's client, the network, a file's reader all raise
-    # their own) means to the user that this dataset cannot be opened.
+    # The library, the hub's client, the network and file readers raise many types of errors; to the user all
+    # mean that the dataset cannot be opened.
     except Exception as error:
         which = f"{config.dataset}/{config.subset}" if config.subset else config.dataset
         raise DataError(f"dataset {which}, split {split}: cannot be opened: {_one_line(error)}") from error
 
 
 def _is_saved(folder: Path) -> bool:
-    """Return whether ``save_to_disk`` of `datasets` has written the folder."""
+    """Whether ``save_to_disk`` of `datasets` wrote the folder."""
     return any(os.path.isfile(folder / name) for name in ("dataset_dict.json", "state.json"))
 
 
@@ -333,14 +333,14 @@ def _saved_split(config: DataConfig, split: str) -> Any:
 
 
 def require_column(dataset: Any, field: str, name: str) -> None:
-    """Raises DataError where the columns of ``dataset`` are known and ``field`` is none of them."""
+    """Raise DataError if the columns of ``dataset`` are known and do not include ``field``."""
     columns = dataset.column_names
     if columns is not None and field not in columns:
         raise DataError(f"{name}: no column {field!r} among {_named(columns)}; set data.text_field")
 
 
 def text_of_example(example: dict[str, Any], field: str, name: str) -> str:
-    """The text of one streamed example; a null is an empty document."""
+    """Text of a streamed example; null is an empty document."""
     return _text_of_row(example, field, name)
 
 

@@ -1,9 +1,8 @@
-"""Samples of a streamed dataset: every row of the global batch is a stream of its own.
+"""Samples of a streamed dataset: every row of the global batch has its own stream.
 
-Row j of the global batch, its slot, reads the share ``split_dataset_by_node(rank=j,
-world_size=global_batch_size)`` of the dataset and packs its own documents. What a slot reads thus depends on
-the global batch size and never on how rows are spread over ranks, and a slot's state is a position in its
-share.
+Row j of the global batch reads the part ``split_dataset_by_node(rank=j, world_size=global_batch_size)`` of
+the dataset and packs its own documents. So the samples of a row depend on the global batch size, but not on
+the assignment of rows to ranks, and the state of a row is a position in its part.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ import numpy as np
 
 from harness.data.samples import IGNORE_INDEX, number_documents
 from harness.data.sources import text_of_example
-from harness.data.tokenizer import Tokenizer, with_ends
+from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.errors import DataError
 
 
 @dataclass(frozen=True)
 class _Document:
     position: dict[str, Any]
-    """State of the dataset with which this document is the next one to be read."""
+    """State of the dataset before this document was read."""
     tokens: np.ndarray
 
 
-class Slot:
-    """The samples of one row of the global batch, one after the other, epoch after epoch.
+class RowStream:
+    """An endless sequence of the samples of one row of the global batch.
 
     Args:
-        dataset: this row's share, an ``IterableDataset``.
-        name: what to call it in an error message.
+        dataset: this row's part, an ``IterableDataset``.
+        name: name for error messages.
     """
 
     def __init__(
@@ -56,11 +55,11 @@ class Slot:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the first document."""
+        """Return to the first document."""
         self.load_state_dict({"document": self._beginning, "offset": 0})
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next sample begins: ``{"document": state of the dataset, "offset": tokens into it}``."""
+        """Start of the next sample: ``{"document": state of the dataset, "offset": tokens into it}``."""
         position = self._documents[0].position if self._documents else self._position
         return {"document": position, "offset": self._offset}
 
@@ -70,10 +69,10 @@ class Slot:
         self._seek(state["document"])
 
     def next(self) -> tuple[np.ndarray, ...]:
-        """``(inputs_T, labels_T)``, int64, and where documents are told apart the number of each input's.
+        """``(inputs_T, labels_T)``, int64; with ``number_documents`` also each input's document number.
 
         Raises:
-            DataError: the share holds no text, or cannot be read.
+            DataError: the row's part of the dataset holds no text, or cannot be read.
         """
         tokens, starts = self._peek(self._seq_len + 1)
         inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
@@ -105,7 +104,7 @@ class Slot:
             self._offset -= len(self._documents.popleft().tokens)
 
     def _read_document(self) -> _Document:
-        """The next document that has any text; after the last one the first one again."""
+        """Return the next non-empty document; after the last one, restart from the first."""
         restarted = False
         while True:
             position = self._position
@@ -121,13 +120,13 @@ class Slot:
             self._position = self._dataset.state_dict()
             text = text_of_example(example, self._field, self._name)
             if text:
-                tokens = with_ends(self._tokenizer.encode(text), self._tokenizer)
+                tokens = with_bos_eos(self._tokenizer.encode(text), self._tokenizer)
                 return _Document(position, np.asarray(tokens, dtype=np.int64))
 
     def _next_example(self) -> dict[str, Any] | None:
         try:
             return next(self._examples, None)
-        # The readers of files and the hub's client raise errors of their own; all of them mean this.
+        # File readers and the hub's client raise many types of errors; all mean that reading failed.
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise DataError(f"{self._name} cannot be read: {reason}") from error

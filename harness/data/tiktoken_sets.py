@@ -1,4 +1,4 @@
-"""What a tiktoken file leaves out: the pattern that splits words, and the special tokens."""
+"""Word-splitting patterns and special tokens, which a tiktoken file does not contain."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SpecialSet:
-    """A named set of special tokens.
+    """Special tokens and pattern of a tokenizer.
 
     Attributes:
         pattern: regular expression of the words within which byte pairs are joined.
-        tokens: special tokens in the order of their ids, the first of which follows the last byte pair's.
-        bos: the one before every document.
-        eos: the one after every document.
+        tokens: special tokens in the order of their ids; the first id follows the last byte pair's.
+        bos: token before every document.
+        eos: token after every document.
     """
 
     pattern: str
@@ -68,7 +68,7 @@ _LLAMA4 = SpecialSet(
         "<|fim_prefix|>",
         "<|fim_middle|>",
         "<|fim_suffix|>",
-        # Text, from 200,005. There are no reserved ones of numbers 6 and 7.
+        # Text, from 200,005. Numbers 6 and 7 of the reserved tokens do not exist.
         "<|header_start|>",
         "<|header_end|>",
         "<|eom|>",
@@ -94,7 +94,7 @@ _LLAMA4 = SpecialSet(
         *_reserved("reasoning_", 0, 7),
         "<|reasoning_thinking_start|>",
         "<|reasoning_thinking_end|>",
-        # What is left of 2,048.
+        # The rest of the 2,048.
         *_reserved("", 0, 903),
     ),
     bos="<|begin_of_text|>",

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, from local files alone."""
+"""Tokenizers: text to token ids and back, from local files only."""
 
 from __future__ import annotations
 
@@ -12,48 +12,49 @@ from pathlib import Path
 from typing import Protocol
 
 from harness.data.config import TokenizerConfig
-from harness.data.long_text import PIECE_CHARS, cut_where_encoding_does
+from harness.data.long_text import PIECE_CHARS, split_long_text
 from harness.data.tiktoken_sets import SETS
 from harness.errors import DataError
 
-_NUM_THREADS = 4  # enough to be quick, few enough to leave a node's other ranks alone
+_NUM_THREADS = 4  # enough to be fast, few enough not to slow down a node's other ranks
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
-    """Turns text into ids in ``range(vocab_size)`` and back.
+    """Maps text to ids in ``range(vocab_size)`` and back.
 
-    Text that looks like a special token is encoded as plain text: a document cannot end itself.
+    Text that looks like a special token is encoded as plain text, so that a document cannot contain its own
+    end.
     """
 
     vocab_size: int
     bos_id: int | None
-    """Id put before every document, None where the tokenizer has none."""
+    """Id put before every document, or None."""
     eos_id: int | None
-    """Id put after every document, None where the tokenizer has none."""
+    """Id put after every document, or None."""
     fingerprint: str
-    """Hash of everything that decides how text is encoded."""
+    """Hash of everything that determines how text is encoded."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, without special tokens."""
+        """Ids of ``text``, without special tokens."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """``[encode(text) for text in texts]``, in parallel where that is quicker."""
+        """``[encode(text) for text in texts]``, in parallel where that is faster."""
         ...
 
     def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
-        """Yield ``encode(text)`` in consecutive pieces, which takes less memory for a long text."""
-        for piece in cut_where_encoding_does(text, self.encode):
+        """Yield ``encode(text)`` in consecutive pieces, which needs less memory for a long text."""
+        for piece in split_long_text(text, self.encode):
             yield self.encode(piece)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; broken UTF-8 and ids outside the vocabulary come out as U+FFFD."""
+        """Text of ``ids``; invalid UTF-8 and ids outside the vocabulary become U+FFFD."""
         ...
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that ``config`` names.
+    """Build a tokenizer.
 
     Raises:
         DataError: its file is missing, empty or malformed.
@@ -72,15 +73,15 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     raise ValueError(f"unknown tokenizer kind {config.kind}")
 
 
-def with_ends(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """One document as it stands in the token stream: [bos] text [eos], where the tokenizer has them."""
+def with_bos_eos(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Ids of one document, [bos] text [eos], with the ends that the tokenizer has."""
     before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     return [*before, *ids, *after]
 
 
 class BytesTokenizer(Tokenizer):
-    """The UTF-8 bytes of the text; 256 is bos and 257 is eos."""
+    """UTF-8 bytes; 256 is bos and 257 is eos."""
 
     vocab_size = 258
     bos_id: int | None = 256
@@ -104,10 +105,9 @@ class BytesTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model.
 
-    Sentencepiece writes a space as U+2581, so that a document which holds U+2581 itself would come back with
-    a space in its place. Where the model can spell the character in bytes, that is done instead. (A model
-    with a dummy prefix, such as Llama 2's, alters the text anyhow and is left to behave as its authors know
-    it.)
+    Sentencepiece writes a space as U+2581, so a U+2581 in a document would be decoded as a space. If the
+    model has byte pieces, the character is encoded in bytes instead. A model with a dummy prefix, such as
+    Llama 2's, alters the text anyway and is not changed.
     """
 
     def __init__(self, content: bytes, file: Path) -> None:
@@ -141,8 +141,8 @@ class SentencePieceTokenizer(Tokenizer):
         return _decode_known(ids, range(self.vocab_size), self._model.decode)
 
     def _spell_space_mark(self) -> list[int] | None:
-        """The byte pieces of U+2581; None where the model has no bytes or prefixes the text with a space."""
-        # Decoding takes one space away again, so what is encoded tells, not what comes back.
+        """Byte pieces of U+2581; None if the model has no byte pieces or prefixes the text with a space."""
+        # normalize() shows a dummy prefix. Decoding a text would not: it removes one space.
         if self._model.normalize("a") != "a" or self._model.decode(self._model.encode("▁a")) != " a":
             return None
         ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
@@ -150,7 +150,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 # Lengths at which Meta's code for Llama 3 and 4 cuts a text (llama3/llama/tokenizer.py, 2024), because the
-# pattern's matcher recurses and overflows its stack on very long runs.
+# pattern matcher recurses and overflows its stack on very long runs.
 _MAX_CHARS = 400_000
 _MAX_RUN = 25_000
 _HAS_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN + 1}}}|(?<!\s)\s{{{_MAX_RUN + 1}}}")
@@ -158,24 +158,24 @@ _RUN = re.compile(r"\S+|\s+")
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Byte pairs ranked in a tiktoken file, followed by a named set of special tokens.
+    """Ranked byte pairs of a tiktoken file, followed by a named set of special tokens.
 
-    The file is read here: tiktoken's own reader keeps a copy by path in a temporary folder, and would go on
-    using it after the file has changed.
+    The file is read here: tiktoken's own reader caches a copy by path in a temporary folder, and would use it
+    even after the file has changed.
     """
 
     def __init__(self, content: bytes, file: Path, special: str) -> None:
         import tiktoken
 
-        of_set = SETS[special]
+        special_set = SETS[special]
         ranks = _parse_ranks(content, file)
-        specials = {token: len(ranks) + i for i, token in enumerate(of_set.tokens)}
+        special_ids = {token: len(ranks) + i for i, token in enumerate(special_set.tokens)}
         self._encoding = tiktoken.Encoding(
-            special, pat_str=of_set.pattern, mergeable_ranks=ranks, special_tokens=specials
+            special, pat_str=special_set.pattern, mergeable_ranks=ranks, special_tokens=special_ids
         )
-        self.vocab_size = len(ranks) + len(specials)
-        self.bos_id = specials[of_set.bos]
-        self.eos_id = specials[of_set.eos]
+        self.vocab_size = len(ranks) + len(special_ids)
+        self.bos_id = special_ids[special_set.bos]
+        self.eos_id = special_ids[special_set.eos]
         self.fingerprint = _fingerprint(f"tiktoken/{special}", content)
 
     def encode(self, text: str) -> list[int]:
@@ -183,9 +183,9 @@ class TiktokenTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         parts = [list(_cut_long_runs(text)) for text in texts]
-        flat = [part for of_text in parts for part in of_text]
+        flat = [part for text_parts in parts for part in text_parts]
         encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=_NUM_THREADS))
-        return [[i for _ in of_text for i in next(encoded)] for of_text in parts]
+        return [[i for _ in text_parts for i in next(encoded)] for text_parts in parts]
 
     def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
         return map(self._encoding.encode_ordinary, _cut_long_runs(text))
@@ -195,7 +195,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
-    """The ranked byte pairs of a tiktoken file: lines of a base64 token, a space and its rank."""
+    """Parse the ranked byte pairs of a tiktoken file: lines of a base64 token, a space and its rank."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         if not line:
@@ -217,7 +217,7 @@ def _parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
 
 
 def _cut_long_runs(text: str) -> Iterator[str]:
-    """Pieces of at most 400,000 characters, in which no run of (non-)whitespace is longer than 25,000."""
+    """Yield pieces of at most 400,000 characters with no run of (non-)whitespace longer than 25,000."""
     for start in range(0, len(text), _MAX_CHARS):
         piece = text[start : start + _MAX_CHARS]
         if not _HAS_LONG_RUN.search(piece):
@@ -232,11 +232,11 @@ def _cut_long_runs(text: str) -> Iterator[str]:
 
 
 def _decode_known(ids: Sequence[int], vocabulary: Container[int], decode: Callable[[list[int]], str]) -> str:
-    """Decodes the ids of the vocabulary; a model padded beyond it may well have sampled others."""
+    """Decode ids; those outside the vocabulary (a model's vocabulary may be padded) become U+FFFD."""
     parts = []
     for known, group in groupby((int(i) for i in ids), key=lambda i: i in vocabulary):
-        of_group = list(group)
-        parts.append(decode(of_group) if known else _UNKNOWN * len(of_group))
+        group_ids = list(group)
+        parts.append(decode(group_ids) if known else _UNKNOWN * len(group_ids))
     return "".join(parts)
 
 

@@ -1,7 +1,7 @@
-"""Tokenizers of Hugging Face's repositories: tokenizer.json, read by the tokenizers library.
+"""Tokenizers of Hugging Face repositories: tokenizer.json, read by the tokenizers library.
 
-What begins and ends a document does not stand there. It is found in the files that transformers keeps beside
-it, unless tokenizer.bos and tokenizer.eos say it.
+tokenizer.json does not define bos and eos tokens. They come from tokenizer.bos and tokenizer.eos, or from
+transformers' files in the same folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from harness.data.tokenizer import _NUM_THREADS, Tokenizer, _decode_known, _fing
 from harness.errors import DataError
 
 TOKENIZER, CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-# What a repository may keep beside tokenizer.json, and what goes where the tokenizer goes.
+# Other tokenizer files of a repository, copied together with tokenizer.json.
 _COMPANIONS = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -26,25 +26,25 @@ _COMPANIONS = (
     "tokenizer.model",
     "vocab.json",
 )
-_SHOWN = 6  # special tokens in one line of error
+_SHOWN = 6  # special tokens named in an error message
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json; gives the ids of ``AutoTokenizer`` with ``add_special_tokens=False``.
 
-    Special tokens in a text are plain text, as ``split_special_tokens=True`` has it. Tokens that were added
-    and are not special (Qwen's ``<think>``) are themselves.
+    Special tokens in a text are encoded as plain text, as with ``split_special_tokens=True``. Added tokens
+    that are not special (Qwen's ``<think>``) are encoded as one token.
 
     Args:
         content: of the file.
-        config: where it lies, and what its documents begin and end with.
+        config: path of the file, and the bos and eos tokens.
 
     Raises:
-        DataError: the file is none, or it is not known what begins and ends a document.
+        DataError: the file is not a tokenizer.json, or its bos or eos token is unknown.
     """
 
     def __init__(self, content: bytes, config: TokenizerConfig) -> None:
-        # Read once, when the library starts its threads; what the user has set stays.
+        # The library reads it once, when it starts its threads. A value set by the user takes precedence.
         os.environ.setdefault("RAYON_NUM_THREADS", str(_NUM_THREADS))
         import tokenizers
 
@@ -52,18 +52,18 @@ class HuggingFaceTokenizer(Tokenizer):
             self._model = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises nothing narrower
             reason = " ".join(str(error).split())
-            raise DataError(f"tokenizer file {config.file} is no tokenizer.json: {reason}") from error
+            raise DataError(f"tokenizer file {config.file} is not a tokenizer.json: {reason}") from error
         self._model.no_truncation()
         self._model.no_padding()
         ids = self._model.get_vocab(with_added_tokens=True)
         if not ids:
             raise DataError(f"tokenizer file {config.file} has no tokens")
-        bos, eos = self._find_ends(config)
+        bos, eos = self._find_bos_eos(config)
         for name, token in (("bos", bos), ("eos", eos)):
             if token and token not in ids:
-                rule = f"has no token {token!r}, which is to be {name}"
+                rule = f"has no token {token!r} for {name}"
                 raise DataError(f"tokenizer file {config.file} {rule}; {self._works(name)}")
-        # A document must not end itself, also where the file does not call the token special.
+        # A document must not contain its own end, even if the file does not mark the token as special.
         special = {token.content for token in self._special_tokens()}
         self._model.add_special_tokens([token for token in (bos, eos) if token and token not in special])
         self._model.encode_special_tokens = True
@@ -78,7 +78,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._model.encode_batch(list(texts), add_special_tokens=False)
-        return [of_text.ids for of_text in encoded]
+        return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         return _decode_known(ids, self._known, self._decode)
@@ -86,26 +86,23 @@ class HuggingFaceTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids, skip_special_tokens=False)
 
-    def _find_ends(self, config: TokenizerConfig) -> tuple[str, str]:
-        """The tokens before and after a document; empty for none."""
+    def _find_bos_eos(self, config: TokenizerConfig) -> tuple[str, str]:
+        """Tokens before and after a document; empty for none."""
         if config.bos is not None and config.eos is not None:
             return config.bos, config.eos
-        said = _beside(config.file)
-        bos = config.bos if config.bos is not None else _token(said, "bos_token")
-        eos = config.eos if config.eos is not None else _token(said, "eos_token")
-        # A tokenizer_config.json without bos_token means that there is none. Without eos_token nothing would
-        # separate documents, which nobody should get unasked.
-        for name, missing, does in (
-            ("bos", bos is None and not said, "begins"),
-            ("eos", eos is None, "ends"),
-        ):
+        settings = _read_transformers_settings(config.file)
+        bos = config.bos if config.bos is not None else _token(settings, "bos_token")
+        eos = config.eos if config.eos is not None else _token(settings, "eos_token")
+        # A tokenizer_config.json without bos_token means no bos. Without eos_token documents would not be
+        # separated, so that must be requested explicitly.
+        for name, missing in (("bos", bos is None and not settings), ("eos", eos is None)):
             if missing:
-                rule = f"no {CONFIG} beside it says which token {does} a document"
+                rule = f"no {CONFIG} in its folder defines {name}_token"
                 raise DataError(f"tokenizer file {config.file}: {rule}; {self._works(name)}")
         return bos or "", eos or ""
 
     def _works(self, name: str) -> str:
-        """What tokenizer.bos or tokenizer.eos could be."""
+        """Values that would work for tokenizer.bos or tokenizer.eos."""
         special = [token.content for token in self._special_tokens()]
         shown = [f"tokenizer.{name}=\"'{token}'\"" for token in special[:_SHOWN]]
         more = [f"{len(special) - _SHOWN} more"] if len(special) > _SHOWN else []
@@ -120,7 +117,7 @@ def number_of_ids(content: bytes, file: Path) -> int:
     """Return the largest id of a tokenizer.json plus 1, without building the tokenizer.
 
     Raises:
-        DataError: the file is no tokenizer.json.
+        DataError: the file is not a tokenizer.json.
     """
     try:
         plain = json.loads(content)
@@ -129,17 +126,17 @@ def number_of_ids(content: bytes, file: Path) -> int:
         ids += [token["id"] for token in plain.get("added_tokens") or []]
         return int(max(ids)) + 1
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-        raise DataError(f"tokenizer file {file} is no tokenizer.json: no vocabulary") from error
+        raise DataError(f"tokenizer file {file} is not a tokenizer.json: no vocabulary") from error
 
 
-def _beside(file: Path) -> dict[str, Any]:
-    """What transformers' files in the same folder say, the more important over the other."""
-    said: dict[str, Any] = {}
+def _read_transformers_settings(file: Path) -> dict[str, Any]:
+    """Merge transformers' files in the same folder; tokenizer_config.json takes precedence."""
+    settings: dict[str, Any] = {}
     for name in (SPECIAL_TOKENS, CONFIG):
         path = file.with_name(name)
         if path.is_file():
-            said |= _read_json(path)
-    return said
+            settings |= _read_json(path)
+    return settings
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -148,31 +145,31 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path}: holds no object")
+        raise DataError(f"{path}: not a JSON object")
     return content
 
 
-def _token(said: dict[str, Any], name: str) -> str | None:
-    """A token as transformers writes it: its text, or a mapping with the text as ``content``."""
-    token = said.get(name)
+def _token(settings: dict[str, Any], name: str) -> str | None:
+    """A token in transformers' format: its text, or a mapping with the text as ``content``."""
+    token = settings.get(name)
     return token.get("content") if isinstance(token, dict) else token
 
 
 def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
-    """Copies a tokenizer.json and what lies beside it, for transformers to read.
+    """Copy a tokenizer.json and transformers' files in its folder.
 
-    Where tokenizer.bos or tokenizer.eos named another token than the files do, the copies name that one: it
-    is what the model has learnt.
+    If tokenizer.bos or tokenizer.eos differs from the files, the copies get its value: the model was trained
+    with it.
 
     Args:
         config: the tokenizer, of kind ``huggingface``.
-        folder: where to write; made where it is missing.
+        folder: where to write; made if missing.
 
     Raises:
-        DataError: the tokenizer cannot be used.
+        DataError: the tokenizer is invalid.
     """
     content = _read(config.file)
-    HuggingFaceTokenizer(content, config)  # says what is wrong
+    HuggingFaceTokenizer(content, config)  # raises if the file is invalid
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TOKENIZER).write_bytes(content)
     for name in _COMPANIONS:

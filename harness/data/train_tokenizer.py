@@ -1,6 +1,6 @@
-"""Trains a small sentencepiece tokenizer for source code that gives every text back exactly.
+"""Train a small lossless sentencepiece tokenizer for source code.
 
-The one that ships as ``asset:python_2k.model`` was made with CPython 3.11's standard library:
+The shipped ``asset:python_2k.model`` was trained on CPython 3.11's standard library:
 
     python -m harness.data.train_tokenizer --input '{stdlib}/**/*.py' \\
         --exclude '{stdlib}/site-packages/**' '{stdlib}/**/test/**' '{stdlib}/**/tests/**' \\
@@ -25,13 +25,13 @@ LONGEST_INDENT = 24
 
 
 def train(texts: Iterable[str], vocab_size: int) -> bytes:
-    """A sentencepiece BPE model of ``vocab_size`` pieces, as the content of its file.
+    """Train a sentencepiece BPE model of ``vocab_size`` pieces; return the content of its file.
 
-    Lossless: no normalisation, no prefix, a byte piece for whatever has no piece of its own. Newlines, tabs
-    and runs of spaces are pieces, which keeps indentation cheap. 0 is unk, 1 is bos, 2 is eos.
+    Lossless: no normalisation, no prefix, byte pieces for characters without a piece. Newlines, tabs and runs
+    of spaces are pieces, so that indentation takes few tokens. 0 is unk, 1 is bos, 2 is eos.
 
     Raises:
-        DataError: the texts are too few for so many pieces.
+        DataError: there is too little text for so many pieces.
     """
     import sentencepiece
 
@@ -47,7 +47,7 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             byte_fallback=True,
-            # Rare characters are spelled in bytes; a piece for each would crowd out words.
+            # Rare characters are encoded in bytes; a piece for each would take the place of words.
             character_coverage=0.9995,
             split_digits=True,
             user_defined_symbols=whitespace,
@@ -73,7 +73,7 @@ def _read(files: list[Path]) -> Iterator[str]:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m harness.data.train_tokenizer", description=__doc__.split("\n")[0])
-    glob_help = "globs of the files to learn from; {stdlib} is the running interpreter's standard library"
+    glob_help = "globs of the files to train on; {stdlib} is the running interpreter's standard library"
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=glob_help)
     parser.add_argument(
         "--exclude", nargs="+", default=[], metavar="GLOB", help="globs of files to leave out"
@@ -86,10 +86,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains on the files of the command line and writes the model.
+    """Train on the files of the command line and write the model.
 
     Raises:
-        DataError: no file matches, one is not UTF-8, or they hold too little text.
+        DataError: no file matches, a file is not UTF-8, or there is too little text.
     """
     options = _parse(arguments)
     files = find_files(options.input, options.exclude)

@@ -1,4 +1,4 @@
-"""Whether a tokenizer's tokens fit into a model's vocabulary, before ranks are started. Imports no torch."""
+"""Check that a tokenizer's tokens fit into a model's vocabulary, before ranks are started (no torch)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from harness.job import Job
 
 
 def require_vocabulary(job: Job) -> None:
-    """Check that the tokens of the job's data fit into its model, where the tokenizer's file is here.
+    """Check that the job's tokenizer fits into its model's vocabulary, if the tokenizer's file exists here.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it does not fit.
         DataError: the tokenizer's file is malformed.
     """
     if job.data.kind != "synthetic":
         tokenizer = job.tokenizer
         num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
-        require_room(num_tokens or 0, job.model.vocab_size)
+        check_vocab_size(num_tokens or 0, job.model.vocab_size)
 
 
 @cache
 def _vocabulary_size(kind: str, path: str | None, special: str) -> int | None:
-    """The same for the points of a sweep."""
+    """``vocabulary_size``, cached for the points of a sweep."""
     return vocabulary_size(TokenizerConfig(kind, path, special))
 
 
 def vocabulary_size(config: TokenizerConfig) -> int | None:
-    """Return the number of tokens of a tokenizer, quicker than building it; None where its file is not here.
+    """Return a tokenizer's number of tokens, faster than building it; None if its file does not exist here.
 
     Raises:
-        DataError: its file is malformed.
+        DataError: the file is malformed.
     """
     if config.kind == "bytes":
         return BytesTokenizer.vocab_size
@@ -50,11 +50,11 @@ def vocabulary_size(config: TokenizerConfig) -> int | None:
     return SentencePieceTokenizer(content, config.file).vocab_size
 
 
-def require_room(num_tokens: int, vocab_size: int) -> None:
-    """Check that the model's vocabulary has room for the tokenizer's tokens.
+def check_vocab_size(num_tokens: int, vocab_size: int) -> None:
+    """Check that the model's vocabulary is at least as large as the tokenizer's.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it is smaller.
     """
     if num_tokens > vocab_size:
         rule = f"the tokenizer has {num_tokens} tokens, which the model's vocabulary must hold"

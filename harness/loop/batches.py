@@ -1,4 +1,4 @@
-"""The loader of a job: everything it is told follows from the job, the rows and this process's place."""
+"""Build the data loader of a job."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from harness.loop.setup import local_rank
 
 
 def loader_of(job: Job, tokenizer: Tokenizer, rows: range, split: str = "train") -> Loader:
-    """Loads the given rows of every global batch of a job.
+    """Return a loader of the given rows of every global batch.
 
     Args:
         job: the resolved job.
-        tokenizer: the job's.
+        tokenizer: the job's tokenizer.
         rows: rows of the global batch.
         split: ``train`` or ``validation``.
     """
@@ -43,14 +43,13 @@ _LONGEST_POLL_SECONDS = 1.0
 def _wait_for_all() -> None:
     """Wait until every rank has called this, however long one of them tokenizes.
 
-    Ranks count themselves in the store at which they met. A pending collective would end the job when its
-    timeout is over.
+    Uses a counter in the rendezvous store. A collective would time out and end the job.
     """
     if not dist.is_initialized():
         return
     store, ranks, pause = _get_default_store(), dist.get_world_size(), 0.01
     arrived = store.add(_ARRIVED, 1)
-    # Of all calls so far; nobody calls again before all have called as often.
+    # The counter covers all calls so far. No rank calls again before all ranks have made the same call.
     expected = -(-arrived // ranks) * ranks
     while arrived < expected:
         time.sleep(pause)

@@ -1,4 +1,4 @@
-"""What the training loop is told: how long, how much at once, from which seed."""
+"""Configuration of the training loop: length, batch, seed, validation and debugging."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class TrainingConfig:
     global_batch_size: int | None = numerics(None)
     """Sequences per optimizer step, over all ranks; null: local_batch_size on every data-parallel rank."""
     local_batch_size: int | None = execution(None)
-    """Sequences per data-parallel rank and forward pass; null means all of the rank's share at once."""
+    """Sequences per data-parallel rank and forward pass; null: the rank's share of the batch in one pass."""
     max_norm: float = numerics(1.0)
-    """Gradients are clipped to this global 2-norm; 0 leaves them alone."""
+    """Clip gradients to this global 2-norm; 0 disables clipping."""
     loss_chunks: int = execution(1)
-    """Pieces in which output projection and loss are computed together, so that logits never stand whole."""
+    """Chunks in which output projection and loss are computed, so that all logits are never in memory."""
     matmul_precision: str = numerics("highest")
-    """How float32 matrix products are computed: highest (float32), or high (TF32, on GPUs that have it)."""
+    """Precision of float32 matrix products: highest (float32), or high (TF32, on GPUs that have it)."""
     seed: int = numerics(42)
     """Seed of parameters and data order."""
     attention: str = execution("sdpa")
-    """Backend of attention: ``sdpa``, ``flex`` (FlexAttention) or ``varlen`` (flash attention over documents
-    laid end to end). All compute the same; the last two need a GPU, and skip what documents do not see. flex
-    takes heads of 16 values or more."""
+    """Backend of attention: ``sdpa``, ``flex`` (FlexAttention) or ``varlen`` (flash attention over
+    concatenated documents). All compute the same. The last two need a GPU, and skip the masked blocks between
+    documents. flex needs a head dimension of at least 16."""
     gc_interval: int = execution(50)
-    """Steps between garbage collections, which all ranks do together; 0 leaves it to Python."""
+    """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to collect."""
 
     def validate(self) -> None:
         """Raises ConfigError for lengths that are not positive."""
@@ -67,7 +67,7 @@ class ValidationConfig:
     interval: int = label(0)
     """Steps between validations (one more after the last step); 0 means none."""
     steps: int = label(10)
-    """Global batches per validation; every rank does the same number."""
+    """Global batches per validation."""
 
     def validate(self) -> None:
         """Raises ConfigError for negative counts."""
@@ -79,37 +79,37 @@ class ValidationConfig:
 
 @dataclass
 class DebugConfig:
-    """What to do for certainty at the cost of speed, and when numbers go wrong."""
+    """Determinism, checks that cost speed, and the reaction to numbers that are not finite."""
 
     deterministic: bool = execution(False)
     """Use only deterministic kernels: two runs of a job give bitwise the same numbers."""
     anomaly: bool = execution(False)
-    """autograd's anomaly mode: stop at the backward function that gives NaN, and show its line of forward."""
+    """autograd's anomaly mode: stop at the backward function that returns NaN, and show its forward line."""
     nan: bool = execution(False)
-    """Look at every module's output and gradient, and stop at the first that is not finite, by name."""
+    """Check every module's output and its gradient; stop at the first that is not finite, and name it."""
     flight_recorder: int = label(2000)
-    """Collectives that each rank remembers, to be written down if one takes too long; 0 writes nothing."""
+    """Collectives that each rank records, to be dumped if one takes too long; 0 disables the recorder."""
     non_finite: str = numerics("stop")
-    """When loss or gradient norm are not finite: stop the run, or skip the update; evidence is kept."""
+    """If the loss or gradient norm is not finite: stop the run, or skip the update. Evidence is saved."""
     max_skipped_steps: int = numerics(10)
-    """With skip: consecutive skipped updates after which the run stops all the same."""
+    """With skip: stop the run after more than this many consecutive skipped updates."""
 
     def validate(self, tp: int, compiled: bool) -> None:
-        """Checks every field, and what the rest of the job allows.
+        """Check every field, also against the rest of the job.
 
         Args:
-            tp: ranks of tensor parallel.
+            tp: tensor-parallel degree.
             compiled: whether blocks are compiled.
 
         Raises:
-            ConfigError: a policy that is not known, or a mode that cannot be had.
+            ConfigError: an unknown policy, or a mode that the job does not allow.
         """
         for name in ("anomaly", "nan"):
             if getattr(self, name) and compiled:
-                rule = "what happens inside of compiled blocks cannot be looked at"
+                rule = "compiled blocks cannot be inspected"
                 raise ConfigError(f"debug.{name}", True, rule, "compile=off")
         if self.anomaly and tp > 1:
-            rule = f"autograd cannot look into tensors that parallelism.tp={tp} splits"
+            rule = f"anomaly mode cannot inspect tensors that parallelism.tp={tp} shards"
             raise ConfigError("debug.anomaly", True, rule, "debug=nan, or parallelism.tp=1")
         if self.non_finite not in NON_FINITE:
             raise ConfigError("debug.non_finite", self.non_finite, "no such policy", NON_FINITE)

@@ -31,18 +31,19 @@ HOST = torch.device("cpu")
 
 
 class StepOutcome:
-    """What one step's passes gave; the same on every rank, except ``local_loss``.
+    """Loss and gradient norm of one step; the same on every rank, except ``local_loss``.
 
-    The device may not have come to the figures yet. The first look at one of them waits for that, and not
-    for what was queued behind it.
+    The device may not have computed the values yet. The first access to one of them waits until they are
+    copied to the host, and not for work queued later.
 
     Args:
-        sums: over the world, on the device: square of the gradient norm, loss, and multi-token
-            prediction's where there is one.
+        sums: summed over the world, on the device: square of the gradient norm, loss, and the loss of
+            multi-token prediction if the model has it.
         loss: this rank's share of the loss.
-        squares: this rank's share of the square of every gradient's norm.
+        squares: this rank's share of each gradient's squared norm.
         valid_tokens: tokens of the global batch that the loss counts.
-        local_weight: what makes ``loss`` the mean of this rank's share; None on ranks that compute no loss.
+        local_weight: factor from ``loss`` to the mean loss of this rank's tokens; None on ranks that compute
+            no loss.
         stop_requested: whether any rank was asked to stop.
     """
 
@@ -59,48 +60,48 @@ class StepOutcome:
         self.valid_tokens, self.stop_requested = valid_tokens, stop_requested
         self.squares, self._local_weight = squares, local_weight
         square_sum, *loss_sums = sums.unbind()
-        # One number to decide from: a loss that is not finite makes it so too.
+        # The one number that decides about the update: it is not finite if a loss is not finite.
         self.norm = (square_sum + 0 * sum(loss_sums)).sqrt()
-        figures = torch.stack([square_sum.sqrt(), loss.double(), *loss_sums])
-        self._figures = figures.to(HOST, non_blocking=True)
-        self._copied = torch.cuda.current_stream().record_event() if figures.is_cuda else None
+        values = torch.stack([square_sum.sqrt(), loss.double(), *loss_sums])
+        self._values = values.to(HOST, non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
     @property
     def loss(self) -> float:
         """Mean loss per valid token of the global batch, nats."""
-        return self._figure(2)
+        return self._value(2)
 
     @property
     def mtp_loss(self) -> float | None:
-        """Loss of multi-token prediction, divided by the same number; None where there is none."""
-        return self._figure(3) if len(self._figures) > 3 else None
+        """Loss of multi-token prediction per valid token; None if the model has none."""
+        return self._value(3) if len(self._values) > 3 else None
 
     @property
     def grad_norm(self) -> float:
         """Global 2-norm of the gradients before clipping."""
-        return self._figure(0)
+        return self._value(0)
 
     @property
     def local_loss(self) -> float | None:
-        """Mean loss per valid token of this rank's share; None on ranks that compute no loss."""
-        return None if self._local_weight is None else self._figure(1) * self._local_weight
+        """Mean loss per valid token of this rank's rows; None on ranks that compute no loss."""
+        return None if self._local_weight is None else self._value(1) * self._local_weight
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses and norm are numbers; one that is not shows up in them on every rank alike."""
-        return all(abs(figure) < float("inf") for figure in (self.loss, self.grad_norm, self.mtp_loss or 0.0))
+        """Whether losses and norm are finite; the same on every rank, because they are global sums."""
+        return all(abs(value) < float("inf") for value in (self.loss, self.grad_norm, self.mtp_loss or 0.0))
 
-    def _figure(self, index: int) -> float:
+    def _value(self, index: int) -> float:
         if self._copied is not None:
             self._copied.synchronize()
-        return float(self._figures[index])
+        return float(self._values[index])
 
 
 class Engine:
-    """Everything that is trained, and how.
+    """Model parts, optimizer and schedule of this rank.
 
-    All ranks construct it and call its methods together. The figures it returns are sums over the world,
-    so that every rank takes the same decision from them.
+    All ranks construct it and call its methods together. The values it returns are sums over the world, so
+    that every rank decides the same.
     """
 
     def __init__(self, job: Job, device: torch.device) -> None:
@@ -127,26 +128,27 @@ class Engine:
         self._gradients_checked = False
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters this rank holds (or shards of them), under their names in the whole model."""
+        """Parameters (or shards) that this rank holds, under their names in the full model."""
         for part in self.parts:
             yield from part.named_parameters()
 
     @property
     def rows(self) -> range:
-        """Rows of the global batch that this rank works on."""
+        """Rows of the global batch that this rank processes."""
         share = self.job.global_batch_size // self.job.parallelism.data_parallel
         return range(self.mesh.data_rank * share, (self.mesh.data_rank + 1) * share)
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether this rank speaks for its rows: of those that work on the same ones, one with the loss."""
+        """Whether this rank counts the tokens of its rows: true on one rank per data-parallel group."""
         return self.has_loss and self.mesh.rank("cp") == 0
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank speaks for the loss of its positions.
+        """Whether this rank contributes the loss of its positions to the global sum.
 
-        Under a pipeline that is the rank with the output projection, which a V-shaped schedule puts first.
+        With a pipeline it is the rank with the output projection, which is the first one in V-shaped
+        schedules.
         """
         return self.mesh.rank("tp") == 0 and any(part.output is not None for part in self.parts)
 
@@ -156,7 +158,7 @@ class Engine:
         return self.optimizer.param_groups[0]["lr"]
 
     def set_schedule(self, steps: int) -> None:
-        """Moves the schedule to where it is after so many updates; rates are the job's, not those of then."""
+        """Move the schedule to its state after ``steps`` updates, with the learning rates of this job."""
         self.schedule.last_epoch = steps
         factors = zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
         rates = [base * factor(steps) for base, factor in factors]
@@ -165,18 +167,18 @@ class Engine:
         self.schedule._last_lr = rates
 
     def gradients(self, batch: Batch, *, stop_requested: bool = False) -> StepOutcome:
-        """Computes the gradients of one global batch; with optimizer.in_backward, uses them too.
+        """Compute the gradients of one global batch; with optimizer.in_backward, also update.
 
         Args:
             batch: this rank's rows of it, in host memory.
-            stop_requested: whether this rank was asked to stop; travels with the sums that are taken anyway.
+            stop_requested: whether this rank was asked to stop; summed together with the token counts.
         """
         self._scale_weights()
         local_tokens = count_valid(batch)
-        # In host memory: on the device this would wait for the step before.
+        # Summed in host memory: on the device this would wait for the previous step.
         tokens = local_tokens if self.counts_tokens else 0
         valid_tokens, stops = self.world_sum([tokens, float(stop_requested)], HOST)
-        # A batch without a single valid token has a loss of 0, not of 0/0.
+        # The loss of a batch without valid tokens is 0, not 0/0.
         self.loss.denominator = max(1.0, valid_tokens)
         with annotated("forward_backward"):
             pieces = split_batch(place(batch, self.device), self.job.local_batch_size)
@@ -188,19 +190,19 @@ class Engine:
         with annotated("gradient_norm"):
             squares = self._squares()
             sums = self.world_total([squares.sum(), *(losses if self.has_loss else [0.0] * len(losses))])
-        speaks = self.counts_tokens and local_tokens > 0
+        reports_loss = self.counts_tokens and local_tokens > 0
         return StepOutcome(
             sums,
             self._loss_of_sequences(losses[0]),
             squares,
             valid_tokens=int(valid_tokens),
-            local_weight=self.loss.denominator / local_tokens if speaks else None,
+            local_weight=self.loss.denominator / local_tokens if reports_loss else None,
             stop_requested=stops > 0,
         )
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether an update with numbers that are not finite is dropped on the device, unseen by the host."""
+        """Whether the device drops an update that is not finite, without the host."""
         if self.job.parallelism.cpu_offload:
             return False
         ours = isinstance(self.optimizer, RoundedAdamW) and self.device.type != "cpu"
@@ -208,11 +210,10 @@ class Engine:
 
     @property
     def asks_for_norm(self) -> bool:
-        """Whether the host has to know the norm before it updates, and so waits for it.
+        """Whether the host needs the norm before the update, and so waits for it.
 
-        On a CPU there is nothing to wait for; parameters that are offloaded are updated on the host; and
-        torch's other optimizers cannot drop an update. Where a run stops at the first one without finite
-        numbers, they need not.
+        Yes on a CPU (no wait there), with offloaded parameters (updated on the host), and with
+        ``debug.non_finite=skip`` for optimizers that cannot drop an update on the device.
         """
         if self.skips_on_device:
             return False
@@ -220,13 +221,13 @@ class Engine:
         return on_host or self.job.debug.non_finite == "skip"
 
     def update(self, norm: Tensor | float) -> None:
-        """Clips, updates the parameters (unless backward has) and moves the schedule on.
+        """Clip, update the parameters (unless backward did) and advance the schedule.
 
-        Without a finite norm only the schedule moves on, so that step and learning rate stay together. (A run
-        that then stops may have updated all the same: see ``asks_for_norm``.)
+        If the norm is not finite, only the schedule advances, so that step and learning rate stay in step.
+        (A run that then stops may have updated nevertheless: see ``asks_for_norm``.)
 
         Args:
-            norm: of the gradients; left on the device, nothing waits for it.
+            norm: gradient norm; a tensor on the device avoids a wait.
         """
         self.weights_changed = True
         self.balance.settle()
@@ -234,7 +235,7 @@ class Engine:
             return self._end_step()
         if self.skips_on_device:
             norm = torch.full((), norm, device=self.device) if isinstance(norm, float) else norm
-            # What a fused optimizer calls so: where it is 1 the kernel leaves everything as it is.
+            # Attribute of fused optimizers: if it is 1, the kernel changes nothing.
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         elif self.asks_for_norm:
             norm = float(norm)
@@ -246,7 +247,7 @@ class Engine:
             self._end_step()
 
     def _skip_update(self) -> None:
-        # Stepping a scheduler before its optimizer makes torch warn of a mistake; here it is meant.
+        # torch warns if a scheduler steps before its optimizer; here that is intended.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._end_step()
 
@@ -255,7 +256,7 @@ class Engine:
         self.optimizer.zero_grad()
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Sum of token losses and number of valid tokens of one global batch, without gradients."""
+        """Return the sum of token losses and the number of valid tokens of one global batch; no gradients."""
         self._scale_weights()
         self.loss.denominator = 1.0
         loss = torch.zeros((), device=self.device)
@@ -266,13 +267,13 @@ class Engine:
         return float(total[0]), int(total[1])
 
     def world_sum(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> list[float]:
-        """Sums each value over all ranks, in float64; on the compute device unless another is given."""
+        """Sum each value over all ranks, in float64, on ``device`` (default: the compute device)."""
         if self.job.world_size == 1 and device is HOST:
             return list(map(float, values))
         return self.world_total(values, device).tolist()
 
     def world_total(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> Tensor:
-        """The same, left where it was computed: nothing waits for it."""
+        """Like ``world_sum``, but leave the result on the device, so that the host does not wait."""
         return self._reduce(values, dist.ReduceOp.SUM, device or self.device)
 
     def world_max(self, values: Sequence[Tensor | float]) -> list[float]:
@@ -290,30 +291,30 @@ class Engine:
         return packed
 
     def _squares(self) -> Tensor:
-        """This rank's share of every gradient's squared norm."""
+        """Return this rank's share of each gradient's squared norm."""
         if self.updater is not None:
             return self.updater.take_squares()
         settle_gradients(self.parameters)
         return local_squares(self.parameters, self.mesh, self.device)
 
     def _check_gradients(self) -> None:
-        """Check, after the first backward pass of the process, that no parameter was left out.
+        """Check, after the first backward pass of the process, that every parameter has a gradient.
 
         Raises:
-            LostGradientError: one was.
+            LostGradientError: a parameter has none.
         """
         lost = [
             name
-            for place, (name, parameter) in enumerate(self.named_parameters())
+            for index, (name, parameter) in enumerate(self.named_parameters())
             if parameter.requires_grad
-            and (parameter.grad is None if self.updater is None else place not in self.updater.updated)
+            and (parameter.grad is None if self.updater is None else index not in self.updater.updated)
         ]
         if lost:
             raise LostGradientError(lost)
         self._gradients_checked = True
 
     def _loss_of_sequences(self, loss: Tensor) -> Tensor:
-        """The loss of whole sequences, out of this rank's share of their tokens."""
+        """Loss of complete sequences: the sum over context-parallel ranks."""
         if self.job.parallelism.cp == 1 or not self.has_loss:
             return loss
         loss = loss.double()
@@ -321,10 +322,10 @@ class Engine:
         return loss
 
     def _scale_weights(self) -> None:
-        """Computes the scales of weights that are gathered in float8, once after they have changed.
+        """Compute the scales of weights that are gathered in float8, once after each change.
 
-        Where nothing is computed here, FSDP takes the largest magnitude over its shards at every gather.
-        Under tensor parallel these are a part of the weight, and every part would be rounded in its own way.
+        Otherwise FSDP takes the maximum over its shards at every gather. With tensor parallel these cover
+        only part of the weight, and each part would get a scale of its own.
         """
         precision = self.job.precision
         wanted = precision.precompute_float8_dynamic_scale_for_fsdp or self.job.parallelism.tp > 1
@@ -336,10 +337,10 @@ class Engine:
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
-    # Filled in on the device; a number that is copied there makes the host wait.
+    # Filled on the device: copying a number there makes the host wait.
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def split_batch(batch: Batch, rows: int) -> list[Batch]:
-    """Cuts a batch into pieces of ``rows`` rows."""
+    """Split a batch into pieces of ``rows`` rows."""
     return [batch.each(itemgetter(slice(i, i + rows))) for i in range(0, len(batch.inputs_BT), rows)]

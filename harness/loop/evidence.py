@@ -1,4 +1,4 @@
-"""What is kept when a loss or a gradient is not finite."""
+"""Save the batch and the gradient norms of a step whose loss or gradients are not finite."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from harness.loop.engine import StepOutcome
 def save_evidence(
     folder: Path, rank: int, step: int, outcome: StepOutcome, batch: Batch, names: Iterable[str]
 ) -> str:
-    """Writes ``step<step>-rank<rank>.pt`` (this rank's rows) and ``.json`` (which gradients went wrong).
+    """Write ``step<step>-rank<rank>.pt`` (this rank's rows) and ``.json`` (gradients that are not finite).
 
-    The gradients themselves may be gone by now; what is known of each is this rank's share of its norm.
+    The gradients themselves may be freed by now; this rank's share of each norm is still known.
 
     Returns:
-        where it lies, or why it could not be kept: a full disk must not hide that the numbers went wrong.
+        A message: where the files are, or why they could not be written. A full disk must not hide that the
+        numbers were not finite.
     """
     wrong = [
         {"parameter": name, "norm": str(square**0.5)}
@@ -45,5 +46,5 @@ def save_evidence(
             stem.with_suffix(".pt"),
         )
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-        return f"evidence could not be kept: {error}"
+        return f"evidence could not be saved: {error}"
     return f"evidence in {folder}"

@@ -1,12 +1,12 @@
-"""What is left of a collective that somebody did not come to: which one it was, and where every rank stood.
+"""Record where each rank is when a collective is about to time out.
 
     flight_recorder/stacks-rank<r>.txt   the step, the last collective and the stacks of all threads
-    flight_recorder/place-rank<r>.json   what ``harness.cluster.absent`` finds the cause from
+    flight_recorder/place-rank<r>.json   input of ``harness.cluster.absent``, which finds the missing rank
     flight_recorder/gloo_<r>             collectives of gloo, for ``torchfrtrace --prefix gloo_``; no sends
     flight_recorder/rank_<r>             collectives of NCCL, written by its own watchdog (``--prefix rank_``)
 
-The rank that waits is told by its timeout. The one that does not come is told by nothing, so every rank looks
-at its own clock.
+A rank that waits in a collective gets a timeout. The rank that never reaches it gets none, so every rank
+checks its own clock.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import torch.distributed as dist
 
 from harness.loop.process import FLIGHT_RECORDER
 
-# Before a collective of the step can have timed out, so that whoever waits in one is still seen there.
+# Fraction of the timeout after which ranks write, so that a rank that waits in a collective is still in it.
 _SHARE = 0.9
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 class StepWatch:
-    """Writes down where this rank stands when a step takes longer than a collective may.
+    """Write this rank's last collective and stacks when a step takes nearly as long as the timeout.
 
     Args:
         run_dir: the run folder.
         rank: this rank.
-        enabled: whether there is anybody to wait for.
+        enabled: False if there is no other rank to wait for, or nothing to record.
     """
 
     def __init__(self, run_dir: Path, rank: int, *, enabled: bool) -> None:
@@ -51,29 +51,29 @@ class StepWatch:
             self._thread.start()
 
     def begin(self, step: int, limit_seconds: float) -> None:
-        """A step begins, in which a collective may take so long."""
+        """Start the clock of a step whose collectives time out after ``limit_seconds``."""
         self._step, self._deadline = step, time.monotonic() + _SHARE * limit_seconds
 
     def end(self) -> None:
-        """The step is done."""
+        """Stop the clock of the step."""
         self._deadline = float("inf")
 
     def timed_out(self) -> None:
-        """A collective has timed out; what is known of it is written, if that has not been done."""
+        """Write the files of this step, if not done yet, because a collective has timed out."""
         if self._thread is not None:
             self._write("a collective has timed out")
 
     def close(self) -> None:
-        """Ends."""
+        """Stop the thread."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(min(_LOOK_SECONDS, max(0.0, self._deadline - time.monotonic()))):
+        while not self._closed.wait(min(_POLL_SECONDS, max(0.0, self._deadline - time.monotonic()))):
             if time.monotonic() >= self._deadline:
                 self._deadline = float("inf")
-                self._write("a collective of this step is about to time out, here or elsewhere")
+                self._write("a collective of this step is about to time out, on this rank or another")
 
     def _write(self, why: str) -> None:
         with self._lock:
@@ -90,19 +90,19 @@ class StepWatch:
                     faulthandler.dump_traceback(file, all_threads=True)
                 (self._folder / f"gloo_{self._rank}").write_bytes(pickle.dumps(readable_trace(self._rank)))
             except OSError as error:
-                sys.stderr.write(f"WARNING {self._folder}: cannot be written: {error}\n")
+                sys.stderr.write(f"WARNING {self._folder}: cannot write: {error}\n")
 
 
 def _gloo_trace() -> dict[str, Any]:
-    """What torch's recorder holds of gloo."""
+    """Read gloo's entries from torch's flight recorder."""
     return pickle.loads(c10d._dump_fr_trace())  # type: ignore[attr-defined,no-any-return]
 
 
 def readable_trace(rank: int) -> dict[str, Any]:
-    """The trace as torch's analysis (``torchfrtrace``) can read it.
+    """Return the trace in a form that torch's analysis (``torchfrtrace``) can read.
 
-    torch does not record the groups of gloo, and its analysis looks every entry's group up. Entries of sends
-    and receives are left out: gloo does not record the other rank, and the analysis stops without it.
+    torch does not record gloo's groups, which its analysis looks up for every entry, so they are added here.
+    Sends and receives are removed: gloo does not record the peer, without which the analysis fails.
     """
     trace = _gloo_trace()
     entries = [entry for entry in trace.get("entries", []) if _is_collective(entry)]
@@ -110,7 +110,7 @@ def readable_trace(rank: int) -> dict[str, Any]:
         name: (group.group_desc, dist.get_process_group_ranks(group)) for group, name in _named_groups()
     }
     for name, description in (entry["process_group"] for entry in entries):
-        groups.setdefault(name, (description, [rank]))  # a group that is gone
+        groups.setdefault(name, (description, [rank]))  # a destroyed group
     return {
         **trace,
         "entries": entries,
@@ -135,9 +135,9 @@ def _entries() -> list[dict[str, Any]]:
 
 
 def _place() -> dict[str, Any]:
-    """The last collective that this rank began, and how many it has begun in each group.
+    """Return the last collective that this rank began, and how many it began in each group.
 
-    A message to one rank (of a pipeline, of a ring) is no collective: its sender does not wait.
+    Point-to-point messages (pipeline, ring) do not count: their sender does not wait.
     """
     begun: dict[str, int] = {}
     last = None
@@ -154,10 +154,10 @@ def _place() -> dict[str, Any]:
 
 
 def last_collective() -> str:
-    """The collective that this rank was the last to begin, as gloo's recorder knows it."""
+    """Describe the last collective that this rank began, from gloo's recorder."""
     entries = _entries()
     if not entries:
-        return "no collective of gloo is on record"
+        return "no collective of gloo recorded"
     last = entries[-1]
     group, number = last["process_group"], last["collective_seq_id"] or last["p2p_seq_id"]
     return (

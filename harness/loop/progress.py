@@ -1,4 +1,4 @@
-"""Where a run stands, and on what it runs."""
+"""Progress of a run, and its device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAVED = ("step", "tokens", "loss", "validation_loss", "skipped_steps")
 
 @dataclass
 class Progress:
-    """Where a run stands; what its result row says of it."""
+    """Step, tokens, losses and memory of a run so far."""
 
     step: int = 0
     start_step: int = 0
@@ -29,29 +29,28 @@ class Progress:
     memory_gib: float | None = None
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: counters of the run, not figures of this process."""
+        """Return the values that a checkpoint keeps: those of the run, not those of this process."""
         return {name: getattr(self, name) for name in _SAVED}
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Goes on from what ``saved`` gave; from the start where it is empty."""
+        """Continue from the values of ``saved``; an empty dict starts from the beginning."""
         for name in _SAVED:
             setattr(self, name, saved.get(name, getattr(self, name)))
         self.start_step = self.step
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself; a CPU by its machine's architecture and cores."""
+    """Name of the device; of a CPU, its architecture and number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def device_peak(job: Job, device: torch.device) -> Peak:
-    """The peak an MFU is measured against: of this device, in the format matrix products run in.
+    """Peak of the device for MFU, in the format of the job's matrix products.
 
-    Of float8 jobs too it is bfloat16's, as in torchtitan: their attention and head multiply in bfloat16, and
-    a figure against the same peak says what float8 gains. It can come out above the MFU that bfloat16 could
-    have.
+    For float8 jobs it is the bfloat16 peak, as in torchtitan: attention and head multiply in bfloat16, and
+    with the same peak the MFU shows what float8 gains. It can exceed 1.
     """
     if job.precision.linear != "none":
         peak = peak_of(device_name(device), "bfloat16")

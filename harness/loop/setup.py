@@ -1,4 +1,4 @@
-"""What a rank's process is told before anything is built: device, determinism, process group."""
+"""Set up a rank's process before anything is built: device, determinism, process group."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from harness.job import Job
 
 
 def local_rank() -> int:
-    """This process's place on its node; 0 when it was started alone."""
-    return _of_launcher("LOCAL_RANK", 0)
+    """Rank of this process on its node; 0 without a launcher."""
+    return _from_launcher("LOCAL_RANK", 0)
 
 
-def _of_launcher(name: str, default: int) -> int:
-    """A number that a launcher has set; the default in a process that none has started."""
+def _from_launcher(name: str, default: int) -> int:
+    """Read an integer variable set by a launcher; the default without one."""
     return int(os.environ.get(name, default)) if "RANK" in os.environ else default
 
 
 def pick_device(job: Job) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank, and make a GPU current.
 
     Raises:
-        ConfigError: CUDA was asked for and is not there, or has fewer devices than ranks.
+        ConfigError: CUDA was requested and is not available, or has fewer devices than ranks.
     """
     wanted = job.cluster.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -40,21 +40,21 @@ def pick_device(job: Job) -> torch.device:
     if not torch.cuda.is_available():
         node = node_name()
         raise ConfigError("cluster.device", wanted, f"torch sees no CUDA device on {node}", ["cpu", "auto"])
-    place, count = local_rank(), torch.cuda.device_count()
+    index, count = local_rank(), torch.cuda.device_count()
     if job.cluster.gpu_bind is not None:
-        place %= count  # SLURM shows the rank only the GPUs that it is bound to
-    if place >= count:
-        rule = f"local rank {place} has no GPU: {node_name()} has {count}"
+        index %= count  # SLURM shows the rank only the GPUs that it is bound to
+    if index >= count:
+        rule = f"local rank {index} has no GPU: {node_name()} has {count}"
         raise ConfigError("cluster.device", wanted, rule, ["cpu"])
-    device = torch.device("cuda", place)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
 def set_up_process(job: Job) -> None:
-    """Sets what is global to a process in torch: threads, determinism, precision and noise."""
+    """Set torch's global state: threads, determinism, float32 precision and warning filters."""
     if job.cluster.threads_per_rank is not None:
-        # torchrun sets OMP_NUM_THREADS=1 of its own accord; the job's own word wins.
+        # torchrun sets OMP_NUM_THREADS=1 by default; the job's value wins.
         torch.set_num_threads(job.cluster.threads_per_rank)
     if job.debug.deterministic:
         # cuBLAS reads this when its handle is made (docs.pytorch.org, "Reproducibility").
@@ -66,15 +66,15 @@ def set_up_process(job: Job) -> None:
 
 
 def silence_known_noise() -> None:
-    """Silences warnings of torch and torchao that say nothing about a job, and no others.
+    """Silence warnings of torch and torchao that do not concern a job, and no others.
 
     * FSDP2 warns that a block returns a view, because an in-place operation on it would lose the hook that
       gathers its parameters. No block works in place on another's output.
-    * DTensor warns that a gradient norm over two mesh axes takes two all-reduces. It is meant: the axes have
-      process groups of their own, and one for both would be used for nothing else.
-    * The compiler warns that what is recomputed selectively must not work in place. It does not.
-    * torchao says of each of its compiled kernels that does not fit this build of torch or this device that
-      it cannot be loaded; what needs one raises. And it registers enums in a way that torch has deprecated.
+    * DTensor warns that a gradient norm over two mesh axes takes two all-reduces. This is intended: each axis
+      has its own process group, and a group over both would have no other use.
+    * The compiler warns that selectively recomputed code must not work in place. It does not.
+    * torchao logs each compiled kernel that it cannot load on this build of torch or this device; code that
+      needs one raises. It also registers enums in a way that torch has deprecated.
     """
     warnings.filterwarnings(
         "ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning
@@ -83,13 +83,13 @@ def silence_known_noise() -> None:
         *("torch.distributed.tensor._redistribute", "torch._higher_order_ops.wrap"),
         *("torchao", "torch.utils._pytree"),
     ):
-        logging.getLogger(name).addFilter(_is_worth_saying)
+        logging.getLogger(name).addFilter(_is_not_known_noise)
 
 
-def _is_worth_saying(record: logging.LogRecord) -> bool:
-    said = str(record.msg).strip()
+def _is_not_known_noise(record: logging.LogRecord) -> bool:
+    text = str(record.msg).strip()
     begins = ("While redistributing from", "Detected that context_fn", "Failed to load /")
-    return not (said.startswith(begins) or "is now natively supported by torch.compile as an opaque" in said)
+    return not (text.startswith(begins) or "is now natively supported by torch.compile as an opaque" in text)
 
 
 CHECKPOINT_GROUP = "checkpoint"
@@ -97,12 +97,12 @@ CHECKPOINT_GROUP = "checkpoint"
 
 @contextmanager
 def process_group(job: Job, device: torch.device, store: dist.Store | None = None) -> Iterator[None]:
-    """The default process group; a lone rank needs nobody for it.
+    """Create the default process group, and destroy it at the end.
 
     Args:
         job: the resolved job.
         device: device of this rank.
-        store: where the ranks meet; None means where torchrun's variables say.
+        store: rendezvous store; None: the one of torchrun's variables.
     """
     _check_interface()
     alone = job.world_size == 1
@@ -114,7 +114,7 @@ def process_group(job: Job, device: torch.device, store: dist.Store | None = Non
                 backend_of(device),
                 timeout=timedelta(seconds=job.cluster.start_timeout_seconds),
                 store=store,
-                # Said together with a store only; otherwise they come from the variables too.
+                # Only with a store; without one they also come from the variables.
                 rank=-1 if store is None else int(os.environ["RANK"]),
                 world_size=-1 if store is None else job.world_size,
                 device_id=device if device.type == "cuda" else None,
@@ -122,8 +122,8 @@ def process_group(job: Job, device: torch.device, store: dist.Store | None = Non
         try:
             yield
         except BaseException:
-            # With peers in the middle of a collective, taking a group down can hang or abort. The process is
-            # about to end, and as long as its connections stand the peers do not fail before it has said why.
+            # While peers are in a collective, destroying a group can hang or abort. The process is about to
+            # end, and while its connections are open the peers do not fail before it has reported its error.
             if alone:
                 dist.destroy_process_group()
             raise
@@ -131,7 +131,7 @@ def process_group(job: Job, device: torch.device, store: dist.Store | None = Non
 
 
 def _check_interface() -> None:
-    """Raises UserError if gloo is told to use a network interface that is not here."""
+    """Raise UserError if GLOO_SOCKET_IFNAME names a network interface that this host does not have."""
     wanted = os.environ.get("GLOO_SOCKET_IFNAME")
     names = [name for _, name in socket.if_nameindex()]
     missing = [name for name in (wanted or "").split(",") if name and name not in names]
@@ -143,10 +143,10 @@ def _check_interface() -> None:
 
 
 def shorten_timeouts(job: Job) -> None:
-    """After this process's first step, which compiles and connects, a collective that takes long is stuck.
+    """Set the timeout of collectives for the steps after the first one, which compiles and connects.
 
-    Applies to the default group and to those of all mesh axes, not to that of checkpoints, whose time is
-    its own. All ranks may call it at their own time.
+    Applies to the default group and to the groups of all mesh axes, but not to that of checkpoints, which has
+    its own timeout. Ranks need not call it at the same time.
     """
     limit = timedelta(seconds=job.cluster.step_timeout_seconds)
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -157,12 +157,12 @@ def shorten_timeouts(job: Job) -> None:
 
 @contextmanager
 def loopback_if_all_ranks_are_here(job: Job) -> Iterator[None]:
-    """Lets gloo connect over the loopback interface if no other machine takes part.
+    """Make gloo connect over the loopback interface if all ranks are on this machine.
 
-    By default it binds to the address that the host's name resolves to, which on laptops and in containers
-    is often none, or one of a network that is down.
+    By default gloo binds to the address that the host's name resolves to. On laptops and in containers there
+    is often none, or its network is down.
     """
-    ranks_here = _of_launcher("LOCAL_WORLD_SIZE", 1)
+    ranks_here = _from_launcher("LOCAL_WORLD_SIZE", 1)
     interface = loopback_interface()
     if ranks_here < job.world_size or interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
         yield
@@ -175,11 +175,11 @@ def loopback_if_all_ranks_are_here(job: Job) -> Iterator[None]:
 
 
 def loopback_interface() -> str | None:
-    """Name of the loopback interface: ``lo`` on Linux, ``lo0`` on macOS; None where there is neither."""
+    """Name of the loopback interface: ``lo`` on Linux, ``lo0`` on macOS; None without either."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def backend_of(device: torch.device) -> str:
-    """gloo between CPUs; between GPUs NCCL, with gloo beside it for tensors in host memory."""
+    """Backend of the process group: gloo on CPUs; on GPUs NCCL, and gloo for tensors in host memory."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -1,4 +1,4 @@
-"""^C, SIGTERM and SIGUSR2 ask a run to stop at the next step boundary; another ^C ends it where it stands."""
+"""^C, SIGTERM, SIGHUP and SIGUSR2 ask a run to stop at the next step boundary; another ^C ends it at once."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2") if hasattr(signal, name)
 )
 
-# A key press can arrive twice: from the terminal, and from a program around this one that passes it on.
+# A key press can arrive twice: from the terminal, and from a parent program that forwards it.
 SAME_KEY_PRESS_SECONDS = 0.5
 
 
 class StopRequest:
-    """Notes SIGINT, SIGTERM, SIGHUP, and SIGUSR2, by which schedulers tell that time is nearly up.
+    """Record SIGINT, SIGTERM, SIGHUP, and SIGUSR2, which schedulers send before the time limit.
 
-    Only flags are set in the handler: whether to stop is decided by all ranks together at a step boundary,
-    because one that stops alone leaves the others waiting in a collective.
+    The handler only sets flags. All ranks decide together at a step boundary whether to stop: a rank that
+    stops alone leaves the others waiting in a collective.
 
     A signal that was ignored before (``nohup``, a background job of a shell script) stays ignored.
 
     Args:
-        raises: whether a second ^C raises KeyboardInterrupt; without, it only sets ``insists``.
+        raises: whether a second ^C raises KeyboardInterrupt; otherwise it only sets ``insists``.
 
     Attributes:
-        signal: the first signal, None before one came.
+        signal: the first signal received, or None.
         insists: whether another ^C followed.
     """
 
@@ -42,7 +42,7 @@ class StopRequest:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
-        # Python lets only the main thread set handlers; elsewhere nobody can be asked to stop by a signal.
+        # Python lets only the main thread set handlers; in other threads no signal can request a stop.
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
@@ -51,7 +51,7 @@ class StopRequest:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._previous.items():
-            # Not if they are ignored meanwhile.
+            # Leave it if another handler was set meanwhile, such as ignoring it.
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous = {}
@@ -59,8 +59,8 @@ class StopRequest:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal, self._noted_at = signal.Signals(number), time.monotonic()
-            # Ranks of a controller or of torchrun leave the talking to it. Not through sys.stderr, which the
-            # handler may have interrupted in the middle of a write.
+            # Ranks started by a controller or torchrun stay silent. os.write, because the handler may have
+            # interrupted a write to sys.stderr.
             if "RANK" not in os.environ:
                 os.write(2, b"\nstopping after the step in progress; ^C again ends at once\n")
         elif number == signal.SIGINT and time.monotonic() - self._noted_at > SAME_KEY_PRESS_SECONDS:
@@ -71,14 +71,14 @@ class StopRequest:
 
 @contextmanager
 def stop_signals_interrupt() -> Iterator[None]:
-    """Makes SIGTERM, SIGHUP and SIGUSR2 raise KeyboardInterrupt, as SIGINT does, while it is entered."""
+    """Make SIGTERM, SIGHUP and SIGUSR2 raise KeyboardInterrupt inside the context, as SIGINT does."""
     with _handled_by(signal.default_int_handler):
         yield
 
 
 @contextmanager
 def stop_signals_ignored() -> Iterator[None]:
-    """Ignores the stop signals while it is entered: a row that is being written is completed."""
+    """Ignore the stop signals inside the context, so that a row being written is completed."""
     with _handled_by(signal.SIG_IGN):
         yield
 
@@ -94,15 +94,15 @@ def _handled_by(handler: object) -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """Ignores the stop signals until the process ends, so that it can write how the run ended.
+    """Ignore the stop signals until the process ends, so that it can write its result.
 
-    A launcher that sees one rank end sends them to the others, in the middle of their last writes.
+    A launcher that sees one rank end sends them to the others while they write.
     """
     _set_handlers(signal.SIG_IGN)
 
 
 def _set_handlers(handler: object) -> dict[int, object]:
-    """Sets the handler of every stop signal that is not ignored; returns what was there."""
+    """Set the handler of every stop signal that is not ignored; return the previous handlers."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     wanted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

@@ -1,4 +1,4 @@
-"""The training loop: data, gradients, decision, update, metrics; validation now and then."""
+"""The training loop: data, gradients, update, metrics, validation, checkpoints, stop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from harness.job import Job
 from harness.loop.batches import loader_of
 from harness.loop.engine import Engine, StepOutcome
 from harness.loop.evidence import save_evidence
-from harness.loop.finite import FiniteWatch, named_as_such
+from harness.loop.finite import FiniteWatch, unwrap_non_finite
 from harness.loop.flight_recorder import StepWatch
 from harness.loop.progress import Progress, device_name, device_peak
 from harness.loop.setup import shorten_timeouts
@@ -44,7 +44,7 @@ from harness.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that was carried out, as far as the host is concerned."""
+    """A step that the host has launched; the device may not have finished it."""
 
     number: int
     batch: Batch
@@ -52,18 +52,18 @@ class _Step:
     lr: float
 
 
-# How many steps late figures may be looked at. A CPU is its own host: there is nothing to wait for.
+# How many steps later the host may read the values of a step. On a CPU there is no device to wait for.
 LATE_STEPS = {"cpu": 0, "cuda": 1}
 
 
 class Trainer:
-    """Trains one job; every rank has one.
+    """Train one job; every rank has a trainer.
 
     Args:
         job: the resolved job.
         folder: the run folder.
         engine: model and optimizer.
-        recorder: takes the metrics, on rank 0 only.
+        recorder: writes the metrics; on rank 0 only.
         started: time.time() at which the process or its controller started.
     """
 
@@ -88,26 +88,26 @@ class Trainer:
             loader_of(job, tokenizer, engine.rows, "validation") if job.validation.interval else None
         )
         self.together = Together(job.checkpoint.timeout_seconds)
-        self.saver = Saver(job, folder.path, engine, self.loader, self.together, self._say)
+        self.saver = Saver(job, folder.path, engine, self.loader, self.together, self._message)
         rank = dist.get_rank() if dist.is_initialized() else 0
         watching = job.world_size > 1 and job.debug.flight_recorder > 0
         self.watch = StepWatch(folder.path, rank, enabled=watching)
         self.finite = FiniteWatch(engine.parts) if job.debug.nan else None
-        self.profiler = Profiler(job.profiling, folder.path, rank, device, self._say)
+        self.profiler = Profiler(job.profiling, folder.path, rank, device, self._message)
         self._skipped_in_a_row = 0
 
     def train(self) -> str:
-        """Runs to the last step, or to a stop that all ranks agree on.
+        """Train to the last step, or to a stop that all ranks agree on.
 
         Returns:
             ``completed`` or ``interrupted``.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite and the policy says stop.
-            UserError: what the run starts from cannot be used.
+            UserError: the run cannot start from the given checkpoint or weights.
             SaveFailed: checkpoints cannot be written.
         """
-        # Signals are handled by the loop's handlers until all is closed: closing takes time.
+        # The loop's handlers stay until everything is closed: closing takes time.
         with ExitStack() as handlers:
             try:
                 return self._train(handlers)
@@ -116,7 +116,7 @@ class Trainer:
                 raise
             finally:
                 if "RANK" in os.environ:
-                    # A launcher sends them when a rank has failed: an error would become an interruption.
+                    # A launcher sends them when a rank has failed; they would hide the error.
                     ignore_stop_signals()
                 self.watch.close()
                 self.profiler.close()
@@ -124,35 +124,35 @@ class Trainer:
                 self.saver.folder.release()
 
     def _train(self, handlers: ExitStack) -> str:
-        self._say(describe_inputs(self.accounting, self.peak))
+        self._message(describe_inputs(self.accounting, self.peak))
         precision = self.job.precision
         if precision.linear != "none":
-            self._say(sort_linears(self.job.model, precision).describe(precision.linear))
+            self._message(sort_linears(self.job.model, precision).describe(precision.linear))
         warning = warning_of_eager(precision, compiled=self.job.compile.blocks)
         if warning is not None and self.engine.device.type == "cuda":
-            self._say(f"WARNING {warning}")
+            self._message(f"WARNING {warning}")
         self._start()
         if self.job.checkpoint.create_seed_checkpoint:
             if self.resumed_from is not None and self.progress.step > 0:
                 raise UserError(
-                    f"checkpoint.create_seed_checkpoint=true: the run has come to step {self.progress.step} "
-                    "already; would work: checkpoint.resume=false, or another name"
+                    "checkpoint.create_seed_checkpoint=true: the run is already at step "
+                    f"{self.progress.step}; would work: checkpoint.resume=false, or another name"
                 )
             self._save(final=True)
             return "completed"
         collecting = self.job.training.gc_interval > 0
         if collecting:
-            # Collections at different times on different ranks make every step as slow as the slowest.
+            # Every step waits for the slowest rank, so all ranks collect at the same step.
             gc.disable()
             gc.collect()
         try:
             return self._loop(handlers.enter_context(StopRequest()), collecting)
         except NonFiniteError:
-            # All ranks are here, so the checkpoint in flight can still be finished.
+            # All ranks raise this error, so the checkpoint in flight can still be finished.
             try:
                 self.saver.close()
             except SaveFailed as failure:
-                self._say(f"WARNING {failure}")
+                self._message(f"WARNING {failure}")
             raise
         finally:
             if collecting:
@@ -160,22 +160,22 @@ class Trainer:
 
     @property
     def is_saved(self) -> bool:
-        """Whether a checkpoint holds just what the run has come to."""
+        """Whether the latest step is checkpointed."""
         return self.job.checkpoint.writes and self.saver.account.step == self.progress.step
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the same command goes on from just here."""
+        """Whether the same command resumes from the latest step."""
         return self.is_saved and self.job.checkpoint.resume
 
     def _start(self) -> None:
-        """Takes up what the run starts from."""
+        """Load the checkpoint or weights that the run starts from."""
         if self.job.checkpoint.enable:
             self.saver.prepare()
             starter = Starter(self.job, self.folder.path, self.engine, self.loader, self.together)
             resumed = starter.start()
             for message in resumed.messages:
-                self._say(message)
+                self._message(message)
             self.resumed_from = resumed.path
             self.progress.resume(resumed.state)
         if self.recorder is not None:
@@ -183,7 +183,7 @@ class Trainer:
             self.recorder.begin(step, has_curve=self.saver.folder.path_of(step) == self.resumed_from)
 
     def result(self) -> dict[str, Any]:
-        """What the run's row says of how far it came and how fast."""
+        """Return the trainer's fields of result.json: progress, speed and memory."""
         progress, window = self.progress, self.window.summary()
         rate = window["tokens_per_second"]
         per_rank = None if rate is None else rate / self.job.world_size
@@ -214,7 +214,7 @@ class Trainer:
         }
 
     def shown_summary(self) -> dict[str, Any]:
-        """The figures a run ends with on the console."""
+        """Return the fields of the result that the console shows at the end."""
         row = self.result()
         rates = ("tokens_per_second_per_rank", "mfu", "memory_gib")
         names = ("step", "tokens", "loss", "validation_loss", *rates)
@@ -223,7 +223,7 @@ class Trainer:
         return {**shown, "tokens_per_second": rate} if rate is not None else shown
 
     def _loop(self, request: StopRequest, collecting: bool) -> str:
-        training, waiting = self.job.training, deque[_Step]()
+        training, unread = self.job.training, deque[_Step]()
         self.profiler.start(self.progress.step)
         self.timer.restart()
         for number in range(self.progress.step + 1, training.steps + 1):
@@ -235,19 +235,19 @@ class Trainer:
             if self.job.optimizer.in_backward:
                 self._wait_for_staging()
             self._watch(number)
-            with named_as_such(number):
+            with unwrap_non_finite(number):
                 outcome = self.engine.gradients(batch, stop_requested=self._wants_to_stop(request))
             step = _Step(number, batch, outcome, self.engine.lr)
             self._wait_for_staging()
             self.engine.update(outcome.norm)
-            waiting.append(step)
+            unread.append(step)
             stopping = outcome.stop_requested and number < training.steps
-            # Figures that nobody needs yet are looked at one step late. The host then does not wait until the
-            # device has come to the end of its work, and yet is never more than a step ahead of it.
-            while len(waiting) > self.late_steps or (waiting and (stopping or self._needs_figures(number))):
-                self._settle(waiting.popleft())
+            # Values that are not needed yet are read one step later. Then the host does not wait for the
+            # device to finish its queue, and is never more than one step ahead of it.
+            while len(unread) > self.late_steps or (unread and (stopping or self._needs_outcome(number))):
+                self._read_outcome(unread.popleft())
             self.watch.end()
-            self._book_time(number)
+            self._record_time(number)
             if self._is_logged(number):
                 self._log(step)
             self._validate_if_due(number)
@@ -258,13 +258,13 @@ class Trainer:
                 if self.is_saved:
                     resumable = self.is_resumable
                     command = "the same command" if resumable else "it without checkpoint.resume=false"
-                    saved = f" and saved: {command} goes on from there"
-                self._say(f"stopped after step {number} of {training.steps}{saved}")
+                    saved = f" and saved: {command} resumes from there"
+                self._message(f"stopped after step {number} of {training.steps}{saved}")
                 return "interrupted"
         return "completed"
 
     def _watch(self, step: int) -> None:
-        """Says to those who watch a step which one it is."""
+        """Tell the watchdogs which step starts."""
         if self.finite is not None:
             self.finite.step = step
         cluster, first = self.job.cluster, self.progress.first_step_seconds is None
@@ -282,8 +282,8 @@ class Trainer:
         interval = self.job.validation.interval
         return interval > 0 and (step % interval == 0 or step == self.job.training.steps)
 
-    def _needs_figures(self, step: int) -> bool:
-        """Whether what is done after a step asks for its loss, or has to know that it was sound."""
+    def _needs_outcome(self, step: int) -> bool:
+        """Whether a save, log or validation after this step needs its loss, or to know that it is finite."""
         saved = self.job.checkpoint.is_due(step, self.job.training.steps)
         return saved or self._is_logged(step) or self._is_validated(step)
 
@@ -293,17 +293,17 @@ class Trainer:
             return
         with self.timer.section("profiling"):
             self.profiler.end_step(step)
-            # All wait for those that write, or else the next step would, and count that for its own time.
+            # Wait here for the ranks that write; otherwise the wait would count as time of the next step.
             self.engine.world_max([0.0])
 
     def _wait_for_staging(self) -> None:
-        """Waits until the checkpoint in flight has copied what the coming update changes."""
+        """Wait until the checkpoint in flight has copied the tensors that the next update changes."""
         if self.saver.is_staging:
             with self.timer.section("checkpoint"):
                 self.saver.wait_for_staging()
 
     def _save_if_due(self, step: int, stopping: bool) -> None:
-        """Saves at the job's interval, at the end, and before a stop."""
+        """Save at the job's interval, at the end, and before a stop."""
         config, last = self.job.checkpoint, self.job.training.steps
         self.saver.poll()
         if config.is_due(step, last) or (stopping and config.writes):
@@ -315,8 +315,8 @@ class Trainer:
         if final:
             self.saver.close()
 
-    def _settle(self, step: _Step) -> None:
-        """Looks at the figures of a step, and books it."""
+    def _read_outcome(self, step: _Step) -> None:
+        """Read the loss and norm of a step, handle values that are not finite, and update the progress."""
         if step.outcome.is_finite:
             self._skipped_in_a_row = 0
         else:
@@ -325,7 +325,7 @@ class Trainer:
         self.progress.step, self.progress.loss = step.number, step.outcome.loss
         self.progress.tokens += self.job.global_batch_size * self.job.training.seq_len
 
-    def _book_time(self, step: int) -> None:
+    def _record_time(self, step: int) -> None:
         lap, tokens = self.timer.lap(), self.job.global_batch_size * self.job.training.seq_len
         profiled = self.profiler.is_profiled(step)
         self.window.add(lap.seconds, tokens, lap.data_seconds, profiled=profiled)
@@ -334,14 +334,14 @@ class Trainer:
             shorten_timeouts(self.job)
             if self.job.compile.enable:
                 graphs, seconds = self.compiler.graphs, self.compiler.seconds
-                self._say(f"compiled {graphs} graphs in {seconds:.1f} s, in the first step")
+                self._message(f"compiled {graphs} graphs in {seconds:.1f} s, in the first step")
         elif new := self.compiler.unexpected:
             self.compiler.recompiles += new
-            self._say(f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why")
+            self._message(f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why")
         self.compiler.settle()
 
     def _log(self, step: _Step) -> None:
-        """Writes one row; ranks meet for the two figures that are maxima over them."""
+        """Write one row of metrics; two of them are maxima over all ranks."""
         outcome = step.outcome
         local = float("-inf") if outcome.local_loss is None else outcome.local_loss
         loss_max, memory = self.engine.world_max([local, peak_memory_gib(self.engine.device.type)])
@@ -379,27 +379,27 @@ class Trainer:
                 loss, valid = self.engine.evaluate(self.validation_loader.next())
                 losses, tokens = losses + loss, tokens + valid
             self.progress.validation_loss = losses / max(1, tokens)
-            self.compiler.settle()  # without gradients is another graph
+            self.compiler.settle()  # compiling a graph without gradients is expected
         if self.recorder is not None:
             self.recorder.log_validation({"step": step, "validation_loss": self.progress.validation_loss})
 
     def _handle_non_finite(self, step: _Step) -> None:
-        """Keeps the evidence, then stops or skips; every rank sees the same sums and does the same.
+        """Save the evidence, then stop or skip; every rank has the same sums and does the same.
 
-        Nothing was updated by then (see ``Engine.update``).
+        The update was not applied (see ``Engine.update``).
         """
         evidence, outcome = self.folder.path / "evidence", step.outcome
         rank = dist.get_rank() if dist.is_initialized() else 0
         names = [name for name, _ in self.engine.named_parameters()]
-        kept = save_evidence(evidence, rank, step.number, outcome, step.batch, names)
-        what = f"step {step.number}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {kept}"
+        saved = save_evidence(evidence, rank, step.number, outcome, step.batch, names)
+        text = f"step {step.number}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {saved}"
         if self.job.debug.non_finite == "stop":
-            raise NonFiniteError(what)
+            raise NonFiniteError(text)
         if self._skipped_in_a_row > self.job.debug.max_skipped_steps:
-            raise NonFiniteError(f"{what}; {self._skipped_in_a_row} updates in a row skipped")
+            raise NonFiniteError(f"{text}; {self._skipped_in_a_row} updates in a row skipped")
         self.progress.skipped_steps += 1
-        self._say(f"skipped the update of {what}")
+        self._message(f"skipped the update of {text}")
 
-    def _say(self, text: str) -> None:
+    def _message(self, text: str) -> None:
         if self.recorder is not None:
             self.recorder.message(text)

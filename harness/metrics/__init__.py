@@ -1,7 +1,7 @@
-"""What a run measures and where it writes it down.
+"""Metrics of a run, and where they are written.
 
-``metrics.jsonl`` is the truth; the console, W&B and TensorBoard are views of it. This module is imported
-while a job is composed, so it brings in neither torch nor any of the views.
+``metrics.jsonl`` is the primary record; the console, W&B and TensorBoard are views of it. This module is
+imported while a job is composed, so it imports neither torch nor any of the views.
 """
 
 from harness.metrics.config import MetricsConfig, ProfilingConfig

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a new file beside ``path`` and renames it into place: a crash leaves the old one or the new one.
+    """Write a new file beside ``path`` and rename it into place: a crash leaves the old one or the new one.
 
     Raises:
-        OSError: the folder is missing, full or not writable; ``path`` is then as it was.
+        OSError: the folder is missing, full or not writable; ``path`` is unchanged.
     """
-    # Not tempfile.mkstemp: it lets nobody but the owner read, and a run folder is often shared by a group.
+    # Not tempfile.mkstemp: only the owner could read the file, and run folders are often shared by a group.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -28,7 +28,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the rename itself last through a power failure."""
+    """Make the rename survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

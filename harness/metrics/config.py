@@ -1,4 +1,4 @@
-"""The ``metrics`` group of a job: how often a run reports, and to whom."""
+"""Configuration of the ``metrics`` and ``profiling`` groups."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ WANDB_MODES = ("online", "offline", "disabled")
 
 @dataclass
 class MetricsConfig:
-    """What is written down of a run. Every field is a label: none of them changes what is computed."""
+    """Which metrics are written, how often, and where. Every field is a label: none changes the results."""
 
     log_interval: int = label(1)
     """Optimizer steps between two rows of metrics.jsonl (and of every view of it)."""
 
     warmup_steps: int = label(3)
-    """First steps of this process that count for no throughput: they compile, allocate and connect."""
+    """First steps of this process that throughput excludes: they compile, allocate and connect."""
 
     console: str = label("auto")
     """auto: a progress bar on a terminal and plain lines elsewhere; rich, plain or none choose one."""
@@ -28,16 +28,16 @@ class MetricsConfig:
     """Also log to Weights & Biases; offline when there is no API key."""
 
     wandb_project: str | None = label(None)
-    """W&B project; null takes WANDB_PROJECT, or else ``harness``."""
+    """W&B project; null: WANDB_PROJECT, or else ``harness``."""
 
     wandb_entity: str | None = label(None)
-    """W&B team or user; null takes WANDB_ENTITY, or else the default of the account."""
+    """W&B team or user; null: WANDB_ENTITY, or else the default of the account."""
 
     wandb_group: str | None = label(None)
-    """W&B group that this run belongs to, e.g. the name of a sweep; null takes WANDB_RUN_GROUP."""
+    """W&B group of this run, e.g. the name of a sweep; null: WANDB_RUN_GROUP."""
 
     wandb_tags: list[str] = label(factory=list)
-    """W&B tags of the run; an empty list takes WANDB_TAGS."""
+    """W&B tags of the run; an empty list: WANDB_TAGS."""
 
     wandb_mode: str | None = label(None)
     """online, offline or disabled; null: online with an API key, else offline. WANDB_MODE wins over it."""
@@ -46,59 +46,59 @@ class MetricsConfig:
     """Also write TensorBoard event files into the ``tensorboard`` folder of the run."""
 
     def validate(self) -> None:
-        """Checks every field by itself.
+        """Check every field by itself.
 
         Raises:
-            ConfigError: a field has a value that its rule forbids.
+            ConfigError: a field has an invalid value.
         """
         if self.log_interval < 1:
             raise ConfigError("metrics.log_interval", self.log_interval, "must be at least 1 step", "1, 10")
         if self.warmup_steps < 0:
             raise ConfigError("metrics.warmup_steps", self.warmup_steps, "must not be negative", "0, 3")
         if self.console not in CONSOLES:
-            raise ConfigError("metrics.console", self.console, "is no kind of console", CONSOLES)
+            raise ConfigError("metrics.console", self.console, "no such console", CONSOLES)
         if self.wandb_mode is not None and self.wandb_mode not in WANDB_MODES:
             modes = (*WANDB_MODES, "null")
-            raise ConfigError("metrics.wandb_mode", self.wandb_mode, "is no mode of W&B", modes)
+            raise ConfigError("metrics.wandb_mode", self.wandb_mode, "no such mode of W&B", modes)
 
 
 @dataclass
 class ProfilingConfig:
-    """Traces of whole steps by torch's profiler, and snapshots of a GPU's memory."""
+    """Traces of complete steps by torch's profiler, and snapshots of GPU memory."""
 
     enable: bool = label(False)
     """Write traces."""
 
     interval: int = label(100)
-    """Steps from one trace to the next, the first of which ends so many steps after this process's start."""
+    """Steps from one trace to the next; the first trace ends this many steps after the process starts."""
 
     warmup: int = label(3)
-    """Steps before those of a trace in which the profiler already runs, and nothing is kept."""
+    """Steps before each trace in which the profiler already runs but records nothing."""
 
     active: int = label(1)
-    """Steps that a trace holds."""
+    """Steps per trace."""
 
     with_stack: bool = label(False)
-    """Keep the lines of Python that every operation was called from; makes steps slow and traces large."""
+    """Record the Python stack of every operation; makes steps slow and traces large."""
 
     record_shapes: bool = label(True)
-    """Keep the shapes of every operation's inputs."""
+    """Record the input shapes of every operation."""
 
     ranks: list[int] = label(factory=lambda: [0])
-    """Ranks that write."""
+    """Ranks that write traces."""
 
     memory_snapshot: bool = label(False)
-    """Also write which line allocated what of the GPU's memory: with each trace, and when memory is out."""
+    """Also write snapshots of GPU memory by source line: with each trace, and when memory runs out."""
 
     def validate(self, steps: int, world_size: int) -> None:
-        """Checks what a trace needs.
+        """Check the fields of traces.
 
         Args:
             steps: steps of the run.
-            world_size: its ranks.
+            world_size: ranks of the run.
 
         Raises:
-            ConfigError: a field has a value with which nothing, or nothing whole, would be written.
+            ConfigError: with this value no complete trace would be written.
         """
         if not self.enable:
             return
@@ -111,20 +111,20 @@ class ProfilingConfig:
             rule = f"must hold profiling.warmup + profiling.active = {traced} steps"
             raise ConfigError("profiling.interval", self.interval, rule, f"{traced} or more")
         if self.interval > steps:
-            rule = f"a run of training.steps={steps} would come to no trace"
+            rule = f"a run of training.steps={steps} would write no trace"
             works = f"at most {steps}" if steps >= traced else f"training.steps={self.interval}"
             raise ConfigError("profiling.interval", self.interval, rule, works)
-        wrong = [rank for rank in self.ranks if not 0 <= rank < world_size]
-        if wrong or not self.ranks:
+        unknown = [rank for rank in self.ranks if not 0 <= rank < world_size]
+        if unknown or not self.ranks:
             rule = f"must be ranks of this job, which has {world_size}"
             raise ConfigError("profiling.ranks", self.ranks, rule, f"[0] to [{world_size - 1}]")
 
     def refuse_snapshots(self, why: str) -> None:
-        """Refuses snapshots where there is no GPU.
+        """Reject memory snapshots without a GPU, for the reason ``why``.
 
         Raises:
-            ConfigError: naming profiling.memory_snapshot.
+            ConfigError: ``profiling.memory_snapshot`` is set.
         """
         if self.enable and self.memory_snapshot:
-            rule = f"snapshots are of a GPU's memory, and {why}"
+            rule = f"snapshots need a GPU, and {why}"
             raise ConfigError("profiling.memory_snapshot", True, rule, "false, or cluster.device=cuda")

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines anywhere else."""
+"""Console output of a run: a progress bar on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 10.0
-# What fits beside a bar on 80 columns; the lines above it have the rest.
+# Metrics that fit beside the bar in 80 columns; the lines above it show the others too.
 _BESIDE_THE_BAR = ("loss", "mfu", "tokens_per_second", "memory_gib")
 _REFRESH_PER_SECOND = 2
 
 
 class Console(Protocol):
-    """A place for lines of text, one of them the progress of the run."""
+    """Shows progress, metrics and messages of a run."""
 
     def start_at(self, step: int) -> None:
-        """Says which step is done already; the remaining time is estimated from those after it."""
+        """Set the last step already done; the remaining time is estimated from later steps."""
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Shows one row of metrics; it has a ``step``."""
+        """Show one row of metrics; it has a ``step``."""
 
     def message(self, text: str) -> None:
-        """Shows any other line."""
+        """Show a line of text."""
 
     def warn(self, text: str) -> None:
-        """Shows a line that must not be overlooked."""
+        """Show a warning."""
 
-    def summary(self, title: str, figures: Mapping[str, Any]) -> None:
-        """Shows the figures a run ends with; None is left out."""
+    def summary(self, title: str, values: Mapping[str, Any]) -> None:
+        """Show the final values of a run; None is left out."""
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restore the terminal."""
 
 
 def make_console(kind: str, total_steps: int) -> Console:
-    """The console that ``metrics.console`` asks for: auto, rich, plain or none."""
+    """Make the console that ``metrics.console`` names: auto, rich, plain or none."""
     if kind == "auto":
         kind = "rich" if sys.stdout.isatty() else "plain"
     if kind == "none":
@@ -53,7 +53,7 @@ def make_console(kind: str, total_steps: int) -> Console:
 
 
 class SilentConsole:
-    """Shows nothing. Warnings still reach the log of the process: something was lost that was asked for."""
+    """Shows nothing. Warnings still go to the log of the process, because requested output was lost."""
 
     def start_at(self, step: int) -> None: ...
 
@@ -64,13 +64,13 @@ class SilentConsole:
     def warn(self, text: str) -> None:
         _logger.warning(text)
 
-    def summary(self, title: str, figures: Mapping[str, Any]) -> None: ...
+    def summary(self, title: str, values: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class PlainConsole:
-    """One line a row, flushed, for log files and pipes."""
+    """One flushed line per row, for log files and pipes."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
         self._total_steps = total_steps
@@ -88,19 +88,19 @@ class PlainConsole:
     def warn(self, text: str) -> None:
         self.message(f"warning: {text}")
 
-    def summary(self, title: str, figures: Mapping[str, Any]) -> None:
-        self.message("\n".join(summary_lines(title, figures)))
+    def summary(self, title: str, values: Mapping[str, Any]) -> None:
+        self.message("\n".join(summary_lines(title, values)))
 
     def close(self) -> None: ...
 
 
 class RichConsole:
-    """A bar with the newest metrics at the bottom of the terminal; now and then a line stays above it.
+    """A progress bar with the newest metrics at the bottom of the terminal, and a line above it now and then.
 
     Args:
-        total_steps: the step the run ends with.
-        terminal: where to draw; standard output by default.
-        clock: seconds that never run backwards.
+        total_steps: last step of the run.
+        terminal: standard output by default.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RichConsole:
         self._next_line = clock()
 
         def fixed(width: int) -> table.Column:
-            # Where the terminal is narrow the metrics give way, not the step.
+            # On a narrow terminal the metrics are cut, not the step.
             return table.Column(no_wrap=True, min_width=width)
 
         self._progress = progress.Progress(
@@ -137,7 +137,7 @@ class RichConsole:
         self._progress.start()
 
     def start_at(self, step: int) -> None:
-        # Reset, or the time that was not spent on the steps before would be taken for theirs.
+        # Reset, so that the speed is not estimated from steps of an earlier process.
         self._progress.reset(self._task, completed=step, total=self._total_steps, metrics="")
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -155,8 +155,8 @@ class RichConsole:
     def warn(self, text: str) -> None:
         self._write(f"warning: {text}", style="yellow")
 
-    def summary(self, title: str, figures: Mapping[str, Any]) -> None:
-        heading, *lines = summary_lines(title, figures)
+    def summary(self, title: str, values: Mapping[str, Any]) -> None:
+        heading, *lines = summary_lines(title, values)
         self._write(heading, style="bold")
         for line in lines:
             self._write(line)
@@ -165,7 +165,7 @@ class RichConsole:
         self._progress.stop()
 
     def _write(self, text: str, style: str | None = None) -> None:
-        """Without markup: text in brackets is text, not a style."""
+        """Print without markup: text in brackets is not a style."""
         self._terminal.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 

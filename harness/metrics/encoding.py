@@ -1,8 +1,8 @@
-"""Values as strict JSON has them.
+"""Encode values as strict JSON.
 
-JSON knows no NaN and no infinity, and Python writes them as words that other parsers refuse. They become the
-strings "nan", "inf" and "-inf", and floats again when read: a diverged loss must neither vanish as null nor
-make the file unreadable.
+JSON has no NaN and no infinity, and other parsers reject what Python writes for them. They are written as the
+strings "nan", "inf" and "-inf", and read back as floats: a diverged loss must neither become null nor make
+the file unreadable.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from harness.errors import UserError
 
-_DEEPEST = 64
-_TOO_DEEP = f"it is nested deeper than {_DEEPEST} levels"
+_MAX_DEPTH = 64
+_TOO_DEEP = f"it is nested deeper than {_MAX_DEPTH} levels"
 _JSON_NAMES = {
     list: "an array",
     str: "a string",
@@ -28,16 +28,16 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """``value`` as strict JSON; paths become strings.
+    """Encode ``value`` as strict JSON; paths become strings.
 
     Raises:
-        TypeError: something in ``value`` has no form in JSON, e.g. a tensor.
+        TypeError: ``value`` holds something that JSON cannot represent, e.g. a tensor.
     """
     return json.dumps(_encode(value), allow_nan=False, ensure_ascii=False, indent=indent)
 
 
 def loads(text: str) -> Any:
-    """The value that ``dumps`` wrote, non-finite floats included.
+    """Decode a value that ``dumps`` wrote, non-finite floats included.
 
     Raises:
         ValueError: ``text`` is not JSON, or is nested too deeply.
@@ -49,10 +49,10 @@ def loads(text: str) -> Any:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """The object that JSON holds; non-finite floats stay the strings that ``dumps`` made of them.
+    """Parse a JSON object; non-finite floats stay the strings that ``dumps`` wrote.
 
     Raises:
-        ValueError: it is not JSON, is nested too deeply, or holds something else than an object.
+        ValueError: it is not JSON, is nested too deeply, or is not an object.
     """
     try:
         value = json.loads(text)
@@ -65,7 +65,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Read a JSON object from a file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -82,9 +82,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _check_depth(value: Any) -> None:
-    """Refuses what recursive code of ours, of pickle or of json could not walk through."""
+    """Raise ValueError for nesting that would exceed the recursion limit, here or in pickle or json."""
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         level = [
             item
             for each in level

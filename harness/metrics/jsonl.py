@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a line, appended row by row; the truth that every view is a view of."""
+"""``metrics.jsonl``: one JSON object per line, appended row by row; the primary record of a run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _SHOWN = 5
 class MetricsFile:
     """The rows of a run, kept through crashes and resumes.
 
-    Opening repairs what a crash in mid-write left: a broken last line is cut off, a whole one that only lacks
-    its newline gets it. Each row is handed to the operating system when it is written. A file that is deleted
-    meanwhile is written again.
+    Opening repairs a file that a crash left in mid-write: a broken last line is cut off, and a complete last
+    line gets its missing newline. Each row is flushed to the operating system. A file that is deleted while
+    it is open is written again.
 
     Args:
         path: the file; it is created with its folder if missing.
 
     Attributes:
-        notes: warnings about the file for the user, one line each; the caller removes those it has shown.
+        notes: warnings for the user, one line each; the caller removes those it has shown.
 
     Raises:
         OSError: the file cannot be created, read or written.
@@ -41,11 +41,11 @@ class MetricsFile:
         self._file = path.open("a+b")
 
     def write(self, row: Row) -> None:
-        """Appends one row.
+        """Append one row.
 
         Raises:
-            TypeError: a value has no form in JSON; nothing is written.
-            OSError: the disk is full or gone.
+            TypeError: JSON cannot represent a value; nothing is written.
+            OSError: the disk is full or not available.
         """
         line = dumps(row).encode() + b"\n"
         self._restore_if_deleted()
@@ -53,19 +53,19 @@ class MetricsFile:
         self._file.flush()
 
     def truncate_after(self, step: int) -> int:
-        """Drops the rows of later steps: a run that resumes from ``step`` will write them again.
+        """Drop the rows of later steps: a run that resumes from ``step`` will write them again.
 
-        Lines that are damaged are dropped too, and noted; a copy of the file as it was found is kept.
+        Damaged lines are dropped too, with a note; a copy of the original file is kept.
 
         Returns:
-            how many rows were dropped.
+            The number of rows dropped.
         """
         rows, damaged = read_rows(self.path)
         kept = [row for row in rows if _step(row) <= step]
         if damaged:
             copy = _free_name(self.path)
             shutil.copy2(self.path, copy)
-            self.notes.append(f"{_in_words(self.path, damaged)}; {copy.name} is the file as it was found")
+            self.notes.append(f"{_describe_damage(self.path, damaged)}; {copy.name} is the original file")
         if damaged or len(kept) < len(rows):
             self._file.close()
             write_atomically(self.path, b"".join(dumps(row).encode() + b"\n" for row in kept))
@@ -73,11 +73,11 @@ class MetricsFile:
         return len(rows) - len(kept)
 
     def expect_rows_up_to(self, step: int, interval: int) -> None:
-        """Notes that rows are missing, where the last one is further from ``step`` than rows are apart.
+        """Add a note if rows before ``step`` are missing.
 
         Args:
-            step: the last step that the run has finished.
-            interval: how many steps rows are apart; those of an earlier attempt may be further.
+            step: last step that the run has finished.
+            interval: steps between rows; in an earlier attempt it may have been larger.
         """
         steps = sorted({_step(row) for row in read_rows(self.path)[0] if "loss" in row} | {0})
         apart = max((later - earlier for earlier, later in itertools.pairwise(steps[1:])), default=0)
@@ -89,19 +89,19 @@ class MetricsFile:
             )
 
     def close(self) -> None:
-        """Closes the file; no row can be written afterwards. Damage done to it meanwhile is noted."""
+        """Close the file, and add a note if lines were damaged meanwhile."""
         if self._file.closed:
             return
         try:
             self._restore_if_deleted()
             damaged = read_rows(self.path)[1]
             if damaged:
-                self.notes.append(_in_words(self.path, damaged))
+                self.notes.append(_describe_damage(self.path, damaged))
         finally:
             self._file.close()
 
     def _restore_if_deleted(self) -> None:
-        """Writes the file again if it is gone; its content is there as long as it is open."""
+        """Write the file again if it was deleted; its content is readable while the file is open."""
         if self.path.exists():
             return
         self._file.seek(0)
@@ -122,13 +122,13 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """All rows in the order they were written, non-finite floats as floats.
+    """Return all rows in the order they were written, non-finite floats as floats.
 
-    A broken last line is left out: the run may be writing it right now, or died while it did.
+    A broken last line is left out: the run may be writing it, or died while writing it.
 
     Raises:
         OSError: the file is missing or cannot be read.
-        UserError: a line before the last one is not a JSON object, so the file was damaged by something else.
+        UserError: a line before the last one is not a JSON object, so the file is damaged.
     """
     rows, damaged = read_rows(path)
     if damaged:
@@ -137,10 +137,10 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[tuple[int, int]]]:
-    """The rows of a file that may be damaged.
+    """Return the rows of a file that may be damaged.
 
     Returns:
-        the rows, and for each damaged line before the last one its number and the step of the row before it.
+        The rows, and for each damaged line before the last one its number and the step of the row before it.
 
     Raises:
         OSError: the file is missing or cannot be read.
@@ -160,12 +160,12 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[int, int]]]:
 
 
 def _step(row: Row) -> int:
-    """The step of a row; 0 where it says none."""
+    """Step of a row; 0 if it has none."""
     step = row.get("step", 0)
     return step if isinstance(step, int) else 0
 
 
-def _in_words(path: Path, damaged: list[tuple[int, int]]) -> str:
+def _describe_damage(path: Path, damaged: list[tuple[int, int]]) -> str:
     lines = ", ".join(str(number) for number, _ in damaged[:_SHOWN]) + (", ..." if damaged[_SHOWN:] else "")
     steps = ", ".join(str(step) for step in list(dict.fromkeys(step for _, step in damaged))[:_SHOWN])
     what = "line is" if len(damaged) == 1 else "lines are"
@@ -173,22 +173,22 @@ def _in_words(path: Path, damaged: list[tuple[int, int]]) -> str:
 
 
 def _free_name(path: Path) -> Path:
-    """A name beside a file that is not taken."""
+    """Return a name in the same folder that does not exist yet."""
     names = (path.with_name(f"{path.stem}.damaged-{number}{path.suffix}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
 def _row(line: bytes) -> Row | None:
-    """The row that ``line`` holds, or None if the line is broken."""
+    """Parse a line; None if it is broken."""
     try:
         row = loads(line.decode())
-    except ValueError:  # of JSON or of UTF-8, whose error is a ValueError too
+    except ValueError:  # not JSON, or not UTF-8
         return None
     return row if isinstance(row, dict) else None
 
 
 def _repair_tail(path: Path) -> None:
-    """Makes the file end with a whole row and its newline."""
+    """Make the file end with a complete row and a newline."""
     content = path.read_bytes() if path.exists() else b""
     end = content.rfind(b"\n", 0, len(content) - 1) + 1 if content else 0
     last = content[end:]

@@ -1,4 +1,4 @@
-"""Rows of metrics as one line of text."""
+"""Format rows of metrics as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 Format = Callable[[Any], str]
 
-# In the order of a line: key of the row, its name on the line (empty: the value says it), its format.
+# In the order of a line: key of the row, its name on the line, its format.
 _FIELDS: tuple[tuple[str, str, Format], ...] = (
     ("loss", "loss", lambda v: f"{v:.4f}"),
     ("loss_max", "loss_max", lambda v: f"{v:.4f}"),
@@ -24,7 +24,7 @@ _FIELDS: tuple[tuple[str, str, Format], ...] = (
 
 
 def metrics_text(row: Mapping[str, Any]) -> str:
-    """What of ``row`` belongs on a line, without its step; None and keys without a format are left out."""
+    """Format the metrics of a row, without its step; None and keys without a format are left out."""
     return "  ".join(f"{name} {text(row[key])}" for key, name, text in _FIELDS if row.get(key) is not None)
 
 
@@ -34,14 +34,14 @@ def row_line(row: Mapping[str, Any], total_steps: int) -> str:
     return f"step {row['step']:>{width}}/{total_steps}  {metrics_text(row)}".rstrip()
 
 
-def summary_lines(title: str, figures: Mapping[str, Any]) -> list[str]:
-    """A heading and one aligned line for each figure that is not None."""
-    shown = {name: _figure(value) for name, value in figures.items() if value is not None}
+def summary_lines(title: str, values: Mapping[str, Any]) -> list[str]:
+    """Return a heading and one aligned line per value that is not None."""
+    shown = {name: _format(value) for name, value in values.items() if value is not None}
     width = max(map(len, shown), default=0)
     return [title, *(f"  {name:<{width}}  {text}" for name, text in shown.items())]
 
 
-def _figure(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

@@ -13,11 +13,11 @@ _PEAK = re.compile(rb"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 def peak_memory_gib(device_type: str) -> float:
-    """The most memory held at once.
+    """Return the peak memory.
 
     Args:
-        device_type: ``cuda`` gives what the caching allocator reserved on the current device, which is what
-            decides whether a run fits. Anything else gives the peak resident memory of this process.
+        device_type: ``cuda``: memory reserved by the caching allocator on the current device, which decides
+            whether a run fits. Anything else: resident memory of this process.
     """
     if device_type == "cuda":
         import torch
@@ -27,7 +27,7 @@ def peak_memory_gib(device_type: str) -> float:
 
 
 def _peak_resident_bytes() -> int:
-    """VmHWM where there is one, else ru_maxrss.
+    """Return VmHWM if the system has it, else ru_maxrss.
 
     On Linux ru_maxrss survives exec (fs/exec.c, exec_mmap): a small rank started by a large parent would
     report the parent's memory. VmHWM belongs to the address space of this process alone.

@@ -1,13 +1,13 @@
-"""Model FLOPs utilization: the share of a device's peak that went into the model's own arithmetic.
+"""Model FLOPs utilization (MFU): the fraction of a device's peak FLOP/s that the model's own arithmetic uses.
 
-Defined in PaLM (https://arxiv.org/abs/2204.02311, appendix B): observed tokens per second over the tokens per
-second at peak. Recomputed activations do not count as work. There are two ways to count causal attention and
-both are reported, because a number without its convention cannot be compared:
+Defined in PaLM (https://arxiv.org/abs/2204.02311, appendix B): observed tokens per second divided by the
+tokens per second at peak. Recomputed activations do not count. There are two ways to count causal attention;
+both are reported, because values of different conventions cannot be compared:
 
-* ``mfu`` counts the whole square of scores, as torchtitan, PaLM and nanoGPT do;
+* ``mfu`` counts the full square of scores, as torchtitan, PaLM and nanoGPT do;
 * ``mfu_causal`` counts the half below the diagonal, as some vendors do.
 
-Hardware that is not in the table has no MFU: another device's peak would be an invented number.
+Hardware that is not in the table has no MFU, because its peak is unknown.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ class FlopsPerToken(Protocol):
 
     @property
     def flops_per_token_full(self) -> float:
-        """With the attention counted whole."""
+        """FLOPs with the full square of attention scores."""
 
     @property
     def flops_per_token_causal(self) -> float:
-        """With the attention halved."""
+        """FLOPs with half of the square."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak of one device, FLOP/s without sparsity (None if unknown), and where the figure comes from."""
+    """Peak of one device, FLOP/s without sparsity (None if unknown), and the source of the value."""
 
     flops: float | None
     origin: str
 
 
 def peak_of(device_name: str, dtype: str) -> Peak:
-    """The peak that an MFU is measured against.
+    """Return the peak for the MFU of a device.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name()`` gives it; for a CPU anything else.
-        dtype: what the matrix products run in: bfloat16, float16, float8, tf32 or float32.
+        device_name: from ``torch.cuda.get_device_name()``; for a CPU any other text.
+        dtype: format of the matrix products: bfloat16, float16, float8, tf32 or float32.
     """
     accelerator = find_accelerator(device_name)
     if accelerator is None:
@@ -54,7 +54,7 @@ def peak_of(device_name: str, dtype: str) -> Peak:
 
 
 def tflops_per_device(tokens_per_second_per_device: float | None, flops_per_token: float) -> float | None:
-    """Arithmetic of the model that one device does, in TFLOP/s; None without a throughput."""
+    """TFLOP/s of one device for the model's arithmetic; None without a throughput."""
     if tokens_per_second_per_device is None:
         return None
     return tokens_per_second_per_device * flops_per_token / 1e12
@@ -63,7 +63,7 @@ def tflops_per_device(tokens_per_second_per_device: float | None, flops_per_toke
 def mfu(
     tokens_per_second_per_device: float | None, flops_per_token: float | None, peak_flops: float | None
 ) -> float | None:
-    """Share of the peak, 0 to 1; None where one of the three is not known."""
+    """Fraction of the peak, 0 to 1; None if one of the three is unknown."""
     if tokens_per_second_per_device is None or flops_per_token is None or peak_flops is None:
         return None
     return tokens_per_second_per_device * flops_per_token / peak_flops
@@ -72,7 +72,7 @@ def mfu(
 def utilization(
     tokens_per_second_per_device: float | None, flops: FlopsPerToken, peak: Peak
 ) -> dict[str, float | None]:
-    """The fields of a row: ``tflops_per_device`` and ``mfu`` (attention whole), ``mfu_causal`` (halved)."""
+    """Fields of a row: ``tflops_per_device`` and ``mfu`` (full attention), ``mfu_causal`` (half)."""
     rate = tokens_per_second_per_device
     return {
         "tflops_per_device": tflops_per_device(rate, flops.flops_per_token_full),
@@ -82,9 +82,9 @@ def utilization(
 
 
 def describe_inputs(flops: FlopsPerToken, peak: Peak) -> str:
-    """One line with everything the MFU is computed from, to be shown once at the start of a run."""
+    """Describe the inputs of the MFU on one line, for the start of a run."""
     full, causal = flops.flops_per_token_full / 1e9, flops.flops_per_token_causal / 1e9
-    work = f"{full:,.4g} GFLOP/token (attention whole), {causal:,.4g} (causal half)"
+    work = f"{full:,.4g} GFLOP/token (full attention), {causal:,.4g} (causal half)"
     if peak.flops is None:
         return f"no MFU: {peak.origin}; {work}"
     return f"MFU from {work}, peak {peak.flops / 1e12:,.1f} TFLOP/s ({peak.origin})"

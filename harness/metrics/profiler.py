@@ -1,10 +1,10 @@
-"""Traces of single steps for chrome://tracing and Perfetto, and snapshots of a GPU's memory.
+"""Traces of single steps for chrome://tracing and Perfetto, and snapshots of GPU memory.
 
     profile/step-<n>/rank<r>.json.gz                    the trace whose last step is n
     profile/step-<n>/memory/rank<r>.pickle              for pytorch.org/memory_viz
     profile/step-<n>/memory/rank<r>-out-of-memory.pickle
 
-A profiler lives for one trace. Between traces nothing of it is there, and nothing of it costs.
+A profiler exists only for one trace. Between traces there is no overhead.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from harness.metrics.config import ProfilingConfig
 
 FOLDER = "profile"
-# Allocations and releases that a snapshot can tell of.
+# Allocations and frees recorded for a snapshot.
 _EVENTS = 100_000
 
 
 class Profiler:
-    """Profiles steps of this rank at the job's interval.
+    """Profile steps of this rank at the job's interval.
 
     Args:
-        config: what and when.
+        config: what to record, and when.
         run_dir: the run folder.
         rank: this rank.
-        device: what it computes on.
-        say: shows a line to the user.
+        device: its device.
+        message: shows a line to the user.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Profiler:
         run_dir: Path,
         rank: int,
         device: torch.device,
-        say: Callable[[str], None],
+        message: Callable[[str], None],
     ) -> None:
         self.config, self._folder, self._rank, self._device = config, run_dir / FOLDER, rank, device
-        self._say = say
+        self._message = message
         self._writes = config.enable and rank in config.ranks
         self._start_step = 0
         self._trace: profile | None = None
@@ -50,27 +50,27 @@ class Profiler:
             config.refuse_snapshots(f"ranks compute on {device.type}")
 
     def start(self, step: int) -> None:
-        """Says which step is done already; intervals begin there."""
+        """Set the last step already done; intervals begin there."""
         self._start_step = step
         if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
 
     def is_profiled(self, step: int) -> bool:
-        """Whether a profiler runs beside this step, on any rank: it says nothing of how fast others are."""
-        return self._place(step) >= 0
+        """Whether a profiler runs during this step, on any rank; such a step is slower than others."""
+        return self._index(step) >= 0
 
     def ends_trace(self, step: int) -> bool:
         """Whether this step is the last of a trace, on any rank."""
-        return self._place(step) == self.config.warmup + self.config.active - 1
+        return self._index(step) == self.config.warmup + self.config.active - 1
 
     def begin_step(self, step: int) -> None:
-        """To be called before a step."""
-        if self._writes and self._place(step) == 0:
+        """Call this before a step."""
+        if self._writes and self._index(step) == 0:
             self._trace = self._profile(step)
             self._trace.start()
 
     def end_step(self, step: int) -> None:
-        """To be called after a step; writes the trace that it ends."""
+        """Call this after a step; writes the trace that ends with it."""
         if self._trace is None:
             return
         if not self.ends_trace(step):
@@ -85,22 +85,22 @@ class Profiler:
             if self._snapshots:
                 self._write_snapshot(folder / "memory" / f"rank{self._rank}.pickle")
         except OSError as error:
-            self._say(f"WARNING the trace of step {step} could not be written: {error}")
+            self._message(f"WARNING the trace of step {step} could not be written: {error}")
             return
-        self._say(f"traced step {step}: {folder}")
+        self._message(f"traced step {step}: {folder}")
 
     def out_of_memory(self, step: int) -> None:
-        """Writes what the memory was full of, if it was to be recorded."""
+        """Write a snapshot of memory, if snapshots are enabled."""
         if not self._snapshots:
             return
         name = f"rank{self._rank}-out-of-memory.pickle"
         try:
             self._write_snapshot(self._folder / f"step-{step}" / "memory" / name)
         except OSError as error:
-            self._say(f"WARNING the snapshot of the memory could not be written: {error}")
+            self._message(f"WARNING the memory snapshot could not be written: {error}")
 
     def close(self) -> None:
-        """Ends; a trace that is not whole is dropped."""
+        """Stop profiling; an incomplete trace is dropped."""
         if self._trace is not None:
             self._trace.stop()
             self._trace = None
@@ -111,8 +111,8 @@ class Profiler:
     def _snapshots(self) -> bool:
         return self._writes and self.config.memory_snapshot
 
-    def _place(self, step: int) -> int:
-        """The place of a step among those that the profiler runs beside, from 0; negative outside of them."""
+    def _index(self, step: int) -> int:
+        """Index of a step among the profiled steps of its interval, from 0; negative if not profiled."""
         config = self.config
         if not config.enable:
             return -1
@@ -120,26 +120,26 @@ class Profiler:
         return into - (config.interval - config.warmup - config.active)
 
     def _profile(self, first: int) -> profile:
-        """A profiler whose first step is ``first``."""
+        """Make a profiler whose first step is ``first``."""
         warmup, active = self.config.warmup, self.config.active
 
         def action(step: int) -> ProfilerAction:
-            place = max(0, step - first)  # it asks once before it is told where it is
-            if place < warmup:
+            index = max(0, step - first)  # the constructor calls this once before step_num is set below
+            if index < warmup:
                 return ProfilerAction.WARMUP
-            return ProfilerAction.RECORD_AND_SAVE if place == warmup + active - 1 else ProfilerAction.RECORD
+            return ProfilerAction.RECORD_AND_SAVE if index == warmup + active - 1 else ProfilerAction.RECORD
 
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        made = profile(
+        profiler = profile(
             activities=activities,
             schedule=action,
             record_shapes=self.config.record_shapes,
             with_stack=self.config.with_stack,
         )
-        made.step_num = first  # or else the trace would count steps from 0
-        return made
+        profiler.step_num = first  # otherwise the trace would count steps from 0
+        return profiler
 
     def _write_snapshot(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The one thing rank 0 tells everything to: first the file, then the console, then the other views."""
+"""Write metrics on rank 0: first to the file, then to the console and the other views."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Recorder:
-    """Writes what a run measures.
+    """Writes the metrics of a run.
 
-    ``metrics.jsonl`` is the truth and is written first. A view that fails is switched off with one warning.
-    Messages can be shown from the start; rows once ``begin`` has been told where the run starts from.
+    ``metrics.jsonl`` is the primary record and is written first. A view that fails is switched off with one
+    warning. Messages can be shown from the start, rows only after ``begin``.
 
     Args:
-        config: which views there are.
+        config: which views to use.
         run_dir: the run folder.
         run_id: the id of the run, the same after a resume.
-        name: what people call the run.
+        name: display name of the run.
         job: the resolved job as plain values.
-        total_steps: the step the run ends with.
+        total_steps: last step of the run.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Recorder:
         self._closed = False
 
     def begin(self, start_step: int, *, has_curve: bool = False) -> None:
-        """Makes room for rows.
+        """Open the file and the views.
 
         Args:
             start_step: the last step already done, 0 for a new run. Rows of later steps, which an earlier
                 attempt wrote after its last checkpoint, are dropped: they will be written again.
-            has_curve: whether this folder should have the rows up to that step; missing ones are reported.
+            has_curve: whether this folder should have the rows up to that step; missing rows are reported.
 
         Raises:
             OSError: metrics.jsonl cannot be written.
@@ -69,10 +69,10 @@ class Recorder:
             self._add_view("tensorboard", lambda: TensorBoardView(run_dir, self._job, start_step))
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Writes the row of a training step; it has a ``step``. None means unknown, and views leave it out.
+        """Write the row of a training step; it has a ``step``. None means unknown, and views leave it out.
 
         Raises:
-            OSError: metrics.jsonl cannot be written; the truth is not a view.
+            OSError: metrics.jsonl cannot be written.
         """
         assert self._file is not None, "rows before begin"
         self._file.write(dict(row))
@@ -81,7 +81,7 @@ class Recorder:
         self._show(lambda view: view.log(row))
 
     def log_validation(self, row: Mapping[str, Any]) -> None:
-        """Writes the row of a validation: a ``step`` and a ``validation_loss``.
+        """Write the row of a validation: a ``step`` and a ``validation_loss``.
 
         Raises:
             OSError: metrics.jsonl cannot be written.
@@ -89,11 +89,11 @@ class Recorder:
         self.log(row)
 
     def message(self, text: str) -> None:
-        """Shows a line on the console without breaking the progress bar."""
+        """Show a line on the console without breaking the progress bar."""
         self._tell(lambda console: console.message(text))
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Shows the figures the run ends with, writes out every view and closes the file. Once is enough."""
+        """Show the final values, close every view and the file. Further calls do nothing."""
         if self._closed:
             return
         self._closed = True
@@ -134,10 +134,10 @@ class Recorder:
                 self._switched_off(view.name, error)
 
     def _switched_off(self, name: str, error: Exception) -> None:
-        """Says that a view is gone.
+        """Warn that a view is switched off.
 
-        This is the one place that takes every exception: what a client of a remote service raises is not
-        ours to list, nothing is lost that metrics.jsonl does not hold, and no plot is worth a run.
+        Only here every exception is caught: clients of remote services may raise anything, metrics.jsonl has
+        all data, and a broken plot must not end a run.
         """
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        self._tell(lambda console: console.warn(f"{name} is off, metrics.jsonl goes on: {reason}"))
+        self._tell(lambda console: console.warn(f"{name} is off, metrics.jsonl continues: {reason}"))

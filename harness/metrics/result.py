@@ -1,4 +1,4 @@
-"""``result.json``: the one flat row that every run leaves, and where its code came from."""
+"""``result.json``: one flat row per run, with the versions and the commit of its code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.metrics.encoding import dumps, parse_object
 _PACKAGES = ("torch", "torchao", "triton", "numpy", "wandb", "hydra-core")
 _GIT_SECONDS = 20
 _NUMBER = (int, float)
-# Types of the figures that tables and verdicts read. Those of the window are numbers too.
+# Types of the values that tables and verdicts read. Those of the window are numbers too.
 _NEVER_NULL = ("exit_code", "exit_reason", "step", "start_step", "tokens", "world_size")
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(_NEVER_NULL, int),
@@ -28,34 +28,30 @@ _KINDS: dict[str, Any] = {
 
 
 def write_json_atomically(path: Path, obj: Any) -> None:
-    """Writes ``obj`` as indented JSON; a reader sees the old file or the new one, never a part.
+    """Write ``obj`` as indented JSON; a reader sees the old file or the new one, never a part.
 
     Non-finite floats become the strings "nan", "inf" and "-inf".
 
     Raises:
-        TypeError: something in ``obj`` has no form in JSON.
+        TypeError: ``obj`` holds something that JSON cannot represent.
         OSError: the folder is missing, full or not writable.
     """
     write_atomically(path, dumps(obj, indent=2).encode() + b"\n")
 
 
 def write_result(run_dir: Path, row: dict[str, Any]) -> Path:
-    """Writes ``result.json`` into ``run_dir``, nested dicts flattened with dots.
-
-    Returns:
-        the path of the file.
-    """
+    """Write ``result.json`` into ``run_dir``, nested dicts flattened with dots; return its path."""
     path = run_dir / "result.json"
     write_json_atomically(path, flatten(row))
     return path
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
-    """The row that ``write_result`` wrote.
+    """Read the row that ``write_result`` wrote.
 
     Raises:
-        OSError: there is none, or it cannot be read.
-        ValueError: it is damaged: not a JSON object, or a figure that tables read is of another type.
+        OSError: the file is missing or cannot be read.
+        ValueError: it is damaged: not a JSON object, or a value that tables read has another type.
     """
     row = parse_object((run_dir / "result.json").read_bytes())
     for name, value in row.items():
@@ -68,7 +64,7 @@ def read_result(run_dir: Path) -> dict[str, Any]:
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``. Lists stay lists; an empty dict has no leaf and leaves nothing.
+    """Flatten ``{"a": {"b": 1}}`` to ``{"a.b": 1}``. Lists stay lists; empty dicts disappear.
 
     Raises:
         ValueError: two values would get the same name.
@@ -84,13 +80,13 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, the harness and the packages that decide what a run computes; None if missing."""
+    """Versions of Python, the harness and the packages that affect results; None if missing."""
     packages = {name: _version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), "harness": harness.__version__, **packages}
 
 
 def _version(package: str) -> str | None:
-    """From the package's metadata, without importing it."""
+    """Read the version from the package's metadata, without importing it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -98,15 +94,15 @@ def _version(package: str) -> str | None:
 
 
 def git_commit(path: Path) -> dict[str, str | bool | None]:
-    """The commit of the repository that ``path`` lies in.
+    """Return the commit of the repository that contains ``path``.
 
     Args:
         path: an existing folder.
 
     Returns:
-        ``commit``: the full hash, and ``dirty``: whether anything but ignored files differs from it,
-        untracked files included. Both are None outside of a repository, without git, or if git
-        ignores ``path``: a package in the virtual environment of another project is not that project's code.
+        ``commit``: the full hash, and ``dirty``: whether tracked or untracked files differ from it (ignored
+        files do not count). Both are None outside of a repository, without git, or if git ignores ``path``: a
+        package in the virtual environment of another project is not that project's code.
     """
     commit = _git(path, "rev-parse", "--verify", "--quiet", "HEAD")
     ignored = _git(path, "check-ignore", ".")
@@ -117,14 +113,14 @@ def git_commit(path: Path) -> dict[str, str | bool | None]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints, or None if it fails; a run must not die of not knowing its commit."""
+    """Return git's output, or None if it fails: an unknown commit must not end a run."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],
             capture_output=True,
             text=True,
             timeout=_GIT_SECONDS,
-            # Without it `status` would take the lock of the index from under the user's own git command.
+            # Otherwise `status` would lock the index, and a git command of the user could fail.
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
         )
     except (OSError, subprocess.TimeoutExpired):

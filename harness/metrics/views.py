@@ -1,7 +1,7 @@
-"""Views of the truth: the same rows, for W&B and for TensorBoard.
+"""Views of ``metrics.jsonl``: the same rows, for W&B and for TensorBoard.
 
-Keys are those of ``metrics.jsonl``, so a number has one name everywhere. A view may raise from any method;
-``harness.metrics.recorder`` switches it off then and the run goes on.
+Keys are those of ``metrics.jsonl``, so a metric has one name everywhere. A view may raise from any method;
+``harness.metrics.recorder`` then switches it off and the run continues.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ _EVENT_FLUSH_SECONDS = 10
 
 
 class View(Protocol):
-    """Something that shows rows."""
+    """Shows rows of metrics."""
 
     name: str
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Shows one row; it has a ``step``."""
+        """Show one row; it has a ``step``."""
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Shows the figures the run ends with and writes out everything."""
+        """Show the final values and flush everything."""
 
 
 class WandbView:
-    """Weights & Biases, by rank 0 only.
+    """Weights & Biases, on rank 0 only.
 
-    Rows carry their own ``step`` and are logged without ``step=``: W&B drops a row whose step is below the
-    last one it saw, as happens after a resume from an older checkpoint.
+    Rows have their own ``step`` and are logged without ``step=``: W&B drops a row whose step is below the
+    last one, as after a resume from an older checkpoint.
 
     Args:
         config: project, entity, group, tags and mode.
         run_dir: the local copy of the run is written into its ``wandb`` folder.
-        run_id: the id of the run; a resumed run goes on under it.
+        run_id: the id of the run; a resumed run continues under it.
         name: the name shown for the run.
         job: the resolved job, shown as the run's config.
 
@@ -58,12 +58,11 @@ class WandbView:
     ) -> None:
         import wandb
 
-        settings: dict[str, Any] = {
-            "console": "off"
-        }  # capturing stdout gets in the way of srun and of the bar
+        # Capturing stdout interferes with srun and with the progress bar.
+        settings: dict[str, Any] = {"console": "off"}
         if "finish_timeout" in wandb.Settings.model_fields:
-            # By default `finish` waits for an upload without end, with the whole allocation idle behind it.
-            # What was not uploaded lies in the run folder, for `wandb sync`.
+            # By default `finish` waits for the upload without limit, while the allocation is idle. Data that
+            # was not uploaded stays in the run folder, for `wandb sync`.
             settings["finish_timeout"] = _UPLOAD_SECONDS
         self._run = wandb.init(
             dir=run_dir,
@@ -91,13 +90,13 @@ class WandbView:
 
 
 def log_sweep(config: MetricsConfig, folder: Path, group: str, rows: Sequence[Mapping[str, str]]) -> None:
-    """Logs the table of a sweep as a run of its own in the sweep's group.
+    """Log the table of a sweep as a separate run in the sweep's group.
 
     Args:
-        config: of any of the sweep's jobs: project, entity, tags and mode.
-        folder: of the sweep; takes the local copy.
-        group: the group that the sweep's runs have.
-        rows: the table, one row a point, all with the same columns.
+        config: metrics of any of the sweep's jobs: project, entity, tags and mode.
+        folder: folder of the sweep, for the local copy.
+        group: group of the sweep's runs.
+        rows: the table, one row per point, all with the same columns.
 
     Raises:
         Exception: anything that wandb raises when it is missing, misused or cannot reach its server.
@@ -121,10 +120,10 @@ def log_sweep(config: MetricsConfig, folder: Path, group: str, rows: Sequence[Ma
 
 
 def wandb_mode(wanted: str | None) -> str | None:
-    """The mode to pass to ``wandb.init``; None leaves it to WANDB_MODE, which the environment has set.
+    """Return the mode for ``wandb.init``; None if the environment sets WANDB_MODE, which then decides.
 
-    Without an API key ``online`` would ask for one on a terminal and raise anywhere else, so it is
-    ``offline`` then.
+    Without an API key it is ``offline``, because ``online`` would ask for one on a terminal and raise
+    otherwise.
     """
     if os.environ.get("WANDB_MODE"):
         return None
@@ -138,9 +137,9 @@ def has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    named = os.environ.get("NETRC")
-    places = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
-    return any(place.is_file() and server in netrc.netrc(place).hosts for place in places)
+    configured = os.environ.get("NETRC")
+    files = [Path(configured)] if configured else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    return any(file.is_file() and server in netrc.netrc(file).hosts for file in files)
 
 
 class TensorBoardView:
@@ -148,8 +147,8 @@ class TensorBoardView:
 
     Args:
         run_dir: the files are written into its ``tensorboard`` folder.
-        job: the resolved job, shown as a text.
-        start_step: the last step already done; what an earlier attempt wrote after it is purged.
+        job: the resolved job, shown as text.
+        start_step: the last step already done; later events of an earlier attempt are purged.
 
     Raises:
         ImportError: tensorboard is not installed.

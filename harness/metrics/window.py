@@ -1,8 +1,7 @@
-"""How long steps take: a clock for one step, and the window of steps that a throughput is taken over.
+"""Step times: a timer of single steps, and the window of steps over which throughput is measured.
 
-A throughput is the throughput of training. Steps of warm-up (compilation, allocation, the first use of every
-communicator) are outside the window, and so are those beside which a profiler ran. The time of validation, of
-saving and of writing traces is outside every step.
+Throughput covers training only. The window excludes steps of warm-up (compilation, allocation, first use of
+every communicator) and profiled steps. A step's time excludes validation, saving and writing traces.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from statistics import median
 
 DATA, VALIDATION, CHECKPOINT, PROFILING = "data", "validation", "checkpoint", "profiling"
 THROUGHPUT = "tokens/s: all tokens over all seconds of the steps after warm-up"
-"""The one definition of throughput, as tables name it; ``tokens/s/rank`` is the same over the ranks."""
+"""The definition of throughput, as tables name it; ``tokens/s/rank`` is this divided by the ranks."""
 SECTIONS = (DATA, VALIDATION, CHECKPOINT, PROFILING)
 EXCLUDED = (VALIDATION, CHECKPOINT, PROFILING)
 
@@ -25,7 +24,7 @@ class StepTime:
     """The time of one step, in seconds.
 
     Attributes:
-        seconds: wall time of the step without what follows.
+        seconds: wall time of the step, without validation, checkpoint and profiling.
         data_seconds: the part of ``seconds`` spent waiting for data.
         validation_seconds: time spent in validation, outside ``seconds``.
         checkpoint_seconds: time spent saving, outside ``seconds``.
@@ -40,7 +39,7 @@ class StepTime:
 
 
 class StepTimer:
-    """Clock of the loop: the end of one step is the beginning of the next, so no time falls between two.
+    """Clock of the loop: the end of one step is the start of the next, so no time is lost between them.
 
         timer = StepTimer(synchronize=torch.cuda.synchronize)
         for step in steps:
@@ -53,9 +52,9 @@ class StepTimer:
                 save()
 
     Args:
-        synchronize: waits for the device. Kernels run behind the Python that queues them; without this wait
-            at the edges of validation and saving, these would be billed for the steps before them.
-        clock: seconds that never run backwards.
+        synchronize: waits for the device. Kernels run asynchronously; without this wait at the start and end
+            of validation and saving, their times would include kernels of earlier steps.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -66,17 +65,17 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets the time since the last lap; call it right before the first step."""
+        """Discard the time since the last lap; call it right before the first step."""
         self._started = self._clock()
         self._spent = dict.fromkeys(SECTIONS, 0.0)
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Books the time of the ``with`` block under ``name``, one of SECTIONS.
+        """Add the time of the ``with`` block to section ``name``, one of SECTIONS.
 
         Raises:
             ValueError: no such section.
-            RuntimeError: another section is open; its time would be booked twice.
+            RuntimeError: another section is open; its time would count twice.
         """
         if name not in SECTIONS:
             raise ValueError(f"no section {name!r}; there are {', '.join(SECTIONS)}")
@@ -91,7 +90,7 @@ class StepTimer:
             self._open = None
 
     def lap(self) -> StepTime:
-        """Ends the step and begins the next one.
+        """End the step and begin the next one.
 
         Raises:
             RuntimeError: a section is still open.
@@ -104,7 +103,7 @@ class StepTimer:
         return StepTime(seconds, *(spent[name] for name in SECTIONS))
 
     def _edge(self, name: str) -> float:
-        """The time at an edge of a section; the device is idle there if the step excludes the section."""
+        """Return the time; first wait for the device if the step excludes the section."""
         if self._synchronize is not None and name in EXCLUDED:
             self._synchronize()
         return self._clock()
@@ -119,13 +118,13 @@ class _Step:
 
 
 class Window:
-    """The steps of this process that count for its throughput.
+    """Steps of this process that count for its throughput.
 
-    The warm-up is counted from the first step of *this process*, not from step 1 of the run: a resumed run
-    compiles and connects again.
+    Warm-up starts with the first step of *this process*, not with step 1 of the run: a resumed run compiles
+    and connects again.
 
     Args:
-        warmup_steps: first steps that are left out.
+        warmup_steps: number of first steps to exclude.
     """
 
     def __init__(self, warmup_steps: int = 3) -> None:
@@ -137,13 +136,13 @@ class Window:
         self._profiled = 0
 
     def add(self, seconds: float, tokens: int, data_seconds: float = 0.0, *, profiled: bool = False) -> None:
-        """Books one step.
+        """Add one step.
 
         Args:
-            seconds: time of the step, net of validation and saving.
-            tokens: tokens that count, over the whole world: neither padding nor what a rank merely repeats.
+            seconds: time of the step, without validation and saving.
+            tokens: tokens of all ranks, without padding, each counted once.
             data_seconds: the part of ``seconds`` spent waiting for data.
-            profiled: whether a profiler ran beside it, which makes it slower than it is.
+            profiled: whether a profiler ran, which slows the step down.
         """
         step = _Step(seconds, tokens, data_seconds, profiled)
         self._seen += 1
@@ -154,13 +153,13 @@ class Window:
             self._measured.append(step)
 
     def interval(self) -> dict[str, float | int | None]:
-        """Figures since the last call (or the start), and begins the next interval.
+        """Return the statistics since the last call (or the start), and begin the next interval.
 
         Returns:
-            ``step_seconds``, the mean of all steps, those of warm-up included: it says how long they took.
-            ``tokens_per_second`` (whole world) and ``data_share`` (0 to 1), over the steps after warm-up.
-            None where there is no step to tell from.
-            ``profiled_steps``, which are not counted in these two, where there are any.
+            ``step_seconds``: the mean over all steps, including warm-up.
+            ``tokens_per_second`` (all ranks) and ``data_share`` (0 to 1): over the steps after warm-up.
+            ``profiled_steps``, if there are any: they are excluded from these two.
+            A value is None without a step to compute it from.
         """
         steps, measured = self._unlogged, self._measured[self._logged :]
         self._unlogged, self._logged = [], len(self._measured)
@@ -173,19 +172,20 @@ class Window:
         }
 
     def summary(self) -> dict[str, float | int | None]:
-        """Figures over the whole window.
+        """Return the statistics of the window.
 
         Returns:
-            ``window_steps``, ``window_seconds``, ``window_tokens``: what the window holds.
+            ``window_steps``, ``window_seconds``, ``window_tokens``: totals of the window.
             ``step_seconds_median``, ``step_seconds_p10``, ``step_seconds_p90``, and ``step_seconds_spread``,
             which is (p90 - p10) / median.
-            ``tokens_per_second``: all tokens over all seconds; a few slow steps count. This is the throughput
-            that every table shows.
+            ``tokens_per_second``: all tokens over all seconds, including slow steps. Every table shows this
+            throughput.
             ``tokens_per_second_p10``, ``tokens_per_second_p90``: of the rates of single steps.
-            ``tokens_per_second_median``: mean tokens of a step over the median step; a few slow steps do not.
-            ``data_share``: share of the seconds spent waiting for data, 0 to 1.
-            ``profiled_steps``: those left out because a profiler ran beside them; None where there are none.
-            Without a single step after warm-up every other figure is None.
+            ``tokens_per_second_median``: mean tokens per step over the median step time, which a few slow
+            steps do not affect.
+            ``data_share``: fraction of the seconds spent waiting for data, 0 to 1.
+            ``profiled_steps``: steps excluded because a profiler ran; None if there are none.
+            Without a step after warm-up all other values are None.
         """
         steps = self._measured
         ordered = sorted(step.seconds for step in steps)
@@ -227,7 +227,7 @@ def _ratio(part: float, whole: float | None) -> float | None:
 
 
 def _quantile(ordered: list[float], q: float) -> float | None:
-    """The ``q`` quantile with linear interpolation between neighbours, as numpy's default."""
+    """Quantile ``q`` with linear interpolation between neighbours, numpy's default."""
     if not ordered:
         return None
     position = q * (len(ordered) - 1)

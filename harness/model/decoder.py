@@ -15,7 +15,7 @@ from harness.model.head import Head
 from harness.model.kernels import Kernel, Reach
 from harness.model.moe import MoE
 from harness.model.mtp import MTP
-from harness.model.rope import rope_table
+from harness.model.rope import rope_table, signed_table
 from harness.model.sharding import Split
 
 # B: batch, T: sequence (of this rank, when it is split), C: residual width, V: vocabulary
@@ -107,7 +107,8 @@ class Decoder(nn.Module):
         self.register_buffer("rope", self._rope_table(torch.get_default_device()), persistent=False)
 
     def _rope_table(self, device: torch.device) -> Tensor:
-        whole = rope_table(self.config.rope, self.config.rotated_width, self.seq_len, device=device)
+        table = rope_table(self.config.rope, self.config.rotated_width, self.seq_len, device=device)
+        whole = signed_table(table)
         return whole if self._share is None else whole[:, self._share.to(device)]
 
     def take_positions(self, positions_T: Tensor) -> None:

@@ -8,6 +8,7 @@ whose checkpoints interleave everywhere say so (``rope.interleaved``).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,12 +72,43 @@ def _stretch_yarn(frequencies: Tensor, config: RopeConfig, width: int) -> Tensor
     return frequencies * (1 - stretched) + frequencies / config.factor * stretched
 
 
+def signed_table(table_2TD: Tensor) -> Tensor:
+    """Widen [2, T, D / 2] to [2, T, D] for ``rotate``: cosines of both halves, and sines with their signs."""
+    cos, sin = table_2TD
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+
+
 def rotate(x_BTHD: Tensor, table_2TD: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotates queries or keys by their positions; computes in float32 and returns the input's format.
+    """Rotate queries or keys by their positions; compute in float32 and return the input's format.
 
     Interleaved pairs come out apart, (i, i + D/2): scores do not see the order, and all heads have the same.
+
+    Args:
+        x_BTHD: queries or keys.
+        table_2TD: of ``signed_table``.
+        interleaved: pairs are (2i, 2i + 1), not (i, i + D/2).
     """
+    if interleaved:
+        x_BTHD = x_BTHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    out: Tensor = _Rotation.apply(x_BTHD, table_2TD)
+    return out
+
+
+class _Rotation(torch.autograd.Function):
+    """Eager autograd would launch three times as many kernels: the gradient is a rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTHD: Tensor, table_2TD: Tensor) -> Tensor:
+        ctx.save_for_backward(table_2TD)
+        return _rotated(x_BTHD, table_2TD, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTHD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (table_2TD,) = ctx.saved_tensors
+        return _rotated(grad_BTHD, table_2TD, -1), None
+
+
+def _rotated(x_BTHD: Tensor, table_2TD: Tensor, direction: int) -> Tensor:
     cos, sin = table_2TD[0].unsqueeze(1), table_2TD[1].unsqueeze(1)
-    x = x_BTHD.float()
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x_BTHD)
+    others = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_BTHD * cos, others, sin, value=direction).type_as(x_BTHD)

@@ -1,4 +1,4 @@
-"""AdamW whose running means or parameters are in bfloat16, computed in float32."""
+"""AdamW with state or parameters in bfloat16, computed in float32."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from harness.precision.swap import plain
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """AdamW that reads each parameter and its means into float32, updates them, and rounds them back.
+    """AdamW that converts each parameter and its state to float32, updates them, and rounds them back.
 
-    torch's AdamW keeps the means in the parameter's format, and rounds every intermediate value to it unless
-    it is fused. Here one parameter at a time is in float32. Rounding is to the nearest: random rounding would
-    draw other numbers in every layout.
+    torch's AdamW keeps the state in the parameter's dtype, and rounds every intermediate value to it unless
+    it is fused. Here one parameter at a time is in float32. Rounding is to nearest: stochastic rounding would
+    use different random numbers on every layout.
 
     Attributes:
-        found_inf: where it is 1, a step leaves everything as it is, unseen by the host; torch's fused
-            optimizers call it so. None: every step is carried out.
+        found_inf: device scalar; if it is 1, a step changes nothing, without the host knowing. The name is
+            that of torch's fused optimizers. None: every step is applied.
 
     Args:
-        groups: parameters, with a weight decay each.
+        groups: parameter groups, each with a weight decay.
         lr: learning rate.
         betas: decay of the running means of gradients and of squared gradients.
-        eps: added to the root of the second.
-        state_dtype: format of both.
+        eps: added to the root of the second moment.
+        state_dtype: dtype of both running means.
     """
 
     def __init__(
@@ -45,32 +45,33 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
-        going = None if self.found_inf is None else 1 - self.found_inf.double()
+        """Update every parameter that has a gradient."""
+        applied = None if self.found_inf is None else 1 - self.found_inf.double()
         for group in self.param_groups:
-            held = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in held:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
                 self._allocate(parameter)
-            factors = _Factors.of(group, going)
-            for parameter, correction in zip(held, self._corrections(held, group, going), strict=True):
+            factors = _Factors.of(group, applied)
+            corrections = self._bias_corrections(parameters, group, applied)
+            for parameter, correction in zip(parameters, corrections, strict=True):
                 self._update(parameter, factors, *correction)
 
     def _allocate(self, parameter: Tensor) -> None:
         state = self.state[parameter]
         if not state:
-            # On the host: the step is read to compute factors, and on a device would be waited for.
+            # On the host, which reads the step to compute factors; reading it from a device would wait.
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
 
-    def _corrections(
-        self, parameters: list[Tensor], group: dict[str, Any], going: Tensor | None
+    def _bias_corrections(
+        self, parameters: list[Tensor], group: dict[str, Any], applied: Tensor | None
     ) -> list[tuple[Any, Any]]:
-        """Counts each parameter's coming step, and gives what makes up for the means' start at 0 in it.
+        """Increment each parameter's step and return its bias corrections (the means start at 0).
 
         Returns:
-            By what the root of the second mean is divided, and the rate by which the first is multiplied:
-            numbers, or on the device if only that knows whether the step counts.
+            For each parameter the divisor of the second moment's root, and the corrected learning rate.
+            Numbers; device tensors if ``applied`` is one.
         """
         beta1, beta2 = group["betas"]
 
@@ -78,17 +79,17 @@ class RoundedAdamW(torch.optim.Optimizer):
             return (1 - beta2**step) ** 0.5, group["lr"] / (1 - beta1**step)
 
         states = [self.state[parameter] for parameter in parameters]
-        if going is None or not states:
+        if applied is None or not states:
             return [at(self._count(state)) for state in states]
         for state in states:
-            if state["step"].device != going.device:
-                # Filled in there; a number that is copied there makes the host wait.
-                state["step"] = torch.full((), float(state["step"]), device=going.device)
+            if state["step"].device != applied.device:
+                # full() fills on the device; copying a host value there would make the host wait.
+                state["step"] = torch.full((), float(state["step"]), device=applied.device)
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, [going.float()] * len(steps))
-        # At 0 there has been no step that counts, and this one does not either.
+        torch._foreach_add_(steps, [applied.float()] * len(steps))
+        # A step of 0: no step was applied yet, and neither is this one. The clamp avoids a division by 0.
         divisors, rates = at(torch.stack(steps).double().clamp_(min=1))
-        return list(zip(divisors.unbind(), (rates * going).unbind(), strict=True))
+        return list(zip(divisors.unbind(), (rates * applied).unbind(), strict=True))
 
     @staticmethod
     def _count(state: dict[str, Any]) -> float:
@@ -97,49 +98,49 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, factors: _Factors, divisor: Any, rate: Any) -> None:
         state = self.state[parameter]
-        kept = [_local(plain(each)) for each in (parameter, state["exp_avg"], state["exp_avg_sq"])]
-        value, mean, square = (each.float() for each in kept)
+        targets = [_local(plain(each)) for each in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+        value, mean, square = (each.float() for each in targets)
         gradient = _local(parameter.grad).float()  # type: ignore[arg-type]
-        if factors.dropped is not None:
-            gradient = gradient.masked_fill(factors.dropped, 0.0)
+        if factors.skipped is not None:
+            gradient = gradient.masked_fill(factors.skipped, 0.0)
         value.mul_(factors.decay)
-        mean.lerp_(gradient, factors.renewed)
-        square.mul_(factors.retained).addcmul_(gradient, gradient, value=factors.added)
+        mean.lerp_(gradient, factors.mean_weight)
+        square.mul_(factors.square_decay).addcmul_(gradient, gradient, value=factors.square_weight)
         root = square.sqrt().div_(divisor).add_(factors.eps)
-        if factors.dropped is None:
+        if factors.skipped is None:
             value.addcdiv_(mean, root, value=-rate)
         else:
             value.addcdiv_(mean, root.div_(rate), value=-1)
-        for target, computed in zip(kept, (value, mean, square), strict=True):
-            # What is float32 was updated in place.
+        for target, computed in zip(targets, (value, mean, square), strict=True):
+            # float32 targets were updated in place.
             if target.dtype != torch.float32:
                 target.copy_(computed)
 
 
 class _Factors(NamedTuple):
-    """What a group's parameters and means are multiplied by in a step: numbers, or on the device."""
+    """Factors of a group's parameters and running means in a step: numbers or device tensors."""
 
     decay: Any
-    """Of a parameter."""
-    renewed: Any
-    """Share of the gradient in the running mean."""
-    retained: Any
-    """Share of the running mean of squares that is left."""
-    added: float
-    """Share of the squared gradient that comes to it."""
+    """Factor of the parameter (1 - lr * weight_decay)."""
+    mean_weight: Any
+    """Weight of the gradient in the running mean (1 - beta1)."""
+    square_decay: Any
+    """Factor of the running mean of squares (beta2)."""
+    square_weight: float
+    """Weight of the squared gradient in it (1 - beta2)."""
     eps: float
-    dropped: Tensor | None = None
-    """Whether the step leaves everything as it is, if only the device knows."""
+    skipped: Tensor | None = None
+    """Whether the step changes nothing, if only the device knows."""
 
     @classmethod
-    def of(cls, group: dict[str, Any], going: Tensor | None) -> _Factors:
-        """The factors; where ``going`` is 0, those that leave everything as it is."""
+    def of(cls, group: dict[str, Any], applied: Tensor | None) -> _Factors:
+        """Factors of a parameter group; where ``applied`` is 0, they change nothing."""
         beta1, beta2 = group["betas"]
-        decay, renewed, added = group["lr"] * group["weight_decay"], 1 - beta1, 1 - beta2
-        if going is None:
-            return cls(1 - decay, renewed, beta2, added, group["eps"])
-        renewed, retained = (renewed * going).float(), 1 - added * going
-        return cls(1 - decay * going, renewed, retained, added, group["eps"], going == 0)
+        decay, mean_weight, square_weight = group["lr"] * group["weight_decay"], 1 - beta1, 1 - beta2
+        if applied is None:
+            return cls(1 - decay, mean_weight, beta2, square_weight, group["eps"])
+        mean_weight, square_decay = (mean_weight * applied).float(), 1 - square_weight * applied
+        return cls(1 - decay * applied, mean_weight, square_decay, square_weight, group["eps"], applied == 0)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Builds AdamW and its learning-rate schedule for the model parts of a rank."""
+"""AdamW and its learning-rate schedule for the model parts of a rank."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from harness.optimizer.config import OptimizerConfig, ScheduleConfig
 def build_optimizer(
     config: OptimizerConfig, named_parameters: Iterable[tuple[str, Tensor]]
 ) -> torch.optim.Optimizer:
-    """AdamW with one group that decays and one that does not.
+    """AdamW with one parameter group that decays and one that does not.
 
     Args:
-        config: constants and implementation.
-        named_parameters: parameters under their names in the whole model.
+        config: hyperparameters and implementation.
+        named_parameters: parameters by their names in the full model.
     """
     decaying: list[Tensor] = []
-    constant: list[Tensor] = []
+    without_decay: list[Tensor] = []
     for name, parameter in named_parameters:
-        (decaying if _decays(name, parameter, config) else constant).append(parameter)
+        (decaying if _decays(name, parameter, config) else without_decay).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((decaying, config.weight_decay), (constant, 0.0))
+        for parameters, decay in ((decaying, config.weight_decay), (without_decay, 0.0))
         if parameters
     ]
     betas = (config.beta1, config.beta2)
     state_dtype = getattr(torch, config.state_dtype or "float32")
-    if any(p.dtype != torch.float32 for p in (*decaying, *constant)) or state_dtype != torch.float32:
+    if any(p.dtype != torch.float32 for p in (*decaying, *without_decay)) or state_dtype != torch.float32:
         return RoundedAdamW(groups, config.lr, betas, config.eps, state_dtype)
     implementation = "fused" if config.implementation == "auto" else config.implementation
     return torch.optim.AdamW(
@@ -49,7 +49,7 @@ def build_optimizer(
 
 
 def _decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
-    # Experts' biases are stacked.
+    # Biases of experts are stacked in one tensor, with a dimension more.
     if parameter.ndim - is_expert(name) < 2:
         return config.decay_vectors
     return config.decay_embeddings or not name.startswith("tok_embeddings")
@@ -61,10 +61,10 @@ def build_schedule(config: ScheduleConfig, optimizer: torch.optim.Optimizer, ste
 
 
 def lr_factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
-    """The learning rate of step ``i`` (from 0) as a share of its peak.
+    """Return a function from the step (from 0) to the learning rate as a fraction of its peak.
 
-    Warm-up rises linearly and reaches the peak at its last step; the decay falls from the peak, which it
-    has at its start, to min_lr_factor one step after the last.
+    Warm-up rises linearly and reaches the peak at its last step. The decay starts at the peak and reaches
+    min_lr_factor one step after the last.
     """
     warmup = config.warmup_steps
     decay = steps - warmup if config.decay_ratio is None else round(config.decay_ratio * steps)

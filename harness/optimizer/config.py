@@ -1,4 +1,4 @@
-"""What the optimizer and the learning-rate schedule are told."""
+"""Configuration of the optimizer and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from harness.errors import ConfigError
 
 IMPLEMENTATIONS = ("auto", "fused", "foreach", "for-loop")
 STATE_DTYPES = ("float32", "bfloat16")
-# A mean m shrinks by (1 - beta) m a step, which is lost if it is less than half a step of bfloat16; that is
-# at most 2**-8 m.
+# A mean m shrinks by (1 - beta) m per step. The change is rounded away if it is less than half a bfloat16
+# step, which is at most 2**-8 m.
 LARGEST_BFLOAT16_BETA = 0.99
 DECAYS = ("linear", "sqrt", "cosine")
 
@@ -29,28 +29,29 @@ class OptimizerConfig:
     eps: float = numerics(1e-8)
     """Added to the root of the second moment."""
     weight_decay: float = numerics(0.1)
-    """Share of a parameter taken away per step, times the learning rate."""
+    """Weight decay per step, multiplied by the learning rate."""
     decay_vectors: bool = numerics(False)
-    """Whether one-dimensional parameters (norm weights, biases) decay too."""
+    """Apply weight decay to one-dimensional parameters (norm weights, biases) too."""
     decay_embeddings: bool = numerics(True)
-    """Whether the embedding table decays."""
+    """Apply weight decay to the embedding table."""
     state_dtype: str | None = numerics(None)
-    """Format of the running means: float32 or bfloat16, computed in float32 all the same; null means that of
+    """Format of the running means, float32 or bfloat16; updates are computed in float32. null means that of
     the parameters, precision.master_dtype."""
     implementation: str = execution("auto")
-    """auto (fused), fused, foreach or for-loop: how torch carries the update out. What torch does not have,
-    bfloat16 state or parameters with an update in float32, is carried out by our own loop: auto. With foreach
-    and for-loop, debug.non_finite=skip makes the host wait for the norm in every step."""
+    """torch's implementation of the update: auto (fused), fused, foreach or for-loop. bfloat16 state or
+    parameters need auto, which uses our own loop: torch does not update them in float32. With foreach and
+    for-loop, debug.non_finite=skip makes the host wait for the norm in every step."""
     in_backward: bool = execution(False)
-    """Update every parameter as soon as backward has its gradient and free that, so that gradients never
-    stand whole. Needs training.max_norm=0, one pass a step, no pipeline and debug.non_finite=stop."""
+    """Update every parameter as soon as backward has computed its gradient, and free the gradient, so that
+    the gradients of the full model are never in memory. Needs training.max_norm=0, one pass per step, no
+    pipeline and debug.non_finite=stop."""
 
     def resolve(self, master_dtype: str) -> None:
-        """Fills in what follows from the rest."""
+        """Set state_dtype if it is null."""
         self.state_dtype = self.state_dtype or master_dtype
 
     def validate(self, master_dtype: str = "float32") -> None:
-        """Raises ConfigError for values outside AdamW's domain, or that parameters of a format rule out."""
+        """Raise ConfigError for values outside AdamW's domain or incompatible with the parameters' format."""
         if not 0 <= self.lr < math.inf:
             raise ConfigError("optimizer.lr", self.lr, "must be a number, and not negative")
         for name in ("beta1", "beta2"):
@@ -86,26 +87,26 @@ class OptimizerConfig:
                 raise ConfigError(
                     f"optimizer.{name}",
                     getattr(self, name),
-                    "a running mean in bfloat16 (eight bits) would round its own changes away",
+                    "a running mean in bfloat16 (eight bits) would lose its updates to rounding",
                     f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32",
                 )
 
 
 @dataclass
 class ScheduleConfig:
-    """Warm-up, a stable stretch, and a decay (WSD, arXiv:2404.06395); cosine is a decay without a stretch."""
+    """Warm-up, a stable phase, and a decay (WSD, arXiv:2404.06395); cosine has no stable phase."""
 
     warmup_steps: int = numerics(200)
     """Steps of linear warm-up from 0 to optimizer.lr."""
     decay_ratio: float | None = numerics(None)
-    """Share of training.steps that the decay takes, at the end; null means everything after the warm-up."""
+    """Fraction of training.steps, at the end, in which the rate decays; null: all steps after the warm-up."""
     decay_type: str = numerics("linear")
     """Shape of the decay: linear, sqrt (1 - sqrt) or cosine."""
     min_lr_factor: float = numerics(0.0)
-    """What the decay ends at, as a share of optimizer.lr."""
+    """Learning rate at the end of the decay, as a fraction of optimizer.lr."""
 
     def validate(self, steps: int) -> None:
-        """Raises ConfigError for a shape that is not known or does not fit into the steps."""
+        """Raise ConfigError for values out of range, or phases longer than the training."""
         if self.warmup_steps < 0:
             raise ConfigError("schedule.warmup_steps", self.warmup_steps, "must not be negative")
         if self.decay_type not in DECAYS:
@@ -118,7 +119,7 @@ class ScheduleConfig:
         if self.warmup_steps + decay_steps > steps:
             works = f"at most {steps - decay_steps}"
             if self.decay_ratio is None or self.decay_ratio < 1:
-                # The decay's steps are rounded, by half a step at most.
+                # The decay's number of steps is rounded, by half a step at most.
                 least = math.ceil((self.warmup_steps + 0.5) / (1 - (self.decay_ratio or 0)))
                 works += f", or training.steps={least}"
             raise ConfigError(

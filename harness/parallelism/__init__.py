@@ -1,4 +1,4 @@
-"""How a model is laid out over ranks: one file per parallelism, one order in which they are applied."""
+"""How a model is distributed over ranks: a file per kind of parallelism; ``parallelize.py`` applies them."""
 
 from harness.parallelism.config import ParallelismConfig
 

@@ -1,7 +1,7 @@
-"""Activation checkpointing of blocks: whole, every n-th, or all but chosen operations.
+"""Activation checkpointing: of every block, of every n-th block, or selective by operation.
 
-Only the inside of a block's forward is recomputed: what FSDP does around a block stays outside and is not
-done again. The model has no dropout, so no random state has to be put back.
+Only the inside of a block's forward is recomputed. FSDP's hooks are outside and run once. The model has no
+dropout, so no random state is restored.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from harness.model.decoder import Decoder
 from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
 from harness.parallelism.config import ParallelismConfig
 
-# A choice made twice could be made differently; and what the host has waited for once, it need not again.
-CHOICES = {"aten.topk.default", "harness.on_host.default"}
-# Where experts are a group of FSDP's with hooks of its own, torch's annotations for profilers are operations
-# inside a block, and recomputing it there are others: parameters have been gathered before.
+# Always saved. topk: recomputed routing could choose other experts. on_host: the host would wait again for
+# values that it already has.
+ALWAYS_SAVED = {"aten.topk.default", "harness.on_host.default"}
+# Where experts are an FSDP group with its own hooks, torch's profiler annotations are operations inside a
+# block. Recomputation records different ones, because parameters are already gathered then.
 SAC_IGNORED_OPS |= {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 }
 # Operations by name: some exist only once the module that registers them has been imported.
-KEPT = {
+SAVED = {
     # Attention costs the most to recompute and its result is small.
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
@@ -42,13 +43,13 @@ KEPT = {
     "torch_attn._varlen_attn.default",
     "flex_attention",
     "harness.ring_attention.default",
-    # Collectives whose results are no larger than what they take; an all-gather's is as many times larger as
-    # there are ranks, so it is gathered again (arXiv:2205.05198, section 4.2.2).
+    # Collectives whose outputs are no larger than their inputs. An all-gather's output is larger by the
+    # number of ranks, so it is repeated (arXiv:2205.05198, section 4.2.2).
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_reduce.default",
     "_c10d_functional.all_to_all_single.default",
-    *CHOICES,
-    # Float8's scales: a scalar that took a pass over the whole tensor (torchtitan keeps it too).
+    *ALWAYS_SAVED,
+    # Float8 scales: a scalar computed by a pass over the full tensor (torchtitan saves it too).
     "aten.max.default",
 }
 MATMULS = {
@@ -60,56 +61,56 @@ MATMULS = {
 def apply_activation_checkpoint(
     part: Decoder, config: ActivationCheckpointConfig, *, splits_backward: bool = False
 ) -> None:
-    """Makes the blocks of a model part recompute their activations in backward, in place.
+    """Make the blocks of a model part recompute their activations in backward, in place.
 
     Args:
         part: the model part.
         config: what is recomputed.
-        splits_backward: whether the pipeline takes gradients in two passes. Nothing can be kept for both, so
-            experts are then chosen again, by the same operations on the same numbers.
+        splits_backward: whether the pipeline takes gradients in two passes. Nothing can be saved for both,
+            so routing is then recomputed, by the same operations on the same values.
     """
     if config.mode in ("none", "memory_budget"):
         return
     for layer, block in part.blocks.items():
-        # By the layer's number in the whole model: the same blocks whatever the pipeline holds.
+        # By the layer's number in the full model: the same blocks for any pipeline split.
         if config.mode == "selective_layer" and layer % config.every_nth_layer:
             continue
         options: dict[str, Any] = {}
         if config.mode == "selective_op":
-            options["context_fn"] = partial(_selective_contexts, KEPT, config.save_every_nth_matmul)
+            options["context_fn"] = partial(_selective_contexts, SAVED, config.save_every_nth_matmul)
         elif block.moe is not None and not splits_backward:
-            options["context_fn"] = partial(_selective_contexts, CHOICES, 0)
-        block.forward = _recomputed(block.forward, options)  # type: ignore[method-assign]
+            options["context_fn"] = partial(_selective_contexts, ALWAYS_SAVED, 0)
+        block.forward = _checkpointed(block.forward, options)  # type: ignore[method-assign]
 
 
-def recomputes_outside(
+def wraps_compiled_blocks(
     config: ActivationCheckpointConfig, compiler: CompileConfig, layout: ParallelismConfig
 ) -> bool:
-    """Whether whole blocks are recomputed around the compiled code and not inside of it.
+    """Whether checkpointing wraps the compiled block instead of being compiled with it.
 
-    Inside, recomputed DTensor operations need their mesh, which torch 2.13 counts among the tensors to save,
-    and refuses: "expected all tensors_saved_with_vc_check to be Tensors" (runtime_wrappers.py).
+    Inside the graph, recomputed DTensor operations need their mesh. torch 2.13 counts the mesh among the
+    tensors to save and fails: "expected all tensors_saved_with_vc_check to be Tensors" (runtime_wrappers.py).
     """
     return compiler.blocks and layout.tp > 1 and config.mode in ("full", "selective_layer")
 
 
-def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
-    return recomputed
+    return checkpointed
 
 
-def _selective_contexts(kept: set[str], every_nth_matmul: int) -> Any:
+def _selective_contexts(saved: set[str], every_nth_matmul: int) -> Any:
     seen: Counter[bool] = Counter()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = str(operation)
         if name in MATMULS:
             seen[context.is_recompute] += 1
-            keep = every_nth_matmul > 0 and seen[context.is_recompute] % every_nth_matmul == 0
+            save = every_nth_matmul > 0 and seen[context.is_recompute] % every_nth_matmul == 0
         else:
-            keep = name in kept
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            save = name in saved
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

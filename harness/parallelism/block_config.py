@@ -1,4 +1,4 @@
-"""What is done to every block besides sharding it: recomputing its activations, compiling it (no torch)."""
+"""Options of activation checkpointing and torch.compile (no torch)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from harness.errors import ConfigError
 
 MODES = ("none", "full", "selective_op", "selective_layer", "memory_budget")
 BACKENDS = ("inductor", "aot_eager", "eager", "aot_eager_decomp_partition", "cudagraphs")
-"""Compilers that torch brings along; packages can add their own."""
+"""Backends that ship with torch; packages can add their own."""
 COMPONENTS = ("blocks", "loss")
 
 
 @dataclass
 class CompileConfig:
-    """torch.compile, block by block: equal blocks share their compiled code, so depth costs no time."""
+    """torch.compile, block by block: equal blocks share compiled code, so depth adds no compile time."""
 
     enable: bool = execution(False)
-    """Whether anything is compiled."""
+    """Compile the components below."""
     components: list[str] = execution(factory=lambda: list(COMPONENTS))
     """What is compiled: blocks, loss, or both."""
     backend: str = execution("inductor")
-    """torch's name of the compiler: inductor, or aot_eager and eager, which need no C++ compiler."""
+    """Backend of torch.compile: inductor, or aot_eager and eager, which need no C++ compiler."""
     fullgraph: bool = execution(True)
-    """Whether a graph break inside a block is an error; false lets Python run between the pieces."""
+    """Make a graph break inside a block an error; false runs Python between the graphs."""
 
     @property
     def blocks(self) -> bool:
@@ -38,7 +38,7 @@ class CompileConfig:
         return self.enable and "loss" in self.components
 
     def validate(self) -> None:
-        """Raises ConfigError for components that are not known, or none."""
+        """Raise ConfigError for unknown components or backends, or no component."""
         unknown = [name for name in self.components if name not in COMPONENTS]
         if unknown:
             raise ConfigError("compile.components", unknown[0], "no such component", COMPONENTS)
@@ -49,27 +49,27 @@ class CompileConfig:
 
 
 def _installed_backends() -> set[str]:
-    """Compilers that installed packages offer to torch."""
+    """Backends that installed packages register with torch."""
     return {entry.name for entry in entry_points(group="torch_dynamo_backends")}
 
 
 @dataclass
 class ActivationCheckpointConfig:
-    """Activations that are recomputed in backward instead of being kept (arXiv:1604.06174)."""
+    """Activations that are recomputed in backward instead of saved (arXiv:1604.06174)."""
 
     mode: str = execution("none")
     """What is recomputed. none; full: every block; selective_layer: every n-th block; selective_op: every
-    block but for results that are dear to compute (attention, collectives, every n-th matrix product);
-    memory_budget: what torch's partitioner chooses, in compiled blocks only."""
+    block except expensive results (attention, collectives, every n-th matrix product); memory_budget: what
+    torch's partitioner chooses, in compiled blocks only."""
     every_nth_layer: int = execution(2)
-    """selective_layer: blocks whose index is a multiple of it are recomputed."""
+    """selective_layer: recompute the blocks whose index is a multiple of this."""
     save_every_nth_matmul: int = execution(2)
-    """selective_op: of the matrix products of a block every n-th is kept; 0 keeps none."""
+    """selective_op: save every n-th matrix product of a block; 0 saves none."""
     memory_budget: float = execution(0.5)
-    """memory_budget: share of the activations' memory that may be kept, 0 (as full) to 1 (as none)."""
+    """memory_budget: fraction of the activation memory that may be used, 0 (like full) to 1 (like none)."""
 
     def validate(self, compiler: CompileConfig, *, splits_backward: bool) -> None:
-        """Raises ConfigError for a mode that is not known, or that the rest of the job does not allow.
+        """Raise ConfigError for an unknown mode, or one that the rest of the job does not allow.
 
         Args:
             compiler: what is compiled.
@@ -85,7 +85,7 @@ class ActivationCheckpointConfig:
             raise ConfigError(
                 "activation_checkpoint.save_every_nth_matmul",
                 self.save_every_nth_matmul,
-                "must not be negative; 0 keeps none",
+                "must not be negative; 0 saves none",
             )
         if not 0 <= self.memory_budget <= 1:
             raise ConfigError("activation_checkpoint.memory_budget", self.memory_budget, "must be in [0, 1]")
@@ -93,13 +93,13 @@ class ActivationCheckpointConfig:
             raise ConfigError(
                 "activation_checkpoint.mode",
                 self.mode,
-                "keeps results for one backward pass, and the pipeline schedule takes two (inputs, weights)",
+                "saves results for one backward pass, and the pipeline schedule has two (inputs, weights)",
                 "compile=on, activation_checkpoint=full, or another parallelism.pp_schedule",
             )
         if self.mode == "memory_budget" and not (compiler.blocks and compiler.backend != "eager"):
             raise ConfigError(
                 "activation_checkpoint.mode",
                 self.mode,
-                "is a choice of the compiler's partitioner, and blocks are not compiled",
+                "is applied by the compiler's partitioner, and blocks are not compiled",
                 "compile=on, or activation_checkpoint=selective_op",
             )

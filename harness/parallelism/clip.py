@@ -1,4 +1,4 @@
-"""The true global gradient norm, whatever the layout, and clipping by it."""
+"""The global gradient norm, exact on every layout, and clipping by it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PIECE = 4096
 
 
 def settle_gradients(parameters: Iterable[Tensor]) -> None:
-    """Brings every gradient to its parameter's placement.
+    """Redistribute every gradient to its parameter's placements.
 
-    A replicated parameter that worked on a split sequence (a norm under sequence parallel) has a
-    partial gradient on every rank; where FSDP does not sum it, this does.
+    A replicated parameter applied to a split sequence (a norm under sequence parallel) has a partial gradient
+    on every rank. Where FSDP does not sum these, this function does.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -30,10 +30,10 @@ def settle_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device) -> Tensor:
-    """This rank's share of every gradient's squared 2-norm, in the order of the parameters.
+    """This rank's contribution to every gradient's squared 2-norm, in the order of the parameters.
 
-    Each rank takes the squares it holds, divided by the number of ranks that hold the same ones, so one
-    sum over the world is right for any mix of sharded, replicated and pipelined parameters.
+    Each rank divides the squares of its local shard by the number of ranks that hold the same shard. So one
+    sum over the world is correct for any mix of sharded, replicated and pipelined parameters.
 
     Returns:
         float64 vector on ``device``, 0 where there is no gradient.
@@ -56,7 +56,7 @@ def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device
 
 
 def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; what offloaded parameters leave on the host goes through pinned memory."""
+    """Copy a tensor to a device without blocking the host; from the host (offload), through pinned memory."""
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -65,14 +65,14 @@ def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
 def squares_of(tensors: list[Tensor]) -> Tensor:
     """Sum of squares of the elements of each tensor, float64.
 
-    On a CPU a float32 norm of 4 million normal elements is 1e-4 too small, and that of smaller shards less
-    so, which makes layouts seem to differ; converting to float64 takes eight times as long. Norms of short
-    pieces, added up in float64, are as quick as the one and accurate to 1e-8.
+    On a CPU a float32 norm of 4 million normal elements is 1e-4 too small. Smaller shards have a smaller
+    error, so layouts would seem to differ. Converting to float64 takes eight times as long. Norms of short
+    pieces, summed in float64, are as fast as a float32 norm and accurate to 1e-8.
     """
-    held = [tensor for tensor in tensors if tensor.numel()]
-    if held and held[0].device.type != "cpu":
-        nothing, norms = torch.zeros((), device=held[0].device), iter(torch._foreach_norm(held, 2))
-        return torch.stack([next(norms).float() if t.numel() else nothing for t in tensors]).double().square()
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    if nonempty and nonempty[0].device.type != "cpu":
+        zero, norms = torch.zeros((), device=nonempty[0].device), iter(torch._foreach_norm(nonempty, 2))
+        return torch.stack([next(norms).float() if t.numel() else zero for t in tensors]).double().square()
     pieces, owners = [torch.zeros(0)], []
     for index, tensor in enumerate(tensors):
         flat = tensor.reshape(-1)
@@ -86,14 +86,14 @@ def squares_of(tensors: list[Tensor]) -> Tensor:
 
 @functools.cache
 def _vector(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Made once: each new one would make the host wait until it has been copied to the device."""
+    """Vector of values, cached: each copy to the device makes the host wait."""
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def clip_gradients(parameters: Iterable[Tensor], norm: Tensor | float, max_norm: float) -> None:
-    """Scales gradients so that their global norm is at most ``max_norm``; 0 leaves them alone.
+    """Scale gradients so that their global norm is at most ``max_norm``; 0 disables clipping.
 
-    The norm may lie on the device: nothing waits for it.
+    The norm may be a tensor on the device: the host does not wait for it.
     """
     local = [
         p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
@@ -101,8 +101,8 @@ def clip_gradients(parameters: Iterable[Tensor], norm: Tensor | float, max_norm:
     if not max_norm or not local:
         return
     if not isinstance(norm, Tensor):
-        # Filled in on the device; a number that is copied there makes the host wait.
+        # full() fills on the device; copying a host value there would make the host wait.
         norm = torch.full((), norm, dtype=torch.float64, device=local[0].device)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    # Not in the gradients' own kind: of bfloat16 eight bits would be left.
+    # In float32 also for bfloat16 gradients, where the factor would have eight bits.
     torch._foreach_mul_(local, factor.to(local[0].device, torch.float32))

@@ -1,4 +1,4 @@
-"""torch.compile, block by block; how long it took, and whether it had to be done again."""
+"""torch.compile, block by block; compile time and recompilation counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _seconds_before_reset = 0.0
 def prepare_compiler(
     config: CompileConfig, recompute: ActivationCheckpointConfig, layout: ParallelismConfig
 ) -> None:
-    """Sets what is global to the process, and forgets what was compiled for another job."""
+    """Set torch's process-wide compiler options, and drop code compiled for another job."""
     if not config.enable:
         return
     global _seconds_before_reset
@@ -31,32 +31,32 @@ def prepare_compiler(
     torch._dynamo.reset()  # which also sets its own clock to zero
     budgeted = recompute.mode == "memory_budget"
     torch._functorch.config.activation_memory_budget = recompute.memory_budget if budgeted else 1.0
-    # Tensor parallel has device meshes in the graph. torch 2.13 refuses to weigh them; they keep nothing.
+    # Tensor parallel puts device meshes into the graph. torch 2.13 refuses to estimate their size; it is 0.
     if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
         torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
-    # With a zero bubble, gradients of inputs and of weights are taken in two passes over one graph.
+    # A zero-bubble schedule takes gradients of inputs and of weights in two passes over one graph.
     torch._functorch.config.donated_buffer = not layout.splits_backward
     torch._inductor.config._micro_pipeline_tp = layout.async_tp
 
 
 def apply_compile(part: Decoder, config: CompileConfig, layout: ParallelismConfig) -> None:
-    """Compiles the blocks of a model part, in place.
+    """Compile the blocks of a model part, in place.
 
-    Only ``forward`` is compiled, not the call around it, so names stay and FSDP's hooks run outside.
+    Only ``forward`` is compiled, not ``__call__``, so names stay and FSDP's hooks run outside.
     """
     if not config.blocks:
         return
     if part.tok_embeddings is not None and layout.tp > 1:
-        # A collective that is still under way cannot enter a compiled block: its backward pass would meet a
-        # tensor of another kind than was traced (seen with torch 2.13).
+        # A compiled block must not take the result of an unfinished collective: backward would get another
+        # tensor type than was traced (torch 2.13).
         part.tok_embeddings.register_forward_hook(_wait)
     compiled = partial(torch.compile, backend=config.backend, fullgraph=config.fullgraph)
     for block in part.blocks.values():
         if block.moe is None or not layout.lays_out_experts:
             block.forward = compiled(block.forward)  # type: ignore[method-assign]
             continue
-        # Where rows travel to experts the host has to know how many, and experts are a group of FSDP's with
-        # hooks of its own: neither can be in a graph. What is dense around them is compiled.
+        # Expert parallelism cannot be in a graph: the host reads the number of rows to exchange, and experts
+        # are an FSDP group with its own hooks. The dense parts around it are compiled.
         block.attend = compiled(block.attend)  # type: ignore[method-assign]
         if block.moe.shared_experts is not None:
             block.moe.shared_experts.forward = compiled(block.moe.shared_experts.forward)  # type: ignore[method-assign]
@@ -67,16 +67,16 @@ def _wait(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
 
 
 class CompileWatch:
-    """Counts what the compiler has done in this process.
+    """Counters of the compiler in this process.
 
     Attributes:
-        recompiles: graphs compiled again after the first step, as whoever watches has counted them.
+        recompiles: graphs compiled again after the first step; counted by the caller.
     """
 
     def __init__(self) -> None:
         self._before = self._graphs_so_far(), _seconds_so_far()
         self.recompiles = 0
-        self._settled = 0
+        self._expected = 0
 
     @property
     def graphs(self) -> int:
@@ -85,17 +85,17 @@ class CompileWatch:
 
     @property
     def seconds(self) -> float:
-        """Time the compiler took since the watch began; it is part of the first step's."""
+        """Compile time since the watch began; part of the first step's time."""
         return _seconds_so_far() - self._before[1]
 
     def settle(self) -> None:
-        """Says that what is compiled by now was to be expected."""
-        self._settled = self.graphs
+        """Mark all graphs compiled so far as expected."""
+        self._expected = self.graphs
 
     @property
     def unexpected(self) -> int:
-        """Graphs compiled since then, which were not."""
-        return self.graphs - self._settled
+        """Graphs compiled since the last ``settle()``."""
+        return self.graphs - self._expected
 
     @staticmethod
     def _graphs_so_far() -> int:

@@ -1,4 +1,4 @@
-"""Degrees of parallelism and how each axis is carried out; every field leaves the numbers alone."""
+"""Degrees of parallelism and options of each axis; no field changes the numerics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
 from harness.parallelism.stages import check_stages, check_weights, fitting_layers_per_stage, stages_per_rank
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Mesh axes, outermost first: neighbours on the last axis share the fastest links."""
+"""Mesh axes, outermost first: ranks of the last axis have the fastest links."""
 
 RESHARD = ("default", "always", "never")
 CP_METHODS = ("ring", "ulysses")
@@ -26,55 +26,59 @@ class ParallelismConfig:
     """A layout. The product of dp_replicate, dp_shard, cp, tp and pp is the world size."""
 
     dp_replicate: int = execution(1)
-    """Copies of the (sharded) model: DDP with dp_shard=1, HSDP otherwise."""
+    """Replicas of the (sharded) model: DDP with dp_shard=1, HSDP otherwise."""
     dp_shard: int = execution(1)
-    """Ranks that share parameters, gradients and optimizer state (FSDP2); -1 means the rest of the world."""
+    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2); -1: all remaining."""
     tp: int = execution(1)
-    """Ranks that share every matrix multiplication (tensor parallel)."""
+    """Ranks that every matrix multiplication is split over (tensor parallel)."""
     pp: int = execution(1)
-    """Ranks that share the layers (pipeline parallel)."""
+    """Ranks that the layers are split over (pipeline parallel)."""
     cp: int = execution(1)
-    """Ranks that share the sequence (context parallel)."""
+    """Ranks that the sequence is split over (context parallel)."""
     ep: int = execution(1)
-    """Ranks that have different experts (expert parallel); taken out of dp_shard x cp, and with tp out of
-    dp_shard x cp x tp unless experts are split."""
+    """Ranks that the experts are distributed over (expert parallel); divides dp_shard x cp, or with tp
+    dp_shard x cp x tp unless expert_tensor_parallel."""
     expert_tensor_parallel: bool = execution(False)
-    """With tp: every expert is split over the tensor-parallel ranks, like a dense feed-forward; else each of
-    them routes its own part of the sequence to whole experts."""
+    """With tp: split every expert over the tensor-parallel ranks, like a dense feed-forward. Otherwise each
+    of these ranks routes its part of the sequence to unsplit experts."""
     cp_method: str = execution("ring")
-    """With cp: ``ring`` (keys and values go round, arXiv:2310.01889) or ``ulysses`` (positions are exchanged
+    """With cp: ``ring`` (keys and values rotate, arXiv:2310.01889) or ``ulysses`` (positions are exchanged
     for heads, arXiv:2309.14509)."""
     cp_rotate_method: str = execution("allgather")
-    """With the ring: keys and values are gathered at once (``allgather``) or handed on (``alltoall``)."""
+    """With the ring: gather keys and values at once (``allgather``) or pass them on step by step
+    (``alltoall``)."""
     cp_load_balance: bool = execution(True)
-    """With the ring: each rank has a piece of the sequence's head and one of its tail, the same work."""
+    """With the ring: give each rank a chunk of the sequence's head and one of its tail, for equal work."""
     sequence_parallel: bool = execution(True)
-    """With tp: norms and residuals are split along the sequence (arXiv:2205.05198)."""
+    """With tp: split norms and residuals along the sequence (arXiv:2205.05198)."""
     loss_parallel: bool = execution(True)
-    """With tp: the cross entropy is computed on vocabulary shards, logits are never gathered."""
+    """With tp: compute the cross entropy on vocabulary shards; logits are never gathered."""
     async_tp: bool = execution(False)
-    """With tp, sequence_parallel and compiled blocks: matrix products and their collectives are cut into
+    """With tp, sequence_parallel and compiled blocks: split matrix products and their collectives into
     pieces that overlap (torch's micro-pipeline pass over symmetric memory); GPUs of one node only."""
     reshard_after_forward: str = execution("default")
-    """With dp_shard: free gathered parameters after forward: always, never, or default (without pipeline)."""
+    """With dp_shard: free gathered parameters after forward: always, never, or default (only without a
+    pipeline)."""
     cpu_offload: bool = execution(False)
     """Keep parameters, gradients and optimizer state in host memory (FSDP2's CPUOffloadPolicy)."""
     pp_schedule: str = execution("1F1B")
-    """Pipeline schedule, by torch's name."""
+    """Name of torch's pipeline schedule."""
     pp_schedule_csv: str | None = execution(None)
-    """A compute-only schedule in torch's CSV form (one row a rank, cells like 0F0); replaces pp_schedule."""
+    """A compute-only schedule in torch's CSV form (a row per rank, cells like 0F0); replaces pp_schedule."""
     pp_schedule_csv_digest: str | None = execution(None)
-    """Digest of that file, filled in when the job is composed: another schedule is another job."""
+    """Digest of that file, set when the job is composed: another schedule is another job."""
     pp_microbatch_size: int = execution(1)
     """Sequences per microbatch."""
     pp_layers_per_stage: int | None = execution(None)
-    """Layers of a stage, embedding and head weighed in; null makes as many stages as the schedule needs."""
+    """Layers per stage, counting embedding and head by their weights below; null makes as many stages as the
+    schedule needs."""
     pp_first_stage_less_layers: int = execution(1)
-    """How many layers the embedding weighs in the automatic split."""
+    """Weight of the embedding in the automatic split, in layers."""
     pp_last_stage_less_layers: int = execution(1)
-    """How many layers the final norm and head weigh in the automatic split."""
+    """Weight of the final norm and head in the automatic split, in layers."""
     pp_modules_per_stage: list[list[str]] = execution(factory=list)
-    """The split by names, e.g. [[tok_embeddings,layers.0],[layers.1,norm,output]]; empty means automatic."""
+    """Module names of every stage, e.g. [[tok_embeddings,layers.0],[layers.1,norm,output]]; empty means
+    automatic."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -83,12 +87,12 @@ class ParallelismConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks the layout takes (after resolve)."""
+        """Number of ranks (after resolve)."""
         return prod(self.degrees.values())
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the pipeline takes gradients of inputs and of weights in two passes; a CSV schedule may."""
+        """Whether gradients of inputs and of weights may be taken in two passes (a CSV schedule may)."""
         if self.pp == 1:
             return False
         return self.pp_schedule_csv is not None or SCHEDULES[self.pp_schedule].splits_backward
@@ -100,14 +104,14 @@ class ParallelismConfig:
 
     @property
     def parameter_shards(self) -> int:
-        """Ranks that FSDP shards parameters over: also those that share a sequence."""
+        """Ranks that FSDP shards parameters over, including context-parallel ranks."""
         return self.dp_shard * self.cp
 
     @property
     def reshards_after_forward(self) -> bool:
         """Whether blocks free their gathered parameters after forward.
 
-        Under a pipeline that would gather them again for every microbatch.
+        Not by default under a pipeline, which would gather them again for every microbatch.
         """
         if self.parameter_shards == 1:
             return False
@@ -122,17 +126,17 @@ class ParallelismConfig:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of a stage's replica that experts are shared out to; those that split one count as one."""
+        """Ranks of a stage's replica that experts are distributed over; ranks that split one count once."""
         return self.parameter_shards * (1 if self.splits_experts else self.tp)
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that FSDP shards the parameters of the same experts over."""
+        """Ranks that hold the same experts; FSDP shards their parameters."""
         return self.expert_ranks // self.ep
 
     @property
     def lays_out_experts(self) -> bool:
-        """Whether experts, if there are any, are laid out in another way than the rest of the parameters."""
+        """Whether experts, if any, are distributed differently from the other parameters."""
         return self.ep > 1 or (self.tp > 1 and not self.splits_experts)
 
     @property
@@ -146,11 +150,11 @@ class ParallelismConfig:
         return self.tp > 1 and self.sequence_parallel
 
     def resolve(self, world_size: int | None, default_world: int | None) -> None:
-        """Fixes dp_shard=-1 and checks the product of the degrees.
+        """Resolve dp_shard=-1 and check the product of the degrees.
 
         Args:
-            world_size: ranks that there will be, when something outside the layout says so.
-            default_world: ranks that dp_shard=-1 fills when nothing says so; None means dp_shard=2.
+            world_size: number of ranks, if determined outside the layout.
+            default_world: number of ranks that dp_shard=-1 fills otherwise; None means dp_shard=2.
         """
         for axis in (*AXES, "ep"):
             if getattr(self, axis) < 1 and not (axis == "dp_shard" and self.dp_shard == -1):
@@ -185,7 +189,7 @@ class ParallelismConfig:
             )
 
     def validate(self, model: ModelConfig, seq_len: int, local_batch_size: int, share: int) -> None:
-        """Checks whether the layout can carry the model, the sequence and the batch.
+        """Check the layout against the model, the sequence and the batch.
 
         Args:
             model: the model, resolved.
@@ -194,7 +198,7 @@ class ParallelismConfig:
             share: sequences per data-parallel rank and optimizer step.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the layout does not fit them.
         """
         if self.reshard_after_forward not in RESHARD:
             raise ConfigError(
@@ -224,10 +228,10 @@ class ParallelismConfig:
             raise ConfigError("parallelism.tp", self.tp, f"must divide {', '.join(broken)}", works)
 
     def _validate_experts(self, model: ModelConfig) -> None:
-        """Checks that experts can be shared out, and sharded among the ranks that have the same."""
+        """Check that experts can be distributed, and sharded over the ranks that hold the same ones."""
         if not model.moe.enabled:
             if self.ep > 1:
-                rule = f"model={model.name} has no experts to share out"
+                rule = f"model={model.name} has no experts"
                 raise ConfigError("parallelism.ep", self.ep, rule, [1])
             return
         if self.tp > 1 and not self.expert_tensor_parallel and not self.sequence_parallel:
@@ -252,13 +256,13 @@ class ParallelismConfig:
             raise ConfigError(
                 "parallelism.ep",
                 self.ep,
-                f"leaves {experts // self.ep} experts to {self.expert_shards} ranks, which divide neither "
-                "them nor their widths",
+                f"{experts // self.ep} experts cannot be sharded over {self.expert_shards} ranks, which "
+                "divide neither their number nor their widths",
                 works,
             )
 
     def _shards_experts(self, model: ModelConfig, ep: int) -> bool:
-        """Whether the ranks that have the same experts can share their parameters evenly."""
+        """Whether the ranks that hold the same experts can shard their parameters evenly."""
         shards = self.expert_ranks // ep
         hidden = model.moe.hidden_dim // (self.tp if self.splits_experts else 1)
         return (model.moe.num_experts // ep) % shards == 0 or not (hidden % shards or model.dim % shards)
@@ -274,7 +278,7 @@ class ParallelismConfig:
                 raise ConfigError(
                     f"parallelism.{name}",
                     getattr(self, name),
-                    f"is of the ring, and parallelism.cp_method is {self.cp_method}",
+                    f"applies to the ring only, and parallelism.cp_method is {self.cp_method}",
                     f"parallelism.cp_method=ring, or {str(default).lower()}",
                 )
         heads = {f"model.{name}": getattr(model, name) // self.tp for name in ("n_heads", "n_kv_heads")}
@@ -291,7 +295,7 @@ class ParallelismConfig:
             )
 
     def _validate_sequence(self, seq_len: int) -> None:
-        """Checks that the sequence can be cut into the equal pieces of context and sequence parallel."""
+        """Check that context and sequence parallel can split the sequence evenly."""
         unit = self._sequence_unit(self.balances_context, self.sequence_parallel)
         if seq_len % unit == 0:
             return
@@ -303,12 +307,12 @@ class ParallelismConfig:
         rule = f"sequence parallel needs a multiple of parallelism.tp={self.tp}"
         if self.cp > 1:
             pieces = "two pieces for each of" if self.balances_context else "a piece for each of"
-            of_tp = f", and each rank's for parallelism.tp={self.tp}" if self.uses_sequence_parallel else ""
+            of_tp = f", each split over parallelism.tp={self.tp}" if self.uses_sequence_parallel else ""
             rule = f"must be a multiple of {unit}: {pieces} parallelism.cp={self.cp} ranks{of_tp}"
         raise ConfigError("training.seq_len", seq_len, rule, ", or ".join(works))
 
     def _sequence_unit(self, balanced: bool, sequence_parallel: bool) -> int:
-        """What the sequence has to be a multiple of."""
+        """Number that the sequence length must be a multiple of."""
         split = self.tp if sequence_parallel else 1
         return self.cp * (lcm(2, split) if balanced and self.cp > 1 else split)
 
@@ -370,7 +374,7 @@ class ParallelismConfig:
         )
 
     def _validate_microbatches(self, batch: int, share: int, fits: Callable[[int], bool], rule: str) -> None:
-        """Raises ConfigError when the batch makes a number of microbatches that does not fit the schedule."""
+        """Raise ConfigError if the schedule cannot run the batch's number of microbatches."""
         size = self.pp_microbatch_size
         if fits(batch // size):
             return
@@ -385,6 +389,6 @@ class ParallelismConfig:
         raise ConfigError(
             "training.local_batch_size",
             batch,
-            f"with parallelism.pp_microbatch_size={size} the microbatches are {now}, but {rule}",
+            f"with parallelism.pp_microbatch_size={size} the number of microbatches is {now}, but {rule}",
             ", or ".join(works),
         )

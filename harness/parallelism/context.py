@@ -1,8 +1,8 @@
-"""Context parallelism: ranks share the sequence, and attention alone needs to know of it.
+"""Context parallelism: the sequence is split over ranks; only attention needs the other ranks' positions.
 
-Everything else in a decoder works on one position at a time. So each rank takes its positions out of inputs
-and labels (once, where a batch enters: ``take_share``) and out of the rotation table, and attention gets a
-kernel that reaches the other ranks' keys and values.
+Everything else in a decoder works on one position at a time. So each rank selects its positions of inputs
+and labels (once, where a batch enters: ``take_share``) and of the rotation table, and attention gets a
+kernel that exchanges keys and values with the other ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.parallelism.mesh import Mesh
 
 
 def apply_context_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) -> None:
-    """Makes a model part work on this rank's positions, in place."""
+    """Make a model part work on this rank's positions, in place."""
     part.take_positions(local_positions(layout, part.seq_len, mesh.rank("cp")))
     group = mesh.group("cp")
     for module in part.modules():
@@ -40,10 +40,10 @@ def apply_context_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig)
 
 
 def local_positions(layout: ParallelismConfig, seq_len: int, rank: int) -> Tensor:
-    """The positions of the sequence that a context-parallel rank works on, in its order.
+    """Positions of the sequence that a context-parallel rank works on, in its order.
 
-    Late positions attend to more keys than early ones. Balanced, a rank has the r-th chunk from the head and
-    the r-th from the tail, which together are the same work for all.
+    Late positions attend to more keys than early ones. With load balancing, rank r has the r-th chunk from
+    the head and the r-th from the tail, which is the same work on all ranks.
     """
     positions = torch.arange(seq_len)
     if not layout.balances_context:
@@ -53,7 +53,7 @@ def local_positions(layout: ParallelismConfig, seq_len: int, rank: int) -> Tenso
 
 
 def take_share(batch: Batch, positions_S: Tensor | None) -> Batch:
-    """The positions of a batch that this rank works on; documents stay whole, for attention sees them all."""
+    """This rank's positions of a batch; document numbers stay complete, because attention needs them all."""
     if positions_S is None:
         return batch
     return batch._replace(
@@ -63,36 +63,36 @@ def take_share(batch: Batch, positions_S: Tensor | None) -> Batch:
 
 
 class RingAttention(Kernel):
-    """Keys and values of the other ranks come by; each rank keeps its queries."""
+    """Ring attention: keys and values rotate over the ranks; each rank keeps its queries."""
 
     def __init__(self, reach: Reach, group: dist.ProcessGroup, balanced: bool, rotation: str) -> None:
         super().__init__(reach)
-        # Not at the top: it stands on private parts of torch, and other layouts shall not.
+        # Imported here: it needs private modules of torch, which other layouts should not depend on.
         from harness.parallelism.ring import ring_attention
 
-        self.how = group.group_name, balanced, rotation
+        self.options = group.group_name, balanced, rotation
         self.attend = ring_attention
 
     def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> None:
         causal = documents_BT is None and self.reach.is_causal(length) and not self.reach.has_sinks
-        assert causal, "the ring knows the causal mask only: such jobs are refused"
+        assert causal, "the ring supports the causal mask only: other jobs are refused"
 
     def forward(
         self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: None, sinks_H: Tensor | None = None
     ) -> Tensor:
         width, value_width = q_BTHD.shape[-1], v_BTKE.shape[-1]
-        # Its kernels scale scores by the width's root, and have one width for all.
+        # The ring's kernels scale scores by width**-0.5 and need values as wide as keys.
         q_BTHD = q_BTHD if self.reach.scale == width**-0.5 else q_BTHD * (self.reach.scale * width**0.5)
         v_BTKE = F.pad(v_BTKE, (0, width - value_width))
         q_BHTD, k_BKTD, v_BKTE = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKE))
-        out_BHTE, _ = self.attend(q_BHTD, k_BKTD, v_BKTE, *self.how)
+        out_BHTE, _ = self.attend(q_BHTD, k_BKTD, v_BKTE, *self.options)
         return out_BHTE.transpose(1, 2)[..., :value_width]
 
 
 class UlyssesAttention(Kernel):
-    """Each rank gives away positions and gets heads, attends over the whole sequence, and gives it back.
+    """DeepSpeed Ulysses (arXiv:2309.14509): exchange positions for heads, attend, exchange back.
 
-    DeepSpeed Ulysses (arXiv:2309.14509), over any kernel: inside, the sequence is whole.
+    Works with any kernel: inside, each rank has some heads of the full sequence.
     """
 
     def __init__(self, inner: Kernel, group: dist.ProcessGroup) -> None:
@@ -105,20 +105,20 @@ class UlyssesAttention(Kernel):
     def forward(
         self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: Any | None, sinks_H: Tensor | None = None
     ) -> Tensor:
-        # Together, so that one exchange does: of every rank's heads its queries, keys and values.
+        # Queries, keys and values are concatenated by rank, so that one exchange suffices.
         by_rank = [t.unflatten(2, (self.ranks, -1)) for t in (q_BTHD, k_BTKD, v_BTKE)]
         shapes = [t.shape[3:] for t in by_rank]
-        given = torch.cat([t.flatten(3) for t in by_rank], dim=3).permute(2, 0, 1, 3)
-        # The ranks' positions follow each other in the order of the ranks.
-        got = self._exchange(given).permute(1, 0, 2, 3).flatten(1, 2)
-        pieces = got.split([shape.numel() for shape in shapes], dim=2)
+        sent = torch.cat([t.flatten(3) for t in by_rank], dim=3).permute(2, 0, 1, 3)
+        # The received positions are in the order of the ranks.
+        received = self._exchange(sent).permute(1, 0, 2, 3).flatten(1, 2)
+        pieces = received.split([shape.numel() for shape in shapes], dim=2)
         q, k, v = (piece.unflatten(2, shape) for piece, shape in zip(pieces, shapes, strict=True))
         sinks = None if sinks_H is None else sinks_H.chunk(self.ranks)[self.group.rank()]
         out_BTHE = self.inner(q, k, v, mask, sinks)
-        given = out_BTHE.unflatten(1, (self.ranks, -1)).permute(1, 0, 2, 3, 4)
-        return self._exchange(given).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        sent = out_BTHE.unflatten(1, (self.ranks, -1)).permute(1, 0, 2, 3, 4)
+        return self._exchange(sent).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _exchange(self, by_rank: Tensor) -> Tensor:
-        """Sends the r-th piece along the first dimension to rank r; returns what all ranks sent here."""
+        """Send the r-th piece along the first dimension to rank r; return the pieces of all ranks."""
         pieces = by_rank.contiguous()
         return all_to_all_single_autograd(pieces, None, None, self.group).view(pieces.shape)

@@ -1,4 +1,4 @@
-"""One optimizer step's forward and backward passes, with a pipeline and without."""
+"""Forward and backward passes of an optimizer step, with and without a pipeline."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from harness.parallelism.pipeline import build_schedule, forward_only
 
 
 class Executor(Protocol):
-    """Carries out passes over one local batch [local_batch_size, T].
+    """Runs passes over one local batch [local_batch_size, T].
 
-    The batch comes with whole sequences; where ranks share them, an executor takes this rank's positions.
+    The batch has full sequences; with context parallel the executor selects this rank's positions.
     """
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
-        """Adds the batch's gradients; returns its losses [L], 0 on ranks that do not compute one.
+        """Accumulate the batch's gradients; return its losses [L], 0 on ranks that do not compute one.
 
-        The first is that of the next token; with multi-token prediction there is that of the one after it,
-        which its weight multiplies in backward only. ``last`` says that no further batch of this optimizer
-        step follows.
+        The first loss is that of the next token. With multi-token prediction the second is that of the token
+        after it; its weight applies in backward only. ``last``: this is the step's last batch.
         """
         ...
 
     def forward(self, batch: Batch) -> Tensor:
-        """Returns the batch's loss of the next token, a scalar, without gradients; 0 as above."""
+        """Return the batch's loss of the next token, a scalar, without gradients; 0 as above."""
         ...
 
 
 def build_executor(
     job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: TokenLoss, device: torch.device
 ) -> Executor:
-    """The executor that a layout needs."""
+    """Return the executor for the job's layout."""
     layout, positions = job.parallelism, None
     if layout.cp > 1:
         positions = local_positions(layout, job.training.seq_len, mesh.rank("cp")).to(device)
@@ -50,11 +49,11 @@ def build_executor(
     return DirectExecutor(job, parts[0], loss, positions)
 
 
-def one_later(batch: Batch) -> Batch:
-    """What multi-token prediction sees: each position has the next one's input and label.
+def shift_by_one(batch: Batch) -> Batch:
+    """The batch that multi-token prediction uses: each position has the next position's input and label.
 
-    The last position has none, and its label is ignored; so are those of positions whose next one is in
-    another document, where documents are told apart. Otherwise a label is ignored where the batch ignores it.
+    Labels are ignored where the batch ignores them, at the last position, and, if the batch has document
+    numbers, where the next position is in another document.
     """
     inputs_BT, labels_BT = batch.inputs_BT.roll(-1, 1), batch.labels_BT.roll(-1, 1)
     labels_BT[:, -1] = IGNORE_INDEX
@@ -65,7 +64,7 @@ def one_later(batch: Batch) -> Batch:
 
 
 class DirectExecutor:
-    """The whole model lies on this rank (or on its tensor-parallel group)."""
+    """Executor without a pipeline: every rank (or tensor-parallel group) runs the full model."""
 
     def __init__(self, job: Job, part: Decoder, loss: TokenLoss, positions: Tensor | None) -> None:
         self.layout, self.part, self.loss = job.parallelism, part, loss
@@ -74,8 +73,8 @@ class DirectExecutor:
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         sync_gradients(self.part, self.layout, last)
-        # Before ranks share the sequence: what follows a position may be another rank's.
-        later = take_share(one_later(batch), self.positions) if self.mtp.depth else None
+        # Shifted before the sequence is split: the next position may be another rank's.
+        later = take_share(shift_by_one(batch), self.positions) if self.mtp.depth else None
         batch = take_share(batch, self.positions)
         with self.loss.context():
             if later is None:
@@ -96,8 +95,8 @@ class DirectExecutor:
         documents = batch.documents_BT
         if self.in_head:
             return self.part(batch.inputs_BT, batch.labels_BT, documents)  # type: ignore[no-any-return]
-        # Nothing holds the logits, so that they are gone before backward makes its own: those of a large
-        # vocabulary are the largest tensor.
+        # No variable holds the logits, so that they are freed before backward allocates their gradient: with
+        # a large vocabulary they are the largest tensor.
         return self.loss(self.part(batch.inputs_BT, documents_BT=documents), batch.labels_BT)
 
     def _losses(self, batch: Batch, later: Batch) -> Tensor:
@@ -109,7 +108,7 @@ class DirectExecutor:
 
 
 class PipelineExecutor:
-    """This rank holds some stages; torch's schedule runs microbatches through them."""
+    """Executor with a pipeline: torch's schedule runs microbatches through this rank's stages."""
 
     def __init__(
         self,
@@ -140,13 +139,13 @@ class PipelineExecutor:
         inputs = (batch.inputs_BT,) if self.holds_first else ()
         target = batch.labels_BT if self.holds_last else None
         losses: list[Tensor] | None = [] if self.holds_last else None
-        # Keywords reach every stage of this rank, cut into microbatches; only the head looks at labels.
-        said = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
+        # Keywords are passed to every stage of this rank, split into microbatches; only the head uses labels.
+        keywords = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
         if self.in_head and self.holds_last:
-            said["labels_BT"] = batch.labels_BT
+            keywords["labels_BT"] = batch.labels_BT
         with self.loss.context():
             # Returned outputs would keep every microbatch's logits alive.
-            run(*inputs, target=target, losses=losses, return_outputs=False, **said)
+            run(*inputs, target=target, losses=losses, return_outputs=False, **keywords)
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum()

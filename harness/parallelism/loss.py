@@ -1,4 +1,4 @@
-"""The loss: a sum over tokens, divided by their global number before backward."""
+"""The loss: a sum over tokens, divided by the global number of tokens before backward."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from harness.data.loader import IGNORE_INDEX
 class TokenLoss:
     """Cross entropy summed over valid tokens and divided by ``denominator``.
 
-    The denominator is the number of valid tokens of the whole optimizer step, over all data-parallel
-    ranks and microbatches; it is set before the step's first forward pass. So no mean of means can
-    arise, whatever the layout, and no framework's own averaging is wanted anywhere.
+    The denominator is the number of valid tokens of the optimizer step, over all data-parallel ranks and
+    microbatches; it is set before the step's first forward pass. So no layout computes a mean of means, and
+    every framework's own averaging is disabled.
     """
 
     def __init__(self, vocab_size: int, mesh: DeviceMesh | None, compiled: str | None = None) -> None:
         """
         Args:
-            vocab_size: rows of the whole vocabulary.
-            mesh: the tp axis when logits come split by vocabulary, else None.
+            vocab_size: size of the full vocabulary.
+            mesh: the tp axis when logits are split by vocabulary, else None.
             compiled: the compiler's backend, or None. torch's loss of split logits is never compiled.
         """
         self.vocab_size = vocab_size
@@ -37,17 +37,17 @@ class TokenLoss:
         )
 
     def context(self) -> AbstractContextManager:
-        """What forward and backward of the loss have to run in."""
+        """Context manager that forward and backward of the loss must run in."""
         return loss_parallel() if self.mesh is not None else nullcontext()
 
     def __call__(self, logits: Tensor, labels_BT: Tensor) -> Tensor:
-        """Maps logits [B, T, V] (or this rank's vocabulary shard) and labels [B, T] to a float32 scalar."""
+        """Map logits [B, T, V] (or this rank's vocabulary shard) and labels [B, T] to a float32 scalar."""
         logits_NV = logits.flatten(0, 1)
         if self.mesh is not None:
             # Shape and stride are given because the last shard may be smaller than the others.
-            whole = torch.Size((logits_NV.shape[0], self.vocab_size))
+            shape = torch.Size((logits_NV.shape[0], self.vocab_size))
             logits_NV = DTensor.from_local(
-                logits_NV, self.mesh, (Shard(1),), run_check=False, shape=whole, stride=(self.vocab_size, 1)
+                logits_NV, self.mesh, (Shard(1),), run_check=False, shape=shape, stride=(self.vocab_size, 1)
             )
         loss = self.sum_of_losses(logits_NV, labels_BT.flatten())
         if isinstance(loss, DTensor):

@@ -1,4 +1,4 @@
-"""The device mesh: which ranks each rank works with, on every axis."""
+"""The device mesh: process groups of every axis."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from harness.parallelism.config import ParallelismConfig
 
 SHARD = "shard"
-"""The axis of ranks that share parameters: dp_shard x cp."""
+"""The axis that FSDP shards parameters over: dp_shard x cp."""
 EXPERT_SHARD, EXPERT, EXPERT_TENSOR = "expert_shard", "ep", "expert_tp"
-"""Axes of the experts' own mesh: ranks that share the parameters of the same experts, ranks that have
-different ones, and with expert_tensor_parallel ranks that share every expert."""
+"""Axes of the expert mesh: ranks that shard the same experts' parameters, ranks that hold different experts,
+and with expert_tensor_parallel ranks that split every expert."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A named mesh with the questions the rest of the code asks of it.
+    """A named device mesh.
 
-    Axes of degree 1 have no process group, so that starting does not pay for them. Instead of dp_shard and cp
-    the mesh has ``shard``, both as one axis: ranks that share the sequence have each a part of the gradients,
-    like ranks that have sequences of their own, so FSDP treats them alike. It is always there, because FSDP
-    also carries mixed precision where nothing is sharded.
+    Axes of degree 1 have no process group, which saves startup time. Instead of dp_shard and cp the mesh has
+    one axis ``shard`` for both: context-parallel ranks have partial gradients, like ranks with different
+    sequences, so FSDP treats both alike. The axis always exists, because FSDP also implements mixed precision
+    where nothing is sharded.
     """
 
     device_mesh: DeviceMesh
     degrees: dict[str, int]
     context: dist.ProcessGroup | None = None
-    """The ranks that share this rank's sequences, with context parallel."""
+    """With context parallel: the ranks that split this rank's sequences."""
     experts: DeviceMesh | None = None
-    """Where experts are laid out in another way than the rest of the parameters: dp_replicate, expert_shard,
-    ep and expert_tp."""
+    """Where experts are distributed differently from the other parameters: dp_replicate, expert_shard, ep and
+    expert_tp."""
 
     def size(self, axis: str) -> int:
         """Degree of an axis."""
         return self.degrees[axis]
 
     def rank(self, axis: str) -> int:
-        """This rank's place on an axis."""
+        """This rank's coordinate on an axis."""
         if axis == "cp":
             return self.rank(SHARD) % self.size("cp")
         if axis == "dp_shard":
@@ -49,7 +49,7 @@ class Mesh:
         return self.device_mesh.get_local_rank(axis) if axis in self._names else 0
 
     def axis(self, *names: str) -> DeviceMesh:
-        """The submesh of one or more axes, of which dp_shard and cp are the one axis ``shard``."""
+        """The submesh of one or more axes; dp_shard and cp are the one axis ``shard``."""
         return self.device_mesh[names if len(names) > 1 else names[0]]
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -65,17 +65,17 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the batch this rank works on, of dp_replicate x dp_shard."""
+        """Index of this rank's part of the batch, in range(dp_replicate x dp_shard)."""
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
 
 def build_mesh(layout: ParallelismConfig, device: torch.device, *, has_experts: bool = False) -> Mesh:
-    """Makes the process groups of a layout; all ranks call it together.
+    """Make the process groups of a layout; all ranks must call it.
 
     Args:
         layout: degrees of parallelism, resolved.
-        device: what the ranks compute on.
-        has_experts: whether the model has experts, which may be laid out in another way.
+        device: the ranks' device type.
+        has_experts: whether the model has experts, which may need a mesh of their own.
     """
     degrees = layout.degrees
     sizes = {
@@ -95,7 +95,7 @@ def build_mesh(layout: ParallelismConfig, device: torch.device, *, has_experts: 
 
 
 def _expert_mesh(layout: ParallelismConfig, device: torch.device) -> DeviceMesh:
-    """The same ranks in the same order, divided in another way within a replica of a stage."""
+    """Mesh of the same ranks in the same order, with expert axes within a replica of a stage."""
     sizes = {
         "pp": layout.pp,
         "dp_replicate": layout.dp_replicate,
@@ -108,5 +108,5 @@ def _expert_mesh(layout: ParallelismConfig, device: torch.device) -> DeviceMesh:
 
 
 def context_groups(ranks: Tensor, axis: int, cp: int) -> list[list[int]]:
-    """The ranks of every context-parallel group: cp neighbours on the axis that dp_shard and cp make up."""
+    """Ranks of every context-parallel group: cp neighbours on the axis ``shard``."""
     return ranks.unflatten(axis, (-1, cp)).movedim(axis + 1, -1).reshape(-1, cp).tolist()

@@ -1,4 +1,4 @@
-"""From a job to the model parts this rank trains: everything is applied here, in one order."""
+"""From a job to the model parts of this rank: all parallelisms are applied here, in one order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from harness.job import Job
 from harness.model.decoder import Decoder
 from harness.model.kernels import KERNELS
-from harness.parallelism.activation_checkpoint import apply_activation_checkpoint, recomputes_outside
+from harness.parallelism.activation_checkpoint import apply_activation_checkpoint, wraps_compiled_blocks
 from harness.parallelism.compile import apply_compile, prepare_compiler
 from harness.parallelism.context import apply_context_parallel
 from harness.parallelism.expert import apply_expert_parallel
@@ -24,7 +24,7 @@ from harness.precision.tensor import gathers_float8
 
 
 def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
-    """Builds, splits and initialises the parts of the model that this rank holds (one without a pipeline).
+    """Build, split and initialise this rank's parts of the model (one part without a pipeline).
 
     Args:
         job: the resolved job.
@@ -43,7 +43,7 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decode
 
 
 def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
-    """The same on the meta device: shapes and placements, no values."""
+    """Build and split the parts on the meta device: shapes and placements, no values."""
     layout = job.parallelism
     prepare_compiler(job.compile, job.activation_checkpoint, layout)
     if layout.async_tp:
@@ -52,14 +52,14 @@ def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
     converted = () if job.precision.linear == "none" else sort_linears(job.model, job.precision).converted
     parts = []
     for stage in stages_of_rank(layout, job.model.n_layers, mesh.rank("pp")):
-        # Pipeline first: what a rank does not hold is never built.
+        # Pipeline first: modules of other ranks are never built.
         with torch.device("meta"):
             part = Decoder(job.model, job.training.seq_len, modules[stage])
         part.to(getattr(torch, job.precision.master_dtype))
-        # Precision before tensor parallel: what is split are the swapped modules.
+        # Precision before tensor parallel, which splits the swapped modules.
         if converted:
             swap_linears(part, converted, job.precision, device)
-        # Tensor parallel before FSDP: FSDP shards the shards, and gathers back only to those.
+        # Tensor parallel before FSDP: FSDP shards the tensor-parallel shards, and gathers only up to those.
         if layout.tp > 1:
             apply_tensor_parallel(
                 part,
@@ -68,27 +68,27 @@ def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
                 loss_in_head=job.training.loss_chunks > 1,
                 gather_float8=gathers_float8(job.precision, layout, device),
             )
-        # Experts where tensor parallel is: what they take was split, or not, by it.
+        # Experts right after tensor parallel, which determines how their input is split.
         apply_expert_parallel(part, mesh, layout)
         part.use_kernel(KERNELS[job.training.attention])
-        # Context parallel after the kernel is chosen: it takes its place, or surrounds it.
+        # Context parallel after the kernel is chosen: it replaces or wraps the kernel.
         if layout.cp > 1:
             apply_context_parallel(part, mesh, layout)
-        # Recomputation next: what it does again are the collectives of tensor and context parallel too.
-        # Compile sees all that happens inside a block: the partitioner then knows what is recomputed.
+        # Activation checkpointing next: it recomputes the collectives of tensor and context parallel too.
+        # Compile after it, so that the partitioner knows what is recomputed.
         recompute = partial(
             apply_activation_checkpoint,
             part,
             job.activation_checkpoint,
             splits_backward=layout.splits_backward,
         )
-        outside = recomputes_outside(job.activation_checkpoint, job.compile, layout)
+        outside = wraps_compiled_blocks(job.activation_checkpoint, job.compile, layout)
         if not outside:
             recompute()
         apply_compile(part, job.compile, layout)
         if outside:
             recompute()
-        # FSDP last: it manages whatever parameters and wrappers the others have left.
+        # FSDP last: it manages the parameters that result from all the others.
         if job.uses_fsdp:
             apply_fsdp(part, mesh, layout, job.precision, device)
         parts.append(part)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: torch's stages and schedules over the parts of the model this rank holds."""
+"""Pipeline parallelism: torch's stages and schedules over this rank's model parts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from harness.parallelism.stages import num_stages, stages_of_rank
 
 
 class Stage(PipelineStage):
-    """A stage whose two halves of a backward pass work with parameters that FSDP frees after forward.
+    """A stage whose split backward pass works with parameters that FSDP frees after forward.
 
-    torch looks for the stage's parameters in the graph of the pass. After a forward pass that freed the
-    gathered parameters, the module has their shards, which are in no graph, and their gradients are lost
-    without an error. So the parameters are gathered before either half.
+    torch looks up the module's parameters in the autograd graph. If FSDP has freed the gathered parameters
+    after forward, the module has their shards, which are in no graph, and gradients are lost without an
+    error. So the parameters are gathered before either half of the backward pass.
     """
 
     def backward_maybe_with_nosync(
@@ -47,9 +47,9 @@ class Stage(PipelineStage):
         return result
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        # After a pass for the weights some gradients of a group are in reduce_dtype and others still in
-        # param_dtype, and FSDP refuses to reduce them together. Its end of a backward pass that does not
-        # synchronize brings them all to reduce_dtype.
+        # After the weight pass, some gradients of a group are in reduce_dtype and others still in
+        # param_dtype, and FSDP refuses to reduce them together. Its post_backward without synchronization
+        # converts all of them to reduce_dtype.
         for module in self._fsdp_modules():
             module.set_requires_gradient_sync(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
@@ -61,10 +61,10 @@ class Stage(PipelineStage):
         return [module for module in self.submod.modules() if isinstance(module, FSDPModule)]
 
     def _check_all_found(self, groups: list[dict[str, Any]]) -> None:
-        """Check that the pass for the weights will give every parameter a gradient.
+        """Check that the weight pass will give every parameter a gradient.
 
         Raises:
-            LostGradientError: torch has not found a parameter in the graph of the pass.
+            LostGradientError: torch has not found a parameter in the autograd graph.
         """
         found = set().union(*(group["params"] for group in groups))
         parameters = [(name, p) for name, p in self.submod.named_parameters() if p.requires_grad]
@@ -75,7 +75,7 @@ class Stage(PipelineStage):
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:
-    """Return FSDP's groups of parameters of a module; before torch 2.13 there is at most one."""
+    """Return FSDP's parameter groups of a module; before torch 2.13 there is at most one."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -89,7 +89,7 @@ def build_schedule(
     loss: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
 ) -> Any:
-    """Makes torch's schedule object for this rank.
+    """Make torch's schedule object for this rank.
 
     Args:
         job: the resolved job.
@@ -122,8 +122,8 @@ def build_schedule(
         schedule = _PipelineScheduleRuntime(stages, **common)
         if read_csv_schedule(layout.pp_schedule_csv, layout.pp).digest != layout.pp_schedule_csv_digest:
             raise UserError(
-                f"parallelism.pp_schedule_csv={layout.pp_schedule_csv}: the file is not the one the job was "
-                "composed with; would work: that file, or composing the job again"
+                f"parallelism.pp_schedule_csv={layout.pp_schedule_csv}: the file changed after the job was "
+                "composed; would work: the original file, or composing the job again"
             )
         schedule._load_csv(layout.pp_schedule_csv)
         return schedule
@@ -134,7 +134,7 @@ def build_schedule(
 
 
 def _loss_of_head(loss: Tensor, _labels: Tensor) -> Tensor:
-    """The last stage's output is the loss already."""
+    """With chunked loss the last stage's output already is the loss."""
     return loss
 
 
@@ -149,37 +149,37 @@ _FORWARD_TYPES = {
 
 @contextmanager
 def forward_only(schedule: Any) -> Iterator[None]:
-    """Leaves only the forward actions in a schedule while it is entered.
+    """Context manager that removes the backward actions from a schedule.
 
-    torch's ``eval`` walks through the backward actions too, and where neighbouring stages lie on one rank
-    (ZBVZeroBubble, DualPipeV) asks them for gradients that there are not.
+    torch's ``eval`` processes backward actions too, and where neighbouring stages are on one rank
+    (ZBVZeroBubble, DualPipeV) it reads gradients that do not exist.
     """
     if not isinstance(schedule, _PipelineScheduleRuntime):
         yield
         return
-    whole = schedule.pipeline_order_with_comms
+    original = schedule.pipeline_order_with_comms
     schedule.pipeline_order_with_comms = {
         rank: [forward for action in actions for forward in _forward_of(action)]
-        for rank, actions in whole.items()
+        for rank, actions in original.items()
     }
     try:
         yield
     finally:
-        schedule.pipeline_order_with_comms = whole
+        schedule.pipeline_order_with_comms = original
 
 
 def _forward_of(action: _Action) -> list[_Action]:
-    """The forward part of an action: itself, none, or the forward half of an overlapped pair."""
+    """Forward part of an action: the action, nothing, or the forward half of an overlapped pair."""
     if action.sub_actions is not None:
         return [part for part in action.sub_actions if part.computation_type in _FORWARD_TYPES]
     return [action] if action.computation_type in _FORWARD_TYPES else []
 
 
 def boundary(job: Job, mesh: Mesh, part: Decoder, index: int, entering: bool) -> Tensor:
-    """An example, without values, of what enters or leaves a stage on this rank, one microbatch of it.
+    """Meta tensor with the shape and dtype of a stage's input or output on this rank, for one microbatch.
 
-    Said here, it spares torch a trial forward and backward pass to find out. What requires a gradient
-    tells it which gradients travel back.
+    With it torch needs no trial forward and backward pass to infer shapes. ``requires_grad`` marks the
+    tensors whose gradients are sent back.
     """
     layout = job.parallelism
     batch, seq_len = layout.pp_microbatch_size, job.training.seq_len // layout.cp

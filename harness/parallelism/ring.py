@@ -1,10 +1,10 @@
-"""torch's ring attention as one operator of its own.
+"""torch's ring attention as one custom operator.
 
-torch shares causal attention between ranks in ``_templated_ring_attention``: keys and values go round and
-partial results are merged by their log-sum-exps (arXiv:2310.01889). What torch builds around it replaces
-scaled_dot_product_attention for the whole process, and knows CUDA's kernels only. So here it is called
-directly, with the kernel of the device, as one operator: compile and recomputation need not look inside. Keys
-and values travel without being repeated for grouped queries.
+torch implements causal ring attention in ``_templated_ring_attention``: keys and values rotate over the ranks
+and partial results are merged by their log-sum-exps (arXiv:2310.01889). torch's public interface replaces
+scaled_dot_product_attention for the entire process, and supports CUDA kernels only. So the function is called
+directly here, with the kernel of the device, as one operator that is opaque to compile and recomputation.
+Keys and values are sent without being repeated for grouped queries.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def ring_attention(
 
     Args:
         q_BHTD: queries of this rank's positions.
-        k_BKTD: its keys.
-        v_BKTD: its values.
+        k_BKTD: keys of this rank's positions.
+        v_BKTD: values of this rank's positions.
         group: name of the process group.
-        balanced: whether each rank has one chunk of the sequence's head and one of its tail; else the r-th
-            rank has the r-th chunk.
-        rotation: how keys and values go round, by the names of parallelism.cp_rotate_method.
+        balanced: whether each rank has one chunk of the sequence's head and one of its tail; else rank r has
+            the r-th chunk.
+        rotation: a value of parallelism.cp_rotate_method.
 
     Returns:
         The output [B, H, T, D], and the log-sum-exp of every row, [B, H, T] in float32.
     """
     kernel = _kernel(q_BHTD).forward
 
-    def step(query: Tensor, key: Tensor, value: Tensor, **said: Any) -> tuple[Tensor, ...]:
-        return kernel(query, key, value, said["is_causal"])
+    def step(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+        return kernel(query, key, value, kwargs["is_causal"])
 
     with _options(balanced, rotation):
         out, lse = _templated_ring_attention(
@@ -90,9 +90,9 @@ def ring_attention_backward(
     """Gradients of this rank's queries, keys and values."""
     kernel = _kernel(q_BHTD).backward
 
-    def step(query: Tensor, key: Tensor, value: Tensor, **said: Any) -> tuple[Tensor, ...]:
-        rest = said["out"], said["logsumexp"], said["is_causal"]
-        return kernel(said["grad_out"], query, key, value, *rest)
+    def step(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+        rest = kwargs["out"], kwargs["logsumexp"], kwargs["is_causal"]
+        return kernel(kwargs["grad_out"], query, key, value, *rest)
 
     with _options(balanced, rotation):
         grads = _templated_ring_attention_backward(
@@ -109,7 +109,7 @@ def ring_attention_backward(
             is_causal=True,
         )
     grad_q, grad_k, grad_v = grads
-    # These two came in one buffer, and what an operator returns must not overlap.
+    # These two share one buffer, and an operator's outputs must not overlap.
     return grad_q.contiguous(), grad_k.clone(), grad_v.clone()
 
 
@@ -129,12 +129,12 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.how = inputs
+    q, k, v, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    return (*ring_attention_backward(grad_out, *ctx.saved_tensors, *ctx.how), None, None, None)
+    return (*ring_attention_backward(grad_out, *ctx.saved_tensors, *ctx.options), None, None, None)
 
 
 ring_attention.register_autograd(_differentiate, setup_context=_save)
@@ -142,7 +142,7 @@ ring_attention.register_autograd(_differentiate, setup_context=_save)
 
 @contextmanager
 def _options(balanced: bool, rotation: str) -> Iterator[None]:
-    """torch's options of ring attention, which are global to the process, for one call."""
+    """Set torch's process-wide options of ring attention for one call."""
     before = _cp_options.enable_load_balance, _cp_options.rotate_method
     _cp_options.enable_load_balance, _cp_options.rotate_method = balanced, ROTATIONS[rotation]
     try:
@@ -152,15 +152,15 @@ def _options(balanced: bool, rotation: str) -> Iterator[None]:
 
 
 class _Kernel(NamedTuple):
-    """Attention of one device and format to the keys of one step of the ring.
+    """Attention kernel of a device and dtype for one step of the ring.
 
-    Backward takes output and log-sum-exps from outside: they are those of all steps together.
+    Backward takes the output and log-sum-exps of all steps combined, so they are arguments.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, ...]]
-    """From queries, keys, values and whether they are causal to the output and its log-sum-exps."""
+    """Map (queries, keys, values, is_causal) to (output, log-sum-exps)."""
     backward: Callable[..., tuple[Tensor, ...]]
-    """From the output's gradient, queries, keys, values, output, log-sum-exps and causality to gradients."""
+    """Map (grad_out, queries, keys, values, output, log-sum-exps, is_causal) to the three gradients."""
 
 
 def _kernel(query: Tensor) -> _Kernel:
@@ -190,15 +190,15 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Te
 def _flash_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
-    # Random states are read for dropout only, places of documents where there are some.
-    unread = torch.empty(0, dtype=torch.uint64, device=q.device)
+    # The None arguments are sequence boundaries (varlen only); random states are read for dropout only.
+    unused = torch.empty(0, dtype=torch.uint64, device=q.device)
     return aten._scaled_dot_product_flash_attention_backward(
-        *(grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unread, unread)
+        *(grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused)
     )
 
 
 LSE_ROWS = 32
-"""The memory-efficient kernel pads its log-sum-exps to a multiple of so many rows."""
+"""The memory-efficient kernel pads its log-sum-exps to a multiple of this many rows."""
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
@@ -214,8 +214,8 @@ def _efficient_backward(
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     lse = F.pad(lse, (0, -lse.shape[2] % LSE_ROWS), value=float("inf"))
-    unread = torch.empty((), dtype=torch.int64, device=q.device)
+    unused = torch.empty((), dtype=torch.int64, device=q.device)
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-        *(grad_out, q, k, v, None, out, lse, unread, unread, 0.0, [True, True, True, False], is_causal)
+        *(grad_out, q, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False], is_causal)
     )
     return grad_q, *(grad.unflatten(1, (-1, shared)).sum(2) for grad in (grad_k, grad_v))

@@ -1,4 +1,4 @@
-"""What each pipeline schedule asks for, known before torch is imported."""
+"""Constraints of each pipeline schedule, and CSV schedules (no torch)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.errors import ConfigError
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """The shape that one of torch's schedules accepts (torch/distributed/pipelining/schedules.py)."""
+    """Stages and microbatches that a torch schedule accepts (torch/distributed/pipelining/schedules.py)."""
 
     name: str
     stages_per_rank: str
@@ -27,7 +27,7 @@ class ScheduleRule:
 
     @property
     def stages_in_words(self) -> str:
-        """How many stages a rank must hold."""
+        """Number of stages a rank must hold, for error messages."""
         return {"one": "one stage", "two": "two stages", "many": "two or more stages"}[self.stages_per_rank]
 
     def takes_stages(self, per_rank: int) -> bool:
@@ -35,13 +35,13 @@ class ScheduleRule:
         return {"one": per_rank == 1, "two": per_rank == 2, "many": per_rank >= 2}[self.stages_per_rank]
 
     def takes_microbatches(self, microbatches: int, pp: int, per_rank: int) -> bool:
-        """Whether it can run this many microbatches."""
+        """Whether the schedule can run this many microbatches."""
         if self.microbatches == "stages":
             return microbatches >= pp * per_rank
         return self.microbatches == "any" or microbatches % max(1, microbatches // pp) == 0
 
     def microbatches_in_words(self, microbatches: int, pp: int, per_rank: int) -> str:
-        """The rule that takes_microbatches checks."""
+        """The rule that takes_microbatches checks, for error messages."""
         if self.microbatches == "stages":
             return f"{self.name} needs at least as many microbatches as there are stages, {pp * per_rank}"
         rounds = microbatches // pp
@@ -72,25 +72,25 @@ class CsvSchedule:
     """A schedule read from a file."""
 
     stages_of_rank: list[list[int]]
-    """For every rank the stages it holds, ascending."""
+    """Stages of every rank, ascending."""
     num_microbatches: int
     """Microbatches that every stage runs."""
     digest: str
     """SHA-256 of the file, twelve hex digits."""
     passes_of_rank: list[list[tuple[int, str, int]]]
-    """For every rank what it does, in order: stage, ``F``, ``B``, ``I`` or ``W``, microbatch."""
+    """Passes of every rank, in order: (stage, ``F``, ``B``, ``I`` or ``W``, microbatch)."""
 
     @property
     def num_stages(self) -> int:
-        """Stages over all ranks."""
+        """Number of stages on all ranks."""
         return sum(len(stages) for stages in self.stages_of_rank)
 
 
 def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
-    """Reads torch's compute-only CSV and checks that it runs every stage and microbatch exactly once.
+    """Read torch's compute-only CSV and check that it runs every stage and microbatch exactly once.
 
     Raises:
-        ConfigError: the file is missing, does not fit the degree, or leaves work out.
+        ConfigError: the file is missing, has another number of ranks, or is incomplete.
     """
     field = "parallelism.pp_schedule_csv"
     if not Path(path).is_file():
@@ -99,7 +99,7 @@ def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
         rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(file) if row]
     if len(rows) != pp:
         raise ConfigError(
-            field, path, f"has {len(rows)} rows; one per pipeline rank, parallelism.pp={pp}, is needed"
+            field, path, f"has {len(rows)} rows; needs one per pipeline rank, parallelism.pp={pp}"
         )
     forwards: list[set[tuple[int, int]]] = []
     backwards: dict[tuple[int, int], set[str]] = {}

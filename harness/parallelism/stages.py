@@ -1,4 +1,4 @@
-"""Which modules of a decoder each pipeline stage holds, and which rank holds each stage (no torch)."""
+"""Modules of each pipeline stage, and stages of each rank (no torch)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def stages_per_rank(layout: ParallelismConfig, n_layers: int) -> int:
-    """Number of stages each pipeline rank holds (the most, for a CSV schedule).
+    """Number of stages each pipeline rank holds (the maximum, for a CSV schedule).
 
     Raises:
-        ConfigError: the layers cannot be split into that many stages.
+        ConfigError: the number of stages is not a multiple of the ranks.
     """
     total = num_stages(layout, n_layers)
     if layout.pp_schedule_csv is None and total % layout.pp:
@@ -37,7 +37,7 @@ def stages_per_rank(layout: ParallelismConfig, n_layers: int) -> int:
 
 
 def fitting_layers_per_stage(layout: ParallelismConfig, n_layers: int) -> list[int]:
-    """Values of pp_layers_per_stage that suit the layout's degree and schedule."""
+    """Values of pp_layers_per_stage that are legal for the layout's degree and schedule."""
     check_weights(layout, n_layers)
     weight = _weight(layout, n_layers)
     schedule = SCHEDULES[layout.pp_schedule]
@@ -50,12 +50,12 @@ def fitting_layers_per_stage(layout: ParallelismConfig, n_layers: int) -> list[i
 
 
 def _weight(layout: ParallelismConfig, n_layers: int) -> int:
-    """What the automatic split shares out: the layers, and the layers that embedding and head stand for."""
+    """Total weight that the automatic split divides: the layers, and the weights of embedding and head."""
     return n_layers + layout.pp_first_stage_less_layers + layout.pp_last_stage_less_layers
 
 
 def num_stages(layout: ParallelismConfig, n_layers: int) -> int:
-    """Number of stages of the pipeline: by the names, the CSV, the layers per stage, or the schedule."""
+    """Number of stages, from the module names, the CSV, the layers per stage, or the schedule."""
     if layout.pp_modules_per_stage:
         return len(layout.pp_modules_per_stage)
     if layout.pp_schedule_csv is not None:
@@ -66,10 +66,10 @@ def num_stages(layout: ParallelismConfig, n_layers: int) -> int:
 
 
 def check_weights(layout: ParallelismConfig, n_layers: int) -> None:
-    """Check how many layers embedding and head stand for, also without a pipeline: a search tries some.
+    """Check the weights of embedding and head, also without a pipeline: a search over layouts uses them.
 
     Raises:
-        ConfigError: less than none, or more than would change anything.
+        ConfigError: a weight is negative, or so large that it changes nothing.
     """
     for name in ("pp_first_stage_less_layers", "pp_last_stage_less_layers"):
         weight = getattr(layout, name)
@@ -79,30 +79,30 @@ def check_weights(layout: ParallelismConfig, n_layers: int) -> None:
 
 
 def check_stages(layout: ParallelismConfig, n_layers: int) -> None:
-    """Checks that every stage gets a module, and that named modules are those of the model.
+    """Check that every stage gets a module, and that named modules are those of the model.
 
     Raises:
-        ConfigError: the layers cannot be split as asked.
+        ConfigError: the layers cannot be split this way.
     """
     named = len(layout.pp_modules_per_stage)
     if named:
         check_modules_per_stage(layout.pp_modules_per_stage, n_layers)
     if layout.pp_schedule_csv is not None:
         scheduled = read_csv_schedule(layout.pp_schedule_csv, layout.pp).num_stages
-        there_are = named or n_layers + 2
-        if scheduled > there_are or (named and scheduled < named):
+        available = named or n_layers + 2
+        if scheduled > available or (named and scheduled < named):
             source = "parallelism.pp_modules_per_stage" if named else f"model.n_layers={n_layers}"
             raise ConfigError(
                 "parallelism.pp_schedule_csv",
                 layout.pp_schedule_csv,
-                f"runs {scheduled} stages, but {source} makes {'' if named else 'at most '}{there_are}",
+                f"runs {scheduled} stages, but {source} makes {'' if named else 'at most '}{available}",
             )
     elif not named:
         _check_automatic_split(layout, n_layers)
 
 
 def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
-    """Raises ConfigError when the numbers that rule the automatic split leave a stage without a module."""
+    """Raise ConfigError if the automatic split would leave a stage without a module."""
     first, last = layout.pp_first_stage_less_layers, layout.pp_last_stage_less_layers
     layers = layout.pp_layers_per_stage
     works = [*fitting_layers_per_stage(layout, n_layers), "null"]
@@ -120,8 +120,9 @@ def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
 def split_modules(layout: ParallelismConfig, n_layers: int) -> list[list[str]]:
     """Names of the modules of every stage, in order.
 
-    The automatic split gives every stage the same weight, the embedding and the head counting as the
-    layers they stand for, and the remainder to the earliest stages; so first and last hold fewer layers.
+    The automatic split gives every stage the same weight. The embedding counts as pp_first_stage_less_layers
+    layers and the head as pp_last_stage_less_layers, so the first and the last stage hold fewer layers. The
+    earliest stages get the remainder.
     """
     if layout.pp_modules_per_stage:
         return layout.pp_modules_per_stage
@@ -133,7 +134,7 @@ def split_modules(layout: ParallelismConfig, n_layers: int) -> list[list[str]]:
     room = [weight + (1 if stage < extra else 0) for stage in range(stages)]
     room[0] = max(0, room[0] - first)
     room[-1] = max(0, room[-1] - last)
-    # A table heavier than a whole stage takes room from the others; of equals from the ends, which hold more.
+    # An embedding or head heavier than a stage takes room from the fullest stages; on a tie, from the ends.
     while sum(room) > n_layers:
         room[max(range(stages), key=lambda s: (room[s], s in (0, stages - 1)))] -= 1
     names: list[list[str]] = []
@@ -157,7 +158,7 @@ def stages_of_rank(layout: ParallelismConfig, n_layers: int, pp_rank: int) -> li
 
 
 def check_modules_per_stage(stages: list[list[str]], n_layers: int) -> None:
-    """Raises ConfigError unless the stages hold every module once and in order."""
+    """Raise ConfigError unless the stages hold every module once and in order."""
     field, value = "parallelism.pp_modules_per_stage", _typed(stages)
     wanted = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
     named = [name for stage in stages for name in stage]
@@ -166,7 +167,7 @@ def check_modules_per_stage(stages: list[list[str]], n_layers: int) -> None:
         if name not in wanted:
             close = difflib.get_close_matches(name, wanted, n=1)
             hint = f", did you mean {close[0]}?" if close else ""
-            raise ConfigError(field, value, f"names {name}, which is no module{hint}", modules)
+            raise ConfigError(field, value, f"names {name}, which is not a module{hint}", modules)
     missing = [name for name in wanted if name not in named]
     if missing:
         raise ConfigError(field, value, f"leaves out {', '.join(missing)}", modules)
@@ -177,6 +178,6 @@ def check_modules_per_stage(stages: list[list[str]], n_layers: int) -> None:
 
 
 def _typed(stages: list[list[str]]) -> str:
-    """The split as it is typed on the command line; a long one is cut."""
+    """The split as typed on the command line, truncated to 100 characters."""
     text = "[" + ",".join(f"[{','.join(stage)}]" for stage in stages) + "]"
     return text if len(text) <= 100 else f"{text[:96]}...]"

@@ -1,1 +1,1 @@
-"""What a job will be like, before it costs anything: legality, memory, traffic, time."""
+"""Predict a job before it runs: legality, memory, traffic, time."""

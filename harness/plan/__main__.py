@@ -1,4 +1,4 @@
-"""``python -m harness.plan``: what a job will be like, told in seconds and without a GPU."""
+"""``python -m harness.plan``: predict memory, traffic and speed of a job in seconds, without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JSON_FLAG = "--json"
 
 
 def plan(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
-    """Prints the plan of a job, or of the best layouts for it; returns the exit code."""
+    """Print the plan of a job, or of the best layouts for it; return the exit code."""
     if launched_ranks() is not None:
         raise UserError("harness.plan is one process; start it without torchrun")
     if job.calibrate is not None:
@@ -43,7 +43,7 @@ def plan(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
 
 
 def _search(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
-    """Prints the best layouts, and writes the sweep that measures them."""
+    """Print the best layouts, and write the sweep that measures them."""
     from harness.plan.found import found_as_dict, render_found, sweep_path, write_sweep
     from harness.plan.search import search
     from harness.plan.space import Space
@@ -58,7 +58,7 @@ def _search(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
         sys.stdout.write(f"{dumps(found_as_dict(found) | {'sweep_file': path}, indent=2)}\n")
     else:
         sys.stdout.write(f"{render_found(found)}\n")
-    # What was found must not depend on whether a file can be written.
+    # Print the result even if the file cannot be written.
     sys.stdout.flush()
     command = write_sweep(found, path, overrides)
     if not as_json:
@@ -67,22 +67,22 @@ def _search(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
 
 
 def _calibration(job: PlanJob) -> Calibration | None:
-    """The constants to plan with, if others than the defaults.
+    """Read the constants to plan with; None for the defaults.
 
     Raises:
-        ConfigError: they are of one machine, and the job says that it runs on another.
+        ConfigError: they were fitted on other hardware than ``cluster.accelerator``.
     """
     if job.calibration is None:
         return None
     read, named = Calibration.read(job.calibration), job.cluster.accelerator
     if read.accelerator is not None and named is not None:
-        rule = f"is of {read.accelerator.name}, and cluster.accelerator is {named}"
+        rule = f"was fitted on {read.accelerator.name}, and cluster.accelerator is {named}"
         raise ConfigError("calibration", job.calibration, rule, "null, or cluster.accelerator=null")
     return read
 
 
 def _calibrate(folder: Path, target: str | None) -> int:
-    """Fits constants to measured runs, prints how well, and writes them."""
+    """Fit constants to measured runs, print the errors, and write the constants."""
     from harness.plan.calibrate import calibrate, render_fit
 
     calibration, measured, left_out = calibrate(folder)
@@ -93,7 +93,7 @@ def _calibrate(folder: Path, target: str | None) -> int:
 
 
 def _verify(made: Plan, *, step: bool, as_json: bool) -> int:
-    """Builds the job on a fake process group, and prints how what it holds compares with the plan."""
+    """Build the job on a fake process group, and print how it compares with the plan."""
     from harness.plan.verify import render_verified, verify
 
     gc.enable()
@@ -106,7 +106,7 @@ def _verify(made: Plan, *, step: bool, as_json: bool) -> int:
 
 
 def _rehearse(made: Plan, *, as_json: bool) -> int:
-    """Rehearses the ranks of a plan that differ, and prints both."""
+    """Rehearse one rank of each kind, and print plan and rehearsal."""
     from harness.plan.render import as_dict, render
     from harness.rehearse.__main__ import EXIT_FAILED, rehearse_ranks
     from harness.rehearse.config import RehearseConfig
@@ -125,8 +125,8 @@ def _rehearse(made: Plan, *, as_json: bool) -> int:
 
 def main() -> None:
     """Entry point of ``python -m harness.plan`` and of the console script."""
-    # Looking for garbage takes a quarter of importing torch, and a third of a search; there is little to
-    # find.
+    # Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds
+    # little.
     gc.disable()
 
     def verb(job: PlanJob, overrides: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The least time that a step can take, without running its pipeline's schedule: what a search asks first."""
+"""Lower bound on a step's time, without simulating its pipeline schedule; a search computes it first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.plan.work import Pass, Worker
 from harness.precision.linears import sort_linears
 
 KNOWN = ("compute", "tp", "cp", "ep")
-"""Parts of a step that blocks make by themselves."""
+"""Parts of a step's time that come from single blocks."""
 Key = tuple[Any, ...]
 
 
@@ -28,7 +28,7 @@ class _Load:
     forward: float
     backward: float
     parts: tuple[float, ...]
-    """What both go to, of each of ``KNOWN``."""
+    """Their sum, split by ``KNOWN``."""
 
     @classmethod
     def of(cls, forward: Pass, *backward: Pass) -> _Load:
@@ -46,26 +46,26 @@ class _Rank:
 
     busy: float
     """Seconds of one microbatch in its stages."""
-    waits: float
-    """Seconds at both ends of the step in which it has nothing to do."""
+    idle: float
+    """Seconds at the start and end of the step in which it has no work."""
     stages: tuple[int, ...]
-    """The stages that it holds."""
+    """Its stages."""
 
 
 class Bounds:
-    """Bounds of many points of one job.
+    """Lower bounds on the step time of many points of one job.
 
-    A rank computes its stages' passes once for every microbatch. Before its first, the microbatch has to pass
-    the stages before; where backward is one pass, after its last the gradients have to go back through them.
-    No schedule of the same passes takes less, and collectives of FSDP and the update come on top. Where ranks
-    take turns on the same cores, one works while another waits.
+    A rank runs the passes of its stages once per microbatch. Before its first pass, the microbatch goes
+    through the earlier stages. If backward is not split, the gradients go back through them after its last
+    pass. No schedule of these passes is faster; FSDP's collectives and the update come on top. If ranks share
+    cores, one works while another waits.
     """
 
     def __init__(self, base: Job, machine: Machine, world: int) -> None:
         self._base, self._machine = base, machine
         self._kinds = tuple(block_kinds(base.model))
         self._loads: dict[Key, dict[Any, _Load]] = {}
-        self._whole: dict[Key, float] = {}
+        self._model_seconds: dict[Key, float] = {}
         self._of_ranks: dict[Key, list[_Rank]] = {}
         self._parts: dict[tuple[int, int], list[Counter[Any]]] = {}
         linear = base.precision.linear
@@ -74,27 +74,27 @@ class Bounds:
         self._cores, self._world = machine.constants.cores, world
 
     def seconds(self, point: Point) -> float:
-        """The least time of a step of a legal point."""
+        """Lower bound on the step time of a legal point."""
         times, ranks, _ = self._of(point)
-        chain = max(times * rank.busy + rank.waits for rank in ranks)
+        chain = max(times * rank.busy + rank.idle for rank in ranks)
         if self._cores is None:
             return chain
-        # As speed.py has it: all ranks' work on all cores, or the longest chain of it on a rank's own.
-        together = times * self._whole[self._key(point)] * self._world / point.pp / self._cores
-        return max(chain / max(1, self._cores // self._world), together)
+        # As in speed.py: all ranks' work on all cores, or the longest chain on one rank's share of cores.
+        total = times * self._model_seconds[self._key(point)] * self._world / point.pp / self._cores
+        return max(chain / max(1, self._cores // self._world), total)
 
     def parts(self, point: Point) -> dict[str, float]:
-        """What that goes to, by those of ``PARTS`` that are known."""
+        """The bound, split by ``KNOWN`` and the bubble."""
         times, ranks, loads = self._of(point)
-        rank = max(ranks, key=lambda rank: times * rank.busy + rank.waits)
+        rank = max(ranks, key=lambda rank: times * rank.busy + rank.idle)
         stages = self._stages(point.layout(self._base.parallelism))
         held = [pair for stage in rank.stages for pair in stages[stage].items()]
         columns = zip(*([count * part for part in loads[of].parts] for of, count in held), strict=True)
         parts = {name: times * sum(column) for name, column in zip(KNOWN, columns, strict=True)}
-        return parts | {"bubble": rank.waits}
+        return parts | {"bubble": rank.idle}
 
     def _of(self, point: Point) -> tuple[int, list[_Rank], dict[Any, _Load]]:
-        """How many microbatches there are, the pipeline's ranks, and the loads of what they have."""
+        """Return the number of microbatches, the pipeline ranks, and the loads of the model's parts."""
         layout = point.layout(self._base.parallelism)
         times = self._base.global_batch_size // layout.data_parallel // point.rows
         key = self._load(point, layout)
@@ -102,12 +102,12 @@ class Bounds:
 
     @staticmethod
     def _key(point: Point) -> Key:
-        """What decides the loads of parts of the model."""
+        """The fields on which the loads of the model's parts depend."""
         shards = point.degrees[AXES.index("dp_shard")] if point.ep > 1 else 0
         return (point.tp, point.cp, shards, point.ep, point.rows, point.schedule is not None, point.mode)
 
     def _load(self, point: Point, layout: ParallelismConfig) -> Key:
-        """Notes the loads of each kind of block and of the head; few of the fields that move decide them."""
+        """Compute the loads of blocks, the table and the head, cached by the fields they depend on."""
         key = self._key(point)
         if key not in self._loads:
             base = self._base
@@ -124,14 +124,14 @@ class Bounds:
                 kind: _Load.of(block.forward, block.recompute, block.inputs, block.weights)
                 for kind, block in blocks.items()
             }
-            loads["head"] = _Load.of(*worker.ends())
+            loads |= {"tok_embeddings": _Load.of(*worker.table()), "output": _Load.of(*worker.head())}
             self._loads[key] = loads
-            whole = [loads[part] for part in (*self._kinds, "head")]
-            self._whole[key] = sum(load.forward + load.backward for load in whole)
+            model = [loads[part] for part in (*self._kinds, "tok_embeddings", "output")]
+            self._model_seconds[key] = sum(load.forward + load.backward for load in model)
         return key
 
     def _ranks(self, key: Key, layout: ParallelismConfig) -> list[_Rank]:
-        """The ranks of which any may be the slowest, whatever the number of microbatches."""
+        """The ranks that can be the slowest for some number of microbatches."""
         n_layers = self._base.model.n_layers
         loads = self._loads[key]
         key = (*key, layout.pp, num_stages(layout, n_layers), layout.pp_schedule)
@@ -146,26 +146,26 @@ class Bounds:
         for number in range(layout.pp):
             own = stages_of_rank(layout, n_layers, number)
             busy = sum(forward[stage] + backward[stage] for stage in own)
-            waits = reached[own[0]] + (left[own[0]] if one_backward else 0.0)
-            if not any(other.busy >= busy and other.waits >= waits for other in ranks):
-                ranks.append(_Rank(busy, waits, tuple(own)))
+            idle = reached[own[0]] + (left[own[0]] if one_backward else 0.0)
+            if not any(other.busy >= busy and other.idle >= idle for other in ranks):
+                ranks.append(_Rank(busy, idle, tuple(own)))
         self._of_ranks[key] = ranks
         return ranks
 
     def _stages(self, layout: ParallelismConfig) -> list[Counter[Any]]:
-        """Kinds of blocks, and the head, that every stage has, each with how many of them."""
+        """Count the kinds of blocks, the table and the head of every stage."""
         n_layers = self._base.model.n_layers
         key = (layout.pp, num_stages(layout, n_layers))
         if key not in self._parts:
             modules = split_modules(layout, n_layers)
             held = [Counter(part for name in names if (part := self._part(name))) for names in modules]
-            # Multi-token prediction has a block that no list of modules names.
+            # The lists of modules do not name the block of multi-token prediction.
             held[-1].update(self._kinds[n_layers:])
             self._parts[key] = held
         return self._parts[key]
 
     def _part(self, name: str) -> Any:
-        """The kind of a module; None for one that takes no time to speak of."""
+        """Key of a module's load; None for the last norm, whose time is negligible."""
         if name.startswith("layers."):
             return self._kinds[int(name.removeprefix("layers."))]
-        return "head" if name == "output" else None
+        return None if name == "norm" else name

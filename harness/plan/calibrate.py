@@ -1,4 +1,4 @@
-"""Fits the plan's constants to measured steps."""
+"""Fit the plan's constants to measured steps."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from harness.plan.cpu import measure_cpu
 from harness.plan.machine import machine_of
 from harness.plan.speed import StepModel
 
-# Which constants a fit moves, and where that of the defaults started. The others come from sheets and papers:
-# rows of one cluster's tables seldom tell them from the rest.
+# Constants that a fit changes, and the start of the fit of the defaults. The other constants come from data
+# sheets and papers: rows of one cluster seldom determine them.
 FITTED: tuple[str, ...] = ("matmul", "float8")
 START = replace(Constants(), matmul=0.6, float8=0.5)
 # Ranks on a CPU share its cores, wait for Python at every operation, and send through its memory.
 CPU_FITTED: tuple[str, ...] = ("matmul", "attention", "memory", "launch", "latency", "link")
 CPU_START = Constants(matmul=0.8, attention=0.3, memory=0.5, link=0.2, latency=500e-6, launch=30e-6)
-# How far a constant may be from where it starts, and how well rows are expected to be met, both as the
-# standard deviation of a logarithm: a constant that no row speaks of stays where it is.
+# Expected deviation of constants from their start, and of predictions from rows, as standard deviations of
+# the logarithm. A constant on which no row depends keeps its start.
 PRIOR, NOISE = 0.25, 0.02
 CPU_PRIOR, CPU_NOISE = 1.0, 0.05
-# Shares cannot be more than all.
+# Upper limits: these constants are fractions.
 MOST = {"matmul": 1.0, "float8": 1.0, "attention": 1.0, "memory": 1.0}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A job and how fast it was."""
+    """A job and its measured speed."""
 
     job: Job
     tokens_per_second_per_rank: float
 
 
 def predicted_rate(job: Job, calibration: Calibration) -> float:
-    """Tokens per second and rank that the plan expects of a job."""
+    """Tokens per second per rank that the plan predicts for a job."""
     machine = machine_of(job, calibration)
     assert machine is not None, "rows of unknown hardware are left out before"
     return StepModel(job, machine).speed()[0].tokens_per_second_per_rank
@@ -54,17 +54,17 @@ def fit(
     prior: float = PRIOR,
     noise: float = NOISE,
 ) -> Calibration:
-    """Constants with which the plan meets measured rows best.
+    """Fit constants to measured rows.
 
-    Minimises the squared logarithms of predicted over measured, and of the constants over where they start
-    (a maximum a posteriori estimate), one constant at a time with steps that shrink when none helps.
+    Minimises the squared logarithms of predicted over measured, and of the constants over their start (a
+    maximum a posteriori estimate), by coordinate descent with steps that shrink when none helps.
 
     Args:
-        rows: what was measured.
-        start: where to start; what is not named stays.
-        names: the constants to be fitted.
-        prior: how far they are expected to be from where they start.
-        noise: how far rows are expected to be from the plan.
+        rows: measured jobs.
+        start: start of the fit; constants that are not in ``names`` keep their values.
+        names: the constants to fit.
+        prior: expected deviation of constants from their start (standard deviation of the logarithm).
+        noise: expected deviation of predictions from rows (standard deviation of the logarithm).
     """
 
     def cost_of(logs: dict[str, float]) -> float:
@@ -101,7 +101,7 @@ def _moved(start: Calibration, logs: dict[str, float]) -> Calibration:
 
 
 def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
-    """The constants, and how the plan meets each run with them."""
+    """Format the constants, and the prediction error of each run."""
     lines = [f"constants of {calibration.source}"]
     for field in fields(calibration.constants):
         value = getattr(calibration.constants, field.name)
@@ -122,19 +122,19 @@ def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
 
 
 def calibrate(folder: Path) -> tuple[Calibration, list[Measured], str]:
-    """Fits constants to the completed runs of a folder.
+    """Fit constants to the completed runs of a folder.
 
-    Of runs on CPUs the cores of this machine are measured first (``cpu.py``): they have to be the same.
+    For runs on CPUs the cores of this machine are measured first (``cpu.py``), so it must be the machine of
+    the runs.
 
     Args:
         folder: runs, or a sweep of runs.
 
     Returns:
-        the constants and their hardware; the runs that they were fitted to; what of them was left out, in
-        words.
+        The constants and their hardware; the runs they were fitted to; a sentence on rows that were left out.
 
     Raises:
-        UserError: no run of known hardware is there, or they are of several kinds.
+        UserError: there is no run on known hardware, or runs are from several devices.
     """
     from harness.report.rows import job_of, load
 
@@ -148,9 +148,9 @@ def calibrate(folder: Path) -> tuple[Calibration, list[Measured], str]:
         devices.add(row["device"])
         measured.append(Measured(job, rate))
     if not measured:
-        raise UserError(f"calibrate={folder}: no completed run with a throughput is there")
+        raise UserError(f"calibrate={folder}: no completed run with a throughput")
     if len(devices) > 1:
-        raise UserError(f"calibrate={folder}: runs are of several devices: {', '.join(sorted(devices))}")
+        raise UserError(f"calibrate={folder}: runs are from several devices: {', '.join(sorted(devices))}")
     [device] = devices
     source = f"{len(measured)} runs of {folder}, {device}"
     left_out = f"{len(rows) - len(measured)} rows without a throughput left out"
@@ -164,5 +164,5 @@ def calibrate(folder: Path) -> tuple[Calibration, list[Measured], str]:
         start, names = Calibration(on_cores, measure_cpu(), source=source), CPU_FITTED
         expected = (CPU_PRIOR, CPU_NOISE)
     else:
-        raise UserError(f"calibrate={folder}: runs are of {device}, of which nothing is known")
+        raise UserError(f"calibrate={folder}: runs are from {device}, which is unknown hardware")
     return fit(measured, start, names, *expected), measured, left_out

@@ -1,9 +1,8 @@
-"""What hardware and software reach of what sheets promise: the few numbers that no sheet has.
+"""Efficiency constants: achieved fractions of data-sheet peaks, and fixed costs.
 
 The defaults are fitted (harness/plan/calibrate.py) on Table 1 and one row of Table 5 of torchtitan's
-published tables (experiments/llama3_h100/published.csv) and on nothing else; the report prints what they
-miss. ``python -m harness.plan calibrate=FOLDER`` fits them to measured runs, of a cluster or of a CPU's
-cores.
+published tables (experiments/llama3_h100/published.csv) and on nothing else; the report prints the errors.
+``python -m harness.plan calibrate=FOLDER`` fits them to measured runs, on a cluster or on a CPU.
 """
 
 from __future__ import annotations
@@ -23,58 +22,59 @@ from harness.metrics.encoding import parse_object
 
 @dataclass(frozen=True)
 class Constants:
-    """Shares of peaks, and times that no peak bounds."""
+    """Achieved fractions of peaks, and fixed costs."""
 
     matmul: float = 0.493
-    """Share of the peak that products of large matrices in 16 or 32 bits reach in a long run, after tiles
-    that do not fill the last wave are counted. Fitted; the devices of those tables had 500 of 700 W."""
+    """Fraction of the peak for products of large 16- or 32-bit matrices in a long run, in addition to wave
+    quantization of tiles. Fitted; the devices of those tables were limited to 500 of 700 W."""
     float8: float = 0.403
-    """The same of float8's peak. Fitted."""
+    """Fraction of float8's peak for matrix products. Fitted."""
     attention: float = 0.35
-    """Share of the 16-bit peak that fused attention reaches: FlashAttention-2's on an H100 (arXiv:2407.08608,
+    """Fraction of the 16-bit peak for fused attention: FlashAttention-2 on an H100 (arXiv:2407.08608,
     abstract)."""
     memory: float = 0.85
-    """Share of the memory's bandwidth that passes over tensors reach; assumed."""
+    """Fraction of the memory bandwidth for passes over tensors; assumed."""
     link: float = 0.75
-    """Share of a node's links that NCCL's collectives reach (nccl-tests: 330 to 370 of 450 GB/s)."""
+    """Fraction of the bandwidth of a node's links for NCCL's collectives (nccl-tests: 330 to 370 of
+    450 GB/s)."""
     network: float = 0.85
-    """Share of the network that they reach; assumed."""
+    """Fraction of the network's bandwidth for NCCL's collectives; assumed."""
     latency: float = 20e-6
-    """Seconds that a collective takes however small it is; assumed."""
+    """Minimum seconds of a collective; assumed."""
     async_tp: float = 0.5
-    """Share of tensor parallel's collectives that asynchronous tensor parallel hides; assumed."""
+    """Fraction of tensor parallel's collectives that asynchronous tensor parallel hides; assumed."""
     launch: float = 3e-6
-    """Seconds that a kernel takes however small it is; on a CPU, an operation; assumed."""
+    """Minimum seconds of a kernel, or of an operation on a CPU; assumed."""
     cores: int | None = None
-    """Cores that all ranks of a node share, where they do: a CPU. None: each has a device to itself."""
+    """Cores that all ranks of a node share (CPU). None: each rank has its own device."""
 
 
-# What nothing is divided by.
+# Constants that are never divisors.
 _MAY_BE_ZERO = ("constants.latency", "constants.async_tp", "constants.launch")
 _LARGEST = 1e30
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants, and the hardware they are of."""
+    """Constants, and their hardware."""
 
     constants: Constants
     accelerator: Accelerator | None = None
-    """Hardware that was measured, where no table has it: a CPU."""
+    """Measured hardware, if it is not in the table: a CPU."""
     source: str = ""
-    """What it was fitted on."""
+    """Runs that the constants were fitted on."""
 
     @staticmethod
     def read(path: str) -> Calibration:
-        """Reads a calibration that ``write`` wrote.
+        """Read a calibration that ``write`` wrote.
 
         Raises:
-            UserError: there is none, it is of another version, or a value cannot be.
+            UserError: the file is missing, from another version, or has an invalid value.
         """
         where, works = f"calibration={path}", "would work: a file that harness.plan calibrate=FOLDER wrote"
-        # A calibration has a few hundred bytes; a device may have no end.
+        # Reading a device such as /dev/zero would never end.
         if os.path.exists(path) and not os.path.isfile(path):
-            raise UserError(f"{where}: is no file; {works}")
+            raise UserError(f"{where}: is not a file; {works}")
         try:
             read: Calibration = from_dict(Calibration, parse_object(Path(path).read_bytes()))
             read._validate()
@@ -87,21 +87,21 @@ class Calibration:
             raise UserError(f"{where}: {error}; {works}") from None
 
     def _validate(self) -> None:
-        """Checks the numbers, with which the plan divides.
+        """Check the numbers; most of them are divisors.
 
         Raises:
-            ConfigError: naming the first that cannot be.
+            ConfigError: naming the first invalid one.
         """
         for name, value in self._numbers():
-            is_number = isinstance(value, int | float) and value <= _LARGEST  # which NaN is not
+            is_number = isinstance(value, int | float) and value <= _LARGEST  # false for NaN
             if not is_number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
-                kind = "a number from 0 on" if name in _MAY_BE_ZERO else "a positive number"
+                kind = "a number of at least 0" if name in _MAY_BE_ZERO else "a positive number"
                 raise ConfigError(name, value, f"must be {kind}")
         if self.constants.async_tp > 1:
-            raise ConfigError("constants.async_tp", self.constants.async_tp, "is a share, at most 1")
+            raise ConfigError("constants.async_tp", self.constants.async_tp, "must be at most 1")
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
-        """Yields the numbers by their dotted names in the file."""
+        """Yield the numbers with their dotted names in the file."""
         for name, value in asdict(self.constants).items():
             if name != "cores" or value is not None:
                 yield f"constants.{name}", value
@@ -112,5 +112,5 @@ class Calibration:
                 yield f"accelerator.peak_flops.{dtype}", self.accelerator.peak_flops.get(dtype)
 
     def write(self, path: str) -> None:
-        """Writes it as JSON."""
+        """Write the calibration as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")

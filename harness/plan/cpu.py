@@ -1,4 +1,4 @@
-"""What the cores of this machine can do, measured: no table has every CPU."""
+"""Measure the speed of this machine's cores, because no table has every CPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Callable
 from harness.cluster.hardware import Accelerator
 from harness.metrics.memory import GIB
 
-# A product that does not fit the caches of one core, and a copy that fits none.
+# A product that exceeds the caches of one core, and a copy that exceeds all caches.
 ROWS, WIDTH = 1024, 1024
 COPIED = 2**28
 REPEATS = 7
 
 
 def measure_cpu() -> Accelerator:
-    """This machine as one core of it: products in float32 and bfloat16, and copies, of one thread each.
+    """Measure one core of this machine: products in float32 and bfloat16, and copies, with one thread.
 
-    Takes about two seconds. What ranks send each other goes through the same memory.
+    Takes about two seconds. The link bandwidth is that of memory, through which ranks send.
     """
     import torch
 
@@ -52,7 +52,7 @@ def _product_rate(dtype) -> float:  # type: ignore[no-untyped-def]
 
 
 def _copy_rate() -> float:
-    """Bytes read and written per second."""
+    """Bytes per second, read plus written."""
     import torch
 
     source = torch.ones(COPIED // 4)
@@ -61,7 +61,7 @@ def _copy_rate() -> float:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Median time of one of several."""
+    """Median time of ``work`` over ``REPEATS`` runs."""
     work()
     taken = []
     for _ in range(REPEATS):

@@ -1,4 +1,4 @@
-"""A world in one process: torch's fake process group, tensors without memory, and stand-ins for GPUs."""
+"""One rank of a fake world: torch's fake process group, fake tensors, and replacements for GPU kernels."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def pretending(rank: int, world_size: int) -> Iterator[None]:
-    """This process is a rank of a world whose other ranks are not there; afterwards it is none.
+    """Make this process a rank of a fake process group, whose other ranks do not exist.
 
     Raises:
-        UserError: it is a rank of a real one.
+        UserError: the process is already a rank of a process group.
     """
     if dist.is_initialized():
         raise UserError(
-            f"a pretended world of {world_size} ranks: this process is a rank of another one already; "
-            "would work: a process that is none"
+            f"fake process group of {world_size} ranks: this process is already in a process group; "
+            "would work: a process without one"
         )
     _clear_sharding_prop_cache()
-    # torch puts the rank before every line of an uncaught error, for good.
-    says_errors = sys.excepthook
+    # init_process_group replaces the hook, to put the rank before every line of an uncaught error.
+    excepthook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = says_errors
-        # Cached sharding decisions hold meshes of groups that are gone.
+        sys.excepthook = excepthook
+        # Cached sharding decisions refer to meshes of destroyed groups.
         _clear_sharding_prop_cache()
 
 
 def stand_in(job: Job) -> tuple[Job, list[str]]:
-    """The job as a CPU can lay it out, and what had to be left out or replaced for that.
+    """Return the job in a form that a CPU can lay out, and notes on what was removed or replaced.
 
-    Names, shapes and placements of parameters are those of the job.
+    Names, shapes and placements of parameters do not change.
     """
     notes = []
     if job.parallelism.async_tp:
@@ -76,32 +76,32 @@ def stand_in(job: Job) -> tuple[Job, list[str]]:
     return job, notes
 
 
-# Methods of a mesh that compute with its tensor of ranks, which is a real one.
+# Methods of a mesh that compute with its real tensor of ranks.
 _MESH_METHODS = ("__getitem__", "_flatten", "_concatenate", "_unflatten", "get_coordinate", "get_local_rank")
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Operations have shapes and formats and compute nothing; tensors take no memory."""
+    """Run operations on fake tensors: they have shapes and dtypes, but neither values nor memory."""
     mesh: Any = DeviceMesh
     with ExitStack() as undo:
         for name in _MESH_METHODS:
             if hasattr(mesh, name):
-                undo.enter_context(patch.object(mesh, name, _really(getattr(mesh, name))))
-        undo.enter_context(patch.object(mesh, "mesh", property(_really(mesh.mesh.fget))))
-        # What it keeps for later would be without values.
+                undo.enter_context(patch.object(mesh, name, _with_real_tensors(getattr(mesh, name))))
+        undo.enter_context(patch.object(mesh, "mesh", property(_with_real_tensors(mesh.mesh.fget))))
+        # It must not cache fake tensors.
         clip._vector.cache_clear()
         undo.callback(clip._vector.cache_clear)
-        # Optimizers ask how many steps there were.
+        # Optimizers read their step counts.
         undo.enter_context(patch.object(adam, "_get_value", lambda _: 1.0))
         undo.enter_context(patch.object(RoundedAdamW, "_count", staticmethod(lambda _: 1.0)))
-        # Some tensors are made earlier, such as the positions of a context-parallel rank.
+        # Some tensors are created earlier, such as the positions of a context-parallel rank.
         undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 
 
-def _really(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, outside of a world of fake tensors."""
+def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that it runs outside of the fake mode."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -112,12 +112,12 @@ def _really(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stages_in(schedule: Any) -> list[Any]:
-    """torch's stages in one of its schedules."""
+    """torch's stages of a schedule."""
     return getattr(schedule, "_stages", None) or [schedule._stage]
 
 
-def without_values(part: Decoder) -> None:
-    """Replaces, in a model part, what needs values or a GPU's kernel."""
+def replace_modules(part: Decoder) -> None:
+    """Replace modules of a model part that need values or a GPU kernel."""
     for module in part.modules():
         if isinstance(module, Attention | LatentAttention):
             if isinstance(module.inner, UlyssesAttention):
@@ -135,10 +135,10 @@ def _kernel(kernel: Kernel, seq_len: int) -> Kernel:
 
 
 class FakeKernel(Kernel):
-    """A kernel without a mask in memory; it keeps queries, keys, values, the output and one sum a row.
+    """Attention without a mask in memory; it saves queries, keys, values, the output and one sum per row.
 
-    Where a layer does not see the whole sequence, queries meet as many keys as the most that one of them
-    sees. That is how FLOPs are counted (``harness/model/accounting.py``).
+    In layers with a window or chunks, all queries attend to the maximum number of keys of a query. FLOPs are
+    counted the same way (``harness/model/accounting.py``).
     """
 
     def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> None:
@@ -153,7 +153,7 @@ class FakeKernel(Kernel):
         if q.shape[-1] == v.shape[-1]:
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
         else:
-            # The one kernel of GPUs that is there in all versions and takes values of another width.
+            # The only GPU kernel that all versions have and that takes values of another width.
             out, lse, *_ = aten._scaled_dot_product_efficient_attention(
                 q, k, v, None, True, 0.0, True, scale=scale
             )
@@ -163,7 +163,7 @@ class FakeKernel(Kernel):
 
 
 class EvenExchange(ExpertExchange):
-    """Every rank sends as many rows to every other: how many go where is not known without values."""
+    """Every rank sends the same number of rows to each rank: without values the routing is unknown."""
 
     def _lengths(self, given: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int]]:
         even = [rows // self.ranks + (rank < rows % self.ranks) for rank in range(self.ranks)]

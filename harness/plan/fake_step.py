@@ -1,8 +1,8 @@
 """One step of a rank on fake tensors: the peak of bytes alive, FLOPs, and bytes sent by axis.
 
-What is run is what training runs: FSDP, DTensor, recomputation and the optimizer, operation by operation.
-Equal blocks are not run all: a step's counts and peaks are linear in how many there are, so they are taken at
-two depths and drawn out (``drawn_out``).
+The step runs the code of training: FSDP, DTensor, recomputation and the optimizer. Of equal blocks only a few
+are run: counts and peaks are linear in the number of blocks, so they are measured at two depths and
+extrapolated (``extrapolated``).
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from harness.parallelism.mesh import Mesh, build_mesh
 from harness.parallelism.parallelize import lay_out
 from harness.parallelism.pipeline import boundary, build_schedule
 from harness.parallelism.stages import split_modules, stages_of_rank
-from harness.plan.fake import CPU, fake_tensors, pretending, stages_in, without_values
+from harness.plan.fake import CPU, fake_tensors, pretending, replace_modules, stages_in
 from harness.plan.meter import Meter
-from harness.plan.order import pipeline_order, that_gather
+from harness.plan.order import gathering_passes, pipeline_order
 from harness.plan.plan import Action
 from harness.precision.swap import precompute_scales
 
-Figures = dict[tuple[str, ...], float]
-"""What is counted, by ("peak", phase), ("flops",), ("sent", axis), ("kept", stage) and ("rest",); stages are
-those of the rank, from 0."""
+Statistics = dict[tuple[str, ...], float]
+"""Measured values by ("peak", phase), ("flops",), ("sent", axis), ("kept", stage) and ("rest",). Stages are
+numbered within the rank, from 0."""
 FORWARD, BACKWARD = ("early forward", "late forward"), ("early backward", "late backward")
-"""The phases of passes, see ``drawn_out``."""
+"""The phases of passes, see ``extrapolated``."""
 
 
 @dataclass(frozen=True)
 class FakeStep:
-    """What one rank's step takes, its attention counted as ``Meter`` says."""
+    """Memory, FLOPs and traffic of one rank's step; attention is counted as in ``Meter``."""
 
     peak: float
-    """Most bytes of tensors alive. With a pipeline: while as many microbatches are in flight as the schedule
-    has. What forward leaves for backward is counted for each of them, measured on one; what stages receive
-    into, which torch allocates for all microbatches at once, is left out."""
+    """Peak bytes of live tensors. With a pipeline, the microbatches in flight follow the schedule: each
+    counts the bytes saved for backward, measured on one. Receive buffers of stages, which torch allocates for
+    all microbatches at once, are left out."""
     peak_of_one: float
-    """The same with one microbatch in flight; without a pipeline, the same as ``peak``."""
+    """Peak with one microbatch in flight; without a pipeline equal to ``peak``."""
     rest: float
     """Bytes alive between steps: parameters, optimizer state, buffers."""
     flops: float
@@ -66,26 +66,26 @@ class FakeStep:
 
 
 def fake_steps(job: Job) -> list[FakeStep]:
-    """Runs a step of the first rank of every pipeline rank, once for those that do the same.
+    """Run a step of the first rank of every pipeline rank, once for pipeline ranks with equal work.
 
-    A backward pass that the schedule splits in two is run as one. FSDP gathers a stage once for all
-    microbatches of a pass, as torch's schedules have it for up to three stages a rank.
+    A split backward pass is run as one. FSDP gathers a stage once for all microbatches of a pass, as in
+    torch's schedules for up to three stages per rank.
 
     Args:
-        job: one that ``fake.stand_in`` gave.
+        job: a job from ``fake.stand_in``.
     """
-    known: dict[Any, Figures] = {}
+    known: dict[Any, Statistics] = {}
     steps = []
     for pp_rank in range(job.parallelism.pp):
         work = _work_of(job, pp_rank)
         if work not in known:
-            known[work] = drawn_out(job, pp_rank)
+            known[work] = extrapolated(job, pp_rank)
         steps.append(_summed_up(job, pp_rank, known[work]))
     return steps
 
 
 def _work_of(job: Job, pp_rank: int) -> Any:
-    """What makes a pipeline rank's figures: two ranks of equal work have the same."""
+    """Describe the work of a pipeline rank; ranks with equal work have the same statistics."""
     names = split_modules(job.parallelism, job.model.n_layers)
     own = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
     microbatches = Counter(action.stage for action in _passes(job, pp_rank) if action.kind == "F")
@@ -97,30 +97,30 @@ def _work_of(job: Job, pp_rank: int) -> Any:
     return tuple(work)
 
 
-def _summed_up(job: Job, pp_rank: int, figures: Figures) -> FakeStep:
-    one = max(value for key, value in figures.items() if key[0] == "peak")
+def _summed_up(job: Job, pp_rank: int, statistics: Statistics) -> FakeStep:
+    one = max(value for key, value in statistics.items() if key[0] == "peak")
     return FakeStep(
-        peak=max(one, _peak_in_flight(job, pp_rank, figures)),
+        peak=max(one, _peak_in_flight(job, pp_rank, statistics)),
         peak_of_one=one,
-        rest=figures["rest",],
-        flops=figures["flops",],
-        sent={key[1]: value for key, value in figures.items() if key[0] == "sent"},
+        rest=statistics["rest",],
+        flops=statistics["flops",],
+        sent={key[1]: value for key, value in statistics.items() if key[0] == "sent"},
     )
 
 
-def _peak_in_flight(job: Job, pp_rank: int, figures: Figures) -> float:
-    """Follows the schedule: what is kept for backward of all microbatches that are in flight adds up."""
+def _peak_in_flight(job: Job, pp_rank: int, statistics: Statistics) -> float:
+    """Follow the schedule: bytes saved for backward add up over the microbatches in flight."""
     if job.parallelism.pp == 1:
         return 0.0
     own = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
     in_flight, peak = 0.0, 0.0
     for action in _passes(job, pp_rank):
         place = str(own.index(action.stage))
-        kept = figures["kept", place]
-        # What a phase's peak was measured with, it had itself kept.
+        kept = statistics["kept", place]
+        # The measured peak of a backward phase includes the bytes its own forward saved.
         phases, others = (FORWARD, in_flight) if action.kind == "F" else (BACKWARD, in_flight - kept)
-        peak = max(peak, *(others + figures.get(("peak", f"{place} {phase}"), 0.0) for phase in phases))
-        # Of a split backward the second half frees.
+        peak = max(peak, *(others + statistics.get(("peak", f"{place} {phase}"), 0.0) for phase in phases))
+        # In a split backward, the second half frees.
         in_flight += {"F": kept, "I": 0.0}.get(action.kind, -kept)
     return peak
 
@@ -130,16 +130,16 @@ def _passes(job: Job, pp_rank: int) -> list[Action]:
     return pipeline_order(job.parallelism, job.model.n_layers, microbatches)[pp_rank]
 
 
-# Which blocks are run.
+# Extrapolation from few blocks.
 
 
 LEAST_BLOCKS = 2
-"""Blocks behind the first cycle, at least: one's backward runs while another's gradients are reduced."""
+"""Minimum of blocks after the first cycle: one's backward runs while another's gradients are reduced."""
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """How a stage's blocks repeat themselves: after some that do not, the same few over and over."""
+    """How a stage's blocks repeat: from index ``start``, with a period of ``period`` blocks."""
 
     start: int
     period: int
@@ -147,19 +147,19 @@ class Cycle:
 
     @property
     def least(self) -> int:
-        """Blocks of the shallowest stage that stands for it, ending within a cycle where the whole ends."""
+        """Blocks of the shallowest stage to extrapolate from; it ends at the same point of a cycle."""
         over = (self.blocks - self.start) % self.period
         cycles = 1 + max(1, -(-(LEAST_BLOCKS - over) // self.period))
         return min(self.blocks, self.start + over + cycles * self.period)
 
     @property
     def more(self) -> float:
-        """How many cycles the whole has more than that; 0 or 1 are run and not drawn out."""
+        """Number of cycles beyond ``least``; up to 1 is run instead of extrapolated."""
         return (self.blocks - self.least) / self.period
 
 
 def cycle_of(kinds: Sequence[Any]) -> Cycle:
-    """The shortest description of a sequence of blocks, equal ones being of equal kind."""
+    """Find the shortest description of a sequence of kinds of blocks."""
     n = len(kinds)
     for length in range(1, n):
         for period in range(1, length + 1):
@@ -169,24 +169,24 @@ def cycle_of(kinds: Sequence[Any]) -> Cycle:
     return Cycle(0, max(1, n), n)
 
 
-def drawn_out(job: Job, pp_rank: int) -> Figures:
-    """The figures of a step with all blocks, from steps with few.
+def extrapolated(job: Job, pp_rank: int) -> Statistics:
+    """Compute the statistics of a step with all blocks from steps with few.
 
-    Every figure is linear in the number of cycles of each stage: counts because equal blocks count the same,
-    and peaks because a phase's peak falls on the same moment whatever the depth. Passes have two phases each,
-    which a block divides, the last of the first cycle: forward up to it, and on to the loss, when all
-    activations are there; backward down to it, and on to the end, when all gradients are.
+    Every value is linear in the number of cycles of each stage: counts because equal blocks count the same,
+    and peaks because a phase's peak is at the same moment at every depth. The last block of the first cycle
+    divides each pass into two phases: forward up to this block, and from there to the loss, when all
+    activations are live; backward down to it, and from there to the end, when all gradients are live.
     """
     stages = split_modules(job.parallelism, job.model.n_layers)
     own = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
     cycles = {stage: _cycle_of_stage(job, stages[stage]) for stage in own}
     depths = {stage: cycle.least if cycle.more > 1 else cycle.blocks for stage, cycle in cycles.items()}
-    figures = base = figures_of(job, pp_rank, depths)
+    statistics = base = statistics_of(job, pp_rank, depths)
     for stage, cycle in cycles.items():
         if cycle.more > 1:
-            deeper = figures_of(job, pp_rank, depths | {stage: depths[stage] + cycle.period})
-            figures = {key: figures[key] + cycle.more * (deeper[key] - base[key]) for key in base}
-    return figures
+            deeper = statistics_of(job, pp_rank, depths | {stage: depths[stage] + cycle.period})
+            statistics = {key: statistics[key] + cycle.more * (deeper[key] - base[key]) for key in base}
+    return statistics
 
 
 def _cycle_of_stage(job: Job, names: list[str]) -> Cycle:
@@ -198,7 +198,7 @@ def _layers(names: Sequence[str]) -> list[int]:
 
 
 def _kind(job: Job, layer: int) -> tuple[Any, ...]:
-    """What blocks differ in."""
+    """Properties in which blocks differ."""
     model, recompute = job.model, job.activation_checkpoint
     recomputed = recompute.mode == "selective_layer" and layer % recompute.every_nth_layer == 0
     return model.has_experts(layer), model.span(layer), model.attention.is_rotated(layer), recomputed
@@ -207,13 +207,13 @@ def _kind(job: Job, layer: int) -> tuple[Any, ...]:
 # A step.
 
 
-def figures_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) -> Figures:
-    """The figures of a step in which stages have only the first so many of their blocks.
+def statistics_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) -> Statistics:
+    """Measure a step in which stages have only their first blocks.
 
     Args:
-        job: one that ``fake.stand_in`` gave.
-        pp_rank: place on the pipeline axis.
-        depths: how many blocks stages have, by their indices; the others, and without it all, are whole.
+        job: a job from ``fake.stand_in``.
+        pp_rank: rank on the pipeline axis.
+        depths: number of blocks by stage index; other stages, or all stages if None, have all their blocks.
     """
     layout, depths = job.parallelism, depths or {}
     stages = split_modules(layout, job.model.n_layers)
@@ -229,11 +229,11 @@ def figures_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) -> 
         indices = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
         with fake_tensors(), Meter(mesh) as meter:
             for place, (index, part) in enumerate(zip(indices, parts, strict=True)):
-                without_values(part)
+                replace_modules(part)
                 allocate(part, CPU, CPU)
                 _mark_phases(meter, part, place, cycles[index])
             step = _Step(job, mesh, parts, meter)
-            # The first step makes what stays: optimizer state, and buffers of FSDP's.
+            # The first step creates persistent tensors: optimizer state and FSDP's buffers.
             step.run()
             gc.collect()
             meter.reset()
@@ -249,12 +249,12 @@ def figures_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) -> 
 
 
 def _deeper(names: list[str], depth: int | None) -> set[str]:
-    """Blocks of a stage that are not among its first ones."""
+    """Names of a stage's blocks beyond the first ``depth``."""
     return set() if depth is None else {f"layers.{layer}" for layer in _layers(names)[depth:]}
 
 
 def _mark_phases(meter: Meter, part: Decoder, place: int, cycle: Cycle) -> None:
-    """Has a part say where it stands in a pass."""
+    """Make a model part report the phases of its passes to the meter."""
 
     def begin(phase: str) -> None:
         meter.begin(f"{place} {phase}")
@@ -276,7 +276,7 @@ def _mark_phases(meter: Meter, part: Decoder, place: int, cycle: Cycle) -> None:
 
 
 class _Step:
-    """An optimizer step of a rank, as the engine does it, without values."""
+    """An optimizer step of a rank, like the engine's, on fake tensors."""
 
     def __init__(self, job: Job, mesh: Mesh, parts: list[Decoder], meter: Meter) -> None:
         self.job, self.mesh, self.parts, self.meter = job, mesh, parts, meter
@@ -311,7 +311,7 @@ class _Step:
         self._update()
 
     def _run_batches(self) -> None:
-        """Without a pipeline: all passes but the last are alike."""
+        """Run a step without a pipeline: all passes but the last are equal."""
         executor = DirectExecutor(self.job, self.parts[0], self.loss, self.positions)
         again = self.job.accumulation_steps - 1
         for last, times in (False, again), (True, 1):
@@ -321,14 +321,14 @@ class _Step:
         self.meter.times = 1
 
     def _run_stages(self) -> None:
-        """With one: every stage takes a microbatch at a time, forward and at once backward."""
+        """Run a step with a pipeline: every stage runs a microbatch forward and at once backward."""
         stages, passes = stages_in(self.schedule), _passes(self.job, self.mesh.rank("pp"))
         own, frees = [stage.stage_index for stage in stages], self.job.parallelism.reshards_after_forward
         microbatches = Counter(action.stage for action in passes if action.kind == "F")
-        gathering = that_gather(passes) if frees else set()
+        gathering = gathering_passes(passes) if frees else set()
         gathers = Counter((action.stage, action.kind) for action in gathering)
         for again in (False, True):
-            # The first gathers parameters, the others find them gathered.
+            # The first microbatch gathers parameters, the others find them gathered.
             for place, stage in enumerate(stages):
                 index = stage.stage_index
                 forward = backward = 1
@@ -339,34 +339,34 @@ class _Step:
                 if forward or backward:
                     self._run_microbatch(stage, place, own, forward, backward, gathered=again)
         for stage in stages:
-            self._gather(stage, gathers[stage.stage_index, "W"], anew=True)
+            self._gather(stage, gathers[stage.stage_index, "W"], again=True)
         self.meter.times = self.job.accumulation_steps
         for place, stage in enumerate(stages):
             self.meter.begin(f"{place} reduce")
             stage.perform_reduce_grad(1)
         self.meter.times = 1
 
-    def _gather(self, stage: Any, times: int, *, anew: bool = False) -> None:
-        """Gathers a stage's parameters, if they are freed; counted so often."""
+    def _gather(self, stage: Any, times: int, *, again: bool = False) -> None:
+        """Gather a stage's parameters if they are freed (``again``: in any case), counted ``times`` times."""
         self.meter.times = times * self.job.accumulation_steps
         modules = [module for module in stage.submod.modules() if isinstance(module, FSDPModule)]
         for module in modules:
-            if anew and times:
+            if again and times:
                 module.reshard()
             module.unshard()
 
     def _run_microbatch(
         self, stage: Any, place: int, own: list[int], forward: int, backward: int, *, gathered: bool
     ) -> None:
-        """Runs a microbatch forward and backward.
+        """Run a microbatch forward and backward.
 
         Args:
             stage: torch's stage.
-            place: the stage's place among those of the rank.
-            own: the stages of the rank.
-            forward: how many forward passes of a local batch it stands for.
-            backward: the same of backward passes.
-            gathered: whether both find the parameters gathered.
+            place: index of the stage within the rank.
+            own: stages of the rank.
+            forward: number of forward passes of a local batch that this pass counts for.
+            backward: number of backward passes that it counts for.
+            gathered: whether both passes find the parameters gathered.
         """
         if gathered:
             self._gather(stage, 0)
@@ -391,13 +391,13 @@ class _Step:
             self._send(index - 1, own, gradient)
 
     def _send(self, to: int, own: list[int], tensor: Tensor | None) -> None:
-        """Counts what goes to another stage, unless that is on this rank."""
+        """Count the bytes sent to another stage, unless it is on this rank."""
         if tensor is not None and to not in own:
             self.meter.sent["pp"] += self.meter.times * tensor.numel() * tensor.element_size()
 
     def _boundary(self, part: Decoder, index: int, *, entering: bool) -> Tensor:
-        said = boundary(self.job, self.mesh, part, index, entering=entering)
-        return torch.empty(said.shape, dtype=said.dtype, requires_grad=said.requires_grad)
+        meta = boundary(self.job, self.mesh, part, index, entering=entering)
+        return torch.empty(meta.shape, dtype=meta.dtype, requires_grad=meta.requires_grad)
 
     def _batch(self, rows: int) -> Batch:
         shape = rows, self.job.training.seq_len

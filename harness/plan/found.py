@@ -1,4 +1,4 @@
-"""What a search found: as text, as plain containers, and as a sweep that measures it."""
+"""The result of a search: as text, as plain containers, and as a sweep that measures it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,31 @@ from harness.plan.render import (
     figure,
     gib,
     mesh_of,
-    part_in_words,
+    part_name,
     schedule_of,
     seconds,
     tokens_per_step,
 )
-from harness.plan.search import Candidate, Found, Lost
+from harness.plan.search import Candidate, Rejected, SearchResult
 from harness.plan.space import Point
 
-# Reasons that are shown one by one; the others are added up.
+# Reasons that are shown one by one; the others are summed.
 _SHOWN = 6
-# Fields of the plan that no training job has.
-_OWN = ("search", "top", "sweep_file", "verify", "verify_step", "calibrate", "calibration", "picture")
+# Fields of PlanJob that a training job does not have.
+_PLANNER_FIELDS = (
+    "search",
+    "top",
+    "sweep_file",
+    "verify",
+    "verify_step",
+    "calibrate",
+    "calibration",
+    "picture",
+)
 
 
-def render_found(found: Found) -> str:
-    """What a search prints, without its sweep file."""
+def render_found(found: SearchResult) -> str:
+    """Format the result of a search, without its sweep file."""
     plan = found.best[0].plan
     job = plan.job
     unit = "GPU" if plan.accelerator is not None else "rank"
@@ -45,17 +54,17 @@ def render_found(found: Found) -> str:
     head = (
         f"{job.name} on {devices(plan, job.world_size)}{where}; {job.global_batch_size:,} x "
         f"{job.training.seq_len:,} = {counted(tokens_per_step(job))} tokens a step\n"
-        f"{found.points:,} ways to run {found.layouts:,} layouts, {found.planned:,} of them planned whole, "
+        f"{found.points:,} ways to run {found.layouts:,} layouts, {found.planned:,} of them fully planned, "
         f"in {found.seconds:.1f} s\n"
     )
-    kept = sorted(field for field in found.space.typed if field.startswith(_MOVED))
+    kept = sorted(field for field in found.space.typed if field.startswith(_SEARCHED))
     head += f"kept as typed: {', '.join(kept)}\n" if kept else ""
     rows = [_row(number, each, unit) for number, each in enumerate(found.best, start=1)]
     left = {"layout", "recompute", "schedule"}
     return f"{head}\n{aligned(rows, left)}\nwhy the others lose\n{_losers(found)}"
 
 
-_MOVED = ("parallelism.", "training.local_batch_size", "activation_checkpoint.mode")
+_SEARCHED = ("parallelism.", "training.local_batch_size", "activation_checkpoint.mode")
 
 
 def _row(number: int, candidate: Candidate, unit: str) -> dict[str, str]:
@@ -81,25 +90,27 @@ def _row(number: int, candidate: Candidate, unit: str) -> dict[str, str]:
     }
 
 
-def _losers(found: Found) -> str:
-    lost = found.lost
-    rows = [(count, "illegal", lost.rules[field]) for field, count in lost.illegal.most_common(_SHOWN)]
+def _losers(found: SearchResult) -> str:
+    rejected = found.rejected
+    rows = [
+        (count, "illegal", rejected.rules[field]) for field, count in rejected.illegal.most_common(_SHOWN)
+    ]
     lines = [f"  {count:>9,}  {what}: {_shortened(str(rule))}" for count, what, rule in rows]
-    others = sum(lost.illegal.values()) - sum(count for count, _, _ in rows)
+    others = sum(rejected.illegal.values()) - sum(count for count, _, _ in rows)
     if others:
-        lines.append(f"  {others:>9,}  illegal by {len(lost.illegal) - len(rows)} other rules")
-    if lost.closest is not None:
-        lacks, point = lost.closest
-        told = _point_in_words(found, point)
+        lines.append(f"  {others:>9,}  illegal by {len(rejected.illegal) - len(rows)} other rules")
+    if rejected.closest is not None:
+        shortfall, point = rejected.closest
         lines.append(
-            f"  {lost.too_large:>9,}  do not fit; the closest lacks at least {gib(lacks)} GiB: {told}"
+            f"  {rejected.too_large:>9,}  do not fit; "
+            f"the closest is at least {gib(shortfall)} GiB too large: {_describe_point(found, point)}"
         )
-    for part, count in lost.slower.most_common():
-        lines.append(f"  {count:>9,}  slower, most of all by {part_in_words(part)}")
+    for part, count in rejected.slower.most_common():
+        lines.append(f"  {count:>9,}  slower, most of all by {part_name(part)}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _point_in_words(found: Found, point: Point) -> str:
+def _describe_point(found: SearchResult, point: Point) -> str:
     layout = mesh_of(point.layout(found.space.base.parallelism))
     batch = f"{point.local_batch_size // point.microbatch_size} x {point.microbatch_size}"
     pipeline = f"{point.schedule}, {batch}" if point.schedule else f"{point.local_batch_size} at once"
@@ -110,9 +121,9 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 150 else f"{text[:149]}…"
 
 
-def found_as_dict(found: Found) -> dict[str, Any]:
-    """The same for machines."""
-    lost: Lost = found.lost
+def found_as_dict(found: SearchResult) -> dict[str, Any]:
+    """The result of a search as plain containers, for JSON."""
+    rejected: Rejected = found.rejected
     return {
         "world_size": found.space.world,
         "layouts": found.layouts,
@@ -128,15 +139,15 @@ def found_as_dict(found: Found) -> dict[str, Any]:
             for each in found.best
         ],
         "lost": {
-            "illegal": dict(lost.illegal.most_common()),
-            "too_large": lost.too_large,
+            "illegal": dict(rejected.illegal.most_common()),
+            "too_large": rejected.too_large,
             "closest": None
-            if lost.closest is None
+            if rejected.closest is None
             else {
-                "lacks": lost.closest[0],
-                "overrides": lost.closest[1].overrides(found.space.base.parallelism),
+                "lacks": rejected.closest[0],
+                "overrides": rejected.closest[1].overrides(found.space.base.parallelism),
             },
-            "slower": dict(lost.slower.most_common()),
+            "slower": dict(rejected.slower.most_common()),
         },
     }
 
@@ -149,9 +160,9 @@ def _without_timeline(plan: Plan) -> dict[str, Any]:
 
 
 def sweep_path(name: str, asked: str | None) -> Path:
-    """Where the sweep file goes: where it is wanted, or to sweeps/search, for ``sweep=search/NAME``.
+    """Return the path of the sweep file: ``asked``, or in sweeps/search, for ``sweep=search/NAME``.
 
-    Installed packages and folders that cannot be written take no files; those go into the working folder.
+    If the harness is an installed package, or that folder is not writable: in the current folder.
     """
     if asked is not None:
         return Path(asked)
@@ -163,26 +174,26 @@ def sweep_path(name: str, asked: str | None) -> Path:
 
 
 def _sweeps() -> Path:
-    """The folder that ``sweep=NAME`` looks into."""
+    """The folder in which ``sweep=NAME`` is found."""
     return (Path(conf_dir()) / "sweep").resolve()
 
 
-def write_sweep(found: Found, path: Path, overrides: Sequence[str]) -> str:
-    """Writes the sweep that measures the best; returns the command that starts it.
+def write_sweep(found: SearchResult, path: Path, overrides: Sequence[str]) -> str:
+    """Write the sweep that measures the best points; return the command that starts it.
 
     Args:
-        found: what was found.
+        found: the result of the search.
         path: the file.
-        overrides: what was typed.
+        overrides: the overrides of the command line.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    # Points say for themselves what a search moves, and what is typed as well would count instead.
+    # Each point sets the searched fields; the same field on the command line would override it.
     moved = {
         override.split("=")[0] for override in found.best[0].point.overrides(found.space.base.parallelism)
     }
-    moved |= {"parallelism.ep", "parallelism.pp_schedule", "parallelism.pp_microbatch_size", *_OWN}
+    moved |= {"parallelism.ep", "parallelism.pp_schedule", "parallelism.pp_microbatch_size", *_PLANNER_FIELDS}
     moved.add("parallelism.pp_layers_per_stage")
     job = [override for override in overrides if override.lstrip("+").split("=")[0] not in moved]
     try:
@@ -202,7 +213,7 @@ def write_sweep(found: Found, path: Path, overrides: Sequence[str]) -> str:
     )
 
 
-def _sweep(found: Found, typed: Sequence[str]) -> str:
+def _sweep(found: SearchResult, typed: Sequence[str]) -> str:
     plan = found.best[0].plan
     points = "\n".join(
         f"        {' '.join(each.point.overrides(found.space.base.parallelism))}" for each in found.best

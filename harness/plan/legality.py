@@ -1,4 +1,4 @@
-"""Which points of a search are legal: the rules of every job, each asked as seldom as it can be."""
+"""Check which points of a search are legal: the rules of a job, each evaluated as rarely as possible."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from harness.precision.linears import check_layout, sort_linears
 
 
 class Legality:
-    """Asks the rules of a job for many points.
+    """Evaluate the rules of a job for many points.
 
-    A job's ``resolve`` takes a millisecond, and a search has a hundred thousand points. So rules that look at
-    some of the moved fields only are asked once for each combination of these. What a search chooses is
-    resolved whole all the same.
+    ``Job.resolve`` takes a millisecond, and a search has a hundred thousand points. So a rule that depends on
+    few of the searched fields is evaluated once per combination of these. Points that the search selects are
+    resolved completely.
     """
 
     def __init__(self, base: Job) -> None:
         self.base = base
-        # Which linears there are takes longest to find out, and no layout changes it.
+        # Sorting the linears is the slowest part, and no layout changes it.
         self._plain = replace(base, precision=replace(base.precision, linear="none"))
         linear = base.precision.linear
         self._linears = None if linear == "none" else sort_linears(base.model, base.precision)
-        self._told: dict[tuple[Any, ...], ConfigError | None] = {}
+        self._known: dict[tuple[Any, ...], ConfigError | None] = {}
 
     def broken(self, point: Point) -> ConfigError | None:
         """The rule that a point breaks; None if it is legal."""
         share, rest = divmod(self.base.global_batch_size, point.data_parallel)
         if rest or not point.local_batch_size or share % point.local_batch_size:
-            return self._ask(self._check_all, point)
+            return self._error_of(self._check_all, point)
         pipeline = (point.pp, point.schedule, point.layers_per_stage, share)
         batch = (point.local_batch_size, point.microbatch_size)
         others = (point.pp, point.cp, point.tp, point.ep, point.mode, share > point.local_batch_size)
         return (
-            self._told_of(self._check_axes, point, (point.degrees, point.ep))
-            or self._told_of(self._check_pipeline, point, (*pipeline, *batch))
-            or self._told_of(self._check_mode, point, (point.mode, point.schedule))
-            or self._told_of(self._check_all, point, others)
-            or self._told_of(self._check_format, point, (point.tp, point.cp, point.rows))
+            self._cached(self._check_axes, point, (point.degrees, point.ep))
+            or self._cached(self._check_pipeline, point, (*pipeline, *batch))
+            or self._cached(self._check_mode, point, (point.mode, point.schedule))
+            or self._cached(self._check_all, point, others)
+            or self._cached(self._check_format, point, (point.tp, point.cp, point.rows))
         )
 
-    def _told_of(
+    def _cached(
         self, rule: Callable[[Point], None], point: Point, key: tuple[Any, ...]
     ) -> ConfigError | None:
-        """What a rule says, asked once for each value of what it looks at."""
+        """Evaluate a rule once for each value of ``key``, the fields on which it depends."""
         key = (rule.__name__, *key)
-        if key not in self._told:
-            self._told[key] = self._ask(rule, point)
-        return self._told[key]
+        if key not in self._known:
+            self._known[key] = self._error_of(rule, point)
+        return self._known[key]
 
     @staticmethod
-    def _ask(rule: Callable[[Point], None], point: Point) -> ConfigError | None:
+    def _error_of(rule: Callable[[Point], None], point: Point) -> ConfigError | None:
         try:
             rule(point)
         except ConfigError as error:
@@ -63,14 +63,14 @@ class Legality:
         return None
 
     def _check_axes(self, point: Point) -> None:
-        """Whether the degrees can carry model and sequence."""
+        """Check that the degrees divide the model and the sequence."""
         layout = replace(point.layout(self.base.parallelism), pp=1)
         layout.validate(self.base.model, self.base.training.seq_len, 1, 1)
 
     def _check_pipeline(self, point: Point) -> None:
-        """Whether layers and microbatches suit the schedule."""
+        """Check that layers and microbatches fit the schedule."""
         alone = {axis: 1 for axis in (*AXES, "ep") if axis != "pp"}
-        # The data-parallel degree decides which global batch would work.
+        # The error's suggestion for the global batch depends on the data-parallel degree.
         alone["dp_replicate"] = point.data_parallel
         layout = replace(point.layout(self.base.parallelism), **alone)  # type: ignore[arg-type]
         share = self.base.global_batch_size // point.data_parallel
@@ -82,11 +82,11 @@ class Legality:
         recompute.validate(self.base.compile, splits_backward=layout.splits_backward)
 
     def _check_all(self, point: Point) -> None:
-        """All rules but those of formats."""
+        """Check all rules except those of formats."""
         point.job(self._plain)
 
     def _check_format(self, point: Point) -> None:
-        """Whether what the ranks multiply at once has lengths that the format can have."""
+        """Check that the shapes a rank multiplies are legal in the format."""
         if self._linears is None:
             return
         base, layout = self.base, point.layout(self.base.parallelism)

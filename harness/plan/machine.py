@@ -1,4 +1,4 @@
-"""The hardware of a job as the plan sees it: peaks, links, and which ranks are neighbours."""
+"""Hardware model of the plan: peaks, links, and which ranks share a node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.parallelism.config import AXES
 from harness.plan.constants import Calibration, Constants
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-# Tiles of the products that cuBLAS and CUTLASS choose on Hopper for large matrices.
+# Tile size that cuBLAS and CUTLASS choose on Hopper for large matrices.
 TILE = (128, 256)
 
 
@@ -22,22 +22,22 @@ class Group:
 
     ranks: int
     per_node: int
-    """How many of them share a node."""
+    """Ranks of the group on one node."""
 
     @property
     def nodes(self) -> int:
-        """Nodes that they are on."""
+        """Number of nodes of the group."""
         return ceil(self.ranks / self.per_node)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, what is reached of it, and how devices are linked."""
+    """A device, its efficiency constants, and the links between devices."""
 
     device: Accelerator
     constants: Constants
     network_bandwidth: float | None
-    """Bytes per second between nodes that a device has to itself; None means unknown."""
+    """Bytes per second between nodes per device; None means unknown."""
     ranks_per_node: int
 
     @property
@@ -48,8 +48,8 @@ class Machine:
     def product_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, value_bytes: float) -> float:
         """Seconds of a product [rows, inputs] x [inputs, outputs].
 
-        Bound by arithmetic, of which the last wave of tiles leaves a part idle, or by what has to come from
-        memory (the roofline model, doi:10.1145/1498765.1498785).
+        Limited by arithmetic, with an incomplete last wave of tiles, or by memory traffic (the roofline
+        model, doi:10.1145/1498765.1498785).
         """
         if min(rows, inputs, outputs) <= 0:
             return 0.0
@@ -60,14 +60,14 @@ class Machine:
         return max(arithmetic, self.pass_seconds(moved)) + self.constants.launch
 
     def _filled(self, rows: int, outputs: int) -> float:
-        """Share of the multiprocessors that have a tile, over all waves."""
+        """Fraction of the multiprocessors that have a tile, over all waves."""
         if self.shares_cores:
             return 1.0
         tiles = ceil(rows / TILE[0]) * ceil(outputs / TILE[1])
         return tiles / (ceil(tiles / self.device.units) * self.device.units)
 
     def pass_seconds(self, moved: float) -> float:
-        """Seconds of passes over so many bytes of memory."""
+        """Seconds to read or write ``moved`` bytes of memory."""
         return moved / (self.device.memory_bandwidth * self.constants.memory)
 
     def attention_seconds(self, flops: float, dtype: str) -> float:
@@ -75,7 +75,7 @@ class Machine:
         return flops / (self.device.peak_flops[dtype] * self.constants.attention) + self.constants.launch
 
     def link_of(self, group: Group) -> str:
-        """What connects the ranks of a group."""
+        """Name of the link between the ranks of a group."""
         if self.shares_cores:
             return "host"
         return "NVLink" if group.nodes == 1 else "network"
@@ -83,14 +83,14 @@ class Machine:
     def collective_seconds(self, collective: str, moved: float, group: Group) -> float:
         """Seconds of one collective.
 
-        Rings and trees of NCCL move what each rank has to send once over every link (nccl-tests,
-        doc/PERFORMANCE.md). Between nodes each device's own adapter takes its share, so ranks of a group on
-        one node carry it together.
+        NCCL's rings and trees send each rank's data once over every link (nccl-tests, doc/PERFORMANCE.md).
+        Between nodes every device uses its own network adapter, so the group's ranks on a node share the
+        traffic.
 
         Args:
-            collective: one of those that Traffic names.
-            moved: bytes of the whole tensor: what each rank has after an all-gather, before a reduce-scatter,
-                before and after an all-reduce, sends in an all-to-all, or sends to the next stage.
+            collective: name as in ``Traffic.collective``.
+            moved: bytes of the full tensor: the output of an all-gather, the input of a reduce-scatter, input
+                or output of an all-reduce, the data a rank sends in an all-to-all or to the next stage.
             group: the ranks.
         """
         if group.ranks == 1 or moved == 0:
@@ -105,14 +105,14 @@ class Machine:
 
     @property
     def network_rate(self) -> float:
-        """Bytes per second that a device reaches between nodes; its links where nothing is known of them."""
+        """Achieved bytes per second and device between nodes; if unknown, those of the node's links."""
         if self.network_bandwidth is None:
             return self.device.link_bandwidth * self.constants.link
         return self.network_bandwidth * self.constants.network
 
 
 def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | None:
-    """The hardware of a job; None where it is not known."""
+    """Return the hardware of a job; None if it is unknown."""
     calibration = calibration or Calibration(Constants())
     device = calibration.accelerator or ACCELERATORS.get(job.cluster.accelerator or "")
     if device is None:
@@ -127,7 +127,7 @@ def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | No
 
 
 def group_of(job: Job, ranks_per_node: int, *axes: str) -> Group:
-    """The ranks of neighbouring mesh axes taken together, e.g. dp_shard and cp."""
+    """Return the group over neighbouring mesh axes, e.g. dp_shard and cp."""
     return _group(tuple(job.parallelism.degrees.items()), ranks_per_node, axes)
 
 
@@ -143,4 +143,4 @@ def _group(degrees: tuple[tuple[str, int], ...], ranks_per_node: int, axes: tupl
     return Group(ranks, max(1, min(inside, ranks)))
 
 
-assert AXES[-1] == "tp", "neighbours on the last axis are neighbours on a node"
+assert AXES[-1] == "tp", "_group assumes that ranks of the last axis are next to each other"

@@ -1,4 +1,4 @@
-"""From a job to its plan."""
+"""Make the plan of a job."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from harness.precision.linears import warning_of_eager
 
 
 def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
-    """What is known of a job before it runs.
+    """Predict memory, traffic and speed of a job.
 
     Args:
         job: the resolved job.
-        calibration: constants other than the defaults, and hardware that no table has.
+        calibration: constants other than the defaults, and measured hardware.
     """
     machine = machine_of(job, calibration)
     speed, traffic = (None, []) if machine is None else StepModel(job, machine).speed()
@@ -37,14 +37,14 @@ def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
 
 
 def _notes(job: Job, machine: Machine | None) -> list[str]:
-    """What the figures leave out, and what is known to be slow."""
+    """What the predictions leave out, and what is known to be slow."""
     notes = []
     across_nodes = machine is not None and job.world_size > machine.ranks_per_node
     if machine is not None and across_nodes and machine.network_bandwidth is None:
-        notes.append("the network counts as fast as links within a node: cluster.network_gbps is not set")
+        notes.append("assumes a network as fast as the links of a node: cluster.network_gbps is not set")
     if job.model.moe.enabled and not job.model.moe.force_balance:
-        notes.append("experts count as loaded evenly")
+        notes.append("assumes evenly loaded experts")
     if not job.data.attend_across_documents:
-        notes.append("attention counts as if documents saw each other")
+        notes.append("assumes attention across documents")
     casts = warning_of_eager(job.precision, compiled=job.compile.blocks)
     return notes if casts is None else [*notes, casts]

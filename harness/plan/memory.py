@@ -1,10 +1,10 @@
-"""Memory of every pipeline rank at its fullest moment, in closed form (no torch but for a pipeline's order).
+"""Peak memory of every pipeline rank, in closed form (torch only for a pipeline's order).
 
-A rank's passes are walked through in the order in which its schedule runs them: what stands at a moment is
-what stays for the whole step (parameters, optimizer state, gathered parameters of a pipeline), what
-microbatches left that wait for their backward, gradients as far as they are there, and what the pass itself
-needs at its fullest (``memory_stage.py``). What is reported are the kinds of the fullest moment of all;
-maxima of different moments are never added, except where CUDA's allocator does so (``_settled``).
+The passes of a rank are followed in the order of its schedule. The memory at a moment is the sum of
+persistent memory (parameters, optimizer state, gathered parameters of a pipeline), activations of
+microbatches that wait for their backward, the gradients so far, and the peak of the current pass
+(``memory_stage.py``). The kinds of the largest moment are reported. Maxima of different moments are not
+added, except where CUDA's allocator does so (``_as_reserved``).
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ GIB = 2**30
 MIB = 2**20
 
 FRAGMENTATION, FRAGMENTATION_OF_PIPELINES = 0.10, 0.02
-"""What CUDA's caching allocator reserves beyond what is allocated at the fullest moment, as a share of it:
-blocks that are free, but too small for what is asked for. Fitted to what torch's allocator reserves in
-rehearsals of jobs of full size (experiments/rehearsal). Pipelines gather a stage once and not block after
-block, and leave fewer holes."""
+"""Memory that CUDA's caching allocator reserves beyond the peak of allocated memory, as a fraction of that
+peak: free blocks that are too small for later requests. Fitted to the reserved memory in rehearsals of
+full-size jobs (experiments/rehearsal). Pipelines gather a stage once instead of block after block, which
+fragments less."""
 CUBLAS_WORKSPACE = 32 * MIB
-"""Of cuBLAS on Hopper, for each stream that multiplies (docs.nvidia.com/cuda/cublas, cublasSetWorkspace)."""
+"""Workspace of cuBLAS on Hopper, per stream with matrix products (docs.nvidia.com/cuda/cublas,
+cublasSetWorkspace)."""
 HBM_LEFT = 0.99
-"""Share of HBM that the driver leaves to programs (``cluster/hardware.py``, memory_gib)."""
+"""Fraction of HBM that the driver leaves to programs (``cluster/hardware.py``, memory_gib)."""
 CUDA_CONTEXT = 0.5 * GIB
-"""Context and kernels of a process with torch's libraries loaded; the allocator does not see it."""
+"""CUDA context and kernels of a process with torch's libraries loaded; not part of the allocator's memory."""
 NCCL_COMMUNICATOR = 0.1 * GIB
-"""Buffers of one communicator with its channels and protocols (4 MiB for each of them and peer,
-docs.nvidia.com/deeplearning/nccl, NCCL_BUFFSIZE); the allocator does not see them either."""
+"""Buffers of one communicator (4 MiB per channel, protocol and peer, docs.nvidia.com/deeplearning/nccl,
+NCCL_BUFFSIZE); not part of the allocator's memory either."""
 CPU_PROCESS = 0.33 * GIB
-"""Resident memory of a rank on a CPU before it has a model: Python, torch and what they load."""
+"""Resident memory of a rank on a CPU before it builds a model: Python, torch and their libraries."""
 
 
 def rank_memory(job: Job) -> list[RankMemory]:
-    """The fullest moment of the ranks of every pipeline rank.
+    """Compute the memory of every pipeline rank at its peak.
 
     Args:
         job: the resolved job.
@@ -58,15 +59,15 @@ def rank_memory(job: Job) -> list[RankMemory]:
 
 
 def fragmentation(layout: ParallelismConfig) -> float:
-    """The share that a layout's fragments take."""
+    """Fraction of memory that fragmentation adds for a layout."""
     return FRAGMENTATION_OF_PIPELINES if layout.pp > 1 else FRAGMENTATION
 
 
 def memory_limit(job: Job) -> float | None:
-    """Bytes of a device that allocations of a run can have; None for unknown hardware.
+    """Bytes of a device that a run can allocate; None for unknown hardware.
 
-    What the driver, the context and NCCL take is no part of what ``torch.cuda.max_memory_reserved`` counts,
-    and none of the plan's.
+    Memory of the driver, the CUDA context and NCCL is subtracted: neither ``torch.cuda.max_memory_reserved``
+    nor the plan counts it.
     """
     name = job.cluster.accelerator
     if name is None or on_cpu(job):
@@ -96,35 +97,35 @@ class _Rank:
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
 
     def memory(self) -> RankMemory:
-        fullest = heaviest(self._settled(moment) for moment in self._moments())
+        fullest = heaviest(self._as_reserved(moment) for moment in self._moments())
         kinds = {kind: float(fullest.get(kind, 0.0)) for kind in KINDS}
         kinds["runtime"] += self._runtime(kinds)
         return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds)
 
-    def _settled(self, moment: Bytes) -> Bytes:
-        """A moment by the kinds that are shown, as CUDA's allocator has it, whose lists are the streams' own.
+    def _as_reserved(self, moment: Bytes) -> Bytes:
+        """Convert a moment to the displayed kinds, with the memory that CUDA's allocator reserves per stream.
 
-        FSDP2 allocates the gradients of shards on the stream that reduces, and what it gathers into on the
-        one that gathers (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). Freed, this memory is
-        of no use to other streams, so it is reserved at any moment, whether it is in use then or not.
+        FSDP2 allocates gradients of shards on its reduce stream, and gather buffers on its gather stream
+        (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). The allocator does not reuse freed
+        memory on other streams, so this memory counts at any moment.
         """
         shards, buffers = moment.get("shards", 0.0), moment.get("buffers", 0.0)
         if self.fsdp and not self.cpu:
             shards = self._gradients()
             buffers = max(stage.buffers for stage in self.stages.values())
-        settled = {kind: size for kind, size in moment.items() if kind in KINDS}
-        return plus(settled, {"gradients": shards, "gathered": buffers})
+        displayed = {kind: size for kind, size in moment.items() if kind in KINDS}
+        return plus(displayed, {"gradients": shards, "gathered": buffers})
 
     def _moments(self) -> Iterator[Bytes]:
         always = self._always()
         passes = self.job.accumulation_steps
-        # The first pass finds no gradients, and the second finds what all others do.
+        # The first pass starts without gradients; later passes except the last are like the second.
         for number in {0, min(1, passes - 1), passes - 1}:
             yield from (plus(always, moment) for moment in self._pass(number, last=number + 1 == passes))
         yield plus(always, {"shards": self._gradients()}, self._update())
 
     def _always(self) -> Bytes:
-        """What stays for the whole step; after the first one the optimizer has its state."""
+        """Memory that stays for the complete step, from the second step on (the optimizer has its state)."""
         buffers = self.parameters.buffer_bytes + self._rotation_table()
         return {
             "parameters": buffers + (0 if self.offloaded else self.parameters.parameter_bytes),
@@ -134,17 +135,17 @@ class _Rank:
         }
 
     def _batch(self) -> float:
-        """Token numbers and labels, int64, of whole sequences, of all passes of a step."""
+        """Tokens and labels, int64, of complete sequences, for all passes of a step."""
         rows = self.job.global_batch_size // self.job.parallelism.data_parallel
         return 2.0 * 8 * rows * self.job.training.seq_len
 
     def _rotation_table(self) -> float:
-        """Cosines and sines of this rank's positions, float32, one table a stage."""
+        """Cosines and sines of this rank's positions, float32, one table per stage."""
         length = self.job.training.seq_len / self.job.parallelism.cp
         return len(self.stages) * 4 * length * self.job.model.rotated_width
 
     def _boundaries(self) -> float:
-        """What a pipeline's stages receive into, for all microbatches (PipelineStage, args_recv_info)."""
+        """Receive buffers of a pipeline's stages, for all microbatches (PipelineStage, args_recv_info)."""
         if not self.pipelined:
             return 0.0
         entering = sum(stage.boundary for index, stage in self.stages.items() if index > 0)
@@ -152,7 +153,7 @@ class _Rank:
         return self.microbatches * (entering + returning)
 
     def _pass(self, number: int, *, last: bool) -> Iterator[Bytes]:
-        """The fullest moments of the passes over one local batch."""
+        """Yield the peaks of the passes over one local batch."""
         reduces = self.fsdp and not self.pipelined and (self.job.parallelism.parameter_shards > 1 or last)
         sharded_before = self._sharded_after(number)
         waiting: dict[tuple[int, int], Bytes] = {}
@@ -181,7 +182,7 @@ class _Rank:
             if not reduces:
                 accumulated[action.stage] = stage.accumulated
         if self.pipelined and self.fsdp:
-            # Group by group, so that whole gradients go as their shards come.
+            # Group by group: unsharded gradients are freed as their shards are allocated.
             yield {
                 "gathered": self._gathered(ran),
                 "gradients": sum(accumulated.values()),
@@ -190,31 +191,31 @@ class _Rank:
             }
 
     def _gathered(self, ran: set[int]) -> float:
-        """Parameters that a pipeline has gathered: its schedule keeps those of three stages at most."""
+        """Gathered parameters of a pipeline; its schedule keeps at most three stages gathered."""
         if not self.pipelined:
             return 0.0
         return sum(sorted((self.stages[stage].resident for stage in ran), reverse=True)[:3])
 
     def _accumulated_after(self, passes: int, stage: int) -> float:
-        """Unsharded gradients of a stage that earlier passes left."""
+        """Unsharded gradients of a stage from earlier passes."""
         layout = self.job.parallelism
         unsharded = not self.fsdp or (layout.parameter_shards == 1 and not self.pipelined)
         return self.stages[stage].accumulated if passes and unsharded else 0.0
 
     def _sharded_after(self, passes: int) -> float:
-        """Gradients of shards that earlier passes left."""
+        """Gradients of shards from earlier passes."""
         layout = self.job.parallelism
         scattered = self.fsdp and (layout.parameter_shards > 1 or self.pipelined)
         return self._gradients() if passes and scattered else 0.0
 
     def _gradients(self) -> float:
-        """Gradients of shards, on the device, once backward is over."""
+        """Gradients of shards on the device after backward."""
         if self.job.optimizer.in_backward or self.offloaded:
             return 0.0
         return self.parameters.gradient_bytes
 
     def _update(self) -> Bytes:
-        """What the optimizer needs beside parameters, gradients and state while it updates."""
+        """Temporary memory of the optimizer's update."""
         largest = max(t.held_elements for t in self.parameters.tensors)
         how = self.job.optimizer.implementation
         if "bfloat16" in (self.job.precision.master_dtype, self.job.optimizer.state_dtype):

@@ -1,4 +1,4 @@
-"""Bytes that the parts of a model keep of one microbatch, as layout, recomputation and compiler have it."""
+"""Activation bytes of the parts of a model per microbatch, given layout, recomputation and compiler."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from harness.precision.linears import sort_linears
 
 
 def on_cpu(job: Job) -> bool:
-    """Whether a plan is for ranks that compute on a CPU.
+    """Whether the planned ranks compute on a CPU.
 
-    ``auto`` is taken for GPUs where the cluster is said to have some, and for this machine's CPU elsewhere.
+    ``auto`` means GPUs if the cluster's accelerator is set, otherwise this machine's CPU.
     """
     device = job.cluster.device
     return device == "cpu" or (device == "auto" and job.cluster.accelerator is None)
 
 
 def tokens_at_once(job: Job) -> int:
-    """Tokens of one microbatch that a rank sees, before tensor parallel splits them."""
+    """Tokens of one microbatch on a rank, before tensor parallel shards them."""
     layout = job.parallelism
     rows = layout.pp_microbatch_size if layout.pp > 1 else job.local_batch_size
     return rows * job.training.seq_len // layout.cp
@@ -40,17 +40,17 @@ class PartBytes:
     """Bytes of activations of one part and one microbatch."""
 
     kept: float
-    """From forward to backward."""
+    """Saved from forward to backward."""
     forward: float
-    """At the fullest moment of its forward, what is kept included."""
+    """Peak of its forward, including saved tensors."""
     backward: float
-    """At the fullest moment of its backward, recomputed tensors included."""
+    """Peak of its backward, including recomputed tensors."""
     late_backward: float
-    """In the second half of its backward: of a block, in attention."""
+    """Peak of the second half of its backward: for a block, attention."""
 
 
 class ActivationBytes:
-    """Prices declarations for a job."""
+    """Converts declared activations into bytes for a job."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.tokens, self.cpu = job, tokens_at_once(job), on_cpu(job)
@@ -74,11 +74,11 @@ class ActivationBytes:
         """Names of the linears whose weights FSDP gathers in float8."""
 
     def total(self, tensors: Iterable[Kept], *, compiled: bool = False) -> float:
-        """Bytes of one microbatch of all of these that blocks, compiled or not, keep."""
+        """Bytes of those tensors that are saved, per microbatch."""
         return sum(self.bytes_of(each) for each in tensors if self._keeps(each, compiled))
 
     def bytes_of(self, tensor: Kept) -> float:
-        """Bytes of one microbatch of a tensor on a rank."""
+        """Bytes of a tensor on a rank, per microbatch."""
         return self.tokens * tensor.width * self._size(tensor) / self.degree[tensor.cut]
 
     def _size(self, tensor: Kept) -> int:
@@ -95,12 +95,12 @@ class ActivationBytes:
         return not compiled and (tensor.by is Keeper.EAGER or self.cpu)
 
     def block(self, layer: int) -> PartBytes:
-        """Of a decoder block, under the job's recomputation and compiler."""
+        """Bytes of a decoder block, under the job's recomputation and compiler."""
         model = self.job.model
-        alike = model.has_experts(layer), model.attention.is_rotated(layer), self._is_recomputed(layer)
-        if alike not in self.blocks:
-            self.blocks[alike] = self._block(layer)
-        return self.blocks[alike]
+        key = model.has_experts(layer), model.attention.is_rotated(layer), self._is_recomputed(layer)
+        if key not in self.blocks:
+            self.blocks[key] = self._block(layer)
+        return self.blocks[key]
 
     def _is_recomputed(self, layer: int) -> bool:
         how = self.job.activation_checkpoint
@@ -108,26 +108,26 @@ class ActivationBytes:
 
     def _block(self, layer: int) -> PartBytes:
         declared = block_activations(self.job.model, layer, on_cpu=self.cpu)
-        # Where rows travel to experts, blocks are compiled in pieces (compile.py), whose seams keep the rest.
+        # Blocks with experts on other ranks are compiled in pieces (compile.py), which save the same tensors.
         compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
-        whole = self.total(declared.kept, compiled=compiled)
+        everything = self.total(declared.kept, compiled=compiled)
         recomputed = self._recomputed(declared, layer, compiled=compiled)
         stream = self.bytes_of(Kept("stream", self.job.model.dim, Cut.STREAM))
         partial = self.bytes_of(Kept("summand", self.job.model.dim, Cut.PARTIAL))
         gradients = self.total(declared.backward, compiled=compiled)
         late = self.total(declared.late_backward, compiled=compiled)
         if recomputed is None:
-            return PartBytes(whole, whole + stream + partial, whole + gradients, late)
-        kept, beside = recomputed
-        standing = self.total(declared.forward, compiled=compiled)
-        return PartBytes(kept, kept + standing, whole + beside + gradients, late + beside)
+            return PartBytes(everything, everything + stream + partial, everything + gradients, late)
+        kept, extra = recomputed
+        forward = self.total(declared.forward, compiled=compiled)
+        return PartBytes(kept, kept + forward, everything + extra + gradients, late + extra)
 
     def _recomputed(
         self, declared: PartActivations, layer: int, *, compiled: bool
     ) -> tuple[float, float] | None:
-        """What a recomputed block keeps, and what of that stands beside everything recomputed.
+        """Bytes that a recomputed block saves, and how many of these come in addition to recomputed tensors.
 
-        None when the block is not recomputed.
+        None if the block is not recomputed.
         """
         how = self.job.activation_checkpoint
         if not self._is_recomputed(layer):
@@ -135,28 +135,28 @@ class ActivationBytes:
         entering = self.bytes_of(Kept("stream", self.job.model.dim, Cut.STREAM))
         choices = 0.0 if self.job.parallelism.splits_backward else self.total(declared.choices)
         if how.mode == "memory_budget":
-            # torch's partitioner fills a budget that is a share of what it would keep without one, above
-            # what it has to keep (torch/_functorch/partitioners.py, choose_saved_values_set).
+            # torch's partitioner fills a budget: a fraction between the minimum it has to save and what it
+            # saves without recomputation (torch/_functorch/partitioners.py, choose_saved_values_set).
             everything = self.total(declared.kept, compiled=True)
             return entering + how.memory_budget * (everything - entering), 0.0
         if how.mode != "selective_op":
             return entering + choices, 0.0
         saved = [*declared.dear, *self._collectives(), *self._products(declared, compiled=compiled)]
-        among = {tensor.name for tensor in declared.kept}
-        beside = sum(self.bytes_of(tensor) for tensor in saved if tensor.name not in among)
-        return entering + self.total(declared.choices) + self.total(saved), beside
+        recomputed = {tensor.name for tensor in declared.kept}
+        extra = sum(self.bytes_of(tensor) for tensor in saved if tensor.name not in recomputed)
+        return entering + self.total(declared.choices) + self.total(saved), extra
 
     def _products(self, declared: PartActivations, *, compiled: bool) -> list[Kept]:
-        """The matrix products that recomputation of single operations keeps."""
+        """The matrix products that selective recomputation saves."""
         nth = self.job.activation_checkpoint.save_every_nth_matmul
         kept = [tensor for i, tensor in enumerate(declared.products, 1) if nth and i % nth == 0]
         if compiled and self.job.parallelism.tp > 1:
-            # The compiler sees that nobody needs a summand whose sum is kept.
+            # The compiler drops a summand whose sum is saved.
             kept = [tensor for tensor in kept if tensor.cut is not Cut.PARTIAL]
         return kept
 
     def _collectives(self) -> list[Kept]:
-        """Results of collectives that it keeps: those that are summed or exchanged, not gathered."""
+        """The results of collectives that it saves: sums and exchanges, but not gathers."""
         model, layout = self.job.model, self.job.parallelism
         sums = [Kept(f"sum {i}", model.dim, Cut.STREAM) for i in range(2)] if layout.tp > 1 else []
         if layout.ep > 1:
@@ -165,18 +165,18 @@ class ActivationBytes:
         return sums
 
     def embedding(self) -> PartBytes:
-        """Of the embedding: it keeps the batch alone, and its result is the first block's input."""
+        """Bytes of the embedding: it saves nothing but the batch; its output is the first block's input."""
         stream = self.bytes_of(Kept("stream", self.job.model.dim, Cut.STREAM))
         summand = self.bytes_of(Kept("summand", self.job.model.dim, Cut.PARTIAL))
         return PartBytes(0.0, stream + summand, summand, 0.0)
 
     def head(self) -> PartBytes:
-        """Of the final norm and the output projection's input, without logits."""
+        """Bytes of the final norm and the output projection's input, without logits."""
         declared = head_activations(self.job.model)
         kept = self.total(declared.kept) * (1 + self.job.model.mtp.depth)
         return PartBytes(kept, kept, kept + self.total(declared.backward), kept)
 
     def prediction(self) -> PartBytes:
-        """Of multi-token prediction, without its block."""
+        """Bytes of multi-token prediction, without its block."""
         kept = self.total(prediction_activations(self.job.model).kept)
         return PartBytes(kept, kept, kept, kept)

@@ -1,11 +1,11 @@
-"""Memory of the passes of one pipeline stage: what every module needs while it runs, and leaves behind.
+"""Memory of the passes of one pipeline stage: peak of every module, and what it saves.
 
-FSDP2's part is read from its source (torch/distributed/fsdp/_fully_shard, torch 2.13): gathered parameters
-are copied out of the buffer they were gathered into, so a group stands twice while it computes in forward;
-backward gathers the next group before it computes one; gradients are copied into the input of a
-reduce-scatter, in precision.reduce_dtype, which is kept until the next group is reduced. A pipeline keeps
-what is gathered, and adds gradients unsharded, in reduce_dtype, until all microbatches are through
-(torch/distributed/pipelining/stage.py, backward_maybe_with_nosync and perform_reduce_grad).
+FSDP2's part follows its source (torch/distributed/fsdp/_fully_shard, torch 2.13). Gathered parameters are
+copied out of the gather buffer, so in forward a group is in memory twice. Backward gathers the next group
+before it computes one. Gradients are copied, in precision.reduce_dtype, into the input of a reduce-scatter,
+which is freed when the next group is reduced. A pipeline keeps gathered parameters, and accumulates unsharded
+gradients in reduce_dtype over all microbatches (torch/distributed/pipelining/stage.py,
+backward_maybe_with_nosync and perform_reduce_grad).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from harness.plan.memory_logits import LogitBytes
 from harness.plan.parameters import BYTES, HeldTensor, RankParameters
 
 Bytes = dict[str, float]
-"""Bytes by the kinds of memory. Two are kept apart because they lie with other streams of CUDA: ``shards``,
-the gradients of shards, and ``buffers``, what FSDP gathers into."""
+"""Bytes by kind of memory. Two kinds are separate because they belong to other CUDA streams: ``shards``, the
+gradients of shards, and ``buffers``, FSDP's gather buffers."""
 
 
 def plus(*parts: Bytes) -> Bytes:
-    """The sum, kind by kind."""
+    """Sum by kind."""
     total: Bytes = {}
     for part in parts:
         for kind, size in part.items():
@@ -35,28 +35,28 @@ def plus(*parts: Bytes) -> Bytes:
 
 
 def heaviest(moments: Iterable[Bytes]) -> Bytes:
-    """The moment with the most bytes in all."""
+    """The moment with the most bytes."""
     return max(moments, key=lambda moment: sum(moment.values()), default={})
 
 
 @dataclass(frozen=True)
 class ModuleParameters:
-    """Bytes of what is gathered together, one group of FSDP's or two with experts of their own."""
+    """Bytes of a module's parameters and gradients: one FSDP group, or two with experts."""
 
     gathered: float
-    """Whole, as they are computed with."""
+    """Gathered parameters, in the compute dtype."""
     buffer: float
-    """What they are gathered into; 0 where they are not sharded."""
+    """Gather buffer; 0 without sharding."""
     gradients: float
-    """Whole, as backward computes them."""
+    """Unsharded gradients, as backward computes them."""
     first_gradients: float
-    """Those of them that are there at the fullest moment of backward."""
+    """Unsharded gradients that exist at the peak of backward."""
     late_gradients: float
-    """Those that are there when backward is in attention."""
+    """Unsharded gradients that exist in backward of attention."""
     accumulated: float
-    """Whole, as they are added up over passes."""
+    """Unsharded gradients, as they are accumulated over passes."""
     reduced: float
-    """The input of the reduce-scatter."""
+    """Input of the reduce-scatter."""
     sharded: float
     """Gradients of the shards."""
 
@@ -69,17 +69,17 @@ class Module:
     part: PartBytes
     parameters: ModuleParameters
     freed: bool
-    """Whether what is gathered is freed after forward."""
+    """Whether gathered parameters are freed after forward."""
 
 
 class StageMemory:
-    """The passes of one stage on the fullest of its ranks, for one microbatch.
+    """Memory of the passes of one stage, for one microbatch, on its rank with the most memory.
 
     Args:
         job: the resolved job.
-        parameters: what the rank holds, of all its stages.
+        parameters: parameters of the rank, for all its stages.
         stage: the stage.
-        prices: bytes of activations.
+        prices: activation bytes of model parts.
     """
 
     def __init__(self, job: Job, parameters: RankParameters, stage: int, prices: ActivationBytes) -> None:
@@ -155,26 +155,26 @@ class StageMemory:
 
     @cached_property
     def kept(self) -> Bytes:
-        """What a microbatch leaves behind between its forward and its backward."""
+        """Memory that a microbatch saves from its forward to its backward."""
         held = {"activations": sum(module.part.kept for module in self.modules)}
         if self.pipelined and self.stage > 0:
-            # The first block's input is the buffer it was received in, which is counted with the boundaries.
+            # The first block's input is the receive buffer, which is counted with the boundaries.
             held["activations"] -= min(self.boundary, self.modules[0].part.kept)
         if self.pipelined and not self.has_head:
-            held["activations"] += self.boundary  # the schedule holds a stage's output
+            held["activations"] += self.boundary  # the schedule keeps a stage's output
         return plus(held, {"logits": self.logits.kept} if self.logits is not None else {})
 
     @cached_property
     def kept_for_weights(self) -> Bytes:
-        """What is left where backward has gone to the inputs, and weights are still to come.
+        """Memory between backward for inputs and backward for weights.
 
-        Recomputed blocks have all of their tensors then.
+        Recomputed blocks then have all of their tensors.
         """
         return {"activations": sum(max(module.part.kept, module.part.backward) for module in self.modules)}
 
     @cached_property
     def boundary(self) -> float:
-        """The stream of one microbatch, as it goes from stage to stage."""
+        """Bytes of one microbatch's stream between stages."""
         layout = self.job.parallelism
         split = layout.tp if layout.uses_sequence_parallel else 1
         size = BYTES[self.job.precision.param_dtype]
@@ -182,7 +182,7 @@ class StageMemory:
 
     @property
     def resident(self) -> float:
-        """Gathered bytes that stay from forward to backward; in a pipeline until the step is over."""
+        """Gathered bytes that stay from forward to backward; in a pipeline until the end of the step."""
         return sum(m.parameters.gathered for m in self.modules if self.pipelined or not m.freed)
 
     @property
@@ -197,15 +197,15 @@ class StageMemory:
 
     @property
     def buffers(self) -> float:
-        """The largest two neighbouring modules' buffers: one is copied out of while the next arrives."""
+        """Largest buffers of two neighbouring modules: one is copied while the next is gathered."""
         sizes = [module.parameters.buffer for module in self.modules]
         return max(one + next_one for one, next_one in zip(sizes, [*sizes[1:], 0.0], strict=True))
 
     @cached_property
     def forward(self) -> Bytes:
-        """The fullest moment of a forward pass, above what stood before it.
+        """Peak of a forward pass, in addition to the memory before it.
 
-        In a pipeline parameters stand gathered already.
+        In a pipeline the parameters are already gathered.
         """
         moments, held, gathered = [], 0.0, 0.0
         for module in self.modules:
@@ -223,10 +223,10 @@ class StageMemory:
         return heaviest(moments)
 
     def backward(self, *, gradients_there: bool, accumulates: bool) -> Bytes:
-        """The fullest moment of a backward pass, above what stood before it without the pass's own kept.
+        """Peak of a backward pass, including this microbatch's saved activations.
 
         Args:
-            gradients_there: whether gradients of earlier passes are (they are counted by the caller).
+            gradients_there: whether gradients of earlier passes exist (the caller counts them).
             accumulates: whether gradients stay unsharded.
         """
         how = gradients_there, accumulates
@@ -238,9 +238,9 @@ class StageMemory:
         moments = []
         held = self.kept.get("activations", 0.0)
         gathered = 0.0 if self.pipelined else self.resident
-        at_once = self.job.optimizer.in_backward  # gradients are used and gone
-        # Gradients of the modules behind, whole and in shards; the reduce-scatter under way.
-        whole = shards = waiting = 0.0
+        at_once = self.job.optimizer.in_backward  # gradients are used and freed at once
+        # Gradients of later modules, unsharded and sharded; input of the reduce-scatter in flight.
+        unsharded = shards = reducing = 0.0
         if self.logits is not None:
             moments.append({"activations": held, "gathered": gathered, "logits": self.logits.backward})
         for index in range(len(self.modules) - 1, -1, -1):
@@ -252,7 +252,7 @@ class StageMemory:
                 gathered += own.gathered if module.freed else 0.0
                 arriving = before.parameters.buffer if before is not None and before.freed else 0.0
             held -= part.kept
-            standing = {"gathered": gathered, "buffers": arriving, "shards": shards, "communication": waiting}
+            base = {"gathered": gathered, "buffers": arriving, "shards": shards, "communication": reducing}
             for activations, gradients in (
                 (part.backward, own.first_gradients),
                 (part.late_backward, own.late_gradients),
@@ -261,31 +261,31 @@ class StageMemory:
                 logits = self.logits.gradient if self.logits is not None and module.name == "head" else 0.0
                 moment = {
                     "activations": held + activations,
-                    "gradients": whole + self._new(gradients, gradients_there and not self.fsdp),
+                    "gradients": unsharded + self._new(gradients, gradients_there and not self.fsdp),
                     "logits": logits,
                 }
-                moments.append(plus(standing, moment))
+                moments.append(plus(base, moment))
             if not self.pipelined:
                 gathered -= own.gathered
-            standing |= {"gathered": gathered, "activations": held}
+            base |= {"gathered": gathered, "activations": held}
             if accumulates:
                 if self.fsdp and own.accumulated != own.gradients:
-                    # Converted tensor by tensor; the other copy goes as this one comes.
-                    moments.append(plus(standing, {"gradients": whole + own.gradients + own.accumulated}))
-                whole += 0.0 if gradients_there or at_once else own.accumulated
+                    # Converted tensor by tensor, so both copies exist.
+                    moments.append(plus(base, {"gradients": unsharded + own.gradients + own.accumulated}))
+                unsharded += 0.0 if gradients_there or at_once else own.accumulated
             else:
-                standing["communication"] = waiting = own.reduced
-                moments.append(plus(standing, {"gradients": own.gradients, "shards": own.sharded}))
+                base["communication"] = reducing = own.reduced
+                moments.append(plus(base, {"gradients": own.gradients, "shards": own.sharded}))
                 shards += 0.0 if gradients_there or at_once else own.sharded
         return moments
 
     @staticmethod
     def _new(gradients: float, added_in_place: bool) -> float:
-        """Bytes of gradients that are new; each is gone once it is added to one that is there."""
+        """Bytes of new gradients; if they are added to existing ones, each is freed at once."""
         return gradients / 4 if added_in_place else gradients
 
     @property
     def reduction(self) -> float:
-        """The largest input of a reduce-scatter, and the one before it."""
+        """The two largest inputs of reduce-scatters: one in flight, and the next."""
         sizes = sorted((module.parameters.reduced for module in self.modules), reverse=True)
         return sum(sizes[:2]) if self.fsdp else 0.0

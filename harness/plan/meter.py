@@ -1,8 +1,8 @@
-"""Counts what operations on fake tensors would take: bytes alive, FLOPs, bytes sent.
+"""Count live bytes, FLOPs and sent bytes of operations on fake tensors.
 
-torch's own counters do not do for this. ``FlopCounterMode`` counts DTensor operations as if one rank did all
-of it and knows no CPU attention, ``CommDebugMode`` counts collectives and not bytes, and ``MemTracker`` takes
-one forward pass of a module before its backward. What is seen here are the operations on local tensors.
+torch's own counters are not sufficient. ``FlopCounterMode`` counts a DTensor operation as if one rank did all
+of it and does not know CPU attention, ``CommDebugMode`` counts collectives but not bytes, and ``MemTracker``
+expects one forward pass of a module before its backward. The meter counts operations on local tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from harness.parallelism.mesh import EXPERT, EXPERT_SHARD, EXPERT_TENSOR, SHARD, Mesh
 
 WORLD = "world"
-"""What is said of collectives over all ranks: the norm, the loss, how evenly experts are used."""
+"""Axis name for collectives over all ranks: norm, loss, expert loads."""
 _AXES = {
     "pp": "pp",
     "dp_replicate": "dp",
@@ -45,9 +45,9 @@ class Meter(TorchDispatchMode):
         mesh: the layout, for the names of axes.
 
     Attributes:
-        live: bytes of tensors alive that were made while it was entered. What an allocator adds (rounding,
-            fragments) and what kernels take for themselves is not among them.
-        peaks: the most of it in each phase.
+        live: bytes of live tensors created inside the context, without the allocator's rounding and
+            fragmentation and without workspaces of kernels.
+        peaks: maximum of ``live`` in each phase.
         flops: of matrix products and attention, as ``harness/model/accounting.py`` counts: attention whole,
             not the causal half of it, and its backward pass as four products, without the scores that kernels
             compute again. What is recomputed by activation checkpointing counts.
@@ -71,24 +71,24 @@ class Meter(TorchDispatchMode):
         self._undo = ExitStack()
 
     def begin(self, phase: str) -> None:
-        """Says what comes next; the phase goes on where it was left."""
+        """Start or continue a phase."""
         self._phase = phase
         self._note()
 
     def reset(self) -> None:
-        """Forgets all but what is alive."""
+        """Reset all counters except for live bytes."""
         self.peaks, self.flops, self.sent, self.times = {}, 0.0, defaultdict(float), 1
 
     def __enter__(self) -> Any:
         resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
-        # FSDP frees and allocates what it gathers so, and no operation shows it.
+        # FSDP frees and allocates gathered parameters by resizing, which dispatch does not show.
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             self._resized(storage)
             return result
 
-        # DTensor runs an operation at its global shape to see what comes of it: nothing that a rank does.
+        # DTensor runs operations at global shape to infer metadata; ranks do not run these.
         def propagate_(*args: Any) -> Any:
             self._counts = False
             try:
@@ -113,7 +113,7 @@ class Meter(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         name = str(func._overloadpacket)
         if name == "_c10d_functional.wait_tensor":
-            return args[0]  # as it does with values; without, it makes another tensor
+            return args[0]  # as with real tensors; on fake tensors it would create another one
         result = func(*args, **(kwargs or {}))
         self.flops += self.times * _FLOPS.get(name, _nothing)(*args)
         if name in _SENT:

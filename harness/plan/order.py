@@ -1,8 +1,8 @@
-"""What every pipeline rank does, in order, as torch's own schedule objects say.
+"""The passes of every pipeline rank, in order, from torch's own schedule objects.
 
-Importing torch's pipelines takes two to three seconds, more than all else of a plan. An order that they
-were imported for is kept in ``~/.cache/harness`` (or under ``XDG_CACHE_HOME``), by torch's version, and read
-the next time, so that only the first plan of a schedule waits for torch.
+Importing torch's pipelines takes two to three seconds, more than the rest of a plan. So orders are cached in
+``~/.cache/harness`` (or under ``XDG_CACHE_HOME``), by torch's version, and only the first plan of a schedule
+imports torch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
 from harness.parallelism.stages import num_stages
 from harness.plan.plan import Action
 
-# Of the files that orders are kept in; another meaning of theirs is another number.
+# Version of the format of cached files.
 _FORMAT = 1
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) -> list[list[Action]]:
-    """Forward and backward passes of every pipeline rank, in the order in which they run, without times.
+    """Return the forward and backward passes of every pipeline rank, in order, without times.
 
     Args:
         layout: the layout, validated.
@@ -49,10 +49,10 @@ def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) 
     return _of_torch(layout.pp_schedule, layout.pp, num_stages(layout, n_layers), microbatches)
 
 
-def that_gather(actions: Sequence[Action]) -> set[Action]:
-    """The passes of a pipeline rank that find their stage's parameters freed, where forward frees them.
+def gathering_passes(actions: Sequence[Action]) -> set[Action]:
+    """Return the passes of a pipeline rank that gather parameters, if forward passes free them.
 
-    A backward pass, and either half of one that is split, leaves them gathered for what comes next.
+    A backward pass, and either half of a split one, leaves parameters gathered for the next pass.
     """
     gathered: set[int] = set()
     found = set()
@@ -65,14 +65,14 @@ def that_gather(actions: Sequence[Action]) -> set[Action]:
 
 @lru_cache(maxsize=512)
 def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[Action]]:
-    """The order of one of torch's schedules, read if it was kept."""
+    """Return the order of one of torch's schedules, from the cache if it is there."""
     if "torch.distributed.pipelining" in sys.modules:
         return _made_by_torch(name, pp, stages, microbatches)
     path = _folder() / f"{name}-{pp}-{stages}-{microbatches}"
     order = _read(path)
-    if order is None or not _is_whole(order, pp, stages * microbatches):
+    if order is None or not _is_complete(order, pp, stages * microbatches):
         order = _made_by_torch(name, pp, stages, microbatches)
-        _keep(path, order)
+        _write(path, order)
     return order
 
 
@@ -82,7 +82,7 @@ def _folder() -> Path:
 
 
 def _read(path: Path) -> list[list[Action]] | None:
-    """The order in a file that has a line for each rank, like ``0F0 0F1 0B0``; None if there is none."""
+    """Read the order from a file with one line per rank, like ``0F0 0F1 0B0``; None if there is no file."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -91,14 +91,14 @@ def _read(path: Path) -> list[list[Action]] | None:
     return [[Action(int(c[1]), c[2], int(c[3])) for c in row if c is not None] for row in cells]
 
 
-def _is_whole(order: list[list[Action]], pp: int, passes: int) -> bool:
-    """Whether nothing is missing, as it may be in a file whose writer was cut off."""
+def _is_complete(order: list[list[Action]], pp: int, passes: int) -> bool:
+    """Whether no pass is missing, as in a truncated file."""
     kinds = Counter(action.kind for row in order for action in row)
     return len(order) == pp and kinds["F"] == kinds["B"] + kinds["I"] == kinds["B"] + kinds["W"] == passes
 
 
-def _keep(path: Path, order: list[list[Action]]) -> None:
-    """Writes it; where nothing can be written, the next plan waits for torch again."""
+def _write(path: Path, order: list[list[Action]]) -> None:
+    """Write the order to the cache; ignore errors, because the cache is optional."""
     text = "".join(" ".join(f"{a.stage}{a.kind}{a.microbatch}" for a in row) + "\n" for row in order)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -113,15 +113,15 @@ def _keep(path: Path, order: list[list[Action]]) -> None:
 def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[Action]]:
     from torch.distributed.pipelining import schedules
 
-    # It tells what it was given, once for every schedule made.
+    # torch logs the arguments of every schedule.
     logging.getLogger(schedules.__name__).setLevel(logging.WARNING)
     per_rank = stages // pp
     ours = [_Stage(index * pp, stages, pp) for index in range(per_rank)]
     of_one = SCHEDULES[name].stages_per_rank == "one"
-    # Sends, gathers and their places in between take torch ten times as long as the passes, and nobody asks.
+    # Skip inserting sends and gathers, which takes torch ten times as long as the passes and is not needed.
     bare = type("Bare", (schedules.get_schedule_class(name),), {"_prepare_schedule_with_comms": _nothing})
-    made: Any = bare(ours[0] if of_one else ours, n_microbatches=microbatches)
-    order = made._get_pipeline_order() if of_one else made.pipeline_order
+    schedule: Any = bare(ours[0] if of_one else ours, n_microbatches=microbatches)
+    order = schedule._get_pipeline_order() if of_one else schedule.pipeline_order
     ranks = [[action for step in order[rank] for action in _passes(step)] for rank in range(pp)]
     return [_numbered(actions) for actions in ranks] if of_one else ranks
 
@@ -130,9 +130,9 @@ def _nothing(schedule: Any, order: Any, *more: Any, **others: Any) -> None: ...
 
 
 def _numbered(actions: list[Action]) -> list[Action]:
-    """With microbatches one after the other, as such a schedule runs them.
+    """Number microbatches in the order in which the schedule runs them.
 
-    What torch 2.13 tells of 1F1B begins with microbatch 1 on the last rank, and has none of number 0.
+    The order that torch 2.13 gives for 1F1B starts with microbatch 1 on the last rank, and has no number 0.
     """
     seen: Counter[str] = Counter()
     numbered = []
@@ -143,7 +143,7 @@ def _numbered(actions: list[Action]) -> list[Action]:
 
 
 class _Stage(SimpleNamespace):
-    """What a schedule asks of a stage when it is made."""
+    """The attributes of a stage that a schedule's constructor reads."""
 
     def __init__(self, index: int, stages: int, pp: int) -> None:
         super().__init__(
@@ -164,6 +164,6 @@ def _passes(step: Any) -> list[Action]:
         return []
     if step.sub_actions is not None:
         return [action for part in step.sub_actions for action in _passes(part)]
-    # A search asks a million times; ``name`` is a descriptor and takes ten times as long.
+    # A search calls this a million times; the descriptor ``name`` takes ten times as long.
     kind = _KINDS.get(step.computation_type._name_)
     return [] if kind is None else [Action(step.stage_index, kind, step.microbatch_index)]

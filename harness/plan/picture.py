@@ -1,4 +1,4 @@
-"""A plan as a picture: memory by pipeline rank, and below it what every rank does when."""
+"""Draw a plan: memory by pipeline rank, and below it a timeline of passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.plan.render import GIB, devices, mesh_of, schedule_of, seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Kinds of memory: what stays from step to step in blues, what a pass makes in warm tones, the rest in greys.
+# Kinds of memory: persistent ones in blue, those of a pass in warm colors, the others in muted colors.
 _KIND_COLORS = {
     "parameters": "#1f4e79",
     "gradients": "#3f7fb5",
@@ -32,18 +32,18 @@ _PASSES = {
     "W": ("backward, weights", "#c05a4f"),
 }
 _INK = "#333333"
-# A pass of a rank's first stage has the full color; those of later ones are mixed with white up to this.
+# Passes of a rank's first stage have the full color; those of later stages are mixed with white up to this.
 _PALEST = 0.6
 _FEWEST_POINTS_FOR_A_NUMBER = 11.0
 _INCHES, _DPI = 12.0, 150
 
 
 def draw(path: Path, plan: Plan) -> None:
-    """Draws the plan into a PNG.
+    """Draw the plan into a PNG.
 
     Args:
         path: the file.
-        plan: what is drawn; without a timeline only its memory.
+        plan: the plan; without a timeline only its memory is drawn.
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -66,7 +66,7 @@ def draw(path: Path, plan: Plan) -> None:
 
 
 def _draw_memory(axis: Axes, plan: Plan) -> None:
-    """Stacked bars, one for each pipeline rank, and the line that they must stay below."""
+    """Draw stacked bars, one per pipeline rank, and the memory limit as a line."""
     places, bottoms = range(len(plan.memory)), [0.0] * len(plan.memory)
     for kind in KINDS:
         sizes = [rank.kinds.get(kind, 0.0) / GIB for rank in plan.memory]
@@ -101,10 +101,10 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
             color=color,
             bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
         )
-        # A limit far above says how much room there is only by being out of sight.
+        # Always show the limit, also if it is far above the bars.
         highest = max(highest, limit)
     axis.set_ylim(0, highest * 1.12)
-    # One bar is no wall.
+    # Keep a single bar narrow.
     axis.set_xlim(-0.6 - max(0, 3 - len(places)), len(places) - 0.4 + max(0, 3 - len(places)))
     axis.set_xticks(places, [_name(plan, place) for place in places], fontsize=8.5)
     _finish(axis, "memory at its peak, by pipeline rank" if len(places) > 1 else "memory at its peak")
@@ -122,7 +122,7 @@ def _name(plan: Plan, place: int) -> str:
 
 
 def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
-    """A Gantt chart: a row for each pipeline rank, the first on top, a bar for every pass."""
+    """Draw a Gantt chart: one row per pipeline rank, the first on top, one bar per pass."""
     from matplotlib.colors import to_hex
     from matplotlib.patches import Patch
 
@@ -134,7 +134,7 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     axis.set_ylim(len(rows) - 0.5, -0.5)
     points_wide = _INCHES * 72 * 0.8 / end
     shades = {place: min(place * 0.25, _PALEST) for place in range(64)}
-    # Edges keep neighbours of one color apart, and must not hide narrow bars.
+    # Edges separate neighbours of one color, and must not hide narrow bars.
     widths = sorted(action.end - action.start for row in rows for action in row)
     edge = min(0.5, 0.08 * widths[len(widths) // 2] * scale * points_wide)
     for place, row in enumerate(rows):
@@ -162,7 +162,7 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
 
 
 def _number(axis: Axes, row: Sequence[Action], place: int, scale: float, points_wide: float) -> None:
-    """Writes the microbatch into the bars that have room for it."""
+    """Write the microbatch's number into bars that are wide enough."""
     for action in row:
         width = (action.end - action.start) * scale * points_wide
         if width >= _FEWEST_POINTS_FOR_A_NUMBER:

@@ -1,4 +1,4 @@
-"""What a plan says of a job; no torch. ``make_plan`` is the way from the one to the other."""
+"""The plan of a job, without torch; ``make_plan`` makes it."""
 
 from __future__ import annotations
 
@@ -18,54 +18,54 @@ KINDS = (
     "communication",
     "runtime",
 )
-"""Kinds of memory, in the order in which they are shown."""
+"""Kinds of memory, in display order."""
 
 PARTS = ("compute", "dp", "tp", "cp", "ep", "pp", "bubble", "optimizer")
-"""Parts of a step's time, in the order in which they are shown: computing; waiting for collectives of an
-axis as far as nothing hides them (``dp`` is FSDP's and the replicas'); for other stages; the update."""
+"""Parts of a step's time, in display order: computing; exposed time of the collectives of each axis (``dp``:
+those of FSDP and replicas); waiting for other stages; the update."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of the ranks that hold the same pipeline stages, when it is at its peak."""
+    """Memory of the ranks of one pipeline rank, at its peak."""
 
     pp_rank: int
     stages: tuple[int, ...]
-    """Indices of the stages that these ranks hold."""
+    """Indices of their stages."""
     kinds: dict[str, float]
     """Bytes of each of ``KINDS``."""
 
     @property
     def peak(self) -> float:
-        """Bytes in all."""
+        """Total bytes."""
         return sum(self.kinds.values())
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one kind of collective moves in a step, for the busiest rank."""
+    """Traffic of one kind of collective in a step, on the busiest rank."""
 
     axis: str
     """``dp``, ``tp``, ``cp``, ``ep`` or ``pp``."""
     collective: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``send``."""
     ranks: int
-    """Ranks that take part in one."""
+    """Ranks in its group."""
     count: int
-    """How many of them there are."""
+    """Number of these collectives in a step."""
     bytes: float
-    """Bytes that the rank sends in all of them together."""
+    """Bytes that the rank sends in all of them."""
     link: str
     """``NVLink`` within a node, ``network`` between nodes, ``host`` between processes of a CPU."""
     seconds: float | None
-    """Time they take together; None on unknown hardware."""
+    """Total time; None on unknown hardware."""
     exposed_seconds: float | None
-    """Time of that which nothing hides."""
+    """Part of it that is not overlapped with compute."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a pipeline rank does, and when."""
+    """One pass of a pipeline rank, with its times."""
 
     stage: int
     kind: str
@@ -85,43 +85,43 @@ class Speed:
     """Seconds of each of ``PARTS``; they add up to ``step_seconds``."""
     tokens_per_second_per_rank: float
     mfu: float | None
-    """Model FLOPs utilization with attention counted whole; None without a known peak."""
+    """Model FLOPs utilization, counting full attention; None without a known peak."""
     timeline: list[list[Action]] = field(default_factory=list)
-    """What each pipeline rank does, in order, with times; empty without a pipeline."""
+    """Passes of each pipeline rank, in order, with times; empty without a pipeline."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known of a job before it runs."""
+    """Predictions about a job before it runs."""
 
     job: Job
     accounting: Accounting
     parameters_per_rank: list[float]
-    """Parameters that the ranks of each pipeline rank hold, sharded as they are."""
+    """Parameters per rank, after sharding, for each pipeline rank."""
     memory: list[RankMemory]
     """One for each pipeline rank."""
     memory_limit: float | None
-    """Bytes that a device has for a run; None where the hardware is unknown."""
+    """Bytes that a device has for a run; None on unknown hardware."""
     traffic: list[Traffic]
     speed: Speed | None
     """None on unknown hardware."""
     accelerator: Accelerator | None
     notes: list[str] = field(default_factory=list)
-    """What the figures leave out."""
+    """What the predictions leave out."""
 
     @property
     def peak(self) -> float:
-        """Bytes of the fullest rank."""
+        """Peak bytes of the rank with the most."""
         return max(rank.peak for rank in self.memory)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the fullest rank has room; None where the hardware is unknown."""
+        """Whether the peak is within the limit; None on unknown hardware."""
         return None if self.memory_limit is None else self.peak <= self.memory_limit
 
     @property
     def gpu_hours(self) -> float | None:
-        """Device-hours of all of the job's steps."""
+        """Device-hours of all steps of the job; None on unknown hardware."""
         if self.speed is None:
             return None
         return self.speed.step_seconds * self.job.training.steps * self.job.world_size / 3600

@@ -1,4 +1,4 @@
-"""A plan as text for a person, and as plain containers for a machine."""
+"""Render a plan as text, and as plain containers for JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDS = {"compute": "computing", "bubble": "pipeline bubble", "optimizer": "upd
 
 
 def render(plan: Plan) -> str:
-    """What ``harness.plan`` prints."""
+    """Format a plan as ``harness.plan`` prints it."""
     blocks = [
         aligned_facts(_facts(plan)),
         "memory at its peak, GiB on each rank\n" + aligned(_memory(plan), left={"ranks", "stages"}),
@@ -36,7 +36,7 @@ def render(plan: Plan) -> str:
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON has it; bytes, seconds and FLOPs without a prefix."""
+    """The plan as plain containers for JSON; units are bytes, seconds and FLOPs."""
     job = plan.job
     return {
         "legal": True,
@@ -64,7 +64,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def tokens_of(job: Job) -> int:
-    """Tokens of all of the job's steps."""
+    """Tokens of all steps of the job."""
     return job.training.steps * tokens_per_step(job)
 
 
@@ -74,7 +74,7 @@ def tokens_per_step(job: Job) -> int:
 
 
 def devices(plan: Plan, count: int) -> str:
-    """So many devices, in words: ``8 x H100 SXM`` or ``2 ranks``."""
+    """Format a number of devices: ``8 x H100 SXM`` or ``2 ranks``."""
     if plan.accelerator is not None:
         return f"{count} x {plan.accelerator.name}"
     return f"{count} rank{'' if count == 1 else 's'}"
@@ -96,12 +96,12 @@ def schedule_of(job: Job) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time with three digits; empty when it is unknown, ``-`` when there is none."""
+    """Format a time with three digits; empty if unknown, ``-`` if zero."""
     if value is None:
         return ""
     if value == 0:
         return "-"
-    # What would round up to 1000 of a unit is 1 of the next.
+    # A value that would round to 1000 of a unit is shown as 1 of the next.
     unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("us", 1e-6))
     amount = value / size
     digits = 0 if amount >= 99.95 else 1 if amount >= 9.995 else 2
@@ -109,7 +109,7 @@ def seconds(value: float | None) -> str:
 
 
 def counted(value: float) -> str:
-    """A count with three or four digits: ``405.9 B``, ``31,457,280``."""
+    """Format a count: ``405.9 B``, ``999``."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if value >= size:
             return f"{value / size:.4g} {unit}"
@@ -117,27 +117,27 @@ def counted(value: float) -> str:
 
 
 def gib(value: float) -> str:
-    """Bytes in GiB, with two digits behind the point; nothing at all is ``-``."""
+    """Format bytes in GiB with two decimals; zero is ``-``."""
     return "-" if value == 0 else f"{value / GIB:,.2f}" if value >= 0.005 * GIB else f"{value / GIB:.1g}"
 
 
-def part_in_words(part: str) -> str:
-    """One of ``PARTS``, as it is shown."""
+def part_name(part: str) -> str:
+    """Display name of one of ``PARTS``."""
     return _WORDS.get(part, f"{part} communication, exposed")
 
 
 def aligned_facts(facts: Sequence[tuple[str, str]]) -> str:
-    """Lines of a name and what is said of it."""
+    """Format pairs of name and text as aligned lines."""
     width = max(len(name) for name, _ in facts)
     return "".join(f"{name:<{width}}  {text}\n" for name, text in facts)
 
 
 def aligned(rows: Sequence[dict[str, str]], left: set[str]) -> str:
-    """A table for the terminal; columns that are empty all the way are left out.
+    """Format a table for the terminal; empty columns are left out.
 
     Args:
         rows: cells as text, all rows with the same columns.
-        left: columns of words, which begin at one place; numbers end at one.
+        left: columns to align left; the others are aligned right.
     """
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
@@ -172,7 +172,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("parameters", f"{counted(counts.parameters)} in all, {counted(active)} active, {held} a rank"),
         (
             "FLOPs",
-            f"{counts.flops_per_token_full / 1e9:,.4g} GFLOP a token (attention whole), "
+            f"{counts.flops_per_token_full / 1e9:,.4g} GFLOP a token (full attention), "
             f"{counts.flops_per_token_causal / 1e9:,.4g} (causal half)",
         ),
     ]
@@ -216,7 +216,7 @@ def _appears(plan: Plan, kind: str) -> bool:
 
 
 def _alike(memory: Sequence[RankMemory]) -> list[list[RankMemory]]:
-    """Neighbours on the pipeline whose figures read the same."""
+    """Group neighbouring pipeline ranks whose rows look the same."""
     groups: list[list[RankMemory]] = []
     for rank in memory:
         if groups and _shown(groups[-1][0]) == _shown(rank):
@@ -235,7 +235,7 @@ def _span(word: str, first: int, last: int) -> str:
 
 
 def _stages(group: Sequence[RankMemory]) -> str:
-    """The stages of neighbours, chunk by chunk: ``1-6, 9-14``."""
+    """Stages of neighbouring ranks, chunk by chunk: ``1-6, 9-14``."""
     spans = []
     for chunk in zip(*(rank.stages for rank in group), strict=True):
         low, high = min(chunk), max(chunk)
@@ -261,17 +261,17 @@ def _traffic(traffic: Sequence[Traffic]) -> list[dict[str, str]]:
 
 def _parts(plan: Plan) -> list[tuple[str, str]]:
     assert plan.speed is not None
-    whole = plan.speed.step_seconds
+    total = plan.speed.step_seconds
     shown = [(part, plan.speed.parts.get(part, 0.0)) for part in PARTS]
     return [
-        (f"  {part_in_words(part)}", f"{seconds(value):>8}  {value / whole:>6.1%}")
+        (f"  {part_name(part)}", f"{seconds(value):>8}  {value / total:>6.1%}")
         for part, value in shown
         if value > 0
     ]
 
 
 def _verdict(plan: Plan) -> list[tuple[str, str]]:
-    """Speed, whether it fits, and what the whole job costs."""
+    """Speed, whether it fits, and the cost of all steps."""
     job, speed = plan.job, plan.speed
     unit = "GPU" if plan.accelerator is not None else "rank"
     facts = []
@@ -284,7 +284,7 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
             ("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(rate * job.world_size)} in all")
         )
         mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
-        facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (attention whole)"))
+        facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (full attention)"))
     facts.append(("fits", _fits(plan)))
     total = f"{job.training.steps:,} steps, {counted(tokens_of(job))} tokens"
     if plan.gpu_hours is not None:
@@ -304,19 +304,19 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
 def _what_to_set(plan: Plan) -> str:
     measured = "calibration=FILE, fitted to runs of it by harness.plan calibrate=FOLDER"
     if plan.job.cluster.device == "cpu":
-        return f"unknown, because nothing is known of this CPU; set {measured}"
+        return f"unknown CPU; set {measured}"
     known = ", ".join(ACCELERATORS)
-    return f"unknown, because the hardware is; set {measured}, or cluster.accelerator, to one of {known}"
+    return f"unknown hardware; set {measured}, or cluster.accelerator to one of {known}"
 
 
 def _fits(plan: Plan) -> str:
     if plan.memory_limit is None:
-        return f"unknown, because the hardware is; the fullest rank takes {gib(plan.peak)} GiB"
+        return f"unknown hardware; the fullest rank takes {gib(plan.peak)} GiB"
     room = plan.memory_limit - plan.peak
-    of = f"the fullest rank takes {gib(plan.peak)} of {gib(plan.memory_limit)} GiB"
-    return f"yes: {of}, {gib(room)} GiB left" if room >= 0 else f"NO: {of}, {gib(-room)} GiB too many"
+    usage = f"the fullest rank takes {gib(plan.peak)} of {gib(plan.memory_limit)} GiB"
+    return f"yes: {usage}, {gib(room)} GiB left" if room >= 0 else f"NO: {usage}, {gib(-room)} GiB too many"
 
 
 def figure(value: float) -> str:
-    """A rate or an amount: whole above 100, with three digits below."""
+    """Format a rate or an amount: an integer from 100 on, three digits below."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"

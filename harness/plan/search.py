@@ -1,7 +1,7 @@
-"""The fastest layouts of a job's ranks: each that is legal and fits is ranked, or shown to be slower.
+"""Search the fastest layouts of a job: each legal point that fits is ranked, or proved to be slower.
 
-Points that cannot fit (``floor.py``) are left out. The others are taken in the order of the least time that
-they can need (``bound.py``), and planned whole, schedule and all, until none of the rest can be a best one.
+Points that cannot fit (``floor.py``) are excluded. The others are fully planned in the order of their lower
+bound on time (``bound.py``), until no remaining point can be among the best.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.plan.render import gib, mesh_of
 from harness.plan.space import MODES, Point, Space
 
 MOST_LAYOUTS, MOST_POINTS = 20_000, 1_000_000
-"""What a search goes through at most: a few minutes' work."""
+"""Limits of a search: a few minutes."""
 
 
 @dataclass(frozen=True)
@@ -44,74 +44,74 @@ class Candidate:
 
     @property
     def parts(self) -> dict[str, float]:
-        """What it goes to."""
+        """Parts of that time."""
         assert self.plan.speed is not None, "a search knows its hardware"
         return self.plan.speed.parts
 
     @property
     def order(self) -> tuple[float, int, float]:
-        """What candidates are ranked by: time, and of equals the fewest axes, and then the least memory."""
+        """Sort key: time, then number of axes, then memory."""
         return rounded(self.seconds), self.point.axes, self.plan.peak
 
 
 @dataclass
-class Lost:
-    """Why points are not among the best; the counts add up to all of the others."""
+class Rejected:
+    """Why points are not among the best; the counts add up to all other points."""
 
     illegal: Counter[str] = field(default_factory=Counter)
-    """By the field whose rule is broken."""
+    """Illegal points by the field whose rule they break."""
     rules: dict[str, ConfigError] = field(default_factory=dict)
     """One broken rule of each field."""
     too_large: int = 0
-    """How many do not fit."""
+    """Number of points that do not fit."""
     closest: tuple[float, Point] | None = None
-    """Of those the one that lacks least as far as is known, with how many bytes at least."""
+    """The point closest to fitting, and a lower bound on its shortfall in bytes."""
     slower: Counter[str] = field(default_factory=Counter)
-    """By the part of the step in which they lose most to the best."""
+    """Slower points, by the part of the step in which they lose most to the best."""
 
     def add_illegal(self, error: ConfigError) -> None:
-        """Counts a point that breaks a rule."""
+        """Count a point that breaks a rule."""
         self.illegal[error.field] += 1
         self.rules.setdefault(error.field, error)
 
     def add_too_large(self, lacks: float, point: Point) -> None:
-        """Counts a point that lacks so many bytes."""
+        """Count a point whose shortfall is at least ``lacks`` bytes."""
         self.too_large += 1
         if self.closest is None or lacks < self.closest[0]:
             self.closest = lacks, point
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found."""
+class SearchResult:
+    """Result of a search."""
 
     space: Space
     best: list[Candidate]
     """The fastest, first."""
-    lost: Lost
+    rejected: Rejected
     points: int
-    """All points there were."""
+    """Number of all points."""
     layouts: int
-    """All ways to share out the ranks."""
+    """Number of all meshes."""
     planned: int
-    """Points whose schedule was run; the bound was enough for the others."""
+    """Number of points that were fully planned; the bound was enough for the others."""
     seconds: float
-    """Time the search took."""
+    """Duration of the search."""
 
 
 def rounded(seconds: float) -> float:
-    """With four digits: a plan does not tell smaller differences from none."""
+    """Round to four digits: smaller differences are not significant."""
     return float(f"{seconds:.4g}")
 
 
-def search(space: Space, top: int, calibration: Calibration | None = None) -> Found:
-    """Finds the fastest points of a space, by the defaults' constants or those of a calibration.
+def search(space: Space, top: int, calibration: Calibration | None = None) -> SearchResult:
+    """Find the ``top`` fastest points of a space, with default constants or a calibration.
 
     Raises:
-        UserError: none is legal, none fits, or nothing is known of the hardware.
+        UserError: no point is legal, none fits, or the hardware is unknown.
     """
     began = time.perf_counter()
-    lost, layouts = Lost(), list(islice(space.layouts(), MOST_LAYOUTS + 1))
+    rejected, layouts = Rejected(), list(islice(space.layouts(), MOST_LAYOUTS + 1))
     if not layouts:
         raise _no_layout(space)
     if len(layouts) > MOST_LAYOUTS:
@@ -126,36 +126,36 @@ def search(space: Space, top: int, calibration: Calibration | None = None) -> Fo
             if error is None:
                 legal.append(point)
             else:
-                lost.add_illegal(error)
-    points = len(legal) + sum(lost.illegal.values())
+                rejected.add_illegal(error)
+    points = len(legal) + sum(rejected.illegal.values())
     if not legal:
-        raise _none_is_legal(space, lost)
-    ranking = Ranking(space, legal, top, lost, calibration)
+        raise _none_is_legal(space, rejected)
+    ranking = Ranking(space, legal, top, rejected, calibration)
     ranking.run()
     if not ranking.best:
-        raise _none_fits(space, lost)
-    return Found(
-        space, ranking.best, lost, points, len(layouts), ranking.planned, time.perf_counter() - began
+        raise _none_fits(space, rejected)
+    return SearchResult(
+        space, ranking.best, rejected, points, len(layouts), ranking.planned, time.perf_counter() - began
     )
 
 
 class Ranking:
-    """Ranks points that are legal."""
+    """Ranks legal points."""
 
     def __init__(
         self,
         space: Space,
         points: Sequence[Point],
         top: int,
-        lost: Lost,
+        rejected: Rejected,
         calibration: Calibration | None,
     ) -> None:
-        self.base, self.top, self.lost, self.calibration = space.base, top, lost, calibration
+        self.base, self.top, self.rejected, self.calibration = space.base, top, rejected, calibration
         self.best: list[Candidate] = []
         self.planned = 0
         machine = machine_of(points[0].job(space.base), calibration)
         if machine is None:
-            rule = "a search ranks by speed, and nothing is known of what these ranks compute on"
+            rule = "a search ranks by speed, and the hardware of these ranks is unknown"
             value = space.base.cluster.accelerator
             raise ConfigError("cluster.accelerator", value, rule, ACCELERATORS)
         self._floors, self._bounds = Floors(space.base), Bounds(space.base, machine, space.world)
@@ -163,7 +163,7 @@ class Ranking:
         for point in points:
             lacks = self._floors.held_lacks(point)
             if lacks:
-                lost.add_too_large(lacks, point)
+                rejected.add_too_large(lacks, point)
             else:
                 may_fit.append(point)
         bounded = [(self._bounds.seconds(point), point) for point in may_fit]
@@ -172,15 +172,15 @@ class Ranking:
         self._dropped: list[Point | Candidate] = []
 
     def run(self) -> None:
-        """Plans what may be among the best."""
+        """Plan the points that may be among the best."""
         for seconds, point in self._bounded:
-            # The least that its place among the candidates can be.
+            # Lower bound on its sort key.
             least = rounded(seconds), point.axes
             if len(self.best) == self.top and least > self.best[-1].order[:2]:
                 self._dropped.append(point)
             else:
                 self._try(point)
-        self._tell_slower()
+        self._count_slower()
 
     def _try(self, point: Point) -> None:
         if self._is_known_to_lack(point):
@@ -192,7 +192,7 @@ class Ranking:
         try:
             job = point.job(self.base)
         except ConfigError as error:
-            self.lost.add_illegal(error)
+            self.rejected.add_illegal(error)
             return
         plan = make_plan(job, self.calibration)
         self.planned += 1
@@ -203,22 +203,22 @@ class Ranking:
         if len(self.best) > self.top:
             self._dropped.append(self.best.pop())
 
-    # Larger microbatches and less recomputation take no less memory, all else being equal.
+    # With all else equal, larger microbatches and less recomputation never take less memory.
 
     def _is_known_to_lack(self, point: Point) -> bool:
-        """Counts a point that takes at least as much memory as one that did not fit."""
+        """Whether a point takes at least as much memory as one that did not fit; if so, count it."""
         for size, kept, lacks in self._lacking.get(_group(point), ()):
             if size <= point.rows and kept <= _kept(point):
-                self.lost.add_too_large(lacks, point)
+                self.rejected.add_too_large(lacks, point)
                 return True
         return False
 
     def _note_lacking(self, point: Point, lacks: float) -> None:
         self._lacking.setdefault(_group(point), []).append((point.rows, _kept(point), lacks))
-        self.lost.add_too_large(lacks, point)
+        self.rejected.add_too_large(lacks, point)
 
-    def _tell_slower(self) -> None:
-        """Counts what is slower than the best by the part in which it loses most to it."""
+    def _count_slower(self) -> None:
+        """Count slower points by the part of the step in which they lose most to the best."""
         if not self.best:
             return
         fastest = self.best[0]
@@ -229,50 +229,50 @@ class Ranking:
             else:
                 parts, others = self._bounds.parts(each), bound
             worst = max(PARTS, key=lambda part: parts.get(part, 0.0) - others.get(part, 0.0))
-            self.lost.slower[worst] += 1
+            self.rejected.slower[worst] += 1
 
 
 def _group(point: Point) -> tuple[object, ...]:
-    """What points share that differ only in how much is kept at once."""
+    """Fields shared by points that differ only in microbatch size and recomputation."""
     return point.degrees, point.ep, point.schedule, point.layers_per_stage
 
 
 def _kept(point: Point) -> int:
-    """How much a mode of activation checkpointing keeps, as a rank."""
+    """Order of an activation checkpointing mode: a higher value saves more activations."""
     return -MODES.index(point.mode) if point.mode in MODES else 0
 
 
 def _no_layout(space: Space) -> UserError:
     axes = ", ".join(sorted(field for field in space.typed if field.startswith("parallelism.")))
     return UserError(
-        f"no layout has {space.world} ranks with what was typed ({axes}); would work: fewer of these fields, "
-        f"or other values"
+        f"no layout has {space.world} ranks with the fields on the command line ({axes}); "
+        "would work: fewer of these fields, or other values"
     )
 
 
 def _too_many(space: Space, what: str) -> UserError:
     return UserError(
         f"cluster.ranks={space.world}: a search of more than {what} takes too long; would work: fewer ranks, "
-        f"or degrees that are typed, parallelism.tp=8"
+        f"or fixed degrees such as parallelism.tp=8"
     )
 
 
-def _none_is_legal(space: Space, lost: Lost) -> UserError:
-    field, count = lost.illegal.most_common(1)[0]
-    points = sum(lost.illegal.values())
+def _none_is_legal(space: Space, rejected: Rejected) -> UserError:
+    field, count = rejected.illegal.most_common(1)[0]
+    points = sum(rejected.illegal.values())
     return UserError(
         f"none of the {points:,} ways to run {space.world} ranks is legal, for most of them ({count:,}): "
-        f"{lost.rules[field]}"
+        f"{rejected.rules[field]}"
     )
 
 
-def _none_fits(space: Space, lost: Lost) -> UserError:
-    if lost.closest is None:
-        return _none_is_legal(space, lost)
-    lacks, point = lost.closest
+def _none_fits(space: Space, rejected: Rejected) -> UserError:
+    if rejected.closest is None:
+        return _none_is_legal(space, rejected)
+    shortfall, point = rejected.closest
     layout = mesh_of(point.layout(space.base.parallelism))
     return UserError(
-        f"none of the {lost.too_large:,} legal ways to run {space.world} ranks fits; the closest lacks "
-        f"at least {gib(lacks)} GiB on its fullest rank ({layout}, {point.mode}); would work: more ranks, "
-        f"precision=bf16_full, a shorter training.seq_len"
+        f"none of the {rejected.too_large:,} legal ways to run {space.world} ranks fits; "
+        f"the closest is at least {gib(shortfall)} GiB too large on its fullest rank ({layout}, "
+        f"{point.mode}); would work: more ranks, precision=bf16_full, a shorter training.seq_len"
     )

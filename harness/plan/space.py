@@ -1,4 +1,4 @@
-"""What a search moves: every way to share out ranks, and how each of them runs; legality, without a plan."""
+"""The space of a search: every mesh, and for each every batch split, checkpointing mode and schedule."""
 
 from __future__ import annotations
 
@@ -16,78 +16,78 @@ from harness.parallelism.schedules import SCHEDULES
 from harness.parallelism.stages import fitting_layers_per_stage, num_stages
 
 MODES = ("none", "selective_op", "full")
-"""Activation checkpointing that a search tries: the others lie between these, by numbers of their own."""
+"""Activation checkpointing modes of a search; the other modes are between these."""
 SCHEDULES_TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""GPipe and LoopedBFS keep every microbatch where 1F1B and Interleaved1F1B keep few, and idle as long."""
+"""Without GPipe and LoopedBFS: they save all microbatches and idle as long as 1F1B and Interleaved1F1B."""
 
 _KEY = re.compile(r"^(?:\+\+|\+)?(?P<key>[\w.]+)=(?P<value>.*)$", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One thing that a search may choose."""
+    """One candidate of a search."""
 
     degrees: tuple[int, ...]
-    """Of ``AXES``, in their order."""
+    """Degrees of ``AXES``, in their order."""
     ep: int
-    """Ranks that have different experts."""
+    """Expert-parallel degree."""
     local_batch_size: int
-    """Sequences of a data-parallel rank and pass."""
+    """Sequences per data-parallel rank and pass."""
     microbatch_size: int
-    """Sequences of a microbatch; 1 without a pipeline."""
+    """Sequences per microbatch; 1 without a pipeline."""
     mode: str
-    """Activation checkpointing."""
+    """Activation checkpointing mode."""
     schedule: str | None
-    """Of the pipeline; None without one."""
+    """Pipeline schedule; None without a pipeline."""
     layers_per_stage: int | None
-    """Of the pipeline; None for as many stages as the schedule needs."""
+    """Layers per pipeline stage; None: the number of stages that the schedule needs."""
 
     @property
     def pp(self) -> int:
-        """Degree of the pipeline."""
+        """Pipeline degree."""
         return self.degrees[AXES.index("pp")]
 
     @property
     def cp(self) -> int:
-        """Ranks that share a sequence."""
+        """Context-parallel degree."""
         return self.degrees[AXES.index("cp")]
 
     @property
     def tp(self) -> int:
-        """Ranks that share a product."""
+        """Tensor-parallel degree."""
         return self.degrees[AXES.index("tp")]
 
     @property
     def axes(self) -> int:
-        """Axes of the mesh that are used."""
+        """Number of mesh axes with a degree above 1."""
         return sum(degree > 1 for degree in self.degrees)
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that have different sequences."""
+        """Data-parallel degree."""
         return self.degrees[AXES.index("dp_replicate")] * self.degrees[AXES.index("dp_shard")]
 
     @property
     def rows(self) -> int:
-        """Sequences that go through the model at once."""
+        """Sequences per forward pass."""
         return self.local_batch_size if self.schedule is None else self.microbatch_size
 
     def layout(self, base: ParallelismConfig) -> ParallelismConfig:
-        """The layout that is otherwise as ``base`` has it."""
+        """Return ``base`` with this point's layout."""
         moved: dict[str, Any] = dict(zip(AXES, self.degrees, strict=True))
         moved |= {"ep": self.ep, "pp_microbatch_size": self.microbatch_size}
         moved["pp_layers_per_stage"] = self.layers_per_stage
         if self.schedule is not None:
             moved["pp_schedule"] = self.schedule
-        # Nothing is asynchronous where nothing is split.
+        # async_tp needs tensor parallel.
         moved["async_tp"] = base.async_tp and self.tp > 1
         return replace(base, **moved)
 
     def job(self, base: Job) -> Job:
-        """The job that is otherwise as ``base`` has it, resolved and so legal.
+        """Return ``base`` with this point's layout and execution, resolved.
 
         Raises:
-            ConfigError: it is not legal.
+            ConfigError: the job is not legal.
         """
         return replace(
             base,
@@ -97,7 +97,7 @@ class Point:
         ).resolve(gpus=_gpus(base))
 
     def overrides(self, base: ParallelismConfig) -> list[str]:
-        """What makes it out of ``base``, as it is typed."""
+        """Return the overrides that turn ``base`` into this point."""
         typed = [f"parallelism.{axis}={degree}" for axis, degree in zip(AXES, self.degrees, strict=True)]
         typed += [f"parallelism.ep={self.ep}"] if self.ep > 1 or base.ep > 1 else []
         typed += [f"parallelism.async_tp={str(self.tp > 1).lower()}"] if base.async_tp else []
@@ -114,25 +114,25 @@ class Point:
 
 @dataclass(frozen=True)
 class Space:
-    """Everything that a search may choose for a job."""
+    """All candidates of a search for a job."""
 
     base: Job
-    """The job whose layout is sought; only what a layout does not change is resolved."""
+    """The job; only fields that do not depend on the layout are resolved."""
     world: int
-    """Ranks."""
+    """Number of ranks."""
     typed: frozenset[str]
-    """Fields that stay as they are, because they were typed."""
+    """Fields that the command line fixes."""
 
     @classmethod
     def of(cls, base: Job, overrides: Sequence[str]) -> Space:
-        """The space of a job.
+        """Make the space of a job.
 
-        A field that was typed stays as it was typed (dp_shard=-1 and null leave it open). A typed layout,
-        parallelism=fsdp_tp, keeps the axes at 1 that it does not use. What comes from files is moved.
+        Fields on the command line are fixed (except for dp_shard=-1 and null). A layout on the command line,
+        parallelism=fsdp_tp, fixes the axes that it does not use to 1. Values from files are searched.
 
         Raises:
-            ConfigError: something that all points share is not legal, or it is not known how many ranks or
-                how large a batch they are to share.
+            ConfigError: a field that all points share is not legal, or the number of ranks or the global
+                batch size is unknown.
         """
         base.cluster.validate()
         base.training.validate()
@@ -145,22 +145,22 @@ class Space:
 
     @property
     def per_node(self) -> int:
-        """Ranks of a node."""
+        """Ranks per node."""
         return self.base.cluster.nodes_for(self.world)[1]
 
     def layouts(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """All ways to share out the ranks: degrees of ``AXES``, and ep; tp stays within a node."""
+        """Yield all meshes: degrees of ``AXES``, and ep; tp stays within a node."""
         for degrees in _products(self.world, [self._degrees(axis) for axis in AXES]):
             of = dict(zip(AXES, degrees, strict=True))
             if "parallelism.tp" in self.typed or self.per_node % of["tp"] == 0:
                 yield from ((degrees, ep) for ep in self._expert_degrees(of))
 
     def points(self, degrees: tuple[int, ...], ep: int) -> Iterator[Point]:
-        """All ways to run one of them, those that need the least memory first."""
+        """Yield all points of a mesh, those with the least memory first."""
         of = dict(zip(AXES, degrees, strict=True))
         share, rest = divmod(self.base.global_batch_size, of["dp_replicate"] * of["dp_shard"])
         if rest:
-            # One point stands for the layout, to be told what is wrong with it.
+            # One point of this mesh, so that the error is reported once.
             yield Point(degrees, ep, 1, 1, "full", None if of["pp"] == 1 else "1F1B", None)
             return
         pipelined = of["pp"] > 1
@@ -172,7 +172,7 @@ class Space:
                         yield Point(degrees, ep, local, size, mode, schedule, layers)
 
     def _choices(self, field: str, free: Iterable[Any]) -> list[Any]:
-        """What a field may be: what was typed, or else all of ``free``."""
+        """Values of a field: the fixed one, or all of ``free``."""
         return [_value(self.base, field)] if field in self.typed else list(free)
 
     def _degrees(self, axis: str) -> list[int]:
@@ -187,7 +187,7 @@ class Space:
         return self._choices("parallelism.ep", divisors(moe.num_experts, ranks))
 
     def _schedules(self, degrees: tuple[int, ...]) -> list[tuple[str, int | None]]:
-        """Schedules, and for those that take any number of stages every number there can be."""
+        """Schedules; those with a free number of stages once for every possible number."""
         found: list[tuple[str, int | None]] = []
         for name in self._choices("parallelism.pp_schedule", SCHEDULES_TRIED):
             if "parallelism.pp_layers_per_stage" in self.typed:
@@ -199,7 +199,7 @@ class Space:
         return found
 
     def _more_stages(self, degrees: tuple[int, ...], name: str) -> list[int]:
-        """Layers of a stage that make three stages a rank or more; one for each number of stages."""
+        """Layers per stage that give at least three stages per rank; one value per number of stages."""
         degree = degrees[AXES.index("pp")]
         layout = replace(self.base.parallelism, pp=degree, pp_schedule=name, pp_layers_per_stage=None)
         n_layers = self.base.model.n_layers
@@ -211,18 +211,18 @@ class Space:
 
 
 def _world_of(base: Job) -> int:
-    """How many ranks there are to share out."""
+    """Number of ranks to search layouts for."""
     layout, cluster = base.parallelism, base.cluster
     used = prod(max(degree, 1) for degree in layout.degrees.values())
     world = cluster.world_size or (used if used > 1 else None) or cluster.default_world_size or _gpus(base)
     if not world or world == 1:
-        rule = "a search has to know how many ranks there are"
+        rule = "a search needs the number of ranks"
         raise ConfigError("cluster.ranks", cluster.ranks, rule, "8, or cluster=slurm_h100 cluster.nodes=4")
     return world
 
 
 def _typed(base: Job, overrides: Sequence[str]) -> Iterator[str]:
-    """Fields that were typed, or follow from what was."""
+    """Yield the fields that the command line fixes, directly or by a group."""
     layout = base.parallelism
     for override in overrides:
         match = _KEY.match(override)
@@ -234,7 +234,7 @@ def _typed(base: Job, overrides: Sequence[str]) -> Iterator[str]:
         if match["key"] == "parallelism":
             yield from (f"parallelism.{axis}" for axis in (*AXES, "ep") if getattr(layout, axis) == 1)
     if layout.pp_schedule_csv is not None or layout.pp_modules_per_stage:
-        # They are of one pipeline.
+        # These options determine the pipeline.
         yield from (f"parallelism.{name}" for name in ("pp", "pp_schedule", "pp_layers_per_stage"))
 
 
@@ -244,7 +244,7 @@ def _value(base: Job, field: str) -> Any:
 
 
 def _products(number: int, choices: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """All tuples that multiply to a number, each element out of its own choices."""
+    """Yield all tuples with the given product, each element from its own choices."""
     first, *rest = choices
     for factor in first:
         if number % factor:

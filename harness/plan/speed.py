@@ -1,4 +1,4 @@
-"""A step's time: blocks' passes, FSDP around them, the pipeline's schedule, the update."""
+"""Time of a step: passes of blocks, FSDP's collectives, the pipeline's schedule, the update."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from harness.model.accounting import account
 from harness.model.operations import block_kinds, block_operations, block_weights
 from harness.parallelism.stages import split_modules, stages_of_rank
 from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
-from harness.plan.order import pipeline_order, that_gather
+from harness.plan.order import gathering_passes, pipeline_order
 from harness.plan.plan import PARTS, Action, Speed, Traffic
-from harness.plan.timeline import simulate
+from harness.plan.timeline import sends_of_rank, simulate
 from harness.plan.work import Block, Moved, Pass, Worker, added
 
-# Bytes that an update moves for every parameter in 32 bits: the norm reads the gradient (4), clipping reads
+# Memory traffic of the update per 32-bit parameter, in bytes: the norm reads the gradient (4), clipping reads
 # and writes it (8), fused AdamW reads four tensors and writes three (28).
 UPDATE_BYTES = 40
 
@@ -64,12 +64,12 @@ class StepModel:
         self.sharing: list[Sharing] = self._of_each_block(self._share)
         self.order = self._order()
         frees = self.layout.pp > 1 and self.layout.reshards_after_forward
-        self.gathering = {each for row in self.order for each in that_gather(row)} if frees else set()
+        self.gathering = {each for row in self.order for each in gathering_passes(row)} if frees else set()
         modules = split_modules(self.layout, job.model.n_layers)
         self.stages = [self._stage(names) for names in modules]
 
     def _of_each_block(self, make: Callable[[int], Made]) -> list[Made]:
-        """What is made of every block; blocks that do the same share it."""
+        """Call ``make`` for every block; equal blocks share the result."""
         made: dict[object, Made] = {}
         for layer, key in enumerate(self.keys):
             if key not in made:
@@ -91,13 +91,13 @@ class StepModel:
         forward = [block.forward for block in blocks]
         inputs = [block.recompute + block.inputs for block in blocks]
         weights = [block.weights for block in blocks]
-        if "tok_embeddings" in names or "output" in names:
-            tables = {"tok_embeddings", "output"} & set(names)
-            sharing += [self._share_table()] * (1 if model.tied_embeddings else len(tables))
-        if "output" in names:
-            head_forward, head_backward = self.worker.ends()
-            forward, inputs = [*forward, head_forward], [*inputs, head_backward]
-        always, gathers, once = self._around(blocks, sharing)
+        tables = {"tok_embeddings": self.worker.table, "output": self.worker.head}
+        held = [tables[name]() for name in tables if name in names]
+        if held:
+            sharing += [self._share_table()] * (1 if model.tied_embeddings else len(held))
+        forward += [table_forward for table_forward, _ in held]
+        inputs += [table_backward for _, table_backward in held]
+        always, gathers, once = self._around(blocks, sharing, has_head="output" in names)
         forward.append(always[0])
         inputs.append(always[1])
         passes = {"F": added(forward), "I": added(inputs), "W": added(weights)}
@@ -150,33 +150,36 @@ class StepModel:
         return Moved("dp", collective, group, size, seconds, seconds)
 
     def _around(
-        self, blocks: list[Block], sharing: list[Sharing]
+        self, blocks: list[Block], sharing: list[Sharing], *, has_head: bool
     ) -> tuple[tuple[Pass, Pass], dict[str, Pass], Pass]:
         """What FSDP adds to every forward and backward, to those that find freed parameters, and once.
 
         A block's parameters are gathered while the block before computes, its gradients reduced while the
         next one does (FSDP2's implicit prefetch): what takes longer than that is waited for, and so are the
         first gather and the last reduction. Before either half of a split backward the whole stage is
-        gathered (parallelism/pipeline.py).
+        gathered (parallelism/pipeline.py). The head comes last in ``sharing`` and stays gathered between
+        forward and backward, unless resharding is ``always`` (parallelism/fsdp.py).
         """
-        again = self.layout.reshards_after_forward
-        forward = self._behind(blocks, sharing, lambda b: b.forward.seconds, gathers=True, reduces=False)
+        layout, groups = self.layout, len(sharing)
+        again = layout.reshards_after_forward
+        freed = groups - (has_head and layout.reshard_after_forward != "always")
+        forward = self._behind(blocks, sharing, lambda b: b.forward.seconds, gathers=groups, reduces=False)
         backward = self._behind(
             blocks,
             sharing,
             lambda b: b.recompute.seconds + b.inputs.seconds + b.weights.seconds,
-            gathers=again,
+            gathers=freed if again else 0,
             reduces=True,
         )
         if self.layout.pp == 1:
             return (forward, backward), {}, Pass()
         if not again:
             return (Pass(), Pass()), {}, forward + backward
-        reduction = self._behind(blocks, sharing, lambda b: 0.0, gathers=False, reduces=True)
+        reduction = self._behind(blocks, sharing, lambda b: 0.0, gathers=0, reduces=True)
         in_backward = self._behind(
-            blocks, sharing, lambda b: b.recompute.seconds + b.inputs.seconds, gathers=True, reduces=False
+            blocks, sharing, lambda b: b.recompute.seconds + b.inputs.seconds, gathers=groups, reduces=False
         )
-        before = self._behind(blocks, sharing, lambda b: 0.0, gathers=True, reduces=False)
+        before = self._behind(blocks, sharing, lambda b: 0.0, gathers=groups, reduces=False)
         return (Pass(), Pass()), {"F": forward, "B": in_backward, "I": before, "W": before}, reduction
 
     def _behind(
@@ -185,14 +188,18 @@ class StepModel:
         sharing: list[Sharing],
         computing: Callable[[Block], float],
         *,
-        gathers: bool,
+        gathers: int,
         reduces: bool,
     ) -> Pass:
-        """One pass's collectives, with what of them computing does not hide."""
+        """Collectives of one pass, with the seconds that computing does not hide.
+
+        Args:
+            gathers: the first so many of ``sharing`` are gathered.
+        """
         moved: list[Moved] = []
         copying = 0.0
         for i, shared in enumerate(sharing):
-            mine = (*(shared.gather if gathers else ()), *(shared.reduce if reduces else ()))
+            mine = (*(shared.gather if i < gathers else ()), *(shared.reduce if reduces else ()))
             taken = sum(m.seconds for m in mine)
             # The first one, and tables, have nothing beside them.
             room = computing(blocks[i - 1]) if 0 < i <= len(blocks) else 0.0
@@ -202,24 +209,24 @@ class StepModel:
             moved += [
                 Moved(m.axis, m.collective, m.group, m.bytes, m.seconds, m.seconds * exposed) for m in mine
             ]
-            copying += shared.copying if gathers else 0.0
+            copying += shared.copying if i < gathers else 0.0
         return Pass(copying, tuple(moved))
 
     # -- a step ----
 
     @property
     def passes(self) -> int:
-        """Passes over a local batch in a step."""
+        """Number of passes over a local batch in a step."""
         return self.job.accumulation_steps
 
     def update_seconds(self, stages: Iterable[Stage]) -> float:
-        """Seconds of the norm, clipping and the optimizer on a rank that holds these stages."""
+        """Seconds of the norm, clipping and the optimizer on a rank with these stages."""
         held = sum(shared.held for stage in stages for shared in stage.sharing)
         width = DTYPE_BYTES[self.job.precision.master_dtype] / 4
         return self.machine.pass_seconds(held * UPDATE_BYTES * width)
 
     def timeline(self) -> list[list[Action]]:
-        """What every pipeline rank does and when, in one pass over a local batch."""
+        """The passes of every pipeline rank with their times, in one pass over a local batch."""
         sending = 0.0 if self.layout.pp == 1 else self._send.seconds
         return simulate(self.order, lambda action: self._pass(action).seconds, sending)
 
@@ -255,6 +262,10 @@ class StepModel:
         speed = Speed(step, parts, rate, share, timeline if self.layout.pp > 1 else [])
         return speed, self._traffic(slowest[1])
 
+    def traffic(self, rank: int) -> list[Traffic]:
+        """Collectives of a step on one pipeline rank."""
+        return self._traffic(self._rank(rank, 0.0)[1])
+
     def _rank(self, rank: int, makespan: float) -> tuple[dict[str, float], list[tuple[Moved, int]]]:
         """Parts of the step of one pipeline rank, and what it moves how often."""
         stages = [self.stages[i] for i in stages_of_rank(self.layout, self.job.model.n_layers, rank)]
@@ -275,27 +286,26 @@ class StepModel:
             add(stage.once, self.passes)
         parts["optimizer"] = self.update_seconds(stages)
         if self.layout.pp > 1:
-            # Gradients of weights stay where they are.
-            sends = sum(action.kind != "W" for action in self.order[rank]) * self.passes
+            sends = sends_of_rank(self.order, rank) * self.passes
             moved.append((self._send, sends))
             if self.machine.shares_cores:
                 parts["pp"] += self._send.seconds * sends
         return parts, moved
 
     def _on_shared_cores(self, ranks: list[dict[str, float]], slowest: dict[str, float]) -> dict[str, float]:
-        """The parts where ranks take turns on the same cores: others work while one waits.
+        """Parts of the step if ranks share cores, so that others work while one waits.
 
-        The step takes as long as all their work on all cores, or as the longest chain of it where that leaves
-        cores idle.
+        The step takes as long as all ranks' work on all cores, or as the longest chain of one rank if that
+        leaves cores idle.
         """
         assert self.machine.constants.cores is not None
         cores, world = self.machine.constants.cores, self.job.world_size
         threads = max(1, cores // world)
         busy = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in PARTS}
         busy["bubble"] = 0.0
-        together = {name: seconds * world / cores for name, seconds in busy.items()}
+        total = {name: seconds * world / cores for name, seconds in busy.items()}
         chain = {name: seconds / threads for name, seconds in slowest.items()}
-        return together if sum(together.values()) >= sum(chain.values()) else chain
+        return total if sum(total.values()) >= sum(chain.values()) else chain
 
     def _traffic(self, moved: list[tuple[Moved, int]]) -> list[Traffic]:
         """The same collectives of one axis added up."""

@@ -1,4 +1,4 @@
-"""When every pipeline rank does what: an order of passes, and how long each takes."""
+"""Simulate a pipeline schedule: start and end of every pass."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from harness.plan.plan import Action
 def simulate(
     order: list[list[Action]], seconds: Callable[[Action], float], send_seconds: float
 ) -> list[list[Action]]:
-    """Gives every pass its times: it begins when its rank is free and what it needs has come.
+    """Compute the times of every pass: it starts when its rank is free and its inputs have arrived.
 
-    A forward needs the same microbatch's forward of the stage before; a backward its own forward, and the
-    backward for inputs of the stage behind; a backward for weights that for inputs. Between ranks it takes
-    ``send_seconds`` more.
+    For each microbatch, a forward pass needs the forward of the previous stage; a backward pass its own
+    forward, and the backward (for inputs) of the next stage; a backward for weights the one for inputs.
+    Between ranks, inputs arrive ``send_seconds`` later.
 
     Args:
-        order: what each rank does, in order.
-        seconds: how long a pass takes.
-        send_seconds: how long a microbatch's activations travel to the next stage.
+        order: passes of each rank, in order.
+        seconds: duration of a pass.
+        send_seconds: time to send a microbatch's activations to the next stage.
 
     Raises:
         ValueError: the order cannot run: ranks wait for each other.
@@ -30,9 +30,9 @@ def simulate(
     ended: dict[tuple[str, int, int], float] = {}
     timed: list[list[Action]] = [[] for _ in order]
     clocks, positions = [0.0] * len(order), [0] * len(order)
-    left = sum(map(len, order))
-    while left:
-        before = left
+    remaining = sum(map(len, order))
+    while remaining:
+        before = remaining
         for rank, actions in enumerate(order):
             while positions[rank] < len(actions):
                 action = actions[positions[rank]]
@@ -45,9 +45,9 @@ def simulate(
                 kind = "B" if action.kind == "I" else action.kind
                 ended[kind, action.stage, action.microbatch] = clocks[rank] = end
                 positions[rank] += 1
-                left -= 1
-        if left == before:
-            raise ValueError("the schedule waits for itself")
+                remaining -= 1
+        if remaining == before:
+            raise ValueError("the schedule deadlocks")
     return timed
 
 
@@ -58,7 +58,7 @@ def _ready(
     last: int,
     send_seconds: float,
 ) -> float | None:
-    """When what an action needs is there; None: not yet."""
+    """Time at which the inputs of an action are ready; None if that is not known yet."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "W":
         return ended.get(("B", stage, microbatch))
@@ -73,3 +73,14 @@ def _ready(
             return None
         ready = max(ready, end + (send_seconds if rank_of[other] != rank_of[stage] else 0.0))
     return ready
+
+
+def sends_of_rank(order: list[list[Action]], rank: int) -> int:
+    """Count the activations and gradients that a pipeline rank sends to other ranks.
+
+    Gradients of weights are not sent, and neither are activations between two stages of one rank.
+    """
+    rank_of = {action.stage: owner for owner, actions in enumerate(order) for action in actions}
+    steps = {"F": 1, "B": -1, "I": -1}
+    receivers = (rank_of.get(a.stage + steps[a.kind], rank) for a in order[rank] if a.kind in steps)
+    return sum(receiver != rank for receiver in receivers)

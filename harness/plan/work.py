@@ -1,4 +1,4 @@
-"""Time and traffic of one block, and of the model's two ends, for one microbatch on one rank."""
+"""Time and traffic of one block, and of the head, for one microbatch on one rank."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from harness.model.shapes import block_prefix
 from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
 from harness.precision.linears import sort_linears
 
-# Bytes that a token's value is read and written with in 16 bits, forward; backward moves twice as many. Eager
-# kernels are counted one by one: a norm casts up, squares, averages, scales, casts down and weights (30), a
-# sum of two streams is 6, a rotation casts up, multiplies complex numbers and casts down (20), a gate is SiLU
-# (4) and a product (6). Compiled, each is one kernel that reads its inputs and writes its output.
+# Memory traffic of element-wise operations in forward, in bytes per 16-bit value; backward moves twice as
+# much. Eager kernels are counted one by one: a norm casts up, squares, averages, scales, casts down and
+# multiplies by the weight (30), a sum of two streams takes 6, a rotation casts up, multiplies complex
+# numbers and casts down (20), a gate is SiLU (4) and a product (6). Compiled, each is one kernel that reads
+# its inputs and writes its output.
 EAGER = {"norm": 30.0, "residual": 6.0, "rotation": 20.0, "gate": 10.0, "sort": 12.0}
 COMPILED = {"norm": 4.0, "residual": 4.0, "rotation": 4.0, "gate": 6.0, "sort": 8.0}
-# Kernels of a block's forward pass, for what each costs however small it is.
+COUNT_BYTES = 8
+# Number of kernels in a block's forward pass, for their fixed cost.
 KERNELS = {False: 60, True: 25}
 # Logits, forward and backward: cast to 32 bits, softmax, the loss, its gradient, the cast back.
 EAGER_LOGIT, COMPILED_LOGIT = 34.0, 14.0
-# Casting to float8 with one scale a tensor: reading for the largest value, reading and writing a byte; the
-# other layout that a gradient's product wants is once more read and written.
+# Casting to float8 with one scale per tensor: one read for the maximum, then one read and a write of a byte.
+# A gradient's product also needs the transposed layout: one more read and write.
 CAST_FORWARD, CAST_INPUT_BACKWARD, CAST_GRADIENT = 5.0, 2.0, 7.0
 
 
@@ -75,16 +77,16 @@ class Block:
 
     forward: Pass
     recompute: Pass
-    """What activation checkpointing does again, at the beginning of backward."""
+    """Recomputation by activation checkpointing, at the start of backward."""
     inputs: Pass
-    """Gradients of what came in."""
+    """Gradients of the inputs."""
     weights: Pass
-    """Gradients of the weights, and adding them up."""
+    """Gradients of the weights, and their accumulation."""
 
 
 @dataclass
 class Worker:
-    """Figures of a job's passes on its machine."""
+    """Computes the passes of a job on its machine."""
 
     job: Job
     machine: Machine
@@ -101,7 +103,7 @@ class Worker:
         self.dtype = job.precision.param_dtype
         self.compiled = job.compile.blocks
         narrow = "mxfp8" if job.precision.linear == "mxfp8" else "float8"
-        # Where it is emulated the products are float32's.
+        # Emulated products are computed in float32.
         self.narrow = "float32" if job.precision.emulate else narrow
 
     def block(self, layer: int) -> Block:
@@ -119,13 +121,19 @@ class Worker:
             recompute=self._recompute(operations, layer),
             inputs=Pass(
                 sum(products) + self._cast_gradients(operations, layer) + 2 * passes + 2.5 * attention,
-                (*collectives, *context, *experts),
+                (*collectives, *self._context_backward(operations), *self._rows_to_experts(operations)),
             ),
             weights=Pass(sum(products) + adding),
         )
 
-    def ends(self) -> tuple[Pass, Pass]:
-        """Forward and backward of the head with the loss; the table's look-up is small beside it."""
+    def table(self) -> tuple[Pass, Pass]:
+        """Forward and backward of the embedding: its collectives; the look-up is negligible."""
+        rows = self.rows * (1 + self.job.model.mtp.depth)
+        whole = rows * self.job.model.dim * self.value_bytes
+        return Pass(moved=self._tensor_of(whole, 0, 1)), Pass(moved=self._tensor_of(whole, 1, 0))
+
+    def head(self) -> tuple[Pass, Pass]:
+        """Forward and backward of the head with the loss."""
         job, layout = self.job, self.job.parallelism
         vocabulary = job.model.vocab_size / (layout.tp if layout.loss_parallel else 1)
         times = 1 + job.model.mtp.depth
@@ -169,7 +177,7 @@ class Worker:
         return Pass(products * (1 - kept) + again, gathers)
 
     def _product(self, product: Product, layer: int) -> float:
-        """Seconds of one product, forward; each of the two of backward takes as long."""
+        """Seconds of one product in forward; each of the two in backward takes as long."""
         layout, float8 = self.job.parallelism, self._is_float8(product, layer)
         dtype, width = (self.narrow, 1) if float8 else (self.dtype, self.value_bytes)
         inputs, outputs = product.inputs, product.outputs
@@ -186,21 +194,21 @@ class Worker:
         return local * self.machine.product_seconds(max(rows, 1), inputs, outputs, dtype, width)
 
     def _expert_rows(self, copies: int) -> int:
-        """Rows that a rank's experts get, when loads are even."""
+        """Rows of a rank's experts, with even loads."""
         rows = self.rows if self.job.parallelism.splits_experts else self.stream_rows
         return rows * copies
 
     def _attention_seconds(self, operations: Operations) -> float:
-        """Seconds of attention's forward; of a ring without balance those of its last rank."""
+        """Seconds of attention's forward; for a ring without load balance, on its last rank."""
         layout = self.job.parallelism
         flops = self.rows * operations.attention.flops / layout.tp
         if layout.cp > 1 and layout.cp_method == "ring" and not layout.cp_load_balance:
-            # Rank r of n attends to r whole pieces and half of its own, n / 2 in the mean.
+            # Rank r of n attends to r full pieces and half of its own, n / 2 in the mean.
             flops *= (2 * layout.cp - 1) / layout.cp
         return self.machine.attention_seconds(flops, self.dtype)
 
     def _passes(self, operations: Operations) -> float:
-        """Seconds of what is no product, forward."""
+        """Seconds of element-wise operations in forward."""
         layout, costs = self.job.parallelism, COMPILED if self.compiled else EAGER
         experts = layout.tp if layout.splits_experts else 1
         moved = (
@@ -226,7 +234,7 @@ class Worker:
         return gradients + self._cast(operations, layer, CAST_INPUT_BACKWARD, of_inputs=True)
 
     def _cast(self, operations: Operations, layer: int, per_value: float, *, of_inputs: bool) -> float:
-        """Seconds of casting what float8 products take. Products of one input share its cast."""
+        """Seconds of casting operands of float8 products. Products with the same input share its cast."""
         tp, seen, values = self.job.parallelism.tp, set(), 0.0
         for product in operations.products:
             if not self._is_float8(product, layer):
@@ -281,40 +289,80 @@ class Worker:
         return tuple(moved)
 
     def _context(self, operations: Operations) -> tuple[Moved, ...]:
-        """Context parallel's: a ring's keys and values, hidden behind attention; Ulysses' exchanges."""
-        job, layout, of = self.job, self.job.parallelism, operations.attention
+        """Context parallel's in forward: Ulysses' two exchanges, or a ring's keys and values."""
+        layout, of = self.job.parallelism, operations.attention
         if layout.cp == 1:
             return ()
-        group = group_of(job, self.machine.ranks_per_node, "cp")
-        keys = self.rows * self.value_bytes * of.kv_heads * (of.score_width + of.value_width) / layout.tp
         if layout.cp_method == "ulysses":
-            queries = self.rows * self.value_bytes * of.heads * (of.score_width + of.value_width) / layout.tp
-            seconds = self.machine.collective_seconds("all_to_all", keys + queries, group)
-            return (Moved("cp", "all_to_all", group, keys + queries, seconds, seconds),)
-        gathers = layout.cp_rotate_method == "allgather"
-        collective, size = ("all_gather", keys * layout.cp) if gathers else ("all_to_all", keys * layout.cp)
-        seconds = self.machine.collective_seconds(collective, size, group)
-        exposed = max(0.0, seconds - self._attention_seconds(operations) * (layout.cp - 1) / layout.cp)
-        return (Moved("cp", collective, group, size, seconds, exposed),)
+            per_head = self.rows * self.value_bytes / layout.tp
+            inputs = per_head * (of.heads * of.score_width + of.kv_heads * (of.score_width + of.value_width))
+            return self._context_moved("all_to_all", [inputs, per_head * of.heads * of.value_width])
+        keys = self._keys(operations) * self.value_bytes
+        behind = self._attention_seconds(operations) * (layout.cp - 1) / layout.cp
+        if layout.cp_rotate_method == "allgather":
+            return self._context_moved("all_gather", [keys * layout.cp], behind)
+        return self._context_moved("all_to_all", [self._one_hop(keys)] * (layout.cp - 1), behind)
+
+    def _context_backward(self, operations: Operations) -> tuple[Moved, ...]:
+        """The same in backward; in a ring gradients of keys and values go round as well, in float32.
+
+        Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py,
+        _templated_ring_attention_backward.
+        """
+        layout = self.job.parallelism
+        forward = self._context(operations)
+        if layout.cp == 1 or layout.cp_method == "ulysses":
+            return forward
+        gradients = self._one_hop(self._keys(operations) * DTYPE_BYTES["float32"])
+        behind = self._attention_seconds(operations) * 1.5
+        return (*forward, *self._context_moved("all_to_all", [gradients] * layout.cp, behind))
+
+    def _keys(self, operations: Operations) -> float:
+        """Values of a rank's keys and values in a ring."""
+        of = operations.attention
+        return self.rows * of.kv_heads * (of.score_width + of.value_width) / self.job.parallelism.tp
+
+    def _one_hop(self, size: float) -> float:
+        """Size of the all-to-all in which a rank sends so many bytes; a ring sends all it has to one rank."""
+        cp = self.job.parallelism.cp
+        return size * cp / (cp - 1)
+
+    def _context_moved(self, collective: str, sizes: list[float], behind: float = 0.0) -> tuple[Moved, ...]:
+        """Collectives over the context axis, of which so many seconds are hidden together."""
+        group = group_of(self.job, self.machine.ranks_per_node, "cp")
+        seconds = [self.machine.collective_seconds(collective, size, group) for size in sizes]
+        exposed = max(0.0, 1 - behind / sum(seconds)) if behind else 1.0
+        return tuple(
+            Moved("cp", collective, group, size, each, each * exposed)
+            for size, each in zip(sizes, seconds, strict=True)
+        )
 
     def _experts(self, operations: Operations) -> tuple[Moved, ...]:
-        """Expert parallel's: rows travel to the experts and back."""
+        """Expert parallel's in forward: the counts of rows, then the rows to the experts and back."""
+        counts = self.job.model.moe.num_experts * COUNT_BYTES
+        return (*self._expert_moved(operations, counts, times=1), *self._rows_to_experts(operations))
+
+    def _rows_to_experts(self, operations: Operations) -> tuple[Moved, ...]:
+        """Rows travel to the experts and back; their gradients do so in backward."""
+        size = self._expert_rows(1) * operations.expert_width * self.value_bytes
+        return self._expert_moved(operations, size, times=2)
+
+    def _expert_moved(self, operations: Operations, size: float, *, times: int) -> tuple[Moved, ...]:
         job, layout = self.job, self.job.parallelism
         if layout.ep == 1 or not operations.expert_width:
             return ()
         axes = ("dp_shard", "cp") if layout.splits_experts else ("dp_shard", "cp", "tp")
         whole = group_of(job, self.machine.ranks_per_node, *axes)
         group = Group(layout.ep, min(layout.ep, whole.per_node))
-        size = self._expert_rows(1) * operations.expert_width * self.value_bytes
         seconds = self.machine.collective_seconds("all_to_all", size, group)
-        return (Moved("ep", "all_to_all", group, size, seconds, seconds),) * 2
+        return (Moved("ep", "all_to_all", group, size, seconds, seconds),) * times
 
     # -- gradients ----
 
     def _gradient_sums(self, operations: Operations) -> float:
-        """Seconds of adding a microbatch's gradients to those of the others, or of handing them on.
+        """Seconds of casting a microbatch's gradients and adding them up.
 
-        FSDP casts gradients to the format they are reduced in (read 2 bytes, write 4) and, where several
+        FSDP casts gradients to the dtype in which they are reduced (read 2 bytes, write 4) and, if several
         passes share one reduction, adds them to the sum (read 8, write 4).
         """
         layout, reduce = self.job.parallelism, DTYPE_BYTES[self.job.precision.reduce_dtype]

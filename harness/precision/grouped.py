@@ -1,8 +1,8 @@
-"""Products of groups of rows in float8 and mxfp8, by torchao: what experts multiply with.
+"""Grouped matrix products in float8 and mxfp8, by torchao, for experts.
 
-Parameters stay plain tensors: torchao's functions are called in place of ``grouped_linear``. They take groups
-of whole blocks (``PrecisionConfig.row_block``), bfloat16, and rows and matrices whose last dimension is
-contiguous. torchao 0.18 has two recipes; of float8 by rows it has kernels only, so that one is emulated here.
+Parameters stay plain tensors: torchao's functions replace ``grouped_linear``. They need groups padded to
+blocks (``PrecisionConfig.expert_block``), bfloat16, and tensors whose last dimension is contiguous. torchao
+0.18 has two recipes and does not emulate the rowwise float8 one, so that is emulated here.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from harness.precision.config import PrecisionConfig
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def grouped_in(precision: PrecisionConfig) -> Product:
-    """The product of groups of rows with a matrix each, in the format of linears.
+def build_grouped_product(precision: PrecisionConfig) -> Product:
+    """Return the grouped product (groups of rows, a matrix each) in the format ``precision.linear``.
 
     Raises:
         ImportError: torchao is missing or too old.
-        UserError: it lacks the kernels for this GPU.
+        UserError: torchao has no kernels for this GPU.
     """
     if precision.linear == "float8_rowwise":
         return emulated_rowwise if precision.emulate else _rowwise()
-    assert precision.linear == "mxfp8", f"no product of groups in {precision.linear}"
+    assert precision.linear == "mxfp8", f"no grouped product in {precision.linear}"
     return _mxfp8(emulate=precision.emulate)
 
 
@@ -40,7 +40,7 @@ def _rowwise() -> Product:
     from torchao.float8.config import e4m3_dtype
     from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
 
-    return _by_torchao(_to_fp8_rowwise_then_scaled_grouped_mm, float8_dtype=e4m3_dtype)
+    return _adapt(_to_fp8_rowwise_then_scaled_grouped_mm, float8_dtype=e4m3_dtype)
 
 
 def _mxfp8(*, emulate: bool) -> Product:
@@ -50,11 +50,11 @@ def _mxfp8(*, emulate: bool) -> Product:
     if not emulate:
         _require_mxfp8_kernels()
     preference = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
-    return _by_torchao(_to_mxfp8_then_scaled_grouped_mm, kernel_preference=preference)
+    return _adapt(_to_mxfp8_then_scaled_grouped_mm, kernel_preference=preference)
 
 
-def _by_torchao(product: Callable[..., Tensor], **options: Any) -> Product:
-    """One of torchao's products as ``grouped_linear`` is called; groups are padded already."""
+def _adapt(product: Callable[..., Tensor], **options: Any) -> Product:
+    """Wrap a torchao product in the signature of ``grouped_linear``; groups are padded by the caller."""
 
     def multiply(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
         out_RO = product(
@@ -71,15 +71,15 @@ def _by_torchao(product: Callable[..., Tensor], **options: Any) -> Product:
 
 
 def _require_mxfp8_kernels() -> None:
-    """Checks for torchao's own kernels, which its wheels do not have for every Python and CUDA.
+    """Check for torchao's own kernels, which its wheels do not include for every Python and CUDA.
 
     Raises:
-        UserError: one is missing.
+        UserError: a kernel is missing.
     """
     from torchao.prototype.moe_training import mxfp8_grouped_mm
     from torchao.prototype.moe_training.kernels.mxfp8 import quant
 
-    for there, lacks, works in (
+    for available, problem, works in (
         (
             mxfp8_grouped_mm._SM100_KERNELS_AVAILABLE,
             "torchao's CUDA extension for mxfp8 was not loaded",
@@ -91,17 +91,17 @@ def _require_mxfp8_kernels() -> None:
             "pip install nvidia-cutlass-dsl apache-tvm-ffi",
         ),
     ):
-        if not there:
+        if not available:
             raise UserError(
-                f"precision.linear=mxfp8: experts cannot multiply, {lacks}; would work: {works}, or "
+                f"precision.linear=mxfp8: experts cannot multiply, {problem}; would work: {works}, or "
                 "precision.filter_fqns with moe.experts, which leaves them in param_dtype"
             )
 
 
 class _EmulatedRowwise(torch.autograd.Function):
-    """Rounds as torchao's float8 grouped product does and multiplies in the format of its inputs.
+    """Rounds like torchao's float8 grouped product and multiplies in the dtype of its inputs.
 
-    Values rounded to float8 with scales that are powers of two are exact in bfloat16 too.
+    This is exact in bfloat16 too, because the scales are powers of two.
     """
 
     @staticmethod
@@ -120,17 +120,17 @@ class _EmulatedRowwise(torch.autograd.Function):
 
 
 def emulated_rowwise(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """As ``grouped_linear``, of values rounded to float8 with a scale for each row that is multiplied."""
+    """``grouped_linear`` of values rounded to float8, with a scale per row of the product."""
     return _EmulatedRowwise.apply(x_RI, weight_EOI, ends_E)  # type: ignore[no-any-return]
 
 
 def _rounded(values: Tensor, dim: int) -> Tensor:
-    """Values as float8 has them, with one scale along a dimension."""
+    """Values rounded to float8 with one scale along a dimension."""
     return _rounded_to(values, values.abs().amax(dim, keepdim=True))
 
 
 def _rounded_by_group(values_RC: Tensor, ends_E: Tensor) -> Tensor:
-    """The same with a scale for each column of each group of rows."""
+    """Values rounded to float8 with a scale for each column of each group of rows."""
     rows, columns = values_RC.shape
     row_R = torch.arange(rows, device=values_RC.device, dtype=torch.int32)
     expert_R = torch.searchsorted(ends_E, row_R, right=True)
@@ -140,7 +140,7 @@ def _rounded_by_group(values_RC: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _rounded_to(values: Tensor, peak: Tensor) -> Tensor:
-    """Values rounded with the scales that map peaks onto float8's largest, rounded down to powers of two."""
+    """Values rounded to float8; scales map peaks to float8's maximum and are rounded down to powers of 2."""
     from torchao.float8.config import e4m3_dtype
     from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 

@@ -1,4 +1,4 @@
-"""Which hardware can multiply in which format."""
+"""Number formats that hardware supports."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from harness.precision.config import PrecisionConfig
 if TYPE_CHECKING:
     import torch
 
-# NVIDIA's compute capability from which on tensor cores have the format (CUDA C++ programming guide).
+# Lowest NVIDIA compute capability whose tensor cores support the format (CUDA C++ programming guide).
 CAPABILITY = {"float8": (8, 9), "mxfp8": (10, 0)}
-# The major ones for which torch and torchao have a product of groups in it, which experts multiply with
+# Major compute capabilities for which torch and torchao have grouped products, which experts need
 # (torch._scaled_grouped_mm: "[9.0, 10.0], or ROCm MI300+"; torchao's mxfp8 kernels: 10.x).
 GROUPED_CAPABILITY = {"float8": (9, 10), "mxfp8": (10,)}
-# What multiplies in float8, but not groups: Ada.
+# Ada: float8 products, but no grouped ones.
 WITHOUT_GROUPS = ("L4", "L40S")
-# The same of AMD's CDNA 3 (gfx94x), as torch numbers it; torchao's mxfp8 kernels are for NVIDIA.
+# AMD's CDNA 3 (gfx94x), as torch numbers it; torchao's mxfp8 kernels are for NVIDIA.
 ROCM_CAPABILITY = {"float8": (9, 4)}
 
 
 def require_hardware(
     precision: PrecisionConfig, cluster: ClusterConfig, gpus: int | None, *, experts: bool
 ) -> None:
-    """Checks, as far as it is known, what a job will run on; a rank checks the rest.
+    """Check the hardware of a job as far as it is known; ranks check the rest.
 
     Args:
-        precision: formats.
-        cluster: says what the nodes have.
+        precision: number formats.
+        cluster: describes the nodes' hardware.
         gpus: GPUs of this machine if the job runs here, else None.
-        experts: whether experts multiply in it too.
+        experts: whether experts multiply in the format too.
 
     Raises:
-        ConfigError: it cannot multiply in the format.
+        ConfigError: the hardware does not support the format.
     """
     if precision.linear == "none" or precision.emulate:
         return
@@ -46,14 +46,14 @@ def require_hardware(
         raise _refusal(precision, cluster.accelerator or f"cluster.gpu_type={cluster.gpu_type}")
     if experts and known and all(each.name in WITHOUT_GROUPS for each in known):
         what = cluster.accelerator or f"cluster.gpu_type={cluster.gpu_type}"
-        raise _refusal(precision, what, of_groups=True)
+        raise _refusal(precision, what, grouped=True)
 
 
 def require_device(precision: PrecisionConfig, device: torch.device, *, experts: bool) -> None:
-    """The same for the device that a rank has found.
+    """Check a rank's device.
 
     Raises:
-        ConfigError: it cannot multiply in the format.
+        ConfigError: the device does not support the format.
     """
     import torch
 
@@ -66,7 +66,7 @@ def require_device(precision: PrecisionConfig, device: torch.device, *, experts:
         raise _refusal(precision, torch.cuda.get_device_name(device))
     major = torch.cuda.get_device_capability(device)[0]
     if experts and not torch.version.hip and major not in GROUPED_CAPABILITY[_arithmetic(precision)]:
-        raise _refusal(precision, torch.cuda.get_device_name(device), of_groups=True)
+        raise _refusal(precision, torch.cuda.get_device_name(device), grouped=True)
 
 
 def _arithmetic(precision: PrecisionConfig) -> str:
@@ -74,18 +74,18 @@ def _arithmetic(precision: PrecisionConfig) -> str:
 
 
 def _accelerators_of(cluster: ClusterConfig) -> list[Accelerator]:
-    """What the nodes may have; empty when it is unknown."""
+    """Accelerators that the nodes may have; empty if unknown."""
     if cluster.accelerator is not None:
         return [ACCELERATORS[cluster.accelerator]]
     kind = (cluster.gpu_type or "").lower()
     return [each for name, each in ACCELERATORS.items() if name.lower().split()[0] == kind]
 
 
-def _refusal(precision: PrecisionConfig, what: str, *, of_groups: bool = False) -> ConfigError:
+def _refusal(precision: PrecisionConfig, what: str, *, grouped: bool = False) -> ConfigError:
     arithmetic = _arithmetic(precision)
     able = list(dict.fromkeys(n.split()[0] for n, a in ACCELERATORS.items() if arithmetic in a.peak_flops))
     others = "precision.emulate=true to try it out, or precision=bf16"
-    if not of_groups:
+    if not grouped:
         rule = f"{what} does not multiply in {arithmetic}"
     else:
         rule = f"{what} does not multiply groups of rows in {arithmetic}, as experts do"

@@ -1,4 +1,4 @@
-"""Which linears and experts of a model multiply in float8 and which do not, and why; known without torch."""
+"""Selection of the linears and experts that multiply in float8 (no torch)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ EXPERTS = ".moe.experts"
 
 @dataclass(frozen=True)
 class Linears:
-    """The linears of a whole model, and the experts of each block, sorted.
+    """Linears of a model and experts of its blocks, by whether they multiply in float8.
 
     Attributes:
-        converted: names of those that multiply in float8.
-        kept: names of the others, with the reason.
+        converted: names of the linears and experts that multiply in float8.
+        kept: the other names, with the reason.
     """
 
     converted: tuple[str, ...]
     kept: dict[str, str]
 
     def describe(self, linear: str) -> str:
-        """One line: how many are converted, and which are not, and why."""
+        """One line: the number of converted linears; the other linears with reasons."""
         names = [*self.converted, *self.kept]
         experts = sum(map(is_experts, self.converted)), sum(map(is_experts, names))
         count = f"{len(self.converted) - experts[0]} of {len(names) - experts[1]} linears"
@@ -45,10 +45,10 @@ class Linears:
 
 
 def sort_linears(model: ModelConfig, precision: PrecisionConfig) -> Linears:
-    """Sorts a model's linears and experts as the precision asks. The layout has no say in it.
+    """Select the linears and experts to convert. The result does not depend on the layout.
 
     Raises:
-        ConfigError: a filter that matches none, or nothing is left to convert.
+        ConfigError: a filter matches nothing, or nothing is left to convert.
     """
     shapes = linear_shapes(model) | expert_shapes(model)
     converted, kept = [], {}
@@ -94,17 +94,17 @@ def check_layout(
     *,
     splits_experts: bool = False,
 ) -> None:
-    """Checks whether what one rank multiplies at once has lengths that float8 can have.
+    """Check that the dimensions of a rank's products are multiples of the format's block.
 
-    A linear is not left out because of the layout: two layouts would then compute different numbers.
+    A linear is never skipped because of the layout: two layouts would then compute different numbers.
 
     Args:
-        linears: what is converted.
+        linears: the converted linears.
         model: the model, resolved.
-        precision: formats.
+        precision: number formats.
         tp: degree of tensor parallelism.
-        rows: sequences that go through a linear at once.
-        tokens: tokens of each that one rank has.
+        rows: sequences per forward pass of a linear.
+        tokens: tokens of each sequence on one rank.
         splits_experts: whether tensor parallelism splits every expert.
 
     Raises:
@@ -116,7 +116,7 @@ def check_layout(
         for name in linears.converted
         if splits_experts or not is_experts(name)
     }
-    broken = {name: of for name, of in split.items() if of[0] % (tp * of[1])}
+    broken = {name: (length, block) for name, (length, block) in split.items() if length % (tp * block)}
     if broken:
         names = list(dict.fromkeys(_filter(name) for name in broken))
         name, (length, block) = next(iter(broken.items()))
@@ -135,22 +135,22 @@ def check_layout(
         raise ConfigError(
             "training.seq_len",
             tokens,
-            f"{rows} x {tokens} tokens go through a linear at once, and {precision.linear} needs a multiple "
-            f"of {block}",
+            f"a linear takes {rows} x {tokens} tokens at once, and {precision.linear} needs a multiple of "
+            f"{block}",
             f"a multiple of {block}",
         )
 
 
 def warning_of_eager(precision: PrecisionConfig, *, compiled: bool) -> str | None:
-    """What to say of a job on GPUs whose casts are not fused; None if they are, or there are none.
+    """Warning for a job on GPUs whose float8 casts are not fused; None if fused, or without casts.
 
-    Counted in a step of 42 linears in torchao 0.18: 101 kernels for each in float8_rowwise, 77 in
+    Kernels per linear and step, counted with 42 linears in torchao 0.18: 101 in float8_rowwise, 77 in
     float8_tensorwise and 67 in float8_rowwise_hp.
     """
     if compiled or precision.emulate or precision.linear == "none":
         return None
     return (
-        f"precision.linear={precision.linear} casts in dozens of small kernels a linear, and GPUs wait for "
+        f"precision.linear={precision.linear} casts in dozens of small kernels per linear, and GPUs wait for "
         "the host to launch them; would be faster: compile=on, which fuses them"
     )
 
@@ -167,18 +167,18 @@ def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def expert_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The name of every block's experts and their [hidden width, width], in the decoder's order."""
+    """Name of every block's experts and their [hidden width, width], in the decoder's order."""
     shape = model.moe.hidden_dim, model.dim
     return {f"layers.{layer}{EXPERTS}": shape for layer in model.expert_layers}
 
 
 def is_experts(name: str) -> bool:
-    """Whether a name stands for the experts of a block and not for a linear."""
+    """Whether a name is that of a block's experts, not of a linear."""
     return name.endswith(EXPERTS)
 
 
 def is_small(linear: str, rows: int, columns: int) -> bool:
-    """Whether float8 is no quicker than bfloat16: torchao's ``_auto_filter_for_recipe``, by its tables."""
+    """Whether float8 is not faster than bfloat16, by the tables of torchao's ``_auto_filter_for_recipe``."""
     if linear == "float8_tensorwise":
         return columns <= 4096 and rows <= 1024
     return rows <= 2048 or columns <= 1024 or (rows <= 4096 and columns <= 2048)
@@ -189,10 +189,10 @@ def _block(name: str, precision: PrecisionConfig) -> int:
 
 
 def _filter(name: str) -> str:
-    """What leaves out the same linear of every block; experts, but not the shared ones."""
+    """Filter that matches the same linear of every block; for experts, it does not match shared experts."""
     return EXPERTS.removeprefix(".") if is_experts(name) else name.split(".")[-1]
 
 
 def _pattern(name: str) -> str:
-    """A name that stands for the same linear of every block."""
+    """Pattern for the same linear of every block: ``layers.*.attention.wq``."""
     return re.sub(r"\.\d+\.", ".*.", name)

@@ -1,6 +1,6 @@
-"""Swaps linears for those that multiply in float8, by torchao. Names, shapes and initial values stay.
+"""Replacement of linears by torchao's float8 linears; names, shapes and initial values stay the same.
 
-Experts keep their parameters and get another product.
+Experts keep their parameters and get another product function.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from harness.errors import UserError
 from harness.model.moe import Experts
 from harness.precision.config import PrecisionConfig
-from harness.precision.grouped import grouped_in
+from harness.precision.grouped import build_grouped_product
 from harness.precision.hardware import require_device
 
 if TYPE_CHECKING:
@@ -32,25 +32,24 @@ RECIPES = {
 def swap_linears(
     part: nn.Module, converted: Collection[str], precision: PrecisionConfig, device: torch.device
 ) -> None:
-    """Swaps the linears of a model part, and the products of its experts, for those of a format, in place.
+    """Replace the linears of a model part, and the product of its experts, in place.
 
     Args:
-        part: on the meta device, before anything is split: what is split are the swapped modules.
-        converted: names of the linears and experts, in the whole model; those that the part does not hold are
-            ignored.
-        precision: formats.
+        part: a model part on the meta device, before tensor parallel splits it.
+        converted: names of linears and experts in the full model; names not in the part are ignored.
+        precision: number formats.
         device: where the part will compute.
 
     Raises:
-        ConfigError: the device cannot multiply in the format.
-        UserError: torchao is missing, too old, or without kernels for the device.
+        ConfigError: the device does not support the format.
+        UserError: torchao is missing, too old, or has no kernels for the device.
     """
     modules = {name: module for name, module in part.named_modules() if name in converted}
     experts = [module for module in modules.values() if isinstance(module, Experts)]
     require_device(precision, device, experts=bool(experts))
     try:
         make = _mxfp8(precision) if precision.linear == "mxfp8" else _float8(precision)
-        multiply = grouped_in(precision) if experts else None
+        multiply = build_grouped_product(precision) if experts else None
     except ImportError as error:
         raise UserError(
             f"precision.linear={precision.linear}: this torchao does not have it ({error}); would work: "
@@ -61,7 +60,7 @@ def swap_linears(
             assert multiply is not None
             module.multiply, module.row_block = multiply, precision.expert_block
         else:
-            assert isinstance(module, nn.Linear), f"{name} is no linear"
+            assert isinstance(module, nn.Linear), f"{name} is not a linear"
             part.set_submodule(name, make(module))
 
 
@@ -97,10 +96,10 @@ def _mxfp8(precision: PrecisionConfig) -> Any:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor without torchao's subclass around what this rank holds, over the same memory.
+    """Remove torchao's tensor subclass from the local shard; the result shares memory.
 
-    The subclass tells FSDP to gather a weight in float8. Whoever stores values or updates them wants the
-    values alone: a checkpoint would otherwise name torchao's classes.
+    The subclass makes FSDP gather a weight in float8. Checkpoints and the optimizer need the plain values: a
+    checkpoint would otherwise name torchao's classes.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     inner = getattr(local, "_tensor", None)
@@ -119,7 +118,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def precompute_scales(parts: Iterable[nn.Module]) -> None:
-    """Computes the scales of all weights that are gathered in float8, in one reduction."""
+    """Compute the scales of all weights that FSDP gathers in float8, in one reduction."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     for part in parts:

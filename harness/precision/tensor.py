@@ -1,8 +1,8 @@
-"""Tensor parallelism of float8 linears, with what is gathered gathered in float8: half the bytes.
+"""Tensor parallelism of float8 linears that all-gathers in float8: half the bytes.
 
-Scales of one tensor are the largest magnitude over all shards, so casting before the gather gives what
-casting after it would. gloo cannot send float8, and scales of rows would have to travel too: CPUs and the
-other recipes gather in param_dtype and use the plain styles, which compute the same.
+A tensorwise scale is the largest magnitude over all shards, so casting before the gather gives the same
+result as casting after it. CPUs and the other recipes gather in param_dtype with the plain styles, which
+compute the same: gloo cannot send float8, and rowwise scales would have to be sent too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def gathers_float8(precision: PrecisionConfig, layout: ParallelismConfig, device: torch.device) -> bool:
-    """Whether tensor parallelism has something to gather in float8, and can."""
+    """Whether tensor parallelism all-gathers in float8."""
     return precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel and device.type == "cuda"
 
 
 def float8_style(module: nn.Module, split: Split, stream: Placement) -> ParallelStyle | None:
-    """The style of a float8 linear between gathers, or None for a module that multiplies otherwise."""
+    """Parallel style of a float8 linear, or None for another module or split."""
     from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
@@ -41,10 +41,10 @@ def float8_style(module: nn.Module, split: Split, stream: Placement) -> Parallel
 
 
 class Float8Cast:
-    """Casts the input of a region to float8 before it is gathered, once for all linears that take it.
+    """Casts a region's input to float8 before it is gathered, once for all linears that take it.
 
     Args:
-        linear: one of those.
+        linear: one of these linears.
     """
 
     def __init__(self, linear: Float8Linear) -> None:
@@ -63,11 +63,11 @@ class Float8Cast:
 
 
 def region_cast(region: nn.Module) -> Float8Cast | None:
-    """The cast of a region whose input only float8 linears take; None where another takes it too."""
+    """Cast of a region's input if only float8 linears take it, else None."""
     from torchao.float8.float8_linear import Float8Linear
 
     declared = getattr(region, "sharding", {})
     if Split.WHOLE in declared.values():
-        return None  # latents: some of its columns take another input
-    takers = [getattr(region, name) for name, split in declared.items() if split is Split.COLUMN]
-    return Float8Cast(takers[0]) if all(isinstance(taker, Float8Linear) for taker in takers) else None
+        return None  # latent attention: some column-split linears take another input
+    linears = [getattr(region, name) for name, split in declared.items() if split is Split.COLUMN]
+    return Float8Cast(linears[0]) if all(isinstance(linear, Float8Linear) for linear in linears) else None

@@ -20,7 +20,7 @@ EXIT_FAILED = 1
 
 
 def rehearse(job: RehearseJob, *, as_json: bool) -> int:
-    """Rehearses a job's ranks and prints what was found; returns 0 if all came to their end."""
+    """Rehearse a job's ranks and print the results; return 0 if no rank failed."""
     if launched_ranks() is not None:
         raise UserError("harness.rehearse starts its ranks itself; start it without torchrun")
     plan = make_plan(job.plain)
@@ -30,10 +30,10 @@ def rehearse(job: RehearseJob, *, as_json: bool) -> int:
 
 
 def rehearse_ranks(plan: Plan, config: RehearseConfig) -> list[RankFigures]:
-    """Rehearses the ranks of a plan's job, one after another.
+    """Rehearse the ranks of a plan's job, one after another.
 
     Raises:
-        UserError: this machine has a GPU, or lacks what rehearsals need.
+        UserError: this machine has a GPU, or something that rehearsals need is missing.
     """
     require_no_gpu(config)
     with Rehearsals() as rehearsals:

@@ -1,6 +1,6 @@
-"""Builds the stand-in library for this build of torch, once (no torch is imported).
+"""Builds the stand-in library for the installed torch, once (torch is not imported).
 
-Functions that torch calls and the library does not have are made here: each names itself and fails.
+Functions that torch calls and the sources do not implement are generated: each reports its name and fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.errors import UserError
 
 SOURCES = Path(__file__).parent / "library"
 GPU_LIBRARY = "libvirtual_gpu.so"
-# Libraries that are looked for by name: they depend on the one that has the functions.
+# Empty libraries that are loaded by name; they depend on the one with the functions.
 SHELLS = {"libcuda.so.1": "libcuda.so", "libnvidia-ml.so.1": "libnvidia-ml.so"}
 HEADERS = {
     "cuda.h": "nvidia-cuda-runtime",
@@ -28,9 +28,9 @@ HEADERS = {
     "cublas_v2.h": "nvidia-cublas",
     "nccl.h": "nvidia-nccl",
 }
-"""What the sources include, and the packages that have it."""
+"""Headers that the sources include, and the packages that provide them."""
 
-# What CUDA's libraries call themselves, and the error each returns for what is not supported.
+# Prefixes of CUDA's libraries, and the error code of each for "not supported".
 FAILURES = {
     "cuda": 801,
     "cu": 801,
@@ -44,18 +44,18 @@ FAILURES = {
 }
 _CALLED = re.compile(rf"({'|'.join(sorted(FAILURES, key=len, reverse=True))})[A-Z]\w*")
 _VERSION = re.compile(r"_v\d+$")
-# The real ones need no device.
+# These work without a device, so cuDNN's own are used.
 _KEPT = re.compile(r"cudnnGet(Version|CudartVersion|Property|ErrorString|LastErrorString)|cuFile\w*")
 
 
 def cuda_version() -> str | None:
-    """CUDA's version that the installed torch was built for; None for a build without CUDA."""
+    """Return the CUDA version of the installed torch; None for a build without CUDA."""
     found = re.search(r"^cuda: .*= '([\d.]+)'", (_torch_folder() / "version.py").read_text(), re.MULTILINE)
     return found[1] if found else None
 
 
 def library() -> Path:
-    """The folder of the stand-in libraries for the installed torch, built if it is not there.
+    """Return the folder of the stand-in libraries for the installed torch; build them if needed.
 
     Raises:
         UserError: torch was built without CUDA, or a compiler or a header is missing.
@@ -67,14 +67,14 @@ def library() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             _build(Path(scratch) / "library")
-            # Another process may have been faster; what it made is the same.
+            # Another process may have built the same meanwhile.
             if not folder.exists():
                 os.replace(Path(scratch) / "library", folder)
     return folder
 
 
 def require_build() -> None:
-    """Raises UserError where the library cannot be built."""
+    """Raise UserError if the library cannot be built."""
     if cuda_version() is None:
         raise UserError(
             "rehearsals need a build of torch for CUDA, and this one has none; "
@@ -105,7 +105,7 @@ def _include_folders() -> list[Path]:
 
 
 def _digest() -> str:
-    """Of the sources, of torch's build and of what makes the rest of the library."""
+    """Return a digest of the sources, of this file and of torch's version."""
     digest = hashlib.sha256()
     for path in [Path(__file__), *sorted(SOURCES.iterdir()), _torch_folder() / "version.py"]:
         digest.update(path.read_bytes())
@@ -133,7 +133,7 @@ def _build(folder: Path) -> None:
 
 
 def _failing(names: set[str]) -> str:
-    """Source of functions that name themselves and fail."""
+    """Return the source of functions that report their names and fail."""
     lines = ['extern "C" void virtual_gpu_unknown(const char*);']
     for name in sorted(names):
         found = _CALLED.fullmatch(name)
@@ -145,7 +145,7 @@ def _failing(names: set[str]) -> str:
 
 
 def _called() -> set[str]:
-    """Functions of CUDA's libraries that torch's call."""
+    """Return the functions of CUDA's libraries that torch's libraries call."""
     torch = _torch_folder()
     called: set[str] = set()
     for path in [*(torch / "lib").glob("*.so*"), *torch.glob("_C*.so")]:
@@ -154,7 +154,7 @@ def _called() -> set[str]:
 
 
 def _declared() -> set[str]:
-    """Functions of the driver, which are asked for by name."""
+    """Return the driver's functions, which are looked up by name."""
     header = next(folder / "cuda.h" for folder in _include_folders() if (folder / "cuda.h").exists())
     return set(re.findall(r"CUresult CUDAAPI (cu[A-Z]\w*)\(", header.read_text()))
 

@@ -1,4 +1,4 @@
-"""What a rehearsal is asked for, beside the job that it rehearses."""
+"""Options of a rehearsal."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from harness.rehearse.device import DEFAULT, GPUS, VIRTUAL
 
 @dataclass
 class RehearseConfig:
-    """Which ranks are rehearsed, how long, and with which values."""
+    """Which ranks are rehearsed, and how."""
 
     ranks: list[int] | None = label(None)
     """Ranks to rehearse, each in a process of its own; null: the first ranks of the first, the middle and the
     last pipeline rank."""
     steps: int = label(3)
-    """Steps of each; the last one is counted. The first ones compile, and make the optimizer's state."""
+    """Steps of each rank; the last one is counted. The first one compiles and makes the optimizer's state."""
     skew: float = label(0.0)
-    """With expert parallel: how many more rows the first rank of a group gets than with even routing, as a
-    share of them; the others get as many fewer."""
+    """Expert parallel: share of rows that the first rank of a group gets beyond even routing. The others get
+    fewer."""
     timeout_seconds: int = label(1800)
-    """Longest time for one rank."""
+    """Time limit for one rank."""
     real_gpu: bool = label(False)
-    """Rehearse although this machine has a GPU, which is then not used."""
+    """Rehearse on a machine with a GPU. The GPU is not used."""
 
     def validate(self, world_size: int) -> None:
-        """Raises ConfigError for what cannot be rehearsed."""
+        """Raise ConfigError for values that cannot be rehearsed."""
         for rank in self.ranks or ():
             if not 0 <= rank < world_size:
                 rule = f"the job has {world_size} ranks"
@@ -48,13 +48,13 @@ class RehearseConfig:
 
 @dataclass
 class RehearseJob(Job):
-    """A job with how it is to be rehearsed."""
+    """A job with options of its rehearsal."""
 
     rehearse: RehearseConfig = part(RehearseConfig)
-    """How it is rehearsed."""
+    """Options of the rehearsal."""
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> RehearseJob:
-        """As a job does, on a machine that has the GPUs that are rehearsed on."""
+        """Resolve the job as on a machine that has the virtual GPUs."""
         gpus = put_on_virtual_gpus(self)
         super().resolve(launched_ranks=launched_ranks, gpus=gpus)
         self.rehearse.validate(self.world_size)
@@ -62,27 +62,29 @@ class RehearseJob(Job):
 
     @property
     def plain(self) -> Job:
-        """The job alone, as every other verb has it."""
+        """The job without the options."""
         return Job(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)})
 
 
 def put_on_virtual_gpus(job: Job) -> int:
-    """Says of a job that is not resolved yet that its nodes have GPUs; returns how many a local job finds.
+    """Set the device of an unresolved job to virtual GPUs; return how many a local job finds.
 
     Raises:
-        ConfigError: it is for a CPU, or for GPUs that there are no virtual ones of.
+        ConfigError: the job is for a CPU, or there is no virtual GPU of its kind.
     """
     if job.cluster.device == "cpu":
-        raise ConfigError("cluster.device", "cpu", "a rehearsal is of a job on GPUs", ["cuda", "auto"])
+        raise ConfigError("cluster.device", "cpu", "rehearsals are for jobs on GPUs", ["cuda", "auto"])
     job.cluster.device = "cuda"
     job.cluster.accelerator = job.cluster.accelerator or DEFAULT
     if job.cluster.accelerator not in VIRTUAL:
-        raise ConfigError("cluster.accelerator", job.cluster.accelerator, "there is no virtual one", VIRTUAL)
+        raise ConfigError(
+            "cluster.accelerator", job.cluster.accelerator, "there is no virtual GPU of this kind", VIRTUAL
+        )
     return job.cluster.ranks or GPUS
 
 
 def ranks_to_rehearse(job: Job, config: RehearseConfig) -> list[int]:
-    """The ranks asked for, or those that differ: of pipeline ranks the first, the middle and the last."""
+    """Return ``rehearse.ranks``, or the first rank of the first, the middle and the last pipeline rank."""
     if config.ranks is not None:
         return list(config.ranks)
     pp, in_stage = job.parallelism.pp, job.world_size // job.parallelism.pp

@@ -1,4 +1,4 @@
-"""Virtual GPUs: what a device of the table says of itself (no torch)."""
+"""Virtual GPUs: the properties that the stand-in library reports (no torch)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from harness.job import Job
 from harness.plan.memory import CUDA_CONTEXT, GIB, HBM_LEFT, NCCL_COMMUNICATOR
 
 DEFAULT = "H100 SXM"
-"""What is rehearsed on where the job does not say what its nodes have."""
+"""Accelerator of jobs that do not name one."""
 GPUS = 8
-"""GPUs of a node where the job does not say how many."""
+"""GPUs per node of jobs that do not say."""
 
-# Name as the driver has it, and compute capability (developer.nvidia.com/cuda-gpus).
+# The driver's name of the device, and its compute capability (developer.nvidia.com/cuda-gpus).
 _KNOWN: dict[str, tuple[str, tuple[int, int]]] = {
     "A100 SXM 40GB": ("NVIDIA A100-SXM4-40GB", (8, 0)),
     "A100 SXM 80GB": ("NVIDIA A100-SXM4-80GB", (8, 0)),
@@ -32,14 +32,14 @@ _KNOWN: dict[str, tuple[str, tuple[int, int]]] = {
     "L4": ("NVIDIA L4", (8, 9)),
 }
 VIRTUAL = tuple(_KNOWN)
-"""Accelerators that can be rehearsed on, by their names in the table."""
+"""Accelerators that can be rehearsed on, by their names in ``cluster/hardware.py``."""
 # KiB of shared memory of a multiprocessor (CUDA C++ programming guide, table of compute capabilities).
 _SHARED_KIB = {(8, 0): 164, (8, 6): 100, (8, 9): 100, (9, 0): 228, (10, 0): 228}
 
 
 @dataclass(frozen=True)
 class VirtualDevice:
-    """What the stand-in library is told to be."""
+    """Properties of the device that the stand-in library presents."""
 
     name: str
     major: int
@@ -50,13 +50,13 @@ class VirtualDevice:
     count: int
     """Devices of the node."""
     context_bytes: int
-    """What the process takes of it before anything is allocated."""
+    """Memory that the process takes before it allocates anything."""
     communicator_bytes: int
-    """What each communicator takes."""
+    """Memory that each communicator takes."""
 
 
 def virtual_device(job: Job) -> VirtualDevice:
-    """The device that a job's ranks have, with what context and communicators take as the plan has it."""
+    """Return the device of a job's ranks; context and communicators take what the plan assumes."""
     accelerator = ACCELERATORS[job.cluster.accelerator or DEFAULT]
     name, capability = _KNOWN[accelerator.name]
     return VirtualDevice(

@@ -1,4 +1,4 @@
-"""What a rehearsal of one rank found (no torch)."""
+"""The results of rehearsing one rank (no torch)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass
 class Product:
-    """Products of one shape that cuBLAS was asked for in a step."""
+    """Matrix products of one shape that cuBLAS ran in a step."""
 
     count: int
     batch: int
@@ -18,7 +18,7 @@ class Product:
     inner: int
     columns: int
     formats: str
-    """Of both sides, as ``bfloat16``, or ``float8_e4m3 x float8_e5m2`` where they differ."""
+    """Of both operands: ``bfloat16``, or ``float8_e4m3 x float8_e5m2`` where they differ."""
     flops: float
     """Of all of them."""
 
@@ -28,9 +28,9 @@ class Collective:
     """Collectives of one kind in one group of ranks in a step."""
 
     axis: str
-    """``dp``, ``tp``, ``cp``, ``ep``, ``pp`` or ``world``; else what is known of the group."""
+    """``dp``, ``tp``, ``cp``, ``ep``, ``pp`` or ``world``; else a description of the group."""
     kind: str
-    """As NCCL has them; ``exchange`` is a group of sends, ``send`` one between stages."""
+    """NCCL's name; ``exchange`` is a group of sends (an all-to-all), ``send`` one send between stages."""
     ranks: int
     count: int
     bytes: float
@@ -39,10 +39,10 @@ class Collective:
 
 @dataclass
 class Wait:
-    """Moments of a step at which the host waits for the device."""
+    """Waits of the host for the device at one place in the code."""
 
     where: str
-    """File and line in harness/, or in torch where no code of the harness is under way."""
+    """File and line in harness/; in torch if no code of the harness is on the stack."""
     what: str
     count: int
 
@@ -58,7 +58,7 @@ class Copy:
 
 @dataclass
 class Failure:
-    """How a rehearsal ended that did not come to its end."""
+    """Why a rehearsal failed."""
 
     kind: str
     """``out of memory``, or the class of the error."""
@@ -66,33 +66,33 @@ class Failure:
     where: str
     """The innermost line of the harness."""
     step: int | None
-    """Step it happened in, from 0; None while the model was built."""
+    """Step in which it failed, from 0; None if the model was being built."""
 
 
 @dataclass
 class RankFigures:
-    """One rank's last step, and the memory of all of them."""
+    """One rank's last step, and its peak memory over all steps."""
 
     rank: int
     pp_rank: int
     device: str
     steps: int = 0
-    """Steps that were done."""
+    """Steps that finished."""
     failure: Failure | None = None
     memory: dict[str, float] = field(default_factory=dict)
     """Bytes: ``parameters`` (with buffers), ``gradients``, ``optimizer``; at the peak ``allocated`` and
     ``reserved``; ``pinned`` of the host."""
     allocation_retries: int = 0
-    """How often the allocator had to give all it had cached back."""
+    """How often the allocator had to release all of its cache."""
     kernels: dict[str, int] = field(default_factory=dict)
     products: list[Product] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     communicators: list[str] = field(default_factory=list)
-    """Communicators that were made in the step, and not before it."""
+    """Communicators made in the last step; all of them should exist before it."""
     waits: list[Wait] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """Functions of CUDA's libraries that the stand-in does not have, and that failed."""
+    """Functions of CUDA's libraries that the stand-in does not implement; the calls failed."""
     graphs: int = 0
     recompilations: int = 0
     compile_seconds: float = 0.0
@@ -105,7 +105,7 @@ class RankFigures:
 
     @property
     def launches(self) -> int:
-        """Kernels in a step, products of cuBLAS not among them."""
+        """Kernels in a step, without cuBLAS's products."""
         return sum(self.kernels.values())
 
     @property
@@ -120,7 +120,7 @@ class RankFigures:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RankFigures:
-        """Reads what ``dataclasses.asdict`` gave."""
+        """Build from the output of ``dataclasses.asdict``."""
         parts = {"products": Product, "collectives": Collective, "waits": Wait, "copies": Copy}
         made = {name: [kind(**each) for each in plain[name]] for name, kind in parts.items()}
         failure = None if plain["failure"] is None else Failure(**plain["failure"])

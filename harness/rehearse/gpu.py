@@ -1,4 +1,4 @@
-"""The stand-in library, in a process that it is loaded into: what the device is, and what was called."""
+"""Python side of the stand-in library: configure the device, and read the calls that were recorded."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ _OWN = str(Path(__file__).parent)
 
 @dataclass
 class Calls:
-    """What was called between two moments."""
+    """Calls of CUDA's libraries that were recorded."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     """Launches by the kernel's name."""
     products: dict[tuple[str, ...], tuple[int, float]] = field(default_factory=dict)
     """Number and FLOPs of cuBLAS's by formats of both sides, batch, rows, inner length and columns."""
     collectives: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
-    """Number and bytes put in, by kind and communicator."""
+    """Number and input bytes, by kind and communicator."""
     sends: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
-    """Number and bytes of what goes to and comes from other ranks alone (``send``, ``receive``)."""
+    """Number and bytes of single sends and receives (``send``, ``receive``), by kind and communicator."""
     communicators: list[str] = field(default_factory=list)
-    """Those that were made."""
+    """Communicators that were created."""
     copies: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Number and bytes by direction."""
     unknown: list[str] = field(default_factory=list)
-    """Functions that the library does not have; each has failed."""
+    """Functions that the library does not implement; the calls failed."""
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Moments at which the host waited for the device, by what it called and where in the code."""
+    """Waits of the host for the device, by the call and the place in the code."""
 
 
 class VirtualGpu:
-    """The library; a process has one.
+    """The stand-in library of this process.
 
     Args:
-        device: what it is to be.
+        device: the device to present.
     """
 
     def __init__(self, device: VirtualDevice) -> None:
@@ -65,21 +65,21 @@ class VirtualGpu:
         self._library.virtual_gpu_take(ctypes.c_size_t(device.context_bytes))
         self._library.virtual_gpu_communicators_take(ctypes.c_size_t(device.communicator_bytes))
         self._waits: Counter[tuple[str, str]] = Counter()
-        # Kept: the library has its address only.
+        # Keep a reference: the library holds only the address.
         self._observer = _OBSERVER(self._observe)
         self._library.virtual_gpu_observe(self._observer)
 
     def clear(self) -> None:
-        """Forgets what was called so far."""
+        """Delete the recorded calls."""
         self._waits.clear()
         self._library.virtual_gpu_clear()
 
     def launch(self, kernel: str) -> None:
-        """Counts a kernel that Python stands in for."""
+        """Record a kernel that a Python function replaces."""
         self._library.virtual_gpu_kernel(kernel.encode())
 
     def calls(self) -> Calls:
-        """What was called since the last ``clear``."""
+        """Return the calls since the last ``clear``."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "calls"
             if self._library.virtual_gpu_write(os.fsencode(path)):
@@ -87,12 +87,12 @@ class VirtualGpu:
             return read_calls(path.read_text(), self._waits)
 
     def _observe(self, how: bytes) -> None:
-        """Called by the library, on the thread that waits."""
+        """Record a wait; the library calls this on the thread that waits."""
         self._waits[how.decode(), place_in_code(_caller())] += 1
 
 
 def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
-    """Reads what ``virtual_gpu_write`` has written."""
+    """Parse the output of ``virtual_gpu_write``."""
     calls = Calls()
     readers: dict[str, Callable[[int, float, list[str]], None]] = {
         "kernel": lambda count, _, name: calls.kernels.update({name[0]: count}),
@@ -116,7 +116,7 @@ def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
 
 
 def _caller() -> FrameType | None:
-    """Frame of what has called the library; None on a thread without Python code."""
+    """Return the innermost Python frame outside of this file; None on a thread without Python code."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -124,7 +124,7 @@ def _caller() -> FrameType | None:
 
 
 def place_in_code(frame: FrameType | None) -> str:
-    """File and line of the innermost of the harness's frames, else of the innermost of all."""
+    """Return file and line of the innermost frame in harness/, else of the innermost frame."""
     innermost = frame
     while frame is not None:
         path = frame.f_code.co_filename

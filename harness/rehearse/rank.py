@@ -23,7 +23,7 @@ from harness.rehearse.device import virtual_device
 from harness.rehearse.figures import OUT_OF_MEMORY, Collective, Copy, Failure, Product, RankFigures, Wait
 
 CONTROLLER = "HARNESS_REHEARSAL"
-"""Variable with the process that asks; when it is gone, so are the ranks."""
+"""Environment variable with the parent's process id; ranks end when the parent does."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,22 @@ class Request:
     steps: int
     skew: float
     result: str
-    """File that the figures are written to."""
+    """File for the figures."""
     log: str
-    """File that the process prints to."""
+    """File for the output of the process."""
 
 
 def main() -> None:
-    """Serves requests until standard input ends; answers each with its rank's process and exit code."""
+    """Serve requests until standard input ends; answer each with the process id and the exit code."""
     end_with_parent(int(os.environ[CONTROLLER]))
     requests = (Request(**json.loads(line)) for line in sys.stdin)
     first = next(requests, None)
     if first is None:
         return
-    # Some of it is read when torch is imported, and is the same for all jobs.
+    # torch reads some of it when it is imported; that part is the same for all jobs.
     set_environment(Job.from_json(first.job), Path(first.result).parent)
     import harness.loop.engine
-    import harness.rehearse.alone  # noqa: F401
+    import harness.rehearse.substitutes  # noqa: F401
 
     serve(first)
     for request in requests:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def serve(request: Request) -> None:
-    """Forks a process for a rank and waits for it."""
+    """Fork a process for a rank and wait for it."""
     process = os.fork()
     if process == 0:
         _be_rank(request)
@@ -71,7 +71,7 @@ def serve(request: Request) -> None:
 
 
 def _be_rank(request: Request) -> None:
-    """Rehearses in the forked process, and ends it."""
+    """Rehearse in the forked process, and end it."""
     code = 1
     try:
         log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -85,12 +85,12 @@ def _be_rank(request: Request) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Destructors of communicators have nothing to say.
+        # Skip the destructors of communicators.
         os._exit(code)
 
 
 def rehearse(job: Job, rank: int, steps: int, skew: float) -> RankFigures:
-    """Builds a rank of the job and runs steps of it, in this process."""
+    """Build a rank of the job and run its steps in this process."""
     from harness.rehearse.gpu import VirtualGpu
 
     device = virtual_device(job)
@@ -112,26 +112,26 @@ def rehearse(job: Job, rank: int, steps: int, skew: float) -> RankFigures:
 
 
 class Rehearsal:
-    """One rank's steps, and what is counted of them."""
+    """Runs one rank's steps and fills in its figures."""
 
     def __init__(self, job: Job, gpu: Any, figures: RankFigures, steps: int) -> None:
         self.job, self.gpu, self.figures, self.steps = job, gpu, figures, steps
         self.step: int | None = None
 
     def run(self, skew: float) -> None:
-        """Sets up, builds and trains as ``harness.rank`` does; fills in the figures as they come."""
+        """Set up, build and train as ``harness.rank`` does."""
         import torch
 
         from harness.loop.engine import Engine
         from harness.loop.setup import pick_device, process_group, set_up_process
         from harness.parallelism.compile import CompileWatch
-        from harness.rehearse.alone import LoneStore, alone
+        from harness.rehearse.substitutes import LoneStore, substitutes
 
         job, figures = self.job, self.figures
         store = None if job.world_size == 1 else LoneStore()
         device = pick_device(job)
         set_up_process(job)
-        with alone(job, self.gpu, skew), process_group(job, device, store):
+        with substitutes(job, self.gpu, skew), process_group(job, device, store):
             try:
                 began, watch = time.perf_counter(), CompileWatch()
                 engine = Engine(job, device)
@@ -145,7 +145,7 @@ class Rehearsal:
 
     def _train(self, engine: Any, device: Any, watch: Any, store: Any) -> None:
         from harness.data.prefetch import Prefetcher
-        from harness.rehearse.alone import Tokens
+        from harness.rehearse.substitutes import Tokens
 
         figures, memory = self.figures, self.figures.memory
         memory["parameters"] = _bytes_on_device(
@@ -189,9 +189,11 @@ class Rehearsal:
         found = [*calls.collectives.items(), *calls.sends.items()]
         for (kind, communicator), (count, size) in found:
             axis, ranks = groups.of(communicator)
-            # A group of sends is an exchange, and on a pipeline each is one by itself.
+            # A group of sends is an exchange; in a pipeline each send counts by itself.
             if kind == "receive" or kind == ("exchange" if axis == "pp" else "send"):
                 continue
+            if kind == "exchange" and axis == "dp":
+                axis = "ep"  # both have the same ranks; FSDP exchanges nothing
             figures.collectives.append(Collective(axis, kind, ranks, count, size * sent_by(kind, ranks)))
         figures.collectives.sort(key=lambda each: (each.axis, each.kind))
         figures.communicators = [" of ".join(map(str, groups.of(name))) for name in calls.communicators]
@@ -201,7 +203,7 @@ class Rehearsal:
 
 
 class _Groups:
-    """Which ranks the library's communicators connect."""
+    """Maps NCCL communicators to axes of the mesh."""
 
     def __init__(self, mesh: Any, store: Any) -> None:
         import torch.distributed as dist
@@ -214,13 +216,13 @@ class _Groups:
         for group in list(dist.distributed_c10d._world.pg_map):
             ranks = dist.get_process_group_ranks(group)
             self._ranks[group.group_name] = len(ranks)
-            # Several groups may have the same ranks; one that is an axis says more than another.
+            # Several groups may have the same ranks; prefer one that is an axis.
             colour = _process_group_color(ranks)
             if colour not in self._colours or group.group_name in self._axes:
                 self._colours[colour] = group.group_name
 
     def of(self, communicator: str) -> tuple[str, int]:
-        """The axis of a communicator, or what else is known of it, and its ranks."""
+        """Return the axis of a communicator (else the name of its group) and the number of its ranks."""
         kind, _, colour = communicator.partition(" ")
         if kind == "split":
             name = self._colours.get(int(colour))
@@ -234,7 +236,7 @@ class _Groups:
 
 
 def sent_by(kind: str, ranks: int) -> float:
-    """Bytes that a rank sends over those that it puts in, as the plan has it."""
+    """Return the bytes that a rank sends per input byte, as the plan assumes."""
     from harness.plan.meter import sent_by as planned
 
     if kind in ("exchange", "send", "broadcast", "reduce") or ranks == 0:
@@ -243,7 +245,7 @@ def sent_by(kind: str, ranks: int) -> float:
 
 
 def _bytes_on_device(tensors: Any) -> float:
-    """Bytes of the storages of tensors that lie on the device."""
+    """Return the bytes of the storages that are on the device; a shared storage counts once."""
     from torch import Tensor
 
     from harness.precision.swap import plain
@@ -262,13 +264,13 @@ def _bytes_on_device(tensors: Any) -> float:
 def _failure(error: BaseException, step: int | None) -> Failure:
     import torch
 
-    # torch's pipelines raise an error of their own from what has happened.
+    # torch's pipelines raise their own error from the original one.
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     error = next((each for each in chain if isinstance(each, torch.OutOfMemoryError)), error)
     package, own = str(Path(__file__).parent.parent), str(Path(__file__).parent)
-    # Frames of errors that were raised from it lead here; its own begin where it was caught.
+    # Tracebacks of the chained errors lead down to the place of the first one.
     lines = [
         f"{os.path.relpath(frame.filename, package)}:{frame.lineno}"
         for each in chain

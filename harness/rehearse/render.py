@@ -1,4 +1,4 @@
-"""Rehearsed ranks as text for a person, and as plain containers for a machine."""
+"""Rehearsed ranks as text and as JSON."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any
 from harness.metrics.memory import GIB
 from harness.plan.plan import Plan
 from harness.plan.render import aligned, gib, mesh_of, seconds
-from harness.rehearse.against import Line, memory_lines, traffic_lines, work_lines
+from harness.rehearse.comparison import Line, memory_lines, traffic_lines, work_lines
 from harness.rehearse.figures import OUT_OF_MEMORY, RankFigures
 
 SHOWN = 6
-"""Products and kernels that are named, of many."""
+"""Products and kernels that are listed."""
+SMALLEST = 0.01 * GIB
+"""Bytes below this are shown as less than it."""
 
 
 def render(plan: Plan, ranks: Sequence[RankFigures]) -> str:
-    """What ``harness.rehearse`` prints."""
+    """Return the text that ``harness.rehearse`` prints."""
     job = plan.job
     head = f"{job.name}, {mesh_of(job.parallelism)} ({job.world_size} ranks)"
     return "\n".join(
@@ -28,7 +30,7 @@ def render(plan: Plan, ranks: Sequence[RankFigures]) -> str:
 
 
 def as_dict(plan: Plan, ranks: Sequence[RankFigures]) -> dict[str, Any]:
-    """The same as JSON has it; bytes, seconds and FLOPs without a prefix."""
+    """Return the same as plain containers, in bytes, seconds and FLOPs."""
     job = plan.job
     return {
         "job": {"id": job.id, **job.to_dict()},
@@ -71,7 +73,7 @@ def _rank(plan: Plan, figures: RankFigures) -> str:
 def _failure(figures: RankFigures) -> str:
     failure = figures.failure
     assert failure is not None
-    when = "while it was built" if failure.step is None else f"in step {failure.step + 1}"
+    when = "while the model was built" if failure.step is None else f"in step {failure.step + 1}"
     name = "OUT OF MEMORY" if failure.kind == OUT_OF_MEMORY else f"FAILED ({failure.kind})"
     message = " ".join(failure.message.split())
     return f"  {name} {when} at {failure.where}: {message}\n"
@@ -80,7 +82,7 @@ def _failure(figures: RankFigures) -> str:
 def _table(title: str, lines: Sequence[Line]) -> str:
     if not lines:
         return ""
-    # A table of bytes alone has their unit in its title.
+    # If all lines are in bytes, the title names the unit.
     units = {"FLOPs": ", FLOPs", "bytes": ", GiB sent"} if len({line.unit for line in lines}) > 1 else {}
     rows = [
         {
@@ -96,14 +98,14 @@ def _table(title: str, lines: Sequence[Line]) -> str:
 
 def _figure(unit: str, value: float) -> str:
     if unit == "bytes":
-        return gib(value)
+        return gib(value) if value == 0 or value >= SMALLEST else f"<{gib(SMALLEST)}"
     if unit == "seconds":
         return seconds(value)
     return f"{value / 1e12:,.4g} T" if unit == "FLOPs" else f"{value:,.0f}"
 
 
 def _facts(plan: Plan, figures: RankFigures) -> str:
-    """What has no counterpart in the plan."""
+    """Return the lines that are not compared with the plan."""
     lines = []
     step = None if plan.speed is None else plan.speed.step_seconds
     if step is not None and figures.cpu_seconds > step:
@@ -132,11 +134,13 @@ def _facts(plan: Plan, figures: RankFigures) -> str:
             f"{figures.recompilations} again after the first step"
         )
     if figures.allocation_retries:
-        lines.append(f"the allocator gave back all it had cached {figures.allocation_retries} times")
+        lines.append(f"the allocator released its cache {figures.allocation_retries} times")
     if figures.communicators:
         lines.append(f"communicators made in this step: {'; '.join(figures.communicators)}")
     if figures.unknown:
-        lines.append(f"calls that the stand-in does not know, and that failed: {', '.join(figures.unknown)}")
+        lines.append(
+            f"calls that the stand-in does not implement (they failed): {', '.join(figures.unknown)}"
+        )
     lines.append(
         f"built in {seconds(figures.build_seconds)}, first step {seconds(figures.first_step_seconds)}, "
         f"{figures.steps} steps"
@@ -149,12 +153,12 @@ def _some(title: str, items: list[str]) -> list[str]:
     return [f"{title}: {'; '.join(items[:SHOWN])}{more}"] if items else []
 
 
-# What a template of torch's elementwise kernels computes.
+# The functor in the name of one of torch's elementwise kernels.
 _INNER = re.compile(r"\w*(?:[Ff]unctor|_kernel_cuda|_cuda_kernel|Ops|Op)\b(?:_\w+)?")
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's name without namespaces and arguments, and of a template what it computes."""
+    """Return a kernel's name without namespaces and arguments; of a template also its functor."""
     plain = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
     outer, _, arguments = plain.partition("<")
     outer = outer.partition("(")[0].rsplit("::", 1)[-1]

@@ -1,4 +1,4 @@
-"""Rehearses ranks one after another, each in a process that forks from one with torch (no torch here)."""
+"""Starts the process that forks rehearsed ranks (no torch here)."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from harness.rehearse.figures import Failure, RankFigures
 from harness.rehearse.rank import CONTROLLER
 
 LINES_SHOWN = 3
-# Devices of NVIDIA's driver; what nvidia-smi would list.
+# The GPUs that NVIDIA's driver lists.
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def require_no_gpu(config: RehearseConfig) -> None:
-    """Raises UserError on a machine with a GPU, unless it is asked for."""
+    """Raise UserError on a machine with a GPU, unless ``rehearse.real_gpu`` is set."""
     if _DRIVER.is_dir() and any(_DRIVER.iterdir()) and not config.real_gpu:
         raise UserError(
-            "this machine has a GPU, which says more than a virtual one; "
+            "this machine has a GPU, where a real run tells more than a rehearsal; "
             "would work: python -m harness.train, or rehearse.real_gpu=true"
         )
 
 
 class Rehearsals:
-    """A context in which ranks are rehearsed.
+    """Context manager that rehearses ranks, one after another.
 
     Raises:
-        UserError: what it takes is not there.
+        UserError: torch's build for CUDA, a compiler or a header is missing.
     """
 
     def __enter__(self) -> Rehearsals:
@@ -64,7 +64,7 @@ class Rehearsals:
         self._scratch.cleanup()
 
     def run(self, job: Job, rank: int, config: RehearseConfig) -> RankFigures:
-        """Rehearses one rank of a job.
+        """Rehearse one rank of a job.
 
         Raises:
             MachineError: the processes cannot be started.
@@ -98,27 +98,27 @@ class Rehearsals:
         return RankFigures.from_plain(json.loads(result.read_text()))
 
     def _answer(self, deadline: float) -> str | None:
-        """A line of the server; None when it does not come in time."""
+        """Return the server's next line; None after the deadline."""
         assert self._process.stdout is not None
         while b"\n" not in self._said:
-            # Not the stream's own readline: what that has read ahead, select does not know of.
+            # Not the stream's readline: select cannot see what it has read ahead.
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 return None
             read = os.read(self._process.stdout.fileno(), 4096)
             if not read:
-                words = _last_words(Path(self._log.name))
-                raise MachineError(f"the process of the rehearsal has ended: {words}")
+                words = _end_of_log(Path(self._log.name))
+                raise MachineError(f"the rehearsal's process ended: {words}")
             self._said += read
         line, _, self._said = self._said.partition(b"\n")
         return line.decode()
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables of a process that has the stand-in library.
+    """Return the environment of a process that loads the stand-in library.
 
     Args:
-        folder: the libraries.
+        folder: where the libraries are.
     """
     paths = [str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
@@ -128,7 +128,7 @@ def environment(folder: Path) -> dict[str, str]:
             filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")])
         ),
         "TRITON_LIBCUDA_PATH": str(folder),
-        # What is measured of kernels here must not be believed on a GPU.
+        # Own caches: timings of kernels measured here must not be used on a GPU.
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -138,12 +138,12 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def _ended(job: Job, rank: int, how: str, log: Path) -> RankFigures:
-    """Figures of a rank whose process has left none."""
+    """Return the figures of a rank whose process did not write any."""
     pp_rank = rank // (job.world_size // job.parallelism.pp)
     figures = RankFigures(rank, pp_rank, str(job.cluster.accelerator))
-    figures.failure = Failure("process", f"{how}: {_last_words(log)}", "unknown", None)
+    figures.failure = Failure("process", f"{how}: {_end_of_log(log)}", "unknown", None)
     return figures
 
 
-def _last_words(log: Path) -> str:
+def _end_of_log(log: Path) -> str:
     return " / ".join(log.read_text(errors="replace").strip().splitlines()[-LINES_SHOWN:])

@@ -1,1 +1,1 @@
-"""Rows of runs become tables, laid beside published and predicted ones."""
+"""Tables and plots of measured runs, with published and predicted results beside them."""

@@ -1,4 +1,4 @@
-"""``python -m harness.report FOLDER``: tables, plots and a page of runs, of a sweep, of an experiment."""
+"""``python -m harness.report FOLDER``: tables, plots and an HTML page of runs, a sweep or an experiment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.arguments import Parser
 from harness.errors import EXIT_OK, UserError
 from harness.metrics.atomic import write_atomically
 from harness.plan.constants import Calibration
-from harness.report import experiment, gpu_single, of_runs, of_tables
+from harness.report import experiment, gpu_single, of_runs, of_tables, rehearsed
 from harness.report.document import Report, as_csv, markdown
 from harness.report.page import page
 from harness.report.predict import CALIBRATION, calibration_of, with_predictions
@@ -24,14 +24,20 @@ def main() -> None:
     """Entry point of ``python -m harness.report`` and of the console script."""
     run_parsed(
         _parser(),
-        lambda typed: report(typed.folder, out=typed.out, runs=typed.runs, calibration=typed.calibration),
+        lambda typed: report(
+            typed.folder,
+            out=typed.out,
+            runs=typed.runs,
+            calibration=typed.calibration,
+            rehearse=typed.rehearse,
+        ),
     )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m harness.report",
-        description="Published, predicted and measured figures side by side: Markdown, CSV, PNG, HTML.",
+        description="Compare published, predicted and measured results: Markdown, CSV, PNG, HTML.",
     )
     parser.add_argument(
         "folder",
@@ -39,36 +45,56 @@ def _parser() -> argparse.ArgumentParser:
         help="an experiment (experiments/llama3_h100), or runs (runs/NAME of a sweep or of single runs)",
     )
     parser.add_argument(
-        "--out", type=Path, help="where to write; an experiment's own folder, or report/ inside the runs'"
+        "--out",
+        type=Path,
+        help="output folder; default: the experiment's folder, or report/ in a folder of runs",
     )
-    parser.add_argument("--runs", type=Path, help="of an experiment: where runs are, if not in runs/")
+    parser.add_argument("--runs", type=Path, help="folder of an experiment's runs; default: runs/")
     parser.add_argument(
         "--calibration",
         type=Path,
-        help="what harness.plan calibrate=FOLDER wrote of the machine that measured, if it is not "
-        f"{CALIBRATION} in the folder; published machines are predicted without it",
+        help="calibration file of the measured machine, written by harness.plan calibrate=FOLDER; default: "
+        f"{CALIBRATION} in the folder. Machines of published tables are predicted without it",
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help=f"of published rows: rehearse the jobs that {rehearsed.FILE} does not have, on a machine "
+        "without a GPU (`make rehearsal`)",
     )
     return parser
 
 
 def report(
-    folder: Path, *, out: Path | None = None, runs: Path | None = None, calibration: Path | None = None
+    folder: Path,
+    *,
+    out: Path | None = None,
+    runs: Path | None = None,
+    calibration: Path | None = None,
+    rehearse: bool = False,
 ) -> int:
-    """Writes the report of a folder; returns the exit code.
+    """Write the report of a folder; return the exit code.
 
     Args:
-        folder: of an experiment, or of runs.
-        out: where to write; None: an experiment's folder itself, ``report/`` inside a folder of runs.
-        runs: of an experiment: where its runs are looked for.
-        calibration: file of constants of the machine that measured; None: the one in the folder, if any.
+        folder: folder of an experiment, or of runs.
+        out: output folder; None means the experiment's folder itself, or ``report/`` inside a folder of runs.
+        runs: for an experiment: folder of its runs.
+        calibration: calibration file of the measured machine; None means the one in the folder, if any.
+        rehearse: rehearse published jobs that have not been rehearsed yet.
 
     Raises:
-        UserError: there is nothing to report on in the folder.
+        UserError: there is nothing to report on in the folder, or a rehearsal failed.
     """
     if experiment.is_experiment(folder):
         out = out or folder
-        made = _of_experiment(folder, out, runs, calibration_of(folder, calibration))
+        constants = calibration_of(folder, calibration)
+        tables = experiment.tables_of(folder, runs, constants, rehearse=rehearse)
+        made = _of_experiment(folder, tables, out, constants)
     else:
+        if rehearse:
+            raise UserError(
+                "--rehearse: is for experiments with published rows, such as experiments/llama3_h100"
+            )
         if runs is not None:
             raise UserError(f"--runs={runs}: is for experiments; would work: python -m harness.report {runs}")
         source = _source_of(folder)
@@ -86,15 +112,16 @@ def report(
 
 
 def _source_of(folder: Path) -> Path:
-    """Where the rows of a folder are: of an experiment that is a program, what it has left in runs/."""
+    """Return the folder with the rows; for an experiment that is a program, its folder in runs/."""
     left = Path("runs") / folder.resolve().name
     has_rows = any((folder / name).is_file() for name in (KEPT, *gpu_single.FILES))
     is_program = experiment.option_of(folder) is not None and not has_rows
     return left if is_program and left.is_dir() else folder
 
 
-def _of_experiment(folder: Path, out: Path, runs: Path | None, calibration: Calibration | None) -> Report:
-    tables = experiment.tables_of(folder, runs, calibration)
+def _of_experiment(
+    folder: Path, tables: list[experiment.Table], out: Path, calibration: Calibration | None
+) -> Report:
     out.mkdir(parents=True, exist_ok=True)
     measured = experiment.measured_rows(tables)
     if measured:

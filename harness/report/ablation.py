@@ -1,4 +1,4 @@
-"""What each knob of a sweep does by itself: rows that equal the best one in all others. No torch."""
+"""Effect of each knob of a sweep: rows that differ from the best row in that knob only. No torch."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _OF_AXIS = {
 
 @dataclass(frozen=True)
 class Knob:
-    """One axis of a sweep, with the rows that differ from the best in it alone."""
+    """One axis of a sweep, with the rows that differ from the best row in this axis only."""
 
     name: str
-    """As it is typed, without its part of the job: ``tp``."""
+    """The field's name without its part of the job: ``tp``."""
     rows: list[Row]
-    """With ``knob`` (the value) and ``gain`` (throughput against the best, less one); the best among them."""
+    """Rows with ``knob`` (the value) and ``gain`` (throughput over the best, minus 1), including the best."""
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:
-    """The row with the highest throughput of a rank; None where nothing was measured."""
+    """Return the row with the highest throughput per rank; None if nothing was measured."""
     return max((row for row in rows if row.get(RATE) is not None), key=lambda row: row[RATE], default=None)
 
 
 def knobs_of(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """For everything that was typed and varies, the value in each row, in order.
+    """Return every overridden field whose value varies, with its value in each row, in order.
 
-    What is not typed everywhere has, elsewhere, the value that the row's job resolved to; of a point that no
-    job can be made of, ``default``.
+    A row that does not override the field has the value of its resolved job, or ``default`` if the point is
+    not a valid job.
     """
     typed = [dict(_typed(each) for each in row.get("overrides", [])) for row in rows]
     names = list(dict.fromkeys(name for each in typed for name in each))
@@ -63,12 +63,12 @@ def _value(name: str, typed: dict[str, str], row: Row) -> str:
 
 
 def ablation(rows: Sequence[Row]) -> list[Knob]:
-    """A table for each knob that was turned at the best point; what failed there is a row too."""
+    """Return a table for each knob that varies at the best point; failed points are rows too."""
     best, knobs = best_of(rows), knobs_of(rows)
     if best is None:
         return []
-    place = next(i for i, row in enumerate(rows) if row is best)
-    # With the number of ranks given, dp_shard=-1 is what the other degrees leave.
+    best_index = next(i for i, row in enumerate(rows) if row is best)
+    # With a fixed number of ranks, dp_shard follows from the other degrees.
     free = {"parallelism.dp_shard"} if _fills_up(rows, knobs) else set()
     found = []
     for name, values in knobs.items():
@@ -76,7 +76,7 @@ def ablation(rows: Sequence[Row]) -> list[Knob]:
         alike = [
             i
             for i, row in enumerate(rows)
-            if all(own[i] == own[place] or _is_idle(other, row) for other, own in others)
+            if all(own[i] == own[best_index] or _is_idle(other, row) for other, own in others)
         ]
         turned = [{**rows[i], "knob": values[i], "gain": delta(rows[i].get(RATE), best[RATE])} for i in alike]
         if name not in free and len({row["knob"] for row in turned}) > 1:
@@ -86,7 +86,7 @@ def ablation(rows: Sequence[Row]) -> list[Knob]:
 
 
 def _is_idle(name: str, row: Row) -> bool:
-    """Whether a knob does nothing at a point: one of an axis that has a single rank there."""
+    """Whether a knob has no effect at a point, because its axis has a single rank there."""
     axis = next((axis for axis, fields in _OF_AXIS.items() if name.startswith(fields)), None)
     return axis is not None and row.get(f"job.parallelism.{axis}") == 1
 

@@ -1,4 +1,4 @@
-"""A report as data: sections of text, a table, a picture; and the same as Markdown and CSV."""
+"""A report as data: sections of text, a table, a picture; with output as Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.report.words import figure
+from harness.report.words import formatted
 
 Row = dict[str, Any]
 
@@ -18,67 +18,67 @@ class Column:
     """One column of a table."""
 
     key: str
-    """Of the rows."""
+    """Key in the rows."""
     heading: str
     form: str = ""
-    """Format of numbers; empty shows the value as it is."""
+    """Format spec of numbers; empty shows the value unchanged."""
 
     def cell(self, row: Row) -> str:
-        """What it shows of a row."""
-        return figure(row.get(self.key), self.form)
+        """Return the formatted value of a row."""
+        return formatted(row.get(self.key), self.form)
 
     @property
     def is_number(self) -> bool:
-        """Whether it is set to the right."""
+        """Whether it has numbers, which are aligned to the right."""
         return bool(self.form)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and rows; columns that are empty all the way are left out."""
+    """Columns and rows; columns that are empty in all rows are left out."""
 
     columns: Sequence[Column]
     rows: Sequence[Row]
     marked: str | None = None
-    """Value of ``point`` of the row to be set off."""
+    """Value of ``point`` of the row to highlight."""
 
     @property
     def shown(self) -> list[Column]:
-        """Columns that say something."""
-        said = {key for row in self.rows for key, value in row.items() if value not in (None, "")}
-        return [each for each in self.columns if each.key in said]
+        """Columns that have values."""
+        filled = {key for row in self.rows for key, value in row.items() if value not in (None, "")}
+        return [each for each in self.columns if each.key in filled]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands below it; all parts may be missing."""
+    """A heading and its content; all parts are optional."""
 
     title: str
     text: Sequence[str] = ()
-    """Paragraphs; those that begin with ``- `` are items of a list; words in backticks are code."""
+    """Paragraphs. Those that begin with ``- `` are list items; words in backticks are code."""
     table: Table | None = None
     picture: str | None = None
-    """Name of a file beside the report."""
+    """Name of an image file in the report's folder."""
     level: int = 2
-    """Of the heading: 2, or 3 for a part of the section above."""
+    """Heading level: 2, or 3 for a subsection."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is shown."""
+    """A complete report."""
 
     title: str
     sections: list[Section] = field(default_factory=list)
     summary: Sequence[str] = ()
-    """What stands below the title, and is printed on the terminal."""
+    """Lines below the title, also printed on the terminal."""
     rows: Sequence[Row] = ()
-    """Of ``table.csv``."""
+    """Rows of ``table.csv``."""
     csv_columns: Sequence[Column] = ()
-    """Columns of ``table.csv``; empty means all that the rows have."""
+    """Columns of ``table.csv``; empty means all keys of the rows."""
 
 
 def markdown(report: Report) -> str:
-    """The report as Markdown; pictures are linked."""
+    """Format the report as Markdown; pictures are linked."""
     blocks = [f"# {report.title}", _paragraphs(report.summary)]
     for section in report.sections:
         blocks += [f"{'#' * section.level} {section.title}", _paragraphs(section.text)]
@@ -96,7 +96,7 @@ def _paragraphs(text: Sequence[str]) -> str:
 
 
 def table_markdown(table: Table) -> str:
-    """A table as Markdown."""
+    """Format a table as Markdown."""
     columns = table.shown
     lines = [
         f"| {' | '.join(each.heading for each in columns)} |",
@@ -111,7 +111,7 @@ def table_markdown(table: Table) -> str:
 
 
 def as_csv(report: Report) -> str:
-    """All rows, with figures as they are."""
+    """Format all rows as CSV, with unformatted values."""
     keys = [each.key for each in report.csv_columns]
     keys = keys or list(dict.fromkeys(key for row in report.rows for key in row))
     text = io.StringIO()

@@ -1,4 +1,4 @@
-"""The points of an experiment's folder, with what was published, predicted and measured of each."""
+"""Points of an experiment's folder, with published, predicted and measured results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from harness.errors import UserError
 from harness.job import Job
 from harness.paths import conf_dir
 from harness.plan.constants import Calibration
-from harness.report import published
-from harness.report.predict import FIGURES, machine_of, predicted
+from harness.report import published, rehearsed
+from harness.report.predict import METRICS, machine_of, predicted
 from harness.report.published import Published, Recipe, recipe_of
 from harness.report.rows import as_planned, job_of, load, of_sweep, read_kept, shortened
 from harness.report.statistics import delta
@@ -24,7 +24,7 @@ from harness.sweep.registry import Registry, labels
 
 Row = dict[str, Any]
 
-# What speed and memory follow from. Two runs that differ elsewhere (seed, steps, data, what is saved) are
+# Fields that determine speed and memory. Runs that differ only in others (seed, steps, data, checkpoints) are
 # measurements of one point.
 _PARTS = ("model", "parallelism", "precision", "activation_checkpoint", "compile")
 _FIELDS = (
@@ -39,28 +39,28 @@ class Table:
     """One experiment of the folder and its points."""
 
     name: str
-    """Of its file: ``table1``."""
+    """Stem of its file: ``table1``."""
     title: str
-    """What its file says it is."""
+    """Title from its file."""
     command: str
-    """What runs it."""
+    """Command that runs it."""
     rows: list[Row]
-    """With ``published.*``, ``predicted.*``, ``measured.*`` and ``expected.*``."""
+    """Rows with ``published.*``, ``predicted.*``, ``measured.*`` and ``expected.*``."""
     recipes: list[Recipe]
-    """Of each row, as published tables tell runs apart."""
+    """Recipe of each row, by which published tables distinguish runs."""
     source: str
-    """Where the published numbers stand; empty without."""
+    """Source of the published numbers; empty if there are none."""
 
 
 def option_of(folder: Path) -> str | None:
-    """The folder inside ``experiments/``, as ``experiment=`` takes it; None if it is not there."""
+    """Return the folder as a value of ``experiment=``; None if it is not inside ``experiments/``."""
     top = (Path(conf_dir()) / "experiment").resolve()
     path = folder.resolve()
     return str(path.relative_to(top)) if top in path.parents else None
 
 
 def spaces_of(folder: Path) -> list[Path]:
-    """The files of a folder that are experiments: those with a name. Others are parts of them."""
+    """Return the files of a folder that are experiments: those with a name. Others are included by them."""
     return [path for path in sorted(folder.glob("*.yaml")) if _content(path).get("name")]
 
 
@@ -72,22 +72,27 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def is_experiment(folder: Path) -> bool:
-    """Whether a folder lies in ``experiments/`` and has a sweep."""
+    """Whether a folder is inside ``experiments/`` and has a sweep."""
     return folder.is_dir() and option_of(folder) is not None and bool(spaces_of(folder))
 
 
 def tables_of(
-    folder: Path, runs_dir: Path | None = None, calibration: Calibration | None = None
+    folder: Path,
+    runs_dir: Path | None = None,
+    calibration: Calibration | None = None,
+    *,
+    rehearse: bool = False,
 ) -> list[Table]:
-    """The tables of an experiment, whatever of them was measured so far.
+    """Return the tables of an experiment, with the measurements made so far.
 
     Args:
         folder: a folder of ``experiments/``.
-        runs_dir: where to look for runs; None: where the experiment leaves them, below this folder.
-        calibration: constants of the machine that measured.
+        runs_dir: folder of the runs; None means the experiment's default, relative to the working folder.
+        calibration: constants of the measured machine.
+        rehearse: rehearse published jobs that have not been rehearsed yet.
 
     Raises:
-        UserError: a point is not possible, or a published row belongs to none.
+        UserError: a point is not a valid job, a published row matches no point, or a rehearsal failed.
     """
     rows, kept = published.read(folder), read_kept(folder)
     tables = []
@@ -96,15 +101,20 @@ def tables_of(
         jobs = _jobs_of(path, option)
         measured = [*_runs_of(jobs[0][0], runs_dir), *kept]
         own = [row for row in rows if row.table == path.stem]
+        if rehearse:
+            rows_of_jobs = [(job, overrides, published.find(job, own)) for job, overrides in jobs]
+            rehearsed.rehearse_missing(
+                folder, [(job.id, overrides, row.accelerator) for job, overrides, row in rows_of_jobs if row]
+            )
         tables.append(_table(path, option, jobs, own, measured, calibration))
     return tables
 
 
 def _jobs_of(path: Path, option: str) -> list[tuple[Job, list[str]]]:
-    """The jobs of an experiment, and what each is made by.
+    """Return the jobs of an experiment, with the overrides of each.
 
     Raises:
-        UserError: one of them cannot be.
+        UserError: a point is not a valid job.
     """
     points = compose_points([option])
     for point in points:
@@ -123,15 +133,17 @@ def _table(
 ) -> Table:
     found = [published.find(job, own) for job, _ in jobs]
     if own and (len([row for row in found if row]) != len(own) or None in found):
-        raise UserError(f"{path}: its points are not the published rows of {path.stem}, one for one")
+        raise UserError(f"{path}: its points do not match the published rows of {path.stem} one to one")
     words = published.names([row for row in found if row]) if own else None
     words = words or [shortened(name) for name in labels([overrides for _, overrides in jobs])]
+    of_rehearsals = rehearsed.read(path.parent)
     lines, recipes = [], []
     for (job, overrides), row, name in zip(jobs, found, words, strict=True):
         planned = {**as_planned(name, job, overrides), "state": NOT_MEASURED}
         matching = _measurements(job, measured) or [planned]
         for each in matching:
-            lines.append(_joined({**each, "point": name, "table": path.stem}, job, row, calibration))
+            line = _joined({**each, "point": name, "table": path.stem}, job, row, calibration)
+            lines.append(_with_rehearsal(line, of_rehearsals.get(job.id)))
             recipes.append(recipe_of(job))
     title = path.read_text().splitlines()[1].removeprefix("# ")
     command = f"python -m harness.train -m {option}"
@@ -139,7 +151,7 @@ def _table(
 
 
 def _runs_of(job: Job, runs_dir: Path | None) -> list[Row]:
-    """Rows of the runs that an experiment has left."""
+    """Return the rows of an experiment's runs."""
     folder = (runs_dir or Path(job.runs_dir)) / job.name
     if (folder / SWEEP).is_file():
         return of_sweep(Registry(folder))
@@ -147,7 +159,7 @@ def _runs_of(job: Job, runs_dir: Path | None) -> list[Row]:
 
 
 def _measurements(job: Job, rows: Sequence[Row]) -> list[Row]:
-    """The rows that say something of a job: for each device one that completed, or else how it failed."""
+    """Return a job's measurements: one completed row per device, or else one failed row."""
     wanted = workload(job)
     found: dict[str, Row] = {}
     for row in rows:
@@ -162,7 +174,7 @@ def _measurements(job: Job, rows: Sequence[Row]) -> list[Row]:
 
 
 def workload(job: Job) -> tuple[tuple[str, Any], ...]:
-    """What speed and memory of a job follow from, whatever machine it runs on."""
+    """Return the fields that determine a job's speed and memory, apart from the machine."""
     return tuple(
         (name, str(value))
         for name, role, value in leaves(job)
@@ -171,10 +183,10 @@ def workload(job: Job) -> tuple[tuple[str, Any], ...]:
 
 
 def _joined(row: Row, job: Job, own: Published | None, calibration: Calibration | None) -> Row:
-    """A row with everything that is known beside its measurement."""
+    """Add published, predicted and expected values, and their deltas, to a row."""
     machine = machine_of(row)
-    figures = predicted(job, own.accelerator) if own is not None else predicted(job, machine, calibration)
-    row = {**row, **{f"predicted.{name}": value for name, value in figures.items()}}
+    values = predicted(job, own.accelerator) if own is not None else predicted(job, machine, calibration)
+    row = {**row, **{f"predicted.{name}": value for name, value in values.items()}}
     if own is not None:
         row |= {
             "published.layout": own.layout,
@@ -187,7 +199,7 @@ def _joined(row: Row, job: Job, own: Published | None, calibration: Calibration 
             expected = predicted(job, machine, calibration)
             row |= {f"expected.{name}": value for name, value in expected.items()}
     against = "published" if own is not None else "measured"
-    for name in FIGURES:
+    for name in METRICS:
         row[f"delta.{name}"] = delta(row[f"predicted.{name}"], row.get(f"{against}.{name}"))
         if own is not None:
             row[f"delta.measured.{name}"] = delta(row.get(f"measured.{name}"), row.get(f"published.{name}"))
@@ -195,6 +207,15 @@ def _joined(row: Row, job: Job, own: Published | None, calibration: Calibration 
     return row
 
 
+def _with_rehearsal(row: Row, found: Row | None) -> Row:
+    """A row with the rehearsed memory, and its difference from the published one."""
+    if found is None:
+        return row
+    memory = found[rehearsed.RESERVED]
+    difference = delta(memory, row.get("published.memory_gib"))
+    return {**row, "rehearsed.memory_gib": memory, "delta.rehearsed.memory_gib": difference}
+
+
 def measured_rows(tables: Sequence[Table]) -> list[Row]:
-    """The rows worth keeping: those of runs that are over."""
+    """Return the rows to keep: those of completed and failed runs."""
     return [row for table in tables for row in table.rows if row["state"] in ("completed", "failed")]

@@ -1,4 +1,4 @@
-"""Rows of ``experiments/gpu_single`` (measured in rounds, beside torchtitan) in the form of other rows."""
+"""Convert rows of ``experiments/gpu_single`` (measured in rounds, alongside torchtitan) to report rows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TORCHTITAN = "torchtitan.tokens_per_second_per_rank"
 
 
 def is_there(folder: Path) -> bool:
-    """Whether a folder has what ``experiments/gpu_single/run.py`` writes."""
+    """Whether a folder has the files that ``experiments/gpu_single/run.py`` writes."""
     return all((folder / name).is_file() for name in FILES)
 
 
 def read(folder: Path) -> list[Row]:
-    """A row for each case of ours: medians over rounds; what torchtitan reached beside it.
+    """Return a row for each case of the harness: medians over rounds, with torchtitan's median beside it.
 
-    Of a shape that had to be made smaller to fit, the last number of layers counts, as in ``table.md``.
+    If a shape was reduced to fit, the last number of layers counts, as in ``table.md``.
     """
     rows = [json.loads(line) for line in (folder / FILES[0]).read_text().splitlines()]
     facts = json.loads((folder / FILES[1]).read_text())
@@ -61,9 +61,9 @@ def _of_case(rows: Sequence[Row], facts: Row) -> Row:
         **_described(first.get("overrides"), facts["device"]),
     }
     if failed:
-        told = failed[0]
-        state = "skipped" if told["failed"] in ("refused", "does not fit") else "failed"
-        return {**row, "state": state, "kind": told["failed"], "reason": told.get("message", "")}
+        failure = failed[0]
+        state = "skipped" if failure["failed"] in ("refused", "does not fit") else "failed"
+        return {**row, "state": state, "kind": failure["failed"], "reason": failure.get("message", "")}
     rates = [each["tokens_per_second"] for each in ours]
     peak = peak_of(facts["device"], "bfloat16")
     row |= {"peak_flops": peak.flops, "peak_origin": peak.origin, "rounds": len(rates)}
@@ -85,7 +85,7 @@ def _of_case(rows: Sequence[Row], facts: Row) -> Row:
 
 
 def _described(overrides: list[str] | None, device: str) -> Row:
-    """The job of a row, composed again, on a node that has the device it was measured on."""
+    """Compose a row's job again, on a node with the device it was measured on; return its fields."""
     if not overrides:
         return {}
     accelerator = find_accelerator(device)

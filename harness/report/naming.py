@@ -1,4 +1,4 @@
-"""Short names that tell runs apart, and differences of jobs in few words. Imports no torch."""
+"""Short names that distinguish runs, and short lists of fields. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MOST_FIELDS = 3
 
 
 def names_of(points: Sequence[Point]) -> list[str]:
-    """A name for each run: the fewest of the typed fields that tell the runs apart, with their values.
+    """Name each run by the smallest set of overridden fields that distinguishes the runs, with their values.
 
     Args:
-        points: runs that were started one by one, so that their overrides need not be alike.
+        points: runs that were started one by one, so their overrides may set different fields.
     """
     if len(points) < 2:
         return labels([point.overrides for point in points])
@@ -23,9 +23,9 @@ def names_of(points: Sequence[Point]) -> list[str]:
     groups = 1
     while groups < len(points):
         counts = {key: _count([columns[each] for each in (*chosen, key)]) for key in columns}
-        # Labels only where nothing else tells runs apart.
-        telling = [key for key, count in counts.items() if count > groups]
-        best = max(telling, key=lambda key: (not sets_label(key), counts[key]), default=None)
+        # Use labels only if nothing else distinguishes the runs.
+        useful = [key for key, count in counts.items() if count > groups]
+        best = max(useful, key=lambda key: (not sets_label(key), counts[key]), default=None)
         if best is None:
             break
         chosen.append(best)
@@ -42,12 +42,12 @@ def names_of(points: Sequence[Point]) -> list[str]:
 
 
 def _columns(points: Sequence[Point]) -> dict[str, list[str | None]]:
-    """What was typed in any of the runs and differs: the value in each run, label fields last."""
+    """Return fields that any run overrides and that differ, with the value in each run; label fields last."""
     typed = [dict(each.lstrip("+").partition("=")[::2] for each in point.overrides) for point in points]
     fields = [{name: str(value) for name, _, value in leaves(point.job)} for point in points]
     keys = sorted(dict.fromkeys(key for each in typed for key in each), key=sets_label)
     columns = {
-        # A field has a value where it is not typed as well; a group and a key of a mapping have none.
+        # Fields also have a value in runs that do not override them; groups and mapping keys do not.
         key: [own.get(key, given.get(key)) for own, given in zip(fields, typed, strict=True)]
         for key in keys
         if key != "runs_dir"
@@ -60,7 +60,7 @@ def _count(columns: Sequence[Sequence[str | None]]) -> int:
 
 
 def by_part(fields: Sequence[str]) -> dict[str, list[str]]:
-    """Fields by the part of the job that they belong to."""
+    """Group fields by their part of the job."""
     parts: dict[str, list[str]] = {}
     for field in fields:
         parts.setdefault(field.partition(".")[0], []).append(field)
@@ -68,7 +68,7 @@ def by_part(fields: Sequence[str]) -> dict[str, list[str]]:
 
 
 def in_short(fields: Sequence[str]) -> str:
-    """Fields in words, those of one part counted where they are many."""
+    """Return a list of fields as text; a part with many fields is shown by their number."""
     return ", ".join(
         ", ".join(own) if len(own) <= MOST_FIELDS else f"{part} ({len(own)} fields)"
         for part, own in by_part(fields).items()

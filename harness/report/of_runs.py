@@ -1,4 +1,4 @@
-"""The report of runs: measured beside predicted, one knob at a time, and what did not complete."""
+"""Report of runs: measured and predicted results, the effect of each knob, and runs that did not complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.report.naming import MOST_FIELDS, by_part, in_short
 from harness.report.provenance import section_of
 from harness.report.rows import fastest_first, job_of
 from harness.report.statistics import Errors, errors_of, spearman
-from harness.report.words import NOT_MEASURED, figure, layout_and_schedule, percent
+from harness.report.words import NOT_MEASURED, formatted, layout_and_schedule, percent
 
 Row = dict[str, Any]
 RATE = "tokens_per_second_per_rank"
@@ -40,8 +40,8 @@ _COLUMNS = (
     Column("loss", "loss", ".4f"),
     Column("state", "state"),
 )
-# Beside THROUGHPUT, below tables that have both.
-SPREAD = "Spread: 90th less 10th percentile of the steps' rates, over the rate."
+# Shown with THROUGHPUT.
+SPREAD = "Spread: 90th minus 10th percentile of the steps' rates, divided by the rate."
 _FAILURES = (
     Column("point", "run"),
     Column("state", "state"),
@@ -53,24 +53,24 @@ _FAILURES = (
 def report_of(
     title: str, rows: Sequence[Row], folder: Path, calibration: Calibration | None = None
 ) -> Report:
-    """Makes the report, and draws its pictures.
+    """Create the report, and write its pictures.
 
     Args:
-        title: of the report.
-        rows: with predictions.
-        folder: where its pictures go.
-        calibration: what the predictions were made with.
+        title: title of the report.
+        rows: rows with predictions.
+        folder: folder for its pictures.
+        calibration: constants that the predictions were made with.
     """
     rows = [_with_layout(row) for row in rows]
     best = best_of(rows)
     sections = _tables(title, rows, best, folder)
     measured = [row for row in rows if row["state"] == "completed"]
     names = [plot_name(row, measured) for row in measured]
-    told = _rank_in_words(measured)
+    note = _rank_in_words(measured)
     if plots.against(
-        folder / "predicted.png", f"{title}: predicted and measured", names, measured, told=told
+        folder / "predicted.png", f"{title}: predicted and measured", names, measured, note=note
     ):
-        sections.append(Section("Predicted and measured", [told] if told else [], picture="predicted.png"))
+        sections.append(Section("Predicted and measured", [note] if note else [], picture="predicted.png"))
     sections += _knobs(rows, best)
     sections += _failures(rows)
     origin = section_of(rows)
@@ -84,29 +84,29 @@ def _with_layout(row: Row) -> Row:
 
 
 def plot_name(row: Row, others: Sequence[Row]) -> str:
-    """A row's layout where that tells it from the others, else its point."""
+    """Return a row's layout if all layouts differ, else its point."""
     layouts = [each["layout"] for each in others]
     return row["layout"] if row["layout"] and len(set(layouts)) == len(layouts) else row["point"]
 
 
 def _tables(title: str, rows: Sequence[Row], best: Row | None, folder: Path) -> list[Section]:
-    """A section for each numerics, the fastest run on top; one for all if each computes something else."""
+    """Return a section per group of equal numerics, fastest run first; one section if all runs differ."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["state"] != "skipped":
             groups.setdefault(row.get("numerics_id", ""), []).append(row)
     differ = _differences(groups)
     if len(groups) > 1 and all(len(group) == 1 for group in groups.values()):
-        told = f"Every run computes something else ({in_short(differ)}): compare losses as well as speed."
+        note = f"The numerics of all runs differ ({in_short(differ)}): compare losses as well as speed."
         groups = {"": [row for group in groups.values() for row in group]}
     else:
-        told = ""
+        note = ""
     sections = []
     for number, (numerics, group) in enumerate(groups.items(), start=1):
         ordered = fastest_first(group)
-        text = [told] if told else []
+        text = [note] if note else []
         if len(groups) > 1:
-            text.append(f"Runs that compute the same numbers (`{numerics}`): {_values(group[0], differ)}.")
+            text.append(f"Runs of equal numerics (`{numerics}`): {_values(group[0], differ)}.")
         if any(row.get("measured.spread") for row in group):
             text.append(f"{THROUGHPUT}. {SPREAD}")
         heading = "Runs" if len(groups) == 1 else f"Runs, group {number}"
@@ -119,11 +119,11 @@ def _tables(title: str, rows: Sequence[Row], best: Row | None, folder: Path) -> 
 
 
 def _values(row: Row, differ: Sequence[str]) -> str:
-    """The values of a row in fields that differ; of a part with many, how many they are."""
+    """Format a row's values of differing fields; a part with many is shown by its name or their number."""
     words = []
     for part, own in by_part(differ).items():
         if len(own) <= MOST_FIELDS:
-            words += [f"{name}={figure(row.get(f'job.{name}'))}" for name in own]
+            words += [f"{name}={formatted(row.get(f'job.{name}'))}" for name in own]
         else:
             name = row.get(f"job.{part}.name")
             words.append(f"{part} ({len(own)} fields)" if name is None else f"{part}={name}")
@@ -131,7 +131,7 @@ def _values(row: Row, differ: Sequence[str]) -> str:
 
 
 def _differences(groups: dict[str, list[Row]]) -> list[str]:
-    """Fields that make the numerics of groups different."""
+    """Return the numerics fields in which groups differ."""
     jobs = [job for group in groups.values() if (job := job_of(group[0])) is not None]
     values: dict[str, set[str]] = {}
     for job in jobs:
@@ -145,7 +145,7 @@ def _knobs(rows: Sequence[Row], best: Row | None) -> list[Section]:
     knobs = ablation(rows)
     if not knobs or best is None:
         return []
-    text = f"Around the fastest run, `{best['point']}`: in each table all other knobs are as they are there."
+    text = f"Around the fastest run, `{best['point']}`: each table varies one knob of it."
     return [Section("One knob at a time", [text]), *(_knob(knob, best) for knob in knobs)]
 
 
@@ -165,23 +165,23 @@ def _knob(knob: Knob, best: Row) -> Section:
 
 
 def _why(row: Row) -> str:
-    """Why a row has no measurement; empty for one that has."""
+    """Return why a row has no measurement; empty if it has one."""
     if row["state"] == "completed":
         return ""
     return ": ".join(part for part in (row["state"], row.get("kind"), row.get("reason")) if part)
 
 
 def _failures(rows: Sequence[Row]) -> list[Section]:
-    """What did not complete and why, and what could not be."""
+    """Return sections of runs that did not complete, and of points that are not valid jobs."""
     unfinished = [row for row in rows if row["state"] not in ("completed", "skipped", NOT_MEASURED)]
     skipped = [row for row in rows if row["state"] == "skipped"]
     sections = []
     if unfinished:
         sections.append(Section("Not completed", table=Table(_FAILURES, unfinished)))
     if skipped:
-        told = "Points of the space that no job can be made of, and the rule that says so."
+        text = "Points of the space that are not valid jobs, and the rule that they violate."
         columns = (Column("point", "point"), Column("reason", "rule"))
-        sections.append(Section("Not possible", [told], Table(columns, skipped)))
+        sections.append(Section("Not possible", [text], Table(columns, skipped)))
     return sections
 
 
@@ -194,26 +194,26 @@ def _summary(rows: Sequence[Row], best: Row | None) -> list[str]:
             f"- The fastest: `{best['point']}`, {best[f'measured.{RATE}']:,.1f} tokens/s/rank"
             f"{f' (spread of its steps {spread:.1%})' if spread is not None else ''}."
         )
-    told = [
+    errors = [
         f"{what} {errors_in_words(found)}"
         for what, name in (("throughput", RATE), ("memory", "memory_gib"))
         if (found := errors_of(rows, f"delta.{name}")) is not None
     ]
-    if told:
-        lines.append(f"- Predicted against measured: {'; '.join(told)}.")
+    if errors:
+        lines.append(f"- Predicted against measured: {'; '.join(errors)}.")
     rank = _rank_in_words([row for row in rows if row["state"] == "completed"])
     return [*lines, f"- {rank}."] if rank else lines
 
 
 def errors_in_words(errors: Errors) -> str:
-    """Median and worst of some errors."""
+    """Format the median and worst of some errors."""
     return f"median error {errors.median:.1%}, worst {percent(errors.worst)} ({errors.count} rows)"
 
 
 def constants_in_words(calibration: Calibration | None) -> list[str]:
-    """Where constants other than the defaults come from: a fit to the same rows is no forecast of them."""
-    told = None if calibration is None else calibration.source or "a calibration"
-    return [] if told is None else [f"- The plan's constants are those of {told}."]
+    """Name the source of calibrated constants, as predictions of rows they were fitted to are no forecast."""
+    source = None if calibration is None else calibration.source or "a calibration"
+    return [] if source is None else [f"- The plan's constants are those of {source}."]
 
 
 def _rank_in_words(measured: Sequence[Row]) -> str:

@@ -1,4 +1,4 @@
-"""The report of published tables: published, predicted and measured figures, and how far apart they are."""
+"""Report of published tables: published, predicted and measured results, and the differences between them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ _COLUMNS = (
     Column(f"published.{MEMORY}", "memory GiB, published", ".1f"),
     Column(f"predicted.{MEMORY}", "memory, predicted", ".1f"),
     Column(f"delta.{MEMORY}", "error of memory", "+.1%"),
+    Column(f"rehearsed.{MEMORY}", "memory, rehearsed", ".1f"),
+    Column(f"delta.rehearsed.{MEMORY}", "memory, rehearsed to published", "+.1%"),
     Column(f"measured.{MEMORY}", "memory, measured", ".1f"),
     Column(f"delta.measured.{MEMORY}", "memory, measured to published", "+.1%"),
     Column(f"expected.{MEMORY}", "memory, predicted for this machine", ".1f"),
@@ -58,13 +60,13 @@ _OF_CSV = (
 def report_of(
     title: str, tables: Sequence[Table], folder: Path, calibration: Calibration | None = None
 ) -> Report:
-    """Makes the report, and draws its pictures.
+    """Create the report, and write its pictures.
 
     Args:
-        title: of the report.
-        tables: of the experiment, in order.
-        folder: where its pictures go.
-        calibration: what the machines that measured were predicted with.
+        title: title of the report.
+        tables: tables of the experiment, in order.
+        folder: folder for its pictures.
+        calibration: constants that the measured machines were predicted with.
     """
     tables = [_with_machines(table) for table in tables]
     rows = [row for table in tables for row in table.rows]
@@ -91,17 +93,17 @@ def report_of(
 
 
 def in_words(name: str) -> str:
-    """table1 as Table 1."""
+    """Convert ``table1`` to ``Table 1``."""
     return f"Table {name.removeprefix('table')}" if name.startswith("table") else name
 
 
 def _subject(table: Table) -> str:
-    """What a table is about: its file's first line, without the table's name."""
+    """Return a table's subject: its file's first line without the table's name."""
     return table.title.removeprefix(f"{in_words(table.name)}: ").removesuffix(".")
 
 
 def _with_machines(table: Table) -> Table:
-    """With a word for each row on where it was measured, or that it was not."""
+    """Add ``measured_on`` to each row: the device, or why there is no measurement."""
     rows = []
     for row in table.rows:
         on = str(row.get("device") or "") if row["state"] == "completed" else str(row["state"])
@@ -113,7 +115,7 @@ def _with_machines(table: Table) -> Table:
 
 
 def _once(table: Table) -> list[tuple[Any, Row]]:
-    """Each published row once, though several machines may have measured it."""
+    """Return each published row once, even if several machines have measured it."""
     return list(
         {recipe: (recipe, row) for recipe, row in zip(table.recipes, table.rows, strict=True)}.values()
     )
@@ -184,11 +186,13 @@ def _effects(tables: Sequence[Table], found: dict[str, list[Effect]]) -> Section
 def _summary(tables: Sequence[Table], found: dict[str, list[Effect]]) -> list[str]:
     once = _rows_once(tables)
     measured = [row for table in tables for row in table.rows if row["state"] == "completed"]
-    there_are = len({(row["table"], row["point"]) for row in measured})
-    lines = [f"- {len(once)} published rows, {there_are} of them measured."]
+    count = len({(row["table"], row["point"]) for row in measured})
+    lines = [f"- {len(once)} published rows, {count} of them measured."]
     for what, name in (("throughput", RATE), ("memory", MEMORY)):
         errors = errors_of(once, f"delta.{name}")
         lines += [f"- Predicted {what} against published: {errors_in_words(errors)}."] if errors else []
+    errors = errors_of(once, f"delta.rehearsed.{MEMORY}")
+    lines += [f"- Rehearsed memory against published: {errors_in_words(errors)}."] if errors else []
     every = [each for own in found.values() for each in own if each.is_right is not None]
     wrong = [
         f"{in_words(name)} {each.what}"
@@ -197,9 +201,9 @@ def _summary(tables: Sequence[Table], found: dict[str, list[Effect]]) -> list[st
         if each.is_right is False
     ]
     if every:
-        told = f"; wrong: {', '.join(wrong)}" if wrong else ""
+        detail = f"; wrong: {', '.join(wrong)}" if wrong else ""
         right = sum(bool(each.is_right) for each in every)
-        lines.append(f"- Effects of one change with the right sign: {right} of {len(every)}{told}.")
+        lines.append(f"- Effects of one change with the right sign: {right} of {len(every)}{detail}.")
     for what, name in (("throughput", RATE), ("memory", MEMORY)):
         errors = errors_of(measured, f"delta.expected.{name}")
         lines += [f"- Predicted {what} against measured: {errors_in_words(errors)}."] if errors else []

@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs no other: styles, the script that sorts, and pictures are in it."""
+"""A report as one self-contained HTML file, with styles, a script for sorting, and pictures."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ for (const table of document.querySelectorAll("table")) {
 
 
 def page(report: Report, folder: Path) -> str:
-    """The whole page.
+    """Format the report as an HTML page.
 
     Args:
-        report: what to show.
-        folder: where its pictures lie.
+        report: the report.
+        folder: folder of its pictures.
     """
     links = [
         f'<a href="#{_anchor(each.title)}">{html.escape(each.title)}</a>'

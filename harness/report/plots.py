@@ -1,4 +1,4 @@
-"""Pictures of a report: bars of published, predicted and measured figures, and predicted against measured."""
+"""Plots of a report: bars of published, predicted and measured results, and predicted against measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-# Colours that stay apart for every kind of colour blindness (Okabe and Ito).
+# Colours that can be distinguished with any kind of colour blindness (Okabe and Ito).
 COLORS = {"published": "#8c8c8c", "predicted": "#0072b2", "expected": "#56b4e9", "measured": "#d55e00"}
 WORDS = {
     "published": "published",
@@ -33,10 +33,10 @@ _PANELS = ((RATE, "tokens per second and rank"), (MEMORY, "peak memory of a rank
 
 
 def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> bool:
-    """Draws throughput and memory of every row, a bar for each kind of figure that is known.
+    """Plot throughput and memory of every row, with a bar for each known kind of value.
 
     Returns:
-        whether there was anything to draw.
+        whether there was anything to plot.
     """
     kinds = [kind for kind in COLORS if any(row.get(f"{kind}.{RATE}") is not None for row in rows)]
     if not kinds or not rows:
@@ -61,7 +61,7 @@ def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> b
 
 
 def wrapped(name: str) -> str:
-    """A name on as many lines as it needs beside an axis."""
+    """Wrap a name to the width of an axis label."""
     return "\n".join(textwrap.wrap(name, _LETTERS_PER_LINE)) or name
 
 
@@ -70,33 +70,35 @@ def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str)
     most = max((row.get(f"{kind}.{fact}") or 0.0 for row in rows for kind in kinds), default=0.0)
     form = ",.0f" if most >= 500 else ",.1f" if most >= 10 else ",.2f"
     for number, kind in enumerate(kinds):
-        places = [place + (number - (len(kinds) - 1) / 2) * width for place in range(len(rows))]
+        positions = [index + (number - (len(kinds) - 1) / 2) * width for index in range(len(rows))]
         values = [row.get(f"{kind}.{fact}") for row in rows]
         lengths = [value or 0.0 for value in values]
-        axis.barh(places, lengths, 0.92 * width, color=COLORS[kind], label=WORDS[kind])
-        for row, place, value in zip(rows, places, values, strict=True):
+        axis.barh(positions, lengths, 0.92 * width, color=COLORS[kind], label=WORDS[kind])
+        for row, position, value in zip(rows, positions, values, strict=True):
             if value is not None:
-                reach = _draw_spread(axis, place, value, row) if (kind, fact) == ("measured", RATE) else value
+                end = (
+                    _draw_spread(axis, position, value, row) if (kind, fact) == ("measured", RATE) else value
+                )
                 share = row.get(f"{kind}.mfu") if fact == RATE else None
                 mfu = "" if share is None else f" ({share:.1%} MFU)"
-                axis.text(reach, place, f" {value:{form}}{mfu}", va="center", fontsize=7)
-    for place, row in enumerate(rows):
+                axis.text(end, position, f" {value:{form}}{mfu}", va="center", fontsize=7)
+    for index, row in enumerate(rows):
         if fact == RATE and row["state"] not in ("completed", NOT_MEASURED) and "measured" in kinds:
             offset = (len(kinds) - 1) / 2 * width
-            told = ": ".join(part for part in (row["state"], row.get("kind")) if part)
-            axis.text(0, place + offset, f" {told}", va="center", fontsize=7)
+            failure = ": ".join(part for part in (row["state"], row.get("kind")) if part)
+            axis.text(0, index + offset, f" {failure}", va="center", fontsize=7)
     axis.margins(x=0.16)
     axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
 
-def _draw_spread(axis: Axes, place: float, rate: float, row: Row) -> float:
-    """Draw the range of the steps' rates as a line across the end of a bar; return where both end."""
+def _draw_spread(axis: Axes, position: float, rate: float, row: Row) -> float:
+    """Draw the range of the steps' rates as a line across the end of a bar; return the right end of both."""
     low, high = row.get("measured.low"), row.get("measured.high")
     if low is None or high is None:
         return rate
-    axis.plot([low, high], [place, place], color="#1b1f24", linewidth=1)
+    axis.plot([low, high], [position, position], color="#1b1f24", linewidth=1)
     return max(rate, high)
 
 
@@ -107,20 +109,20 @@ def against(
     rows: Sequence[Row],
     *,
     reference: str = "measured",
-    told: str = "",
+    note: str = "",
 ) -> bool:
-    """Draws predicted over measured (or published) throughput, a point for each row that has both, named.
+    """Plot predicted against measured (or published) throughput, with a named point for each row with both.
 
     Args:
-        path: of the picture.
-        title: of the picture.
-        names: of the rows.
-        rows: those to draw.
-        reference: what is predicted: ``measured`` or ``published`` figures.
-        told: a figure to be shown in the corner, such as a rank correlation.
+        path: path of the picture.
+        title: title of the picture.
+        names: names of the rows.
+        rows: the rows.
+        reference: ``measured`` or ``published``.
+        note: text in the corner, such as a rank correlation.
 
     Returns:
-        whether there was anything to draw.
+        whether there was anything to plot.
     """
     pairs = [
         (name, row[f"{reference}.{RATE}"], row[f"predicted.{RATE}"])
@@ -150,15 +152,15 @@ def against(
     axis.spines[["top", "right"]].set_visible(False)
     _name_points(axis, pairs)
     axis.legend(loc="lower right", frameon=False)
-    if told:
-        axis.text(0.02, 0.97, told, transform=axis.transAxes, va="top")
+    if note:
+        axis.text(0.02, 0.97, note, transform=axis.transAxes, va="top")
     axis.set_title(title, fontsize=11)
     _save(figure, path)
     return True
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers for a logarithmic axis, few enough to be read."""
+    """Return a few round numbers as ticks of a logarithmic axis."""
     from matplotlib.ticker import MaxNLocator
 
     if high < 8 * low:
@@ -170,7 +172,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _name_points(axis: Axes, pairs: Sequence[tuple[str, float, float]]) -> None:
-    """Writes names beside points, each at the first of some places where it covers no other name or point."""
+    """Write names beside points, each at the first position where it covers no other name or point."""
     figure = axis.get_figure()
     assert figure is not None
     figure.canvas.draw()
@@ -178,7 +180,7 @@ def _name_points(axis: Axes, pairs: Sequence[tuple[str, float, float]]) -> None:
     points = [axis.transData.transform((x, y)) for _, x, y in pairs]
     taken: list[Any] = []
     for (name, x, y), own in sorted(zip(pairs, points, strict=True), key=lambda each: tuple(each[1])):
-        for dx, dy, side in _PLACES:
+        for dx, dy, side in _OFFSETS:
             text = axis.annotate(
                 name, (x, y), (dx, dy), textcoords="offset points", fontsize=7, ha=side, va="center",
                 arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5} if abs(dy) > 8 else None,
@@ -200,7 +202,7 @@ def _name_points(axis: Axes, pairs: Sequence[tuple[str, float, float]]) -> None:
         taken.append(box)
 
 
-_PLACES = [
+_OFFSETS = [
     (dx, dy, side)
     for distance in (0, 8, 16, 26, 38, 52)
     for dy in ((distance, -distance) if distance else (0,))
@@ -219,6 +221,6 @@ def _figure(width: float, height: float) -> Figure:
 
 def _save(figure: Figure, path: Path) -> None:
     image = io.BytesIO()
-    # Without the version of matplotlib in it, equal pictures are equal files.
+    # Omit matplotlib's version, so that equal pictures are equal files.
     figure.savefig(image, format="png", dpi=140, metadata={"Software": None})
     write_atomically(path, image.getvalue())

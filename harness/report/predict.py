@@ -1,4 +1,4 @@
-"""What the plan says of a row's job, on the machine it was measured on or on another."""
+"""Plan a row's job, for the machine it was measured on or for another."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from harness.report.statistics import delta
 
 Row = dict[str, Any]
 CALIBRATION = "calibration.json"
-FIGURES = ("tokens_per_second_per_rank", "memory_gib", "mfu")
+METRICS = ("tokens_per_second_per_rank", "memory_gib", "mfu")
 
 
 def predicted(job: Job, accelerator: str | None = None, calibration: Calibration | None = None) -> Row:
-    """Figures of a plan: ``FIGURES``, ``step_seconds`` and ``fits``; None where the plan knows none.
+    """Return a plan's ``METRICS``, ``step_seconds`` and ``fits``; None where the plan has no value.
 
     Args:
         job: the job.
-        accelerator: what the nodes are to have, by its name in ``harness/cluster/hardware.py``; None: what
-            the job says.
-        calibration: constants of a machine other than the defaults; those of hardware that it brings along
-            are not for an accelerator that is known.
+        accelerator: accelerator of the nodes, by its name in ``harness/cluster/hardware.py``; None means the
+            job's.
+        calibration: calibrated constants in place of the defaults. A calibration with its own accelerator is
+            ignored if ``accelerator`` is given.
     """
     from harness.plan.make import make_plan
 
@@ -48,15 +48,15 @@ def predicted(job: Job, accelerator: str | None = None, calibration: Calibration
 
 
 def with_predictions(rows: Sequence[Row], calibration: Calibration | None = None) -> list[Row]:
-    """The rows with ``predicted.*`` for the machine that each was measured on, and ``delta.*`` of that.
+    """Add ``predicted.*`` for the machine that each row was measured on, and ``delta.*``.
 
-    A delta is predicted over measured, less one. Of a row that was not measured the job says the machine.
+    A delta is predicted over measured, minus 1. The machine of a row without measurement is its job's.
     """
     return [_with_prediction(row, calibration) for row in rows]
 
 
 def calibration_of(folder: Path, path: Path | None = None) -> Calibration | None:
-    """The constants to predict a folder's measurements with: the given file's, or those beside the rows.
+    """Return the constants for predicting a folder's measurements: from ``path``, or from the folder.
 
     Raises:
         UserError: the file cannot be read.
@@ -70,16 +70,16 @@ def _with_prediction(row: Row, calibration: Calibration | None) -> Row:
     job = job_of(row)
     if job is None:
         return row
-    told = {
+    values = {
         f"predicted.{name}": value for name, value in predicted(job, machine_of(row), calibration).items()
     }
     deltas = {
-        f"delta.{name}": delta(told[f"predicted.{name}"], row.get(f"measured.{name}")) for name in FIGURES
+        f"delta.{name}": delta(values[f"predicted.{name}"], row.get(f"measured.{name}")) for name in METRICS
     }
-    return {**row, **told, **deltas}
+    return {**row, **values, **deltas}
 
 
 def machine_of(row: Row) -> str | None:
-    """Name of the accelerator that a row was measured on; None if it was on none that is known."""
+    """Return the name of the accelerator that a row was measured on; None if it is unknown."""
     accelerator = find_accelerator(row.get("device") or "")
     return None if accelerator is None else accelerator.name

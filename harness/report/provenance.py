@@ -1,4 +1,4 @@
-"""Where rows come from: hardware, versions, commit, window and command of each. No torch."""
+"""Provenance of rows: hardware, versions, commit, window and command. No torch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _FACTS = {
     "system": "system",
     "versions": "versions",
     "commit": "commit",
-    "window": "steps that count",
+    "window": "measured steps",
 }
 
 
 def section_of(rows: Sequence[Row]) -> Section | None:
-    """What all rows share in a list, the rest in a table with their commands; None without measurements."""
+    """Return a section with a list of shared facts, and a table of the rest; None without measurements."""
     measured = [row for row in rows if row["state"] == "completed"]
     if not measured:
         return None
-    told = [{"point": row["point"], "command": f"`{row['command']}`", **_facts(row)} for row in measured]
-    shared = [name for name in _FACTS if len({row[name] for row in told}) == 1]
-    text = [f"- {_FACTS[name]}: {told[0][name]}" for name in shared if told[0][name]]
+    facts = [{"point": row["point"], "command": f"`{row['command']}`", **_facts(row)} for row in measured]
+    shared = [name for name in _FACTS if len({row[name] for row in facts}) == 1]
+    text = [f"- {_FACTS[name]}: {facts[0][name]}" for name in shared if facts[0][name]]
     columns = [
         Column("point", "run"),
         *(Column(name, words) for name, words in _FACTS.items() if name not in shared),
         Column("command", "command"),
     ]
-    return Section("Where the figures are from", text, Table(columns, told))
+    return Section("Provenance", text, Table(columns, facts))
 
 
 def _facts(row: Row) -> dict[str, str]:

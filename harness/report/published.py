@@ -1,4 +1,4 @@
-"""Published numbers, and which of them a job is meant to reproduce. Imports no torch."""
+"""Published results, and the lookup of the row that a job reproduces. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _YES = {"yes": True, "no": False}
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a published table says of a run; equal for the row and for the job that is it."""
+    """The fields by which published tables describe a run; equal for a row and the job that reproduces it."""
 
     model: str
     ranks: int
@@ -33,10 +33,10 @@ class Recipe:
     activation_checkpoint: str
     compiled: bool
     linear: str
-    """Format in which linears multiply; ``none`` is bfloat16."""
+    """Format of linear layers; ``none`` is bfloat16."""
     async_tp: bool
     schedule: str
-    """Of the pipeline; empty without one."""
+    """Pipeline schedule; empty without a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class Published:
 
     recipe: Recipe
     global_batch_size: int | None
-    """Sequences per step; None where the table does not say."""
+    """Sequences per step; None if the table does not state it."""
     tokens_per_second_per_rank: float
     memory_gib: float
-    """Peak of a rank, GiB."""
+    """Peak memory per rank, GiB."""
     accelerator: str
     """Name in ``harness/cluster/hardware.py``."""
     layout: str
     """As published, e.g. ``FSDP8 TP8 PP8``."""
     table: str
-    """``table1``, as the experiment's file is called."""
+    """Stem of the experiment's file: ``table1``."""
     source: str
     notes: str = field(default="", compare=False)
 
 
 def read(folder: Path) -> list[Published]:
-    """The published rows of an experiment; none if it has no ``published.csv``.
+    """Return the published rows of an experiment; empty if it has no ``published.csv``.
 
     Raises:
         UserError: a row cannot be read.
@@ -109,7 +109,7 @@ def _row(raw: dict[str, str]) -> Published:
 
 
 def recipe_of(job: Job) -> Recipe:
-    """What a published table would say of a job."""
+    """Return the recipe of a job."""
     layout = job.parallelism
     return Recipe(
         model=job.model.name,
@@ -129,7 +129,7 @@ def recipe_of(job: Job) -> Recipe:
 
 
 def find(job: Job, rows: list[Published]) -> Published | None:
-    """The published row that a job is, if there is one."""
+    """Return the published row that a job reproduces, or None."""
     recipe = recipe_of(job)
     for row in rows:
         if row.recipe == recipe and row.global_batch_size in (None, job.global_batch_size):
@@ -137,18 +137,18 @@ def find(job: Job, rows: list[Published]) -> Published | None:
     return None
 
 
-# How what tells rows of one table from each other is called.
+# Names of field values in row names.
 _WORDS: dict[str, dict[Any, str]] = {
     "compiled": {True: "compile", False: "eager"},
     "linear": {"none": "bf16", "float8_tensorwise": "float8"},
     "async_tp": {True: "async TP", False: "no async TP"},
 }
 ASKED = {"compiled": "compile", "linear": "float8", "async_tp": "async TP", "schedule": "schedule"}
-"""Fields whose effect a table shows, where two of its rows differ in nothing else."""
+"""Fields whose effect is reported for two rows of a table that differ in nothing else."""
 
 
 def names(rows: list[Published]) -> list[str]:
-    """What tells the rows of one table from each other, in words."""
+    """Name the rows of one table by the fields in which they differ."""
     fields = Recipe.__dataclass_fields__
     varying = [name for name in fields if len({getattr(row.recipe, name) for row in rows}) > 1]
     layout = {"dp_shard", "cp", "tp", "pp"} & set(varying)

@@ -1,13 +1,13 @@
-"""Rows of runs, wherever they were left: what tables, plots and notebooks are made of. Imports no torch.
+"""Load rows of runs, the input of tables, plots and notebooks. Imports no torch.
 
-A row is what ``result.json`` says, flat, and beside it:
+A row has the flat fields of ``result.json``, and:
 
-* ``point``: what tells it from the others; ``overrides`` and ``command``: what it was made by;
+* ``point``: its name among the other rows; ``overrides`` and ``command`` that started it;
 * ``state``: ``completed``, ``failed``, ``cancelled``, ``stopped``, ``running``, ``pending``, ``planned``,
-  ``lost``, or ``skipped`` (no job can be made of it); ``kind`` (class of the failure) and ``reason``;
-* ``measured.*``, of completed runs: ``tokens_per_second_per_rank`` (as ``harness/metrics/window.py`` defines
-  it), ``low`` and ``high`` (10th and 90th percentile of the rates of single steps), ``spread`` (their
-  distance over the rate), ``step_seconds`` (of the median step), ``memory_gib``, ``mfu``.
+  ``lost``, or ``skipped`` (not a valid job); ``kind`` (class of the failure) and ``reason``;
+* ``measured.*``, for completed runs: ``tokens_per_second_per_rank`` (see ``harness/metrics/window.py``),
+  ``low`` and ``high`` (10th and 90th percentile of the rates of single steps), ``spread`` (their difference
+  divided by the rate), ``step_seconds`` (median), ``memory_gib``, ``mfu``.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from harness.report.naming import names_of
 from harness.run_folder import RunFolder
 from harness.sweep.registry import FILE as SWEEP
 from harness.sweep.registry import Point, Registry, labels
-from harness.sweep.state import Seen, look_at_all, typed_overrides
+from harness.sweep.state import PointState, look_at_all, typed_overrides
 
 Row = dict[str, Any]
 
 KEPT = "results.jsonl"
-"""Rows that stay when the runs are gone: one JSON object a line."""
-# Names of machines and folders say nothing to a reader elsewhere; what was saved is no result.
+"""Rows that are kept after the runs are deleted: one JSON object per line."""
+# Names of machines and folders mean nothing elsewhere; lists of checkpoints are no results.
 _NOT_KEPT = ("host.name", "run_dir", "resumed_from", "saved")
 _PATH = re.compile(r"(?:\w+\.)+(?=\w+=)")
 
 
 def load(folder: Path) -> list[Row]:
-    """All rows of a folder: of a sweep, of runs, of one run, or of rows that were kept.
+    """Load all rows of a folder with a sweep, runs, one run, or ``results.jsonl``.
 
     Raises:
-        UserError: there are none.
+        UserError: the folder has no rows.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; would work: a folder of runs/, or of experiments/")
@@ -58,7 +58,7 @@ def load(folder: Path) -> list[Row]:
     runs = _run_folders(folder)
     if not runs:
         raise UserError(
-            f"{folder}: no run has left a row here; would work: a folder of runs/ (runs/NAME, or one run's), "
+            f"{folder}: no rows of runs found; would work: a folder of runs/ (runs/NAME, or one run's), "
             "or of experiments/"
         )
     points = [Point(path.name, path, typed_overrides(path)) for path in runs]
@@ -66,7 +66,7 @@ def load(folder: Path) -> list[Row]:
 
 
 def _run_folders(folder: Path, levels: int = 4) -> list[Path]:
-    """Folders with a job: the folder itself, runs of one name, or all runs. None lies inside of another."""
+    """Return the folder itself if it has a job, else the run folders below it. Run folders are not nested."""
     if (folder / "job.json").is_file():
         return [folder]
     if not levels:
@@ -76,26 +76,26 @@ def _run_folders(folder: Path, levels: int = 4) -> list[Path]:
 
 
 def of_sweep(registry: Registry) -> list[Row]:
-    """Every point of a sweep, the impossible ones too."""
+    """Return rows of all points of a sweep, including skipped ones."""
     points, skipped = registry.points(), registry.skipped()
     names = labels([each.overrides for each in skipped], [point.overrides for point in points])
-    told = [
+    rows = [
         {"point": shortened(name), "state": "skipped", "reason": each.reason, **_typed(each.overrides)}
         for name, each in zip(names, skipped, strict=True)
     ]
-    return [*of_points(points), *told]
+    return [*of_points(points), *rows]
 
 
 def of_points(points: Sequence[Point], names: Sequence[str] | None = None) -> list[Row]:
-    """Rows of points that have a job, in their order; named by their overrides, unless names are given."""
+    """Return rows of points that have a job, in order; named by their overrides unless names are given."""
     names = labels([point.overrides for point in points]) if names is None else names
     return [_of_seen(shortened(name), each) for name, each in zip(names, look_at_all(points), strict=True)]
 
 
-def _of_seen(name: str, seen: Seen) -> Row:
+def _of_seen(name: str, seen: PointState) -> Row:
     point = seen.point
     row = {
-        # What the run was last made by: the sweep knows what its points were made by first.
+        # The overrides of the last start; the sweep has those of the first.
         **as_planned(name, point.job, typed_overrides(point.run_dir) or point.overrides),
         **RunFolder(point.run_dir).row,
         "state": seen.state,
@@ -107,7 +107,7 @@ def _of_seen(name: str, seen: Seen) -> Row:
 
 
 def as_planned(name: str, job: Job, overrides: list[str]) -> Row:
-    """The row of a job of which nothing but its description is known."""
+    """Return the row of a job that was not run."""
     return {
         "point": name,
         "state": "planned",
@@ -123,19 +123,19 @@ def as_planned(name: str, job: Job, overrides: list[str]) -> Row:
 
 
 def _typed(overrides: Sequence[str]) -> Row:
-    """What a row was made by, but for the place where somebody's runs lie."""
+    """Return overrides and command without ``runs_dir``, which is specific to a machine."""
     own = [each for each in overrides if not each.startswith("runs_dir=")]
     return {"overrides": own, "command": command_of(own)}
 
 
 def completed(row: Row) -> Row:
-    """The row with ``measured.*``, if the run came to its end and says how fast it was."""
+    """Add ``measured.*`` to the row of a completed run that has a throughput."""
     total = row.get("window.tokens_per_second")
     if row["state"] != "completed" or total is None:
         return row
     rate = total / row["world_size"]
     low, high = _range_of_steps(row)
-    figures = {
+    measured = {
         "tokens_per_second_per_rank": rate,
         "low": low,
         "high": high,
@@ -144,16 +144,16 @@ def completed(row: Row) -> Row:
         "memory_gib": row.get("memory_gib"),
         "mfu": mfu(rate, row.get("flops_per_token_full"), row.get("peak_flops")),
     }
-    return {**row, **{f"measured.{name}": value for name, value in figures.items()}}
+    return {**row, **{f"measured.{name}": value for name, value in measured.items()}}
 
 
 def fastest_first(rows: Iterable[Row]) -> list[Row]:
-    """Rows in the order of their measured throughput per rank; those without one come last."""
+    """Sort rows by measured throughput per rank, fastest first; rows without one come last."""
     return sorted(rows, key=lambda row: -(row.get("measured.tokens_per_second_per_rank") or 0.0))
 
 
 def _range_of_steps(row: Row) -> tuple[float | None, float | None]:
-    """10th and 90th percentile of the steps' tokens/s/rank; of older rows, from the seconds of steps."""
+    """Return the 10th and 90th percentile of steps' tokens/s/rank; for older rows, from step seconds."""
     low, high = row.get("window.tokens_per_second_p10"), row.get("window.tokens_per_second_p90")
     fast, slow = row.get("window.step_seconds_p10"), row.get("window.step_seconds_p90")
     if low is None and fast and slow:
@@ -165,7 +165,7 @@ def _range_of_steps(row: Row) -> tuple[float | None, float | None]:
 
 
 def job_of(row: Row) -> Job | None:
-    """The job of a row; None of a point that could not be one.
+    """Return the job of a row; None for a skipped point.
 
     Raises:
         ConfigError: the row is of a version whose jobs had other fields.
@@ -183,20 +183,20 @@ def job_of(row: Row) -> Job | None:
 
 
 def command_of(overrides: Iterable[str]) -> str:
-    """What to type to have the run again."""
+    """Return the command that repeats the run."""
     return shlex.join(["python", "-m", "harness.train", *overrides])
 
 
 def shortened(label: str) -> str:
-    """A label without the parts of the job that its fields belong to: parallelism.tp=2 as tp=2."""
+    """Remove the parts of the job from a label's field names: ``parallelism.tp=2`` becomes ``tp=2``."""
     return _PATH.sub("", label)
 
 
 def read_kept(folder: Path) -> list[Row]:
-    """The rows of ``results.jsonl``; none if there is no such file.
+    """Read the rows of ``results.jsonl``; empty if there is no such file.
 
     Raises:
-        UserError: the file is broken.
+        UserError: the file is damaged.
     """
     path = folder / KEPT
     if not path.is_file():
@@ -206,15 +206,15 @@ def read_kept(folder: Path) -> list[Row]:
         try:
             row = parse_object(line)
         except ValueError as error:
-            raise UserError(f"{path}: line {number} is no JSON object: {error}") from error
+            raise UserError(f"{path}: line {number} is not a JSON object: {error}") from error
         if missing := [name for name in ("point", "state") if name not in row]:
-            raise UserError(f"{path}: line {number} is no row of a run: {missing[0]} is missing")
+            raise UserError(f"{path}: line {number} is not a row of a run: {missing[0]} is missing")
         rows.append(completed(row))
     return rows
 
 
 def keep(folder: Path, rows: Iterable[Row]) -> Path:
-    """Writes ``results.jsonl``: what of the rows can be told anywhere; returns its path."""
+    """Write ``results.jsonl`` without fields that are specific to a machine; return its path."""
     path = folder / KEPT
     labels = _labels()
     text = "".join(json.dumps(_kept(row, labels)) + "\n" for row in rows)
@@ -227,17 +227,17 @@ def _kept(row: Row, labels: frozenset[str]) -> Row:
     return {
         key: value
         for key, value in row.items()
-        # A None of the job is a value: its field may have another default.
+        # Keep None for job fields: it is a value, and may differ from the default.
         if (value is not None or key.startswith("job.")) and not key.startswith(dropped)
         if key not in _NOT_KEPT and key not in labels
     }
 
 
 def _labels() -> frozenset[str]:
-    """Fields of a job that change nothing and tell nothing of where it ran."""
-    told = (name for name, role, _ in leaves(Job()) if role == LABEL)
+    """Return the job fields to drop: labels, except names and where the job ran."""
+    names = (name for name, role, _ in leaves(Job()) if role == LABEL)
     return frozenset(
         f"job.{name}"
-        for name in told
+        for name in names
         if not name.startswith("cluster.") and name not in ("name", "model.name")
     )

@@ -1,4 +1,4 @@
-"""How far figures are from others: errors, ranks, and the effect of one change. No torch."""
+"""Compare results: errors, rank correlation, and the effect of one change. No torch."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _FIELDS = tuple(Recipe.__dataclass_fields__)
 
 
 def delta(value: float | None, reference: float | None) -> float | None:
-    """By what share a value is above a reference; None where one of them is not known."""
+    """Return ``value / reference - 1``; None if one of them is unknown."""
     return None if value is None or not reference else value / reference - 1
 
 
 @dataclass(frozen=True)
 class Errors:
-    """The errors of some figures."""
+    """Summary of relative errors."""
 
     count: int
     median: float
-    """Median of the absolute errors, a share."""
+    """Median of the absolute errors, as a fraction."""
     worst: float
-    """The largest error by amount, with its sign."""
+    """The error of largest magnitude, with its sign."""
 
 
 def errors_of(rows: Sequence[Row], key: str) -> Errors | None:
-    """Errors over the rows that have one under ``key``; None where no row has."""
+    """Summarize the errors under ``key``; None if no row has one."""
     values = [row[key] for row in rows if row.get(key) is not None]
     if not values:
         return None
@@ -40,7 +40,7 @@ def errors_of(rows: Sequence[Row], key: str) -> Errors | None:
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Rank correlation; equal values share their mean rank. None for too few pairs, or no variation."""
+    """Return Spearman's rank correlation, mean ranks for ties; None below 3 pairs or without variation."""
     if len(pairs) < 3:
         return None
     left, right = (_ranks([pair[side] for pair in pairs]) for side in (0, 1))
@@ -56,24 +56,24 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Effect:
-    """What one change does to throughput, published and predicted."""
+    """Effect of one change on throughput, published and predicted."""
 
     what: str
     """``compile``, ``float8``, ``async TP`` or ``schedule``."""
     words: str
-    """From what to what."""
+    """The change of a schedule, ``1F1B to ZBV``; empty for other changes."""
     published: float
-    """Gain as a share."""
+    """Gain as a fraction."""
     predicted: float | None
 
     @property
     def is_right(self) -> bool | None:
-        """Whether the prediction has the same sign; None without one."""
+        """Whether the prediction has the same sign; None without a prediction."""
         return None if self.predicted is None else (self.predicted > 0) == (self.published > 0)
 
 
 def effects(rows: Sequence[tuple[Recipe, Row]]) -> list[Effect]:
-    """Every pair of rows that differ in nothing but one of the things that tables ask about."""
+    """Return the effect for every pair of rows that differ in one field only, if it is in ``ASKED``."""
     found = []
     for (before, first), (after, second) in combinations(rows, 2):
         changed = [name for name in _FIELDS if getattr(before, name) != getattr(after, name)]

@@ -1,4 +1,4 @@
-"""Jobs and figures in the words of tables."""
+"""Format jobs and values for tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOT_MEASURED = "not measured"
 
 
 def layout_in_words(job: Job) -> str:
-    """Degrees as the published tables write them: FSDP8 TP8 PP8; one rank is ``single``."""
+    """Format degrees as the published tables do: ``FSDP8 TP8 PP8``; one rank is ``single``."""
     layout = job.parallelism
     words = []
     if layout.dp_replicate > 1:
@@ -26,13 +26,13 @@ def layout_in_words(job: Job) -> str:
 
 
 def layout_and_schedule(job: Job) -> str:
-    """The same with the schedule of the pipeline, where there is one."""
+    """Format degrees and the pipeline schedule, if any."""
     schedule = "" if job.parallelism.pp == 1 else f" {job.parallelism.pp_schedule}"
     return f"{layout_in_words(job)}{schedule}"
 
 
-def figure(value: Any, form: str = "") -> str:
-    """A value as a cell of a table shows it; what is not known is a dash."""
+def formatted(value: Any, form: str = "") -> str:
+    """Format a value for a table cell; an unknown value is a dash."""
     if value is None or value == "":
         return MISSING
     if isinstance(value, bool):
@@ -41,12 +41,12 @@ def figure(value: Any, form: str = "") -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share, signed, as deltas are shown."""
-    return figure(value, "+.1%")
+    """Format a fraction as a signed percentage."""
+    return formatted(value, "+.1%")
 
 
 def seconds(value: float | None) -> str:
-    """A time in the unit that suits it."""
+    """Format a time in milliseconds or seconds."""
     if value is None:
         return MISSING
     return f"{value * 1000:,.0f} ms" if value < 10 else f"{value:,.1f} s"

@@ -1,1 +1,1 @@
-"""Sweeps: many jobs from one command, what has become of each, and the table of them. Imports no torch."""
+"""Sweeps: many jobs from one command, with their states and a results table. Imports no torch."""

@@ -13,10 +13,10 @@ from harness.arguments import Parser
 from harness.cluster.queue import cancel as cancel_jobs
 from harness.errors import EXIT_OK, UserError
 from harness.run_folder import RunFolder
-from harness.sweep.lost import look_and_close
+from harness.sweep.lost import record_lost
 from harness.sweep.registry import Registry, labels
 from harness.sweep.run import log_table, resume
-from harness.sweep.state import BUSY, Seen, look_at_all, points_in
+from harness.sweep.state import BUSY, PointState, look_at_all, points_in
 from harness.sweep.table import aligned, markdown, rows_of, write_csv
 from harness.verify import verify_all
 
@@ -27,13 +27,13 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m harness.sweep", description="What has become of a sweep.")
+    parser = Parser(prog="python -m harness.sweep", description="Show, resume, tabulate or cancel a sweep.")
     verbs = parser.add_subparsers(required=True, metavar="status|resume|collect|cancel")
     for name, verb, words in (
-        ("status", status, "show every point: state, step, speed, memory, and why it failed"),
-        ("resume", resume_verb, "start what is not complete"),
+        ("status", status, "show every point: state, step, speed, memory, reason of failure"),
+        ("resume", resume_verb, "start the points that are not complete"),
         ("collect", collect, "write table.csv, table.md and plot.png into the folder"),
-        ("cancel", cancel, "end the jobs that wait or run"),
+        ("cancel", cancel, "cancel waiting and running SLURM jobs"),
     ):
         sub = verbs.add_parser(name, help=words, description=words)
         single = ", or of a run" if name in ("status", "cancel") else ""
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.set_defaults(verb=verb)
         if name == "resume":
-            text = "also what failed for want of memory"
+            text = "also start points that ran out of memory"
             sub.add_argument("--out-of-memory", action="store_true", help=text)
         if name == "status":
             text = "also compare the newest checkpoint of each completed point with its checksums"
@@ -51,40 +51,40 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Shows the table of a sweep, or of single runs."""
-    seen = look_and_close(points_in(arguments.folder))
+    """Show the table of a sweep, or of single runs."""
+    seen = record_lost(points_in(arguments.folder))
     sys.stdout.write(aligned(rows_of(seen)))
     skipped = len(Registry(arguments.folder).skipped())
     counts = {
         state: sum(each.state == state for each in seen) for state in dict.fromkeys(s.state for s in seen)
     }
-    told = ", ".join(f"{count} {state}" for state, count in counts.items())
-    sys.stdout.write(f"{told}{f', {skipped} skipped' if skipped else ''}\n")
+    summary = ", ".join(f"{count} {state}" for state, count in counts.items())
+    sys.stdout.write(f"{summary}{f', {skipped} skipped' if skipped else ''}\n")
     return _verify(seen) if arguments.verify else EXIT_OK
 
 
-def _verify(seen: Sequence[Seen]) -> int:
-    """Compares the newest checkpoint of each completed point with its checksums; returns the exit code."""
+def _verify(seen: Sequence[PointState]) -> int:
+    """Compare the newest checkpoint of each completed point with its checksums; return the exit code."""
     code = EXIT_OK
     for each in seen:
         if each.state == "completed":
             try:
                 code = max(code, verify_all([str(each.point.run_dir)], newest=True))
-            except UserError as error:  # a point that was told to save nothing
+            except UserError as error:  # the point was configured to save nothing
                 sys.stdout.write(f"{error}\n")
     return code
 
 
 def resume_verb(arguments: argparse.Namespace) -> int:
-    """Starts what is not complete."""
+    """Start the points that are not complete."""
     return resume(Registry.open(arguments.folder), out_of_memory=arguments.out_of_memory)
 
 
 def collect(arguments: argparse.Namespace) -> int:
-    """Writes the results of a sweep as files."""
+    """Write the results of a sweep as files."""
     registry = Registry.open(arguments.folder)
-    seen = look_and_close(registry.points())
-    rows = rows_of(seen, whole=True)
+    seen = record_lost(registry.points())
+    rows = rows_of(seen, full_reasons=True)
     write_csv(registry.path / "table.csv", seen, [RunFolder(each.point.run_dir).row for each in seen])
     (registry.path / "table.md").write_text(
         f"# {registry.name}\n\n{markdown(rows)}{_skipped_in_words(registry)}"
@@ -97,7 +97,7 @@ def collect(arguments: argparse.Namespace) -> int:
 
 
 def _draw(registry: Registry) -> bool:
-    """Draw throughput and memory of the points, the fastest on top; return whether any has completed."""
+    """Plot throughput and memory of the points, the fastest on top; return whether any has completed."""
     from harness.report.plots import bars
     from harness.report.rows import fastest_first, of_points
 
@@ -109,11 +109,11 @@ def _skipped_in_words(registry: Registry) -> str:
     skipped = registry.skipped()
     names = labels([each.overrides for each in skipped], [point.overrides for point in registry.points()])
     lines = [f"- {name}: {each.reason}\n" for name, each in zip(names, skipped, strict=True)]
-    return "\nSkipped, because no job can be made of them:\n\n" + "".join(lines) if lines else ""
+    return "\nSkipped, because they are not valid jobs:\n\n" + "".join(lines) if lines else ""
 
 
 def cancel(arguments: argparse.Namespace) -> int:
-    """Ends the SLURM jobs of a sweep, or of single runs, that wait or run; what they have saved stays."""
+    """Cancel the waiting and running SLURM jobs of a sweep or of single runs; their checkpoints are kept."""
     points = points_in(arguments.folder)
     busy = [each for each in look_at_all(points) if each.state in BUSY]
     ids = []
@@ -125,7 +125,7 @@ def cancel(arguments: argparse.Namespace) -> int:
     sys.stdout.write(f"cancelled {len(ids)} of {len(points)} points\n")
     here = sum(each.ticket is None for each in busy)
     if here:
-        sys.stdout.write(f"{here} run here: ^C in their controller's terminal ends them\n")
+        sys.stdout.write(f"{here} run on this machine: ^C in their controller's terminal ends them\n")
     elsewhere = len(busy) - len(ids) - here
     if elsewhere:
         raise UserError(

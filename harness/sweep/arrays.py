@@ -1,4 +1,4 @@
-"""Job arrays of a sweep: points of one shape make one, and together they keep to ``cluster.max_running``."""
+"""Group the points of a sweep into job arrays by shape, within ``cluster.max_running`` over all arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness.cluster.slurm import Shape, shape_of
 from harness.job import Job
 from harness.sweep.registry import Point
 
-# SLURM's MaxArraySize is 1001 unless a site says otherwise.
+# SLURM's default MaxArraySize is 1001.
 LARGEST_ARRAY = 1000
 
 
@@ -20,8 +20,8 @@ class Array:
     Attributes:
         points: the points, all of one shape.
         jobs: their jobs.
-        at_once: how many of them may run at once.
-        after: index of the array that has to end first; None for an array that starts right away.
+        at_once: maximum number of points that run at once.
+        after: index of the array that must end first; None for an array that starts at once.
     """
 
     points: list[Point]
@@ -31,14 +31,14 @@ class Array:
 
 
 def arrays_of(points: Sequence[tuple[Point, Job]], limit: int) -> list[Array]:
-    """Arrays of which at most ``limit`` points run at once, all arrays together.
+    """Group points into arrays of which at most ``limit`` points run at once, over all arrays.
 
-    SLURM limits each array for itself. So arrays share the limit; where there are more of them than it
-    allows, some wait for the end of another.
+    SLURM limits each array separately, so the limit is divided among the arrays. If there are more arrays
+    than the limit, some wait until another one has ended.
 
     Args:
-        points: what to submit.
-        limit: how many points may run at once, at least 1.
+        points: the points to submit, with their jobs.
+        limit: maximum number of points that run at once, at least 1.
     """
     groups: dict[Shape, list[tuple[Point, Job]]] = {}
     for point, job in points:
@@ -58,7 +58,7 @@ def arrays_of(points: Sequence[tuple[Point, Job]], limit: int) -> list[Array]:
 
 
 def _shares(counts: Sequence[int], limit: int) -> list[int]:
-    """Shares out the limit: one to each array, then one at a time to the array with the longest queue."""
+    """Divide the limit: one for each array, then one at a time to the array with the longest queue."""
     shares = [1] * len(counts)
     for _ in range(limit - len(counts)):
         longest = max(range(len(counts)), key=lambda index: counts[index] / shares[index], default=None)
@@ -69,7 +69,7 @@ def _shares(counts: Sequence[int], limit: int) -> list[int]:
 
 
 def _predecessors(counts: Sequence[int], limit: int) -> list[int | None]:
-    """The array that each one waits for, so that no more than ``limit`` arrays run at once."""
+    """Return the array that each one waits for, so that at most ``limit`` arrays run at once."""
     chains = min(limit, len(counts))
     last: list[int | None] = [None] * chains
     lengths = [0] * chains

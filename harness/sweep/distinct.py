@@ -1,4 +1,4 @@
-"""Points of a sweep that are the same job: equal ones are run once, and labels alone make no second run."""
+"""Remove duplicate points of a sweep, and refuse points that differ in labels only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from harness.job import Job
 from harness.sweep.registry import Point
 
 
-def one_of_each(composed: Sequence[Composed]) -> list[tuple[Point, Job]]:
-    """The points that have a job, each run folder once.
+def unique_points(composed: Sequence[Composed]) -> list[tuple[Point, Job]]:
+    """Return the points that have a job, one per run folder.
 
     Raises:
-        UserError: points that differ in labels only would share a run folder.
+        UserError: points differ in labels only, so they would share a run folder.
     """
     found: dict[Path, tuple[Point, Job]] = {}
     for each in composed:
@@ -39,7 +39,7 @@ def _refuse(first: tuple[Point, Job], second: Job, overrides: Sequence[str]) -> 
     field = next((name for name in differing if not isinstance(_value(second, name), list)), None)
     works = f"'name={job.name}-${{{field}}}', a folder for each" if field else "another name for each point"
     raise UserError(
-        f"{', '.join(differing)}: labels make no other run, and {typed} would share the run folder "
+        f"{', '.join(differing)}: labels do not change the run folder, so {typed} would share "
         f"{job.run_dir}; would work: {works}"
     )
 
@@ -52,7 +52,7 @@ def _value(job: Job, name: str) -> Any:
 
 
 def _differing_labels(first: Job, second: Job) -> list[str]:
-    """Dotted names of what differs; of mappings, the keys."""
+    """Return the dotted names of fields that differ; for mappings, of their keys."""
     names = []
     for (name, _, left), (_, _, right) in zip(leaves(first), leaves(second), strict=True):
         if isinstance(left, dict) and isinstance(right, dict):

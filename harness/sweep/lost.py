@@ -1,4 +1,4 @@
-"""Points whose process or job is over without a row: the row is written by whoever looks at the sweep."""
+"""Write the rows of points whose process or job ended without one; done by every command on a sweep."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.cluster.follow import LAST_WORDS_SECONDS, is_live, settle_lost
+from harness.cluster.follow import LAST_WRITES_SECONDS, is_live, record_lost_job
 from harness.cluster.queue import Jobs, last_states
 from harness.errors import EXIT_INTERRUPTED, UserError
 from harness.run_folder import RunFolder
 from harness.sweep.registry import Point
-from harness.sweep.state import Seen, jobs_of, look_at
+from harness.sweep.state import PointState, queued_jobs, read_state
 
 
-def look_and_close(points: Sequence[Point]) -> list[Seen]:
-    """How all points are, after the rows of those that are over without one were written.
+def record_lost(points: Sequence[Point]) -> list[PointState]:
+    """Write the rows of points that ended without one; return the states of all points.
 
-    SLURM is asked once for its jobs, and once more for how the jobs ended that it does not list.
+    Queries SLURM once for its jobs, and once more for the final states of jobs that it does not list.
 
     Raises:
         SlurmError: the scheduler does not answer.
     """
-    listed = jobs_of(points)
-    seen = {point.run_dir: look_at(point, listed) for point in points}
+    listed = queued_jobs(points)
+    seen = {point.run_dir: read_state(point, listed) for point in points}
     lost = [each for each in seen.values() if each.state == "lost"]
     if any(each.has_begun_elsewhere for each in lost):
-        # What a job that has just ended wrote can take a while to be seen on a shared file system.
-        time.sleep(LAST_WORDS_SECONDS)
-        seen |= {each.point.run_dir: look_at(each.point, listed) for each in lost}
+        # A shared file system may show the last writes of a job only some time after it has ended.
+        time.sleep(LAST_WRITES_SECONDS)
+        seen |= {each.point.run_dir: read_state(each.point, listed) for each in lost}
         lost = [each for each in seen.values() if each.state == "lost"]
     ids = [each.ticket.job_id for each in lost if each.ticket is not None and each.ticket.job_id is not None]
     known = {} if listed is None else listed.states
@@ -45,8 +45,8 @@ def look_and_close(points: Sequence[Point]) -> list[Seen]:
         else:
             try:
                 if _close(each, state):
-                    closed.append(look_at(each.point, listed))
-            except UserError as error:  # its job.json is damaged: no row can be made of it
+                    closed.append(read_state(each.point, listed))
+            except UserError as error:  # its job.json is damaged, so no row can be written
                 seen[each.point.run_dir] = replace(each, kind="user", reason=str(error))
     seen |= {each.point.run_dir: each for each in closed}
     if closed:
@@ -57,12 +57,12 @@ def look_and_close(points: Sequence[Point]) -> list[Seen]:
     return list(seen.values())
 
 
-def _close(lost: Seen, state: str | None) -> bool:
+def _close(lost: PointState, state: str | None) -> bool:
     """Write the row of a point unless its folder is in use; return whether it was written.
 
     Args:
         lost: the point.
-        state: SLURM's word for how its job ended; None if it does not know it.
+        state: SLURM's final state of its job, or None.
     """
     folder = RunFolder(lost.point.run_dir)
     try:
@@ -70,14 +70,14 @@ def _close(lost: Seen, state: str | None) -> bool:
     except UserError:
         return False
     try:
-        # Until now another process may have had the folder, and may have finished or submitted it again.
-        now = look_at(lost.point, Jobs([]))
+        # Another process may have held the folder until now, and finished or resubmitted the run.
+        now = read_state(lost.point, Jobs([]))
         if now.state != "lost" or now.ticket != lost.ticket:
             return False
         if lost.ticket is None:
             folder.settle(lost.point.job, "interrupted", EXIT_INTERRUPTED)
         else:
-            settle_lost(lost.point.job, folder, lost.ticket, state, quiet=True)
+            record_lost_job(lost.point.job, folder, lost.ticket, state, quiet=True)
         return True
     finally:
         folder.release()

@@ -1,4 +1,4 @@
-"""``sweep.jsonl``: which points a sweep has, and which ones it could not have. Only ever appended to."""
+"""``sweep.jsonl``: the points of a sweep, and its skipped points. The file is only appended to."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Point:
     """One job of a sweep.
 
     Attributes:
-        id: of the job.
+        id: the job's id.
         run_dir: its run folder.
-        overrides: what it was composed from.
+        overrides: the overrides it was composed from.
     """
 
     id: str
@@ -40,7 +40,7 @@ class Point:
 
     @property
     def job(self) -> Job:
-        """The resolved job, as its run folder has it.
+        """The resolved job, read from its run folder.
 
         Raises:
             UserError: the folder is gone, or its ``job.json`` is damaged.
@@ -49,16 +49,16 @@ class Point:
             return Job.read(self.run_dir / "job.json")
         except FileNotFoundError:
             command = " ".join(self.overrides)
-            raise UserError(f"{self.run_dir}: the run folder is gone; it was made by: {command}") from None
+            raise UserError(f"{self.run_dir}: the run folder is gone; it was created by: {command}") from None
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A point that no job can be made of.
+    """A point that is not a valid job.
 
     Attributes:
-        overrides: what was to be composed.
-        reason: the rule that forbids it, in one line.
+        overrides: its overrides.
+        reason: the violated rule, in one line.
     """
 
     overrides: list[str]
@@ -69,7 +69,7 @@ class Registry:
     """The folder of a sweep.
 
     Args:
-        path: ``runs_dir/<name>``; run folders of its points lie in it, or beside it if they have other names.
+        path: ``runs_dir/<name>``. It has the points' run folders; those of other names are next to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,10 +77,10 @@ class Registry:
 
     @classmethod
     def open(cls, path: Path) -> Registry:
-        """The registry of a sweep that exists.
+        """Return the registry of an existing sweep.
 
         Raises:
-            UserError: there is none.
+            UserError: there is no sweep in this folder.
         """
         registry = cls(path)
         if not registry.exists:
@@ -93,21 +93,21 @@ class Registry:
         return (self.path / FILE).is_file()
 
     def neighbours(self) -> str:
-        """The sweeps beside this folder, as they are added to a message; empty when there are none."""
+        """Return the sweeps next to this folder, formatted to end an error message; empty without any."""
         known = sorted(str(each.parent) for each in self.path.parent.glob(f"*/{FILE}"))
         return f"; would work: {', '.join(known)}" if known else ""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name of the sweep."""
         return self.path.name
 
     @contextmanager
     def controlled(self) -> Iterator[None]:
-        """Keeps other controllers out; ends with the process however that ends.
+        """Hold the sweep's lock, which is released when the process ends.
 
         Raises:
-            UserError: another one is at it, or the folder cannot be written.
+            UserError: another process holds the lock, or the folder cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ class Registry:
                 held.close()
 
     def add(self, points: Sequence[Point], skipped: Sequence[Skipped]) -> None:
-        """Notes points that are not in it yet."""
+        """Append the points that are not in the file yet."""
         there = {self._relative(point) for point in self.points()}
         known = {_identity(each) for each in self.skipped()}
         rows: list[dict[str, Any]] = [
@@ -155,12 +155,12 @@ class Registry:
         return list(found.values())
 
     def skipped(self) -> list[Skipped]:
-        """All points that no job can be made of, each once."""
+        """All skipped points, without duplicates."""
         found = [Skipped(row["overrides"], row["skipped"]) for row in self._rows() if "skipped" in row]
         return list({_identity(each): each for each in reversed(found)}.values())[::-1]
 
     def _relative(self, point: Point) -> str:
-        """The run folder as the file has it: relative, so that the folder of all runs can be moved."""
+        """Return the run folder relative to the sweep, so that the folder of all runs can be moved."""
         return os.path.relpath(point.run_dir, self.path)
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -170,7 +170,7 @@ class Registry:
             return []
         rows = []
         for line in lines:
-            # A writer that was killed leaves a part of a line; the next one begins a new line behind it.
+            # A killed writer leaves a partial line; the next writer starts a new line after it.
             try:
                 row = json.loads(line)
             except ValueError:
@@ -194,7 +194,7 @@ class Registry:
 
 
 def folder_of(jobs: Sequence[Job]) -> Path:
-    """The folder of the sweep that consists of these jobs: named as they are, all names if they differ."""
+    """Return the sweep folder of these jobs: the jobs' name, or all names joined if they differ."""
     names = sorted({job.name for job in jobs})
     name = "+".join(names)
     if len(name) > LONGEST_NAME:
@@ -203,22 +203,22 @@ def folder_of(jobs: Sequence[Job]) -> Path:
 
 
 def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] = ()) -> list[str]:
-    """What tells points from each other, and from others: the overrides that not all of them have.
+    """Name points by the overrides that not all of them, and ``others``, share.
 
-    A label field that has one value where it is given tells nothing, as long as points differ without it.
+    A label field with a single value is left out, if the names differ without it.
     """
     everywhere = {each for point in (*overrides, *others) for each in point}
     keys = Counter(_key(each) for each in everywhere)
-    silent = {each for each in everywhere if sets_label(each) and keys[_key(each)] == 1}
+    constant = {each for each in everywhere if sets_label(each) and keys[_key(each)] == 1}
     shared = set.intersection(*(set(each) for each in (*overrides, *others))) if overrides else set()
-    named = [" ".join(o for o in each if o not in shared | silent) for each in overrides]
+    named = [" ".join(o for o in each if o not in shared | constant) for each in overrides]
     if len(set(named)) < len(named):
         named = [" ".join(o for o in each if o not in shared) for each in overrides]
     return [name or "the only point" for name in named]
 
 
 def sets_label(override: str) -> bool:
-    """Whether an override sets a label field, or a key of one, and so makes no other job."""
+    """Whether an override sets a label field, or a key of one, and so does not change the job's id."""
     key = _key(override)
     return any(key == name or key.startswith(f"{name}.") for name in _label_fields())
 
@@ -233,5 +233,5 @@ def _label_fields() -> frozenset[str]:
 
 
 def _identity(skipped: Skipped) -> tuple[tuple[str, ...], str]:
-    """Equal for equal points, whatever labels they were typed with."""
+    """Return a key that is equal for points that differ in labels only."""
     return tuple(each for each in skipped.overrides if not sets_label(each)), skipped.reason

@@ -1,4 +1,4 @@
-"""Starts the points of a sweep that are not complete: here one after another, or all at once on SLURM."""
+"""Start the points of a sweep that are not complete: one by one on this machine, or all at once on SLURM."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from harness.job import Job
 from harness.metrics.views import log_sweep
 from harness.run_folder import RunFolder
 from harness.sweep.arrays import Array, arrays_of
-from harness.sweep.distinct import one_of_each
-from harness.sweep.lost import look_and_close
+from harness.sweep.distinct import unique_points
+from harness.sweep.lost import record_lost
 from harness.sweep.registry import Point, Registry, Skipped, folder_of, labels
-from harness.sweep.state import BUSY, Seen, look_at_all
+from harness.sweep.state import BUSY, PointState, look_at_all
 from harness.sweep.table import aligned, rows_of
 
 SKIPPED_SHOWN = 10
-# Between two looks at the queue: soon after something has changed, and ever more seldom.
+# Interval between queries of the queue: short after a change, then increasing.
 FOLLOW_SECONDS, LONGEST_FOLLOW_SECONDS = 2.0, 30.0
 
 
 def sweep(composed: Sequence[Composed]) -> int:
-    """Runs a multirun; returns the exit code: 0 if all points that can be are complete or submitted."""
+    """Run a multirun; return the exit code: 0 if all valid points are complete or submitted."""
     legal = [each for each in composed if each.job is not None]
     skipped = [Skipped(each.overrides, each.reason) for each in composed if each.job is None]
     jobs = [each.job for each in legal if each.job is not None]
     if not jobs:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
-        raise UserError(f"none of the {len(composed)} points can be:\n{reasons}".rstrip())
-    tasks = one_of_each(legal)
+        raise UserError(f"none of the {len(composed)} points is a valid job:\n{reasons}".rstrip())
+    tasks = unique_points(legal)
     registry = Registry(folder_of(jobs))
     for _, job in tasks:
         if job.metrics.wandb_group is None:
@@ -53,21 +53,21 @@ def sweep(composed: Sequence[Composed]) -> int:
         for point, job in tasks:
             RunFolder(point.run_dir).plan(job, point.overrides)
         registry.add(points, skipped)
-        # As composed now: labels such as the partition or the time limit may be others than last time.
-        seen = look_and_close(points)
-        started = _start(registry, seen, by_folder, skipped, anew=True, busy=_busy_besides(registry, points))
+        # Start the jobs as composed now: labels such as the partition or the time limit may have changed.
+        seen = record_lost(points)
+        started = _start(registry, seen, by_folder, skipped, rerun=True, busy=_busy_besides(registry, points))
     return _finish(registry, points, by_folder, started)
 
 
 def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
-    """Starts what is not complete of a sweep that was started before; returns the exit code.
+    """Start the points of an existing sweep that are not complete; return the exit code.
 
     Args:
         registry: the sweep.
-        out_of_memory: also start points that ran out of memory; they fail again unless something changed.
+        out_of_memory: also start points that ran out of memory; they fail again unless something has changed.
     """
     with registry.controlled():
-        seen = look_and_close(registry.points())
+        seen = record_lost(registry.points())
         jobs = {each.point.run_dir: each.point.job for each in seen}
         started = _start(registry, seen, jobs, [], out_of_memory=out_of_memory)
     return _finish(registry, [each.point for each in seen], jobs, started)
@@ -75,13 +75,13 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
 
 def _start(
     registry: Registry,
-    seen: Sequence[Seen],
+    seen: Sequence[PointState],
     jobs: dict[Path, Job],
     skipped: Sequence[Skipped],
     *,
     out_of_memory: bool = False,
-    anew: bool = False,
-    busy: Sequence[Seen] = (),
+    rerun: bool = False,
+    busy: Sequence[PointState] = (),
 ) -> _Started:
     """Print the plan, ask before a costly submission, then submit points to SLURM and run the local ones.
 
@@ -89,40 +89,40 @@ def _start(
         registry: the sweep.
         seen: its points.
         jobs: their jobs, by run folder.
-        skipped: points that are not legal jobs.
+        skipped: points that are not valid jobs.
         out_of_memory: also start points that ran out of memory.
-        anew: also start completed points whose job has ``checkpoint.resume=false``.
+        rerun: also start completed points whose job has ``checkpoint.resume=false``.
         busy: other points of the sweep that are pending or running.
     """
-    wanted, starved = _sort(seen, jobs, out_of_memory=out_of_memory, anew=anew)
-    sys.stderr.write(_plan_in_words(registry, seen, wanted, starved, jobs, skipped))
+    wanted, oom = _select(seen, jobs, out_of_memory=out_of_memory, rerun=rerun)
+    sys.stderr.write(_plan_in_words(registry, seen, wanted, oom, jobs, skipped))
     remote = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "slurm"]
     local = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "local"]
     if remote:
         confirm([jobs[each.point.run_dir] for each in remote])
         _submit(registry, remote, jobs, [*(each for each in seen if each.state in BUSY), *busy])
     stopped = _run_here(local, jobs)
-    return _Started(stopped, submitted_only=not local and not starved)
+    return _Started(stopped, submitted_only=not local and not oom)
 
 
-def _busy_besides(registry: Registry, points: Sequence[Point]) -> list[Seen]:
-    """Points that another command has added to the sweep, and that wait or run."""
+def _busy_besides(registry: Registry, points: Sequence[Point]) -> list[PointState]:
+    """Return pending and running points that other commands have added to the sweep."""
     typed = {os.path.normpath(point.run_dir) for point in points}
     others = [point for point in registry.points() if os.path.normpath(point.run_dir) not in typed]
     return [each for each in look_at_all(others) if each.state in BUSY]
 
 
-def _sort(
-    seen: Sequence[Seen], jobs: dict[Path, Job], *, out_of_memory: bool, anew: bool
-) -> tuple[list[Seen], list[Seen]]:
+def _select(
+    seen: Sequence[PointState], jobs: dict[Path, Job], *, out_of_memory: bool, rerun: bool
+) -> tuple[list[PointState], list[PointState]]:
     """Return the points to start, and those left out because they ran out of memory."""
-    starved = [] if out_of_memory else [each for each in seen if each.kind == "out_of_memory"]
+    oom = [] if out_of_memory else [each for each in seen if each.kind == "out_of_memory"]
     done = [
         each
         for each in seen
-        if each.state == "completed" and (jobs[each.point.run_dir].checkpoint.resume or not anew)
+        if each.state == "completed" and (jobs[each.point.run_dir].checkpoint.resume or not rerun)
     ]
-    return [each for each in seen if each.state not in BUSY and each not in (*done, *starved)], starved
+    return [each for each in seen if each.state not in BUSY and each not in (*done, *oom)], oom
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class _Started:
 
 
 def _finish(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], started: _Started) -> int:
-    """Follows what was submitted, if that is wanted, and tells the end; returns the exit code."""
+    """Follow submitted jobs if ``cluster.wait``, show the results, and return the exit code."""
     stopped, waits = started.stopped, any(job.cluster.wait for job in jobs.values())
     if not stopped and waits:
         stopped = _follow(points)
@@ -146,30 +146,30 @@ def _finish(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], 
 
 def _plan_in_words(
     registry: Registry,
-    seen: Sequence[Seen],
-    wanted: Sequence[Seen],
-    starved: Sequence[Seen],
+    seen: Sequence[PointState],
+    wanted: Sequence[PointState],
+    oom: Sequence[PointState],
     jobs: dict[Path, Job],
     skipped: Sequence[Skipped],
 ) -> str:
-    """The lines a sweep starts with."""
+    """Return the first lines of a sweep's output: how many points run, where, and what is skipped."""
     lines = [f"{registry.path}: {len(seen) + len(skipped)} points, {len(wanted)} to run"]
-    shapes = Counter(_place(jobs[each.point.run_dir]) for each in wanted)
-    lines += [f"  {count} x {place}" for place, count in shapes.items()]
+    shapes = Counter(_resources(jobs[each.point.run_dir]) for each in wanted)
+    lines += [f"  {count} x {resources}" for resources, count in shapes.items()]
     costly = [jobs[each.point.run_dir] for each in wanted if jobs[each.point.run_dir].cluster.kind == "slurm"]
     if costly:
         lines.append(f"  {cost_in_words(costly)}")
-    states = Counter(each.state for each in seen if each not in wanted and each not in starved)
+    states = Counter(each.state for each in seen if each not in wanted and each not in oom)
     lines += [f"  {count} {state} already" for state, count in states.items()]
-    if starved:
-        lines.append(f"  {len(starved)} out of memory before, left out (resume --out-of-memory starts them)")
+    if oom:
+        lines.append(f"  {len(oom)} out of memory before, left out (resume --out-of-memory starts them)")
     if skipped:
-        lines.append(f"  {len(skipped)} skipped, which no job can be made of")
+        lines.append(f"  {len(skipped)} skipped, which are not valid jobs")
         lines += [f"    {line}" for line in _reasons(skipped, [each.point.overrides for each in seen])]
     return "\n".join(lines) + "\n"
 
 
-def _place(job: Job) -> str:
+def _resources(job: Job) -> str:
     if job.cluster.kind == "slurm":
         return shape_of(job).describe()
     return f"{job.world_size} rank{'s' if job.world_size > 1 else ''} here, one after another"
@@ -185,10 +185,10 @@ def _reasons(skipped: Sequence[Skipped], others: Sequence[list[str]] = ()) -> li
 def _show_dry(
     registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], skipped: Sequence[Skipped]
 ) -> int:
-    """Shows the scripts of a sweep without touching anything."""
+    """Show the scripts of a sweep without writing anything."""
     seen = look_at_all(points)
-    wanted, starved = _sort(seen, jobs, out_of_memory=False, anew=True)
-    sys.stderr.write(_plan_in_words(registry, seen, wanted, starved, jobs, skipped))
+    wanted, oom = _select(seen, jobs, out_of_memory=False, rerun=True)
+    sys.stderr.write(_plan_in_words(registry, seen, wanted, oom, jobs, skipped))
     remote = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "slurm"]
     busy = [*(each for each in seen if each.state in BUSY), *_busy_besides(registry, points)]
     arrays, first = _arrays(remote, jobs, busy)
@@ -200,11 +200,11 @@ def _show_dry(
 
 
 def _arrays(
-    wanted: Sequence[Seen], jobs: dict[Path, Job], busy: Sequence[Seen]
+    wanted: Sequence[PointState], jobs: dict[Path, Job], busy: Sequence[PointState]
 ) -> tuple[list[Array], list[str]]:
-    """The arrays of points, and ids of the jobs that have to end before the first of them may start.
+    """Return the arrays to submit, and ids of the jobs that must end before the first array may start.
 
-    Points of the sweep that SLURM has already count for ``cluster.max_running`` as well.
+    Points of the sweep that are already in SLURM's queue count towards ``cluster.max_running``.
     """
     points = [(each.point, jobs[each.point.run_dir]) for each in wanted]
     limit = min((job.cluster.max_running for _, job in points), default=1)
@@ -221,13 +221,15 @@ def _submission(registry: Registry, array: Array, name: str, after: Sequence[str
     return Submission(array.jobs, run_dirs, registry.path, name, at_once=array.at_once, after=after)
 
 
-def _submit(registry: Registry, wanted: Sequence[Seen], jobs: dict[Path, Job], busy: Sequence[Seen]) -> None:
-    """Submits points, those of equal shape as one array."""
+def _submit(
+    registry: Registry, wanted: Sequence[PointState], jobs: dict[Path, Job], busy: Sequence[PointState]
+) -> None:
+    """Submit points; those of equal shape form one array."""
     arrays, first = _arrays(wanted, jobs, busy)
     submitted: list[str] = []
     for array in arrays:
         after = first if array.after is None else [submitted[array.after]]
-        # A name that no other job has, by which they are found again if this process dies while it submits.
+        # A unique name, which identifies the jobs if this process dies while it submits.
         submission = _submission(registry, array, f"{registry.name}.{uuid.uuid4().hex[:8]}", after)
         folders = [RunFolder(path) for path in submission.run_dirs]
         ids = submit(submission, folders, [point.overrides for point in array.points])
@@ -239,11 +241,11 @@ def _submit(registry: Registry, wanted: Sequence[Seen], jobs: dict[Path, Job], b
         sys.stderr.write(f"submitted {ids[0]}{tasks}: {len(ids)} x {submission.shape.describe()}{waits}\n")
 
 
-def _run_here(seen: Sequence[Seen], jobs: dict[Path, Job]) -> bool:
-    """Runs points one after another; one that fails does not keep the next from running.
+def _run_here(seen: Sequence[PointState], jobs: dict[Path, Job]) -> bool:
+    """Run points one after another; continue after a failed point.
 
     Returns:
-        whether somebody asked to stop.
+        whether the user interrupted the sweep.
     """
     names = labels([each.point.overrides for each in seen])
     for number, (name, each) in enumerate(zip(names, seen, strict=True), start=1):
@@ -254,12 +256,12 @@ def _run_here(seen: Sequence[Seen], jobs: dict[Path, Job]) -> bool:
 
 
 def _run_point(job: Job, point: Point) -> int:
-    """Runs one point in processes of its own; returns its exit code."""
+    """Run one point in separate processes; return its exit code."""
     from harness.cluster.local import launch
 
     def run() -> int:
         folder = RunFolder(point.run_dir)
-        # Points of a sweep over layouts are compared: none of them goes on from another.
+        # Points of a sweep are compared, so no point resumes from another's checkpoint.
         folder.begin(job, point.overrides)
         return launch(job, folder, apart=True)
 
@@ -267,39 +269,39 @@ def _run_point(job: Job, point: Point) -> int:
 
 
 def _follow(points: Sequence[Point]) -> bool:
-    """Waits until SLURM is done with all points, and says when one changes.
+    """Wait until the SLURM jobs of all points have ended; print changes of state.
 
     Returns:
-        whether somebody asked to stop waiting.
+        whether the user interrupted the wait.
     """
     names = labels([point.overrides for point in points])
-    told: dict[Path, str] = {}
+    shown: dict[Path, str] = {}
     wait = FOLLOW_SECONDS
     try:
         while True:
-            before = dict(told)
+            before = dict(shown)
             try:
-                seen = look_and_close(points)
+                seen = record_lost(points)
             except SlurmError as error:
                 sys.stderr.write(f"WARNING {error}\n")
                 time.sleep(LONGEST_FOLLOW_SECONDS)
                 continue
             for name, each in zip(names, seen, strict=True):
-                if told.get(each.point.run_dir, "pending") != each.state:
+                if shown.get(each.point.run_dir, "pending") != each.state:
                     about = f" ({each.about})" if each.kind else ""
                     sys.stderr.write(f"{name}: {each.state}{about}\n")
-                told[each.point.run_dir] = each.state
+                shown[each.point.run_dir] = each.state
             if not any(each.state in BUSY for each in seen):
                 return False
-            wait = FOLLOW_SECONDS if told != before else min(1.3 * wait, LONGEST_FOLLOW_SECONDS)
+            wait = FOLLOW_SECONDS if shown != before else min(1.3 * wait, LONGEST_FOLLOW_SECONDS)
             time.sleep(wait)
     except KeyboardInterrupt:
-        sys.stderr.write("\nnot following any more; the jobs go on\n")
+        sys.stderr.write("\nstopped following; the jobs continue\n")
         return True
 
 
 def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], stopped: bool) -> int:
-    """Shows the table, names what did not complete, and decides the exit code."""
+    """Show the table and the points that did not complete; return the exit code."""
     seen = look_at_all(points)
     sys.stdout.write(aligned(rows_of(seen)))
     sys.stdout.flush()
@@ -320,13 +322,13 @@ def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job]
     return 1 if left else EXIT_OK
 
 
-def log_table(registry: Registry, seen: Sequence[Seen], jobs: Sequence[Job]) -> None:
-    """Logs the table of a sweep to W&B, if its runs go there too."""
-    wanting = [job for job in jobs if job.metrics.wandb]
-    if not wanting:
+def log_table(registry: Registry, seen: Sequence[PointState], jobs: Sequence[Job]) -> None:
+    """Log the table of a sweep to W&B if its runs use W&B."""
+    logged = [job for job in jobs if job.metrics.wandb]
+    if not logged:
         return
     try:
-        log_sweep(wanting[0].metrics, registry.path, registry.name, rows_of(seen, whole=True))
+        log_sweep(logged[0].metrics, registry.path, registry.name, rows_of(seen, full_reasons=True))
     except Exception as error:
         # W&B's client raises errors of many kinds. The table is in the sweep's folder in any case.
         sys.stderr.write(f"WARNING the table could not be logged to W&B: {type(error).__name__}: {error}\n")

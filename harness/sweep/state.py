@@ -16,28 +16,29 @@ from harness.metrics.jsonl import read_rows
 from harness.run_folder import RunFolder
 from harness.sweep.registry import Point, Registry
 
-# States in which a process is at it, or SLURM will start one.
+# States in which a process runs the point, or SLURM will start one.
 BUSY = ("pending", "running")
 FACTS = ("tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib", "loss")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A point as it is now.
+class PointState:
+    """The current state of a point.
 
     Attributes:
-        point: which.
-        state: ``planned`` (never started), ``pending`` (SLURM has it and no nodes for it), ``running``,
-            ``completed``, ``stopped`` (asked to, can go on), ``cancelled`` (its SLURM job was), ``failed``,
-            or ``lost`` (over without a word).
-        step: the last step that was finished.
-        steps: how many there will be.
-        facts: the figures FACTS, as far as they are known.
+        point: the point.
+        state: ``planned`` (never started), ``pending`` (waits in SLURM's queue), ``running``, ``completed``,
+            ``stopped`` (interrupted, can resume), ``cancelled`` (its SLURM job was), ``failed``, or ``lost``
+            (ended without a result).
+        step: the last finished step.
+        steps: total number of steps.
+        facts: values of the metrics FACTS; None where unknown.
         kind: class of the failure.
-        reason: what there is to say: of a failure what happened, of a pending job why it waits.
-        has_begun_elsewhere: whether another machine may still have to say how it ended.
-        ticket: of its SLURM job, if it was submitted.
-        job_id: of its SLURM job, while it waits or runs.
+        reason: the message of a failure, or why a pending job waits.
+        has_begun_elsewhere: whether its job has started on another machine, whose last writes may not be
+            visible yet.
+        ticket: the record of its SLURM job, if it was submitted.
+        job_id: id of its SLURM job, while that waits or runs.
     """
 
     point: Point
@@ -53,15 +54,15 @@ class Seen:
 
     @property
     def about(self) -> str:
-        """The class of a failure, and what there is to say."""
+        """The class of a failure, if any, and the reason."""
         return f"{self.kind}: {self.reason}" if self.kind else self.reason
 
 
 def points_in(folder: Path) -> list[Point]:
-    """The points of a sweep's folder, the run of a run folder, or all runs of one name.
+    """Return the points of a sweep folder, the run of a run folder, or all runs of one name.
 
     Raises:
-        UserError: there is none.
+        UserError: the folder has neither a sweep nor a run.
     """
     registry = Registry(folder)
     if registry.exists:
@@ -70,28 +71,28 @@ def points_in(folder: Path) -> list[Point]:
         [folder] if (folder / "job.json").is_file() else sorted(p.parent for p in folder.glob("*/job.json"))
     )
     if not runs:
-        raise UserError(f"{folder}: neither the folder of a sweep nor that of a run{registry.neighbours()}")
+        raise UserError(f"{folder}: neither a sweep folder nor a run folder{registry.neighbours()}")
     return [Point(run.name, run, typed_overrides(run)) for run in runs]
 
 
 def typed_overrides(run_dir: Path) -> list[str]:
-    """What a run was last made by; empty where that is not written down."""
+    """Return the overrides that a run was last started with; empty if they are not recorded."""
     path = run_dir / "overrides.txt"
     return path.read_text().splitlines() if path.is_file() else []
 
 
-def look_at_all(points: Sequence[Point]) -> list[Seen]:
-    """How all points are, with one question to SLURM if any of them is its business.
+def look_at_all(points: Sequence[Point]) -> list[PointState]:
+    """Return the states of all points, with one query of SLURM if any point needs it.
 
     Raises:
         SlurmError: the scheduler does not answer.
     """
-    listed = jobs_of(points)
-    return [look_at(point, listed) for point in points]
+    listed = queued_jobs(points)
+    return [read_state(point, listed) for point in points]
 
 
-def jobs_of(points: Sequence[Point]) -> Jobs | None:
-    """SLURM's jobs if any point was submitted and is not complete; None if there is no SLURM here to ask.
+def queued_jobs(points: Sequence[Point]) -> Jobs | None:
+    """Return SLURM's jobs if any point was submitted and is not complete; None if there is no SLURM here.
 
     Raises:
         SlurmError: the scheduler does not answer.
@@ -103,12 +104,12 @@ def jobs_of(points: Sequence[Point]) -> Jobs | None:
     return jobs() if shutil.which("squeue") is not None else None
 
 
-def look_at(point: Point, listed: Jobs | None) -> Seen:
-    """How one point is.
+def read_state(point: Point, listed: Jobs | None) -> PointState:
+    """Return the state of one point.
 
     Args:
-        point: which.
-        listed: SLURM's jobs; None if there is no SLURM here to ask.
+        point: the point.
+        listed: SLURM's jobs; None if there is no SLURM here.
     """
     ticket = Ticket.read(point.run_dir)
     folder = RunFolder(point.run_dir)
@@ -124,7 +125,7 @@ def look_at(point: Point, listed: Jobs | None) -> Seen:
         if rank is not None and not reason.startswith(f"rank {rank}"):
             reason = f"rank {rank}: {reason}"
     facts = _facts(row) if row and state != "running" else _running_facts(folder)
-    return Seen(
+    return PointState(
         point,
         state,
         step=int(facts.get("step") or 0),
@@ -145,12 +146,12 @@ def _state(
     listed: Jobs | None,
     found: Queued | None,
 ) -> tuple[str, str, str | None]:
-    """The state, what there is to say of it, and the class of a failure that can be seen from here."""
+    """Return the state, its reason, and the class of a failure."""
     if status == "completed":
         return "completed", "", None
     if found is not None and status != "failed":
         again = f", started {ticket.restarts + 1} times" if ticket is not None and ticket.restarts else ""
-        if found.waits:
+        if found.is_waiting:
             return "pending", f"job {found.id} waits: {found.reason}{again}", None
         return "running", f"job {found.id}{again}", None
     if status == "failed":
@@ -158,12 +159,12 @@ def _state(
     if status == "interrupted":
         if ticket is not None and ticket.cancelled:
             return "cancelled", "", None
-        return "stopped", folder.stop_reason or "before its end; resume goes on with it", None
+        return "stopped", folder.stop_reason or "before its end; resume continues it", None
     if status in (None, "planned"):
         return "planned", "", None
     if ticket is not None:
         if listed is None:
-            return "running", "there is no SLURM here to ask", None
+            return "running", "no SLURM here to read its state from", None
         return "lost", ended_without_result(ticket), "unknown"
     if folder.may_be_running:
         return "running", "", None
@@ -171,16 +172,16 @@ def _state(
 
 
 def _facts(row: dict[str, Any]) -> dict[str, Any]:
-    """Of a run that is over: its throughput is that of the whole window."""
+    """Return the facts of an ended run; throughput is that of the complete measurement window."""
     rate, ranks = row.get("window.tokens_per_second"), row.get("world_size")
-    # A damaged row may say anything.
+    # A damaged row may have any values.
     if not isinstance(rate, int | float) or not isinstance(ranks, int) or ranks < 1:
         return {**row, "tokens_per_second": None, "tokens_per_second_per_rank": None}
     return {**row, "tokens_per_second": rate, "tokens_per_second_per_rank": rate / ranks}
 
 
 def _running_facts(folder: RunFolder) -> dict[str, Any]:
-    """The last row of metrics."""
+    """Return the last row of metrics."""
     try:
         rows = [row for row in read_rows(folder.path / "metrics.jsonl")[0] if "loss" in row]
     except OSError:

@@ -9,25 +9,25 @@ from typing import Any
 
 from harness.metrics.window import THROUGHPUT
 from harness.sweep.registry import labels
-from harness.sweep.state import Seen
+from harness.sweep.state import PointState
 
 COLUMNS = ("point", "state", "step", "tokens/s", "tokens/s/rank", "MFU", "memory GiB", "loss", "reason")
 LONGEST_REASON = 110
 
 
-def rows_of(seen: Sequence[Seen], *, whole: bool = False) -> list[dict[str, str]]:
-    """One row a point, as text; an unknown value is empty.
+def rows_of(seen: Sequence[PointState], *, full_reasons: bool = False) -> list[dict[str, str]]:
+    """Return one row of text per point; unknown values are empty.
 
     Args:
-        seen: the points.
-        whole: give reasons in full.
+        seen: states of the points.
+        full_reasons: do not shorten reasons.
     """
     names = labels([each.point.overrides for each in seen])
     rows = []
     for name, each in zip(names, seen, strict=True):
         facts = each.facts or {}
         reason = each.about
-        if not whole and len(reason) > LONGEST_REASON:
+        if not full_reasons and len(reason) > LONGEST_REASON:
             reason = reason[: LONGEST_REASON - 1] + "…"
         rows.append(
             {
@@ -46,7 +46,7 @@ def rows_of(seen: Sequence[Seen], *, whole: bool = False) -> list[dict[str, str]
 
 
 def aligned(rows: Sequence[dict[str, str]]) -> str:
-    """A table for the terminal; columns that are empty all the way are left out."""
+    """Format a table for the terminal, without columns that are empty in all rows."""
     columns = [name for name in COLUMNS if any(row[name] for row in rows)]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
     numbers = {name for name in columns if name not in ("point", "state", "reason")}
@@ -63,14 +63,14 @@ def aligned(rows: Sequence[dict[str, str]]) -> str:
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
-    """The same for a page."""
+    """Format a table as Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(row[name].replace('|', chr(92) + '|') for name in COLUMNS)} |" for row in rows]
     return "\n".join([*lines, "", f"{THROUGHPUT}."]) + "\n"
 
 
-def write_csv(path: Path, seen: Sequence[Seen], results: Sequence[dict[str, Any]]) -> None:
-    """Writes everything that the results say, one row a point, one column a figure."""
+def write_csv(path: Path, seen: Sequence[PointState], results: Sequence[dict[str, Any]]) -> None:
+    """Write all fields of the results: one row per point, one column per field."""
     names = labels([each.point.overrides for each in seen])
     known = list(dict.fromkeys(key for result in results for key in result))
     with path.open("w", newline="") as file:

@@ -1,4 +1,4 @@
-"""Training runs of a test's ranks, stopped and resumed within the process, and what they came to."""
+"""Training runs on a test's ranks, stopped and resumed within the process, and their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run did on one rank.
+    """Result of one run on one rank.
 
     Attributes:
         reason: completed or interrupted.
@@ -36,7 +36,7 @@ class Outcome:
         batches: digests of the tokens this rank read, by step.
         state: digests of its tensors at the end, by name: weights, optimizer, random states.
         resumed_from: the checkpoint it started from.
-        messages: what it said.
+        messages: lines shown to the user.
         facts: its result row.
     """
 
@@ -51,10 +51,10 @@ class Outcome:
 
 
 def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome:
-    """Trains on this rank; asks for a stop during step ``stop_after``."""
+    """Train on this rank; request a stop during step ``stop_after``."""
     job, folder = Job.from_json(job_json), RunFolder(Path(run_dir))
     set_up_process(job)
-    # As a new process would: nothing of what came before in this one.
+    # Start like a new process, with no state from earlier runs in this one.
     torch.manual_seed(0)
     engine = Engine(job, torch.device("cpu"))
     trainer = Trainer(job, folder, engine, None, time.time())
@@ -62,13 +62,13 @@ def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome
     norms: dict[int, float] = {}
     batches: dict[int, str] = {}
     messages: list[str] = []
-    trainer._say = messages.append  # type: ignore[method-assign]
+    trainer._message = messages.append  # type: ignore[method-assign]
     trainer.saver.say = messages.append
     passes: Callable[..., Any] = engine.gradients
 
     def gradients(batch: Any, *, stop_requested: bool = False) -> Any:
         step = trainer.progress.step + 1
-        # Something that draws random numbers, so that their state matters.
+        # Use random numbers, so that the generator's state matters.
         torch.rand(3)
         outcome = passes(batch, stop_requested=stop_requested or step == stop_after)
         losses[step], norms[step] = outcome.loss, outcome.grad_norm

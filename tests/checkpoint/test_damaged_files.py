@@ -1,4 +1,4 @@
-"""Every JSON file of a run folder, damaged key by key: one line, never a traceback, and nothing is lost."""
+"""Every JSON file of a run folder, damaged key by key: a one-line error, no traceback, no data lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from harness.sweep.state import look_at_all
 from harness.sweep.table import aligned, rows_of
 
 REMOVED = object()
-# What takes the place of a value.
+# Replacements for a value.
 WRONG: dict[str, Any] = {
     "removed": REMOVED,
     "null": None,
@@ -44,7 +44,7 @@ WRONG: dict[str, Any] = {
     "array": [1],
     "object": {"a": 1},
 }
-# Keys without which no checkpoint can be used.
+# Keys that every usable checkpoint needs.
 NEEDED = ("step", "files", "state", "options", "format", "state.train_state", "state.data_loader")
 TOO_DEEP = b'{"a":' * 100_000
 
@@ -92,7 +92,7 @@ def paths_of(value: dict[str, Any], depth: int, prefix: tuple[str, ...] = ()) ->
 
 
 def changes(plain: dict[str, Any], depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The object with each of its values in turn removed or replaced."""
+    """Yield copies of an object with one value removed or replaced."""
     for path in paths_of(plain, depth):
         for what, wrong in WRONG.items():
             changed = copy.deepcopy(plain)
@@ -107,7 +107,7 @@ def changes(plain: dict[str, Any], depth: int) -> Iterator[tuple[str, dict[str, 
 
 
 def use(run_dir: Path, step: int) -> None:
-    """Reads of a checkpoint what resuming, converting and naming it read."""
+    """Read what resuming, converting and naming read from a checkpoint."""
     checkpoint = CheckpointFolder(str(run_dir / "checkpoints")).find(step)
     state = checkpoint.state
     Progress().resume(state["train_state"])
@@ -120,7 +120,7 @@ def test_every_key_of_a_manifest(job: Job, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 2, encode_manifest(manifest_of(job, 2)))
     damaged: set[str] = set()
     manifest = manifest_of(job, 3)
-    # Other fields of the job are only compared, whatever they hold.
+    # Other fields of the job are only compared, so any value is valid.
     manifest["job"] = {"training": {"steps": 4}, "parallelism": {"tp": 1}}
     manifest["model"] = manifest["tokenizer"] = {}
     for what, changed in changes(manifest, depth=3):
@@ -145,7 +145,7 @@ def test_every_key_of_a_manifest(job: Job, tmp_path: Path) -> None:
 
 
 def without_format(manifest: dict[str, Any]) -> bytes:
-    """The manifest with a right checksum and no format, which ``encode_manifest`` would add."""
+    """The manifest with a correct checksum but no format, which ``encode_manifest`` would add."""
     checksum = xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
     return json.dumps({**manifest, "checksum": checksum}).encode()
 
@@ -221,7 +221,7 @@ ERROR = {
 
 
 def look(job: Job, folder: RunFolder) -> None:
-    """Reads the run folder as verbs do that only look; a damaged file is one line at most."""
+    """Read the run folder like the read-only commands; a damaged file gives at most one line."""
     error = folder.first_error()
     if error is not None:
         account_of(error, 1, folder)
@@ -294,15 +294,15 @@ def test_another_versions_model_in_a_manifest() -> None:
 
 @pytest.mark.parametrize("content", [b"[]", b"{}", b'{"folders": 7}', b'{"folders": [7]}', b"{", TOO_DEEP])
 def test_the_file_that_names_what_to_continue(job: Job, tmp_path: Path, content: bytes) -> None:
-    """To go on without it could be to start from step 0."""
+    """Ignoring the file could mean starting from step 0."""
     (tmp_path / CONTINUES).write_bytes(content)
     with pytest.raises(UserError, match=r"continues\.json: damaged"):
         find_start(job, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["dangling link", "link to a folder", "file"])
-def test_what_lies_in_the_place_of_a_step(tmp_path: Path, kind: str) -> None:
-    """The next save takes its place; what a link points to stays."""
+def test_other_entries_named_like_a_step(tmp_path: Path, kind: str) -> None:
+    """The next save replaces it; the target of a link stays."""
     target, place = tmp_path / "target", tmp_path / "checkpoints" / "step-4"
     place.parent.mkdir()
     if kind == "file":

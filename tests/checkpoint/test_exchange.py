@@ -1,4 +1,4 @@
-"""Hugging Face's format as the beginning and the end of a run, on several ranks; judged by transformers."""
+"""Start from and export to Hugging Face's format on several ranks, checked with transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def job_of(tmp_path: Path, *overrides: str) -> Job:
 
 
 def reference_of(job: Job, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """A small random Llama of the job's shape, as transformers makes it."""
+    """A small random Llama with the job's shape, created by transformers."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=job.model.vocab_size,
@@ -86,8 +86,8 @@ def test_training_starts_from_safetensors(
         assert outcome.losses[1] == pytest.approx(expected, rel=tolerance)
 
 
-def test_initial_values_that_are_not_finite_are_told(pool: RankPool, tmp_path: Path) -> None:
-    """The rank that holds them is not the one that speaks."""
+def test_non_finite_initial_values_are_reported(pool: RankPool, tmp_path: Path) -> None:
+    """The rank with the non-finite values is not the one that prints."""
     layout = ("parallelism=fsdp", "parallelism.dp_shard=2", "training.global_batch_size=4")
     common = (*layout, "training.steps=2", "debug.non_finite=skip")
     path = "checkpoint.initial_load_path"
@@ -105,7 +105,7 @@ def test_initial_values_that_are_not_finite_are_told(pool: RankPool, tmp_path: P
 
 @pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "fsdp_float8"))
 def test_training_ends_in_safetensors(pool: RankPool, tmp_path: Path, layout: str) -> None:
-    """Every layout exports the same model, which transformers runs as we do."""
+    """Every layout exports the same model, and transformers computes the same loss."""
     options = ("checkpoint.last_save_model_only=true", "checkpoint.last_save_in_hf=true", "training.steps=3")
     job = job_of(tmp_path, *LAYOUTS[layout].split(), *options)
     pool.run(job.world_size, train, job.to_json(), str(tmp_path / "run"))
@@ -113,7 +113,7 @@ def test_training_ends_in_safetensors(pool: RankPool, tmp_path: Path, layout: st
     assert open_checkpoint(str(folder)).holds == "hf"
     assert [p.name for p in folder.parent.iterdir() if p.is_dir()] == ["step-3"]
     model = AutoModelForCausalLM.from_pretrained(folder)
-    # Started from there, the next run's first loss is what transformers computes.
+    # The first loss of a run that starts from it is the one that transformers computes.
     again = job_of(
         tmp_path,
         *("checkpoint.initial_load_in_hf=true", f"checkpoint.initial_load_path={folder}", "training.steps=2"),
@@ -138,7 +138,7 @@ MIXTURES = {
 
 @pytest.mark.parametrize("name", rest_is_thorough(MIXTURES, "deepseek_v3_debug", "gpt_oss_debug"))
 def test_mixtures_start_and_end_in_safetensors(pool: RankPool, tmp_path: Path, name: str) -> None:
-    """Ranks find their experts, and parts of them, in files that have them one by one, or all in one."""
+    """Ranks read their experts or shards of them, from one tensor per expert or one stacked tensor."""
     model = (f"model={name}", "model.rope.scaling=none", *MIXTURES[name].split())
     source = ("checkpoint.initial_load_in_hf=true", f"checkpoint.initial_load_path={tmp_path / 'hf'}")
     ends = ("checkpoint.last_save_model_only=true", "checkpoint.last_save_in_hf=true")
@@ -154,7 +154,7 @@ def test_mixtures_start_and_end_in_safetensors(pool: RankPool, tmp_path: Path, n
 
 
 def test_balancing_biases_are_resharded(pool: RankPool, tmp_path: Path) -> None:
-    """They are no parameters, and no optimizer knows them: saved, loaded on another layout, and exported."""
+    """Buffers outside of the optimizer are saved, loaded on another layout, and exported."""
     model = ("model=deepseek_v3_debug", "optimizer.lr=0.0", "model.moe.balance_coeff=0.0001")
     start = ("checkpoint.initial_load_in_hf=true", f"checkpoint.initial_load_path={tmp_path / 'hf'}")
     layout = ("parallelism=fsdp", "parallelism.dp_shard=4", "parallelism.ep=2")
@@ -173,7 +173,7 @@ def test_balancing_biases_are_resharded(pool: RankPool, tmp_path: Path) -> None:
 
 
 def random_mixture(job: Job) -> torch.nn.Module:
-    """transformers' model of the job's numbers, its weights and biases far from their initial values."""
+    """transformers' model with the job's config; weights and biases far from their initial values."""
     torch.manual_seed(3)
     content = hf_config(job.model, dtype="float32", bos_id=None, eos_id=None)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[content["model_type"]](**content))
@@ -186,7 +186,7 @@ def random_mixture(job: Job) -> torch.nn.Module:
 def require_same(ended: torch.nn.Module, reference: torch.nn.Module, job: Job) -> None:
     for key, tensor in reference.named_parameters():
         assert torch.equal(ended.get_parameter(key), tensor), key
-    # Those of balancing move without a learning rate: by at most two coefficients a step.
+    # Balancing biases change without a learning rate, by at most two coefficients a step.
     for key, bias in biases_of(reference).items():
         moved = (biases_of(ended)[key] - bias).abs().max()
         assert moved <= 8.1 * job.model.moe.balance_coeff < 0.1 < bias.abs().max(), key

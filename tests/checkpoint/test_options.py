@@ -1,4 +1,4 @@
-"""What the fields of the checkpoint group do, on one rank in this process."""
+"""Effects of the checkpoint group's fields, on one rank in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from harness.run_folder import RunFolder
 
 
 def start(tmp_path: Path, *overrides: str, adopt: bool = False) -> tuple[int, RunFolder]:
-    """Trains as a user's command does; returns the exit code."""
+    """Train like the user's command; return the exit code and the run folder."""
     job: Job = compose_job([*SMALL, "training.steps=8", f"runs_dir={tmp_path}", *overrides])
     folder = RunFolder(job.run_dir)
     folder.begin(job, list(overrides), adopt=adopt)
@@ -56,7 +56,7 @@ def error_of(folder: RunFolder) -> str:
 
 
 def forget_the_end(folder: RunFolder, *steps: int) -> None:
-    """Makes a finished run one that was killed before it wrote the checkpoints of ``steps``."""
+    """Make a finished run look as if killed before it wrote the checkpoints of ``steps``."""
     (folder.path / "result.json").unlink()
     for step in steps:
         CheckpointFolder(str(folder.path / "checkpoints")).remove(step)
@@ -95,7 +95,7 @@ def test_one_that_is_being_read_is_not_purged(tmp_path: Path) -> None:
 
 
 def test_the_newest_complete_one_outlives_damaged_newer_ones(tmp_path: Path) -> None:
-    """A truncated one must not count towards those kept, or the last good one would go."""
+    """A truncated checkpoint must not count as kept, or the last good one would be removed."""
     _, folder = start(tmp_path, "checkpoint.interval=2")
     checkpoints = CheckpointFolder(str(folder.path / "checkpoints"))
     for step in (6, 8):
@@ -115,7 +115,7 @@ def test_load_step_goes_back_and_keeps_what_came_later(tmp_path: Path) -> None:
     assert losses_of(folder) == whole
     aside = folder.path / "checkpoints" / "superseded" / "1"
     assert sorted(p.name for p in aside.iterdir()) == ["step-6", "step-8"]
-    # The same command again goes on from what it wrote itself, and not back a second time.
+    # The same command then resumes from its own checkpoints, and does not go back a second time.
     forget_the_end(folder, 8)
     _, folder = start(tmp_path, *options, "checkpoint.load_step=4")
     assert result_of(folder)["start_step"] == 6
@@ -130,7 +130,7 @@ def test_load_step_that_is_not_there(tmp_path: Path) -> None:
     assert error_of(folder).endswith("would work: 4, 8")
 
 
-def test_starting_anew_keeps_the_old_ones(tmp_path: Path) -> None:
+def test_starting_from_step_0_keeps_the_old_ones(tmp_path: Path) -> None:
     _, folder = start(tmp_path, "checkpoint.interval=4")
     first = losses_of(folder)
     _, folder = start(tmp_path, "checkpoint.interval=4", "checkpoint.resume=false")
@@ -148,13 +148,13 @@ def test_excluded_parts_are_not_taken_once(tmp_path: Path) -> None:
     _, folder = start(tmp_path, *options)
     changed = losses_of(folder)
     assert {s: changed[s] for s in range(1, 5)} == {s: whole[s] for s in range(1, 5)}
-    # From the first batch on again; its loss has fallen since.
+    # From the first batch again; its loss has fallen since.
     assert changed[5] != whole[5]
     rates = {r["step"]: r["lr"] for r in read_metrics(folder.path / "metrics.jsonl") if "lr" in r}
     assert rates[5] == rates[1]
     manifest = CheckpointFolder(str(folder.path / "checkpoints")).find(8).manifest
     assert manifest["state"]["data_loader"]["step"] == 4
-    # The same command, stopped meanwhile, goes on from what it has come to.
+    # After a stop, the same command resumes from its own newest checkpoint.
     forget_the_end(folder, 7, 8)
     _, folder = start(tmp_path, *options)
     assert losses_of(folder) == changed
@@ -171,7 +171,7 @@ def test_every_part_can_be_left_out(tmp_path: Path, part: str) -> None:
     if part == "optimizer":
         assert after[5] == whole[5] and after[7] != whole[7]
     else:
-        assert after == whole  # nothing random is drawn in training yet
+        assert after == whole  # training uses no random numbers yet
 
 
 def test_counters_are_left_out_only_for_another_run(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_counters_are_left_out_only_for_another_run(tmp_path: Path) -> None:
     options = (f"checkpoint.initial_load_path={step}", "checkpoint.initial_load_model_only=false", exclude)
     code, other = start(tmp_path / "other", *options)
     assert code == EXIT_OK and result_of(other)["start_step"] == 0
-    # Excluded for this run, however the one before was told to load.
+    # Excluded for this run, whatever the loading options of the one before.
     _, third = start(tmp_path / "third", *options[1:], f"checkpoint.initial_load_path={other.path}")
     assert result_of(third)["start_step"] == 0
 
@@ -196,19 +196,19 @@ def test_falling_back_to_the_seed_forgets_the_optimizer(tmp_path: Path) -> None:
     forget_the_end(folder)
     data = folder.path / "checkpoints" / "step-8" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
-    content[-20000] ^= 4  # late in the file: much has been loaded by then
+    content[-20000] ^= 4  # late in the file, when much has been loaded
     data.write_bytes(content)
     code, folder = start(tmp_path)
     assert code == EXIT_OK and result_of(folder)["start_step"] == 0
     assert losses_of(folder) == whole
-    # The damaged one is not in the way of what follows, and not lost either.
+    # The damaged one was moved aside, not removed.
     assert (folder.path / "checkpoints" / "superseded" / "1" / "step-8").is_dir()
 
 
 def test_a_seed_is_not_written_over_a_run(tmp_path: Path) -> None:
     start(tmp_path)
     code, folder = start(tmp_path, "checkpoint.create_seed_checkpoint=true")
-    assert code == EXIT_USER and "has come to step 8 already" in error_of(folder)
+    assert code == EXIT_USER and "is already at step 8;" in error_of(folder)
     assert CheckpointFolder(str(folder.path / "checkpoints")).find(8).holds == "full"
 
 
@@ -228,7 +228,7 @@ def test_an_export_outlives_its_clean_up(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_files_that_are_not_seen_are_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of other nodes may write to another disk: what is vouched for has to be there."""
+    """Ranks of other nodes may write to another disk: all listed files must be visible."""
 
     class Elsewhere(save.Writer):
         def finish(self, metadata: Any, results: Any) -> None:
@@ -242,7 +242,7 @@ def test_files_that_are_not_seen_are_a_failed_save(tmp_path: Path, monkeypatch: 
 
 
 def test_a_failed_copy_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is one rank's alone: going on would pair this rank's next save with the others' last."""
+    """It happens on one rank; continuing would pair its next save with the others' last."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no room for the copy")
@@ -257,7 +257,9 @@ def test_a_failed_copy_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (result_of(folder)["exit_code"], result_of(folder)["step"]) == (EXIT_MACHINE, 2)
 
 
-def test_a_changed_job_is_told_of_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_job_gets_a_note_on_the_earlier_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, folder = start(tmp_path, "checkpoint.interval=4")
     forget_the_end(folder, 8)
     _, other = start(tmp_path, "optimizer.lr=0.02", "metrics.console=plain")
@@ -267,13 +269,15 @@ def test_a_changed_job_is_told_of_the_one_before(tmp_path: Path, capsys: pytest.
     assert result_of(other)["start_step"] == 0
 
 
-def test_a_longer_job_is_told_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_longer_job_gets_a_note_on_how_to_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, first = start(tmp_path)
     code, longer = start(tmp_path, "training.steps=10", "metrics.console=plain")
     said = capsys.readouterr().out
     assert code == EXIT_OK and result_of(longer)["start_step"] == 0
     assert f"{first.path} ended after step 8 with training.steps=8 there and 10 here; to go on" in said
-    # What it names works.
+    # The suggested overrides work.
     named = said.split("to go on from it: ")[1].split("\n")[0].split()[:3]
     code, longer = start(tmp_path / "again", "training.steps=10", *named)
     assert code == EXIT_OK and result_of(longer)["start_step"] == 8
@@ -284,19 +288,19 @@ def test_seed_checkpoint(tmp_path: Path) -> None:
     code, folder = start(tmp_path, "checkpoint.create_seed_checkpoint=true")
     assert code == EXIT_OK and steps_of(folder) == [0]
     seed = folder.path / "checkpoints" / "step-0"
-    # The same job goes on from it, and another starts from it.
+    # The same job resumes from it, and another job starts from it.
     _, folder = start(tmp_path)
     assert result_of(folder)["resumed_from"] == str(seed)
     assert losses_of(folder) == losses_of(plain)
     _, other = start(tmp_path / "other", "training.seed=1", f"checkpoint.initial_load_path={seed}")
-    _, drawn = start(tmp_path / "drawn", "training.seed=1")
-    assert losses_of(other)[1] != losses_of(drawn)[1]
+    _, initialized = start(tmp_path / "drawn", "training.seed=1")
+    assert losses_of(other)[1] != losses_of(initialized)[1]
 
 
 def test_initial_load_of_weights_and_of_everything(tmp_path: Path) -> None:
     _, folder = start(tmp_path / "first", "checkpoint.interval=4")
     whole = losses_of(folder)
-    # A run folder stands for its newest checkpoint.
+    # A run folder means its newest checkpoint.
     _, tuned = start(tmp_path / "a", "training.seed=2", f"checkpoint.initial_load_path={folder.path}")
     assert result_of(tuned)["start_step"] == 0 and steps_of(tuned) == [8]
     step = folder.path / "checkpoints" / "step-4"
@@ -304,7 +308,7 @@ def test_initial_load_of_weights_and_of_everything(tmp_path: Path) -> None:
     _, continued = start(tmp_path / "b", *options)
     assert result_of(continued)["start_step"] == 4
     assert losses_of(continued) == {s: whole[s] for s in range(5, 9)}
-    # Its own checkpoints come first when it is started again.
+    # When started again, it prefers its own checkpoints.
     forget_the_end(continued)
     _, again = start(tmp_path / "b", *options)
     assert result_of(again)["resumed_from"] == str(again.path / "checkpoints" / "step-8")
@@ -345,7 +349,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_finished_checkpoint_is_never_written_over(tmp_path: Path) -> None:
-    """A longer run cannot go on from weights alone, comes by their step again, and keeps them."""
+    """A longer run cannot resume from weights alone; when it reaches their step again, it keeps them."""
     options = (f"checkpoint.folder={tmp_path / 'shared'}", "checkpoint.interval=4")
     start(tmp_path, *options, "checkpoint.last_save_model_only=true")
     code, folder = start(tmp_path, *options, "training.steps=12", "checkpoint.allow_changed=[training.steps]")
@@ -360,7 +364,7 @@ def test_a_finished_checkpoint_is_never_written_over(tmp_path: Path) -> None:
 
 
 def test_the_place_is_cleared_when_no_rank_writes(tmp_path: Path) -> None:
-    """Ranks plan side by side; a leftover removed while another rank makes its folder would fail its save."""
+    """Ranks plan in parallel: removing leftovers while another rank creates its folder would fail a save."""
     left = tmp_path / "step-3" / "half"
     left.parent.mkdir()
     left.write_text("of a killed run")
@@ -382,7 +386,7 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
 
 
 def test_last_save_model_only_in_another_format(tmp_path: Path) -> None:
-    """Trap 16: the format asked for is the format written."""
+    """Trap 16: the requested format is written."""
     options = ("checkpoint.last_save_model_only=true", "checkpoint.export_dtype=bfloat16")
     code, folder = start(tmp_path, "checkpoint.interval=4", *options)
     assert code == EXIT_OK
@@ -391,7 +395,7 @@ def test_last_save_model_only_in_another_format(tmp_path: Path) -> None:
     facts = dcp.FileSystemReader(last.path).read_metadata().state_dict_metadata
     assert {entry.properties.dtype for entry in facts.values()} == {torch.bfloat16}  # type: ignore[union-attr]
     assert not any(name.startswith(("optimizer", "rng")) for name in facts)
-    # There is nothing to go on to, and that is no error.
+    # No steps are left, which is not an error.
     (folder.path / "result.json").unlink()
     code, folder = start(tmp_path, "checkpoint.interval=4", *options)
     assert code == EXIT_OK and result_of(folder)["step"] == 8
@@ -402,7 +406,7 @@ def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path: Path
     _, first = start(tmp_path, *options)
     whole = losses_of(first)
     other = (*options, "training.local_batch_size=4")  # another execution of the same numerics
-    # A run that completed is a result of its own: nothing is taken from it.
+    # A completed run is a result of its own: no other run resumes from it.
     _, second = start(tmp_path, *other, adopt=True)
     assert result_of(second)["start_step"] == 0
     forget_the_end(first, 8)
@@ -417,7 +421,7 @@ def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path: Path
 
 
 def test_failed_saves_by_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full for a while costs a checkpoint, one that stays full the run; none that is there."""
+    """A temporarily full disk costs one checkpoint, a permanently full one the run; earlier ones stay."""
 
     class Full(save.Writer):
         def finish(self, metadata: Any, results: Any) -> None:
@@ -456,7 +460,7 @@ def test_failed_saves_by_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert code == EXIT_MACHINE and "step 8 could not be written" in error_of(folder)
 
 
-def test_a_bug_while_saving_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_while_saving_is_reported_as_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(save.Writer):
         def finish(self, metadata: Any, results: Any) -> None:
             raise KeyError("a bug")
@@ -503,7 +507,7 @@ def test_unknown_protocol(tmp_path: Path) -> None:
         ("checkpoint.async_mode=later", "checkpoint.async_mode=later: no such mode; would work: disabled"),
         (
             "checkpoint=async_pinned",
-            "checkpoint.async_mode=async_with_pinned_mem: memory is pinned",
+            "checkpoint.async_mode=async_with_pinned_mem: pinned memory needs a GPU",
         ),
         ("checkpoint.export_dtype=bfloat16", "checkpoint.export_dtype=bfloat16: only a model-only last"),
         ("checkpoint.last_save_in_hf=true", "checkpoint.last_save_in_hf=true: Hugging Face's format holds"),
@@ -522,10 +526,10 @@ def test_mistakes(tmp_path: Path, typed: str, says: str) -> None:
 def test_mistakes_found_when_starting(tmp_path: Path) -> None:
     for number, (typed, says) in enumerate(
         [
-            (f"checkpoint.initial_load_path={tmp_path}", "no checkpoint: it was not finished"),
+            (f"checkpoint.initial_load_path={tmp_path}", "not a checkpoint: it was not finished"),
             (
                 "checkpoint.allow_changed=[no.field]",
-                "checkpoint.allow_changed=no.field: no field of this",
+                "checkpoint.allow_changed=no.field: no numerics field has this name",
             ),
         ]
     ):

@@ -1,4 +1,4 @@
-"""Exact resume: a run that was stopped and resumed is, bit by bit, the run that was not."""
+"""Exact resume: a stopped and resumed run is bitwise equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYOUTS = {
         *("model=deepseek_v3_debug", "model.attention.q_lora_rank=null", "model.mtp.depth=1"),
         *("parallelism=fsdp_ep", "model.n_layers=2"),
     ],
-    # Weights that FSDP gathers in float8 are of torchao's class, and running means are in bfloat16.
+    # Weights that FSDP gathers in float8 are torchao tensors, and running means are in bfloat16.
     "fsdp_float8": [
         *("parallelism=fsdp", "precision=float8_tensorwise", "precision.emulate=true"),
         *("precision.enable_fsdp_float8_all_gather=true", "optimizer.state_dtype=bfloat16"),
@@ -52,7 +52,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def straight(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Outcome]]:
-    """What every rank of a layout comes to in all steps without a stop, and without checkpoints."""
+    """Results of every rank of a layout after all steps, without a stop and without checkpoints."""
 
     @cache
     def of(layout: str) -> list[Outcome]:
@@ -101,7 +101,7 @@ def test_twice_resumed(pool: RankPool, tmp_path: Path, straight: Callable[[str],
         assert parts[-1][rank].state == whole.state
 
 
-# Each goes on from the one before it: all the pairs in a row, from one run.
+# Each layout resumes from the one before, so one run covers all consecutive pairs.
 CHAIN = ["fsdp", "tp_pp", "single", "pp_zbv", "fsdp3", "cp_tp", "fsdp"]
 if THOROUGH:
     CHAIN[3:3] = ["hsdp", "tp4", "pp4", "fsdp_offload", "hsdp_tp"]
@@ -120,7 +120,7 @@ OVERRIDES = {
     "cp_tp": "parallelism=cp parallelism.tp=2",
     "hsdp_tp": "parallelism=hsdp_tp",
 }
-# A vocabulary that no degree divides (trap 14), and a batch that 3 ranks share.
+# A vocabulary that no degree divides (trap 14), and a batch divisible by 3 ranks.
 ODD = ["model.vocab_size=251", "training.global_batch_size=24", f"training.steps={EACH * len(CHAIN)}"]
 TOLERANCE = 1e-5
 
@@ -166,7 +166,7 @@ EXPERT_CHAIN = {
 
 
 def test_resuming_on_another_degree_of_expert_parallel(pool: RankPool, tmp_path: Path) -> None:
-    """Experts, their optimizer states and the balancing biases go to other ranks."""
+    """Experts, their optimizer states and the balancing biases move to other ranks."""
     common = ["model=deepseek_v3_debug", f"training.steps={EACH * len(EXPERT_CHAIN)}"]
     [whole] = run(pool, job_of(tmp_path, *common, "checkpoint=disabled"), tmp_path / "whole")
     common.append(f"checkpoint.folder={tmp_path / 'shared'}")

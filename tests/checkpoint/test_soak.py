@@ -1,4 +1,4 @@
-"""A short draw of experiments/checkpoint: runs that are killed, and damage to a single rank's checkpoints."""
+"""A short part of experiments/checkpoint: killed runs, and damage to the checkpoints of one rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_killed_and_resumed_is_the_run_that_was_left_alone(
 
 
 def test_a_run_that_differs_is_found(tmp_path: Path) -> None:
-    """The comparison has teeth: one bit of one loss, one row missing, one row twice."""
+    """The comparison fails for one changed bit of a loss, a missing row, or a repeated row."""
     rows = [(step, 5.0 + step) for step in range(1, 4)]
     other = [*rows[:-1], (3, math.nextafter(8.0, 9.0))]
     for found in (other, rows[:-1], [*rows, rows[-1]]):
@@ -53,7 +53,7 @@ def test_a_run_that_differs_is_found(tmp_path: Path) -> None:
 
 
 def run_here(folder: Path, overrides: Iterable[str], patch: str = "") -> faults.Ended:
-    """Runs the command of a single rank in this process."""
+    """Run the command of a single rank in this process."""
     assert not patch
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -71,7 +71,7 @@ def run_here(folder: Path, overrides: Iterable[str], patch: str = "") -> faults.
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[faults.Faults]:
-    """A finished run, for copies of it to be damaged."""
+    """A finished run, of which copies are damaged."""
     yield faults.Faults(tmp_path_factory.mktemp("faults"), run_here)
 
 
@@ -83,13 +83,13 @@ CHEAP = [
 
 
 @pytest.mark.parametrize("fault", CHEAP, ids=lambda fault: fault.name)
-def test_damage_is_told_and_costs_what_it_has_to(bench: faults.Faults, fault: faults.Fault) -> None:
+def test_damage_is_reported_and_costs_the_expected_steps(bench: faults.Faults, fault: faults.Fault) -> None:
     row = bench.happen(fault)
     assert row.bench.problems == []
 
 
-def test_a_fault_that_is_not_told_is_found(bench: faults.Faults) -> None:
-    """The expectations have teeth: the same damage with another step, and with words nobody prints."""
+def test_an_unreported_fault_is_found(bench: faults.Faults) -> None:
+    """The check fails if another step or other words are expected for the same damage."""
     inject = faults.flip_entry(faults.WEIGHT)
     for wrong in (
         faults.damage("wrong step", inject, 8, "cannot be used"),

@@ -1,4 +1,4 @@
-"""Checkpoints of others: a pickle in them is data, and what it names is not run."""
+"""Untrusted checkpoints: code named by a pickle in them is not run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from harness.run_folder import RunFolder
 
 
 class Payload:
-    """Unpickled without restriction, it makes a folder."""
+    """Creates a folder when unpickled without restriction."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
@@ -43,7 +43,7 @@ class Payload:
 
 
 def train(runs: Path, *overrides: str, adopt: bool = False) -> tuple[int, RunFolder]:
-    """Trains as a user's command does, in this process; returns the exit code."""
+    """Train like the user's command, in this process; return the exit code."""
     options = ["model.n_layers=1", "training.steps=3", "checkpoint.interval=1", "metrics.console=plain"]
     job: Job = compose_job([*SMALL, *options, f"runs_dir={runs}", *overrides])
     folder = RunFolder(job.run_dir)
@@ -63,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def rewrite(checkpoint: Path, content: bytes) -> None:
-    """Replaces ``.metadata``, and makes the manifest vouch for it."""
+    """Replace ``.metadata``, with its size and checksum in the manifest."""
     (checkpoint / ".metadata").write_bytes(content)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     del manifest["checksum"]
@@ -79,7 +79,7 @@ def with_payload(checkpoint: Path, ran: Path) -> None:
 
 
 def as_bytes(checkpoint: Path, ran: Path) -> None:
-    """Lets the metadata, which names nothing unusual, call a weight a pickled object."""
+    """Declare a weight as a pickled object in metadata that names no unusual class."""
     place = add_file(checkpoint, Payload(ran))
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     metadata.state_dict_metadata["norm.weight"] = theirs.BytesStorageMetadata()
@@ -88,7 +88,7 @@ def as_bytes(checkpoint: Path, ran: Path) -> None:
 
 
 def in_an_entry(checkpoint: Path, ran: Path) -> None:
-    """Puts the payload in the place of a tensor."""
+    """Replace a tensor by the payload."""
     place = add_file(checkpoint, {"weight": Payload(ran)})
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     metadata.storage_data[theirs.MetadataIndex("norm.weight", [0])] = place
@@ -96,7 +96,7 @@ def in_an_entry(checkpoint: Path, ran: Path) -> None:
 
 
 def of_another_shape(checkpoint: Path, ran: Path) -> None:
-    """Puts a tensor of fewer dimensions than the metadata says in the place of a weight."""
+    """Replace a weight by a tensor with fewer dimensions than in the metadata."""
     place = add_file(checkpoint, torch.tensor(1.0))
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     metadata.storage_data[theirs.MetadataIndex("norm.weight", [0])] = place
@@ -109,11 +109,11 @@ def add_file(checkpoint: Path, content: Any) -> _StorageInfo:
 
 
 Forge = Callable[[Path, Path], None]
-NAMES_IT = "is not to be trusted: it names 'posix.mkdir', which no checkpoint needs; nothing of it was run"
+NAMES_IT = "is not trusted: it names 'posix.mkdir', which no checkpoint needs; no code of it was run"
 
 
 def refusal_of_converting(trained: RunFolder, tmp_path: Path, forge: Forge) -> str:
-    """What ``harness.convert`` says of a forged checkpoint that has no manifest."""
+    """The error of ``harness.convert`` for a forged checkpoint without a manifest."""
     source = Path(shutil.copytree(trained.path / "checkpoints" / "step-3", tmp_path / "given"))
     forge(source, tmp_path / "ran")
     (source / "manifest.json").unlink()
@@ -146,7 +146,7 @@ def in_the_own_folder(trained: RunFolder, tmp_path: Path, forge: Forge) -> str:
 
 
 def in_a_neighbour(trained: RunFolder, tmp_path: Path, forge: Forge) -> str:
-    """The plain command goes on from a run of the same numerics on another layout."""
+    """The plain command resumes from a run with the same numerics on another layout."""
     in_the_own_folder(trained, tmp_path, forge)
     RunFolder(tmp_path / trained.path.relative_to(trained.path.parents[1])).set_status("interrupted")
     return "training.local_batch_size=2"
@@ -156,9 +156,9 @@ def in_a_neighbour(trained: RunFolder, tmp_path: Path, forge: Forge) -> str:
 def test_a_forged_checkpoint_is_refused(
     trained: RunFolder, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    told = refusal(trained, tmp_path, with_payload)
-    assert f".metadata {NAMES_IT}" in told
-    assert "\n" not in told
+    message = refusal(trained, tmp_path, with_payload)
+    assert f".metadata {NAMES_IT}" in message
+    assert "\n" not in message
     assert not (tmp_path / "ran").exists()
 
 
@@ -168,7 +168,7 @@ def test_a_forged_checkpoint_is_refused(
         (in_a_shared_folder, with_payload, f".metadata {NAMES_IT}"),
         (in_the_own_folder, with_payload, f".metadata {NAMES_IT}"),
         (in_a_neighbour, with_payload, f".metadata {NAMES_IT}"),
-        (in_a_shared_folder, as_bytes, "norm.weight is no tensor in this checkpoint"),
+        (in_a_shared_folder, as_bytes, "norm.weight is not a tensor in this checkpoint"),
         (in_a_shared_folder, in_an_entry, f"the entry {NAMES_IT}"),
         (in_a_shared_folder, of_another_shape, "the tensor has shape []"),
     ],
@@ -219,7 +219,7 @@ def test_metadata_is_read_as_torch_reads_it(protocol: int) -> None:
 
 
 def test_only_classes_of_metadata_are_made() -> None:
-    """The classes of a pickle are out of its reach, too: state is for objects."""
+    """A pickle cannot set the state of a class either, only of objects."""
     sets_a_class = (
         b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x01\x00\x00\x00aK\x01s\x86b."
     )
@@ -239,9 +239,9 @@ def test_only_classes_of_metadata_are_made() -> None:
         (metadata(storage_data={"w": 1}), "an object is str"),
         (
             metadata(storage_data={INDEX: _StorageInfo("../../other", 0, 1)}),
-            "'../../other' is no file of the",
+            "'../../other' is not a file in the",
         ),
-        (metadata(storage_data={INDEX: _StorageInfo("a\0", 0, 1)}), "'a\\x00' is no file of the"),
+        (metadata(storage_data={INDEX: _StorageInfo("a\0", 0, 1)}), "'a\\x00' is not a file in the"),
         (metadata(storage_data={INDEX: _StorageInfo("a", -1, 1)}), "a position is negative"),
         (metadata(state_dict_metadata={"w": theirs.TensorProperties(torch.int8)}), "an object is Properties"),
         (
@@ -252,7 +252,7 @@ def test_only_classes_of_metadata_are_made() -> None:
                     )
                 }
             ),
-            "the chunks of w are not the whole tensor",
+            "the chunks of w do not add up to the tensor",
         ),
     ],
 )
@@ -262,7 +262,7 @@ def test_what_is_no_metadata_is_damaged(damaged: Any, says: str) -> None:
 
 
 def test_cut_and_flipped_metadata_is_damaged() -> None:
-    """Whatever bytes are lost or changed: metadata, or one line that says it is none."""
+    """Any lost or changed bytes give metadata, or a one-line error."""
     content = pickle.dumps(metadata())
     for at in range(len(content)):
         with pytest.raises(DamagedCheckpoint):
@@ -275,7 +275,7 @@ def test_cut_and_flipped_metadata_is_damaged() -> None:
             assert "\n" not in str(error)
 
 
-# Modules that may unpickle: by the restricted unpickler, and what this process has pickled itself.
+# Modules that may unpickle: with the restricted unpickler, or data that this process has pickled.
 MAY_UNPICKLE = {"checkpoint/metadata.py": {"Unpickler"}, "loop/flight_recorder.py": {"loads"}}
 
 

@@ -12,7 +12,7 @@ from launching import Launch
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """Starts jobs in a folder of the test's own, and sees to it that none outlives the test."""
+    """Starts jobs in the test's own folder, and kills them when the test ends."""
     started: list[Launch] = []
 
     def start(*overrides: str, **options: Any) -> Launch:

@@ -1,4 +1,4 @@
-"""Starting real jobs as a user does, and looking at their processes from outside."""
+"""Start real jobs as a user does, and inspect their processes from outside."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ PATIENCE = 180.0
 
 
 class Launch:
-    """One started job. ``python -m`` its module, in a session of its own, as a terminal starts it.
+    """One started job: ``python -m MODULE`` in its own session, as a terminal starts it.
 
     Args:
-        folder: where it runs and writes.
-        overrides: what is typed.
-        module: how it is started, after ``python -m``.
-        patch: source that every Python process of the job runs when it starts.
+        folder: working folder, where the job writes.
+        overrides: overrides on the command line.
+        module: module and arguments after ``python -m``.
+        patch: source code that every Python process of the job runs when it starts.
         environment: variables to set.
     """
 
@@ -69,38 +69,38 @@ class Launch:
             stderr=self._log,
             text=True,
             start_new_session=True,
-            # A test run in the background of a shell script has SIGINT ignored, and would pass that on.
+            # In a background job of a shell script SIGINT is ignored, which children would inherit.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.out = ""
 
     def finish(self) -> int:
-        """Waits for the end; returns the exit code."""
+        """Wait for the end; return the exit code."""
         self.out, _ = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode
 
     @property
     def err(self) -> str:
-        """What it wrote to stderr."""
+        """The job's stderr."""
         return Path(self._log.name).read_text()
 
     @property
     def run_dir(self) -> Path:
-        """The only run folder it made."""
+        """The only run folder that the job created."""
         [found] = [p.parent for p in (self.folder / "runs").glob("*/*/job.json")]
         return found
 
     def read(self, name: str) -> dict[str, Any]:
-        """A JSON file of the run folder."""
+        """Read a JSON file of the run folder."""
         return json.loads((self.run_dir / name).read_text())
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What it measured."""
+        """The rows of metrics.jsonl."""
         return read_metrics(self.run_dir / "metrics.jsonl")
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the ranks that are alive, by rank, from their environment."""
+        """Return the process ids of living ranks, by rank, from their environment."""
         found = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -119,7 +119,7 @@ class Launch:
         return found
 
     def wait_for_step(self, step: int = 5) -> None:
-        """Waits until the job is in the middle of training."""
+        """Wait until the job has reached a step of training."""
 
         def trains() -> bool:
             assert self.process.poll() is None, self.err
@@ -131,7 +131,7 @@ class Launch:
         until(trains, PATIENCE)
 
     def kill(self) -> None:
-        """Leaves nothing behind, whatever the test has shown."""
+        """Kill all processes of the job."""
         for pid in [self.process.pid, *self.ranks().values()]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -140,9 +140,9 @@ class Launch:
 
 
 def until(holds: Callable[[], bool], seconds: float) -> float:
-    """Waits until something holds; returns how long that took."""
+    """Wait until a condition holds; return how long that took."""
     start = time.monotonic()
     while not holds():
-        assert time.monotonic() - start < seconds, f"still not so after {seconds} s"
+        assert time.monotonic() - start < seconds, f"condition does not hold after {seconds} s"
         time.sleep(0.05)
     return time.monotonic() - start

@@ -1,4 +1,4 @@
-"""The rank that did not come to a collective is found from the places that the others wrote."""
+"""The rank that did not reach a collective is found from the positions that the others wrote."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from harness.cluster.absent import absent_ranks
 ERROR = {"rank": 0, "time": 100.0}
 
 
-def place(group: str, members: list[int], time: float = 90.0, **begun: int) -> dict[str, Any]:
+def position(group: str, members: list[int], time: float = 90.0, **begun: int) -> dict[str, Any]:
     return {"group": group, "number": begun[group], "members": members, "begun": begun, "time": time}
 
 
 PAIR = [0, 1]
 CASES = {
-    "one is behind": ({0: place("a", PAIR, a=7), 1: place("a", PAIR, a=6)}, [1]),
-    "one is stopped, and wrote nothing": ({0: place("a", PAIR, a=7)}, [1]),
+    "one is behind": ({0: position("a", PAIR, a=7), 1: position("a", PAIR, a=6)}, [1]),
+    "one is stopped and wrote nothing": ({0: position("a", PAIR, a=7)}, [1]),
     "one was continued when the other had failed": (
-        {0: place("a", PAIR, a=7), 1: place("a", PAIR, time=101.0, a=7)},
+        {0: position("a", PAIR, a=7), 1: position("a", PAIR, time=101.0, a=7)},
         [1],
     ),
     "one waits for the other, which waits for a third": (
-        {0: place("a", PAIR, a=7), 1: place("b", [1, 2], a=6, b=3), 2: place("b", [1, 2], b=2)},
+        {0: position("a", PAIR, a=7), 1: position("b", [1, 2], a=6, b=3), 2: position("b", [1, 2], b=2)},
         [2],
     ),
-    "all are there": ({0: place("a", PAIR, a=7), 1: place("a", PAIR, a=7)}, []),
-    "two are missing": ({0: place("a", [0, 1, 2, 3], a=7), 2: place("a", [0, 1, 2, 3], a=7)}, [1, 3]),
-    "nobody watched": ({}, []),
-    "the place was written after the error": ({0: place("a", PAIR, time=100.1, a=7)}, []),
+    "none is missing": ({0: position("a", PAIR, a=7), 1: position("a", PAIR, a=7)}, []),
+    "two are missing": ({0: position("a", [0, 1, 2, 3], a=7), 2: position("a", [0, 1, 2, 3], a=7)}, [1, 3]),
+    "no positions": ({}, []),
+    "the position was written after the error": ({0: position("a", PAIR, time=100.1, a=7)}, []),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_did_not_come(case: str, tmp_path: Path) -> None:
-    places, absent = CASES[case]
+def test_absent_ranks(case: str, tmp_path: Path) -> None:
+    positions, absent = CASES[case]
     folder = tmp_path / "flight_recorder"
     folder.mkdir()
-    for rank, content in places.items():
+    for rank, content in positions.items():
         (folder / f"place-rank{rank}.json").write_text(json.dumps({"rank": rank, **content}))
     assert absent_ranks(tmp_path, ERROR) == absent

@@ -1,4 +1,4 @@
-"""One attempt at a SLURM job, without SLURM: the verdict on its ranks, and code that cannot be run."""
+"""One attempt at a SLURM job, without SLURM: the verdict on its ranks, and code that cannot be imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.cluster import attempt
-from harness.cluster.attempt import Allocation, StepFailed, _verdict, _why_it_ends, rank_environment
+from harness.cluster.attempt import Allocation, StepFailed, _verdict, _why_not_requeued, rank_environment
 from harness.cluster.batch import Received
 from harness.cluster.node_check import UnfitNodes
 from harness.cluster.queue import SlurmError
@@ -36,7 +36,7 @@ STOP = KeyboardInterrupt()
 
 
 class Granted(Allocation):
-    """An allocation whose state the test knows."""
+    """An allocation with a given state."""
 
     def __init__(self, state: str) -> None:
         super().__init__("7", 0)
@@ -52,14 +52,14 @@ def job() -> Job:
 
 
 VERDICTS = {
-    # srun's SIGTERM has made an interruption of rank 0's error.
+    # srun's SIGTERM turned rank 0's error into an interruption.
     "dead, 0 interrupted": (DIED + ENDED, "RUNNING", EXIT_INTERRUPTED, STOP, (1, "RankDied")),
     "killed, 0 sees it": (KILLED + ENDED + EXITED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "dies late": (EXITED + ENDED + DIED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "hangs": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
     "lags": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
-    "told to stop": ("", "RUNNING", EXIT_RESUMABLE, None, None),
-    "told to stop before a step": (
+    "stopped": ("", "RUNNING", EXIT_RESUMABLE, None, None),
+    "stopped before a step": (
         "",
         "RUNNING",
         EXIT_INTERRUPTED,
@@ -93,8 +93,8 @@ def test_the_first_true_cause_wins(case: str, tmp_path: Path) -> None:
 def test_a_job_without_requeues_says_whether_its_time_was_up(job: Job) -> None:
     assert job.cluster.minutes is not None
     limit = 60.0 * job.cluster.minutes - job.cluster.signal_seconds
-    assert _why_it_ends(job, limit - 20).startswith("its time was up (cluster.time=")
-    assert _why_it_ends(job, limit / 2).startswith("SLURM told it to stop, and cluster.max_requeues=2")
+    assert _why_not_requeued(job, limit - 20).startswith("the time limit was reached (cluster.time=")
+    assert _why_not_requeued(job, limit / 2).startswith("SLURM stopped the job, and cluster.max_requeues=2")
 
 
 def test_ranks_of_one_node_need_no_name_of_it(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""A collective that one rank does not come to: which it was and where both stand lies in the run folder."""
+"""A collective that one rank does not reach: the run folder names it, and both ranks' positions."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if os.environ.get("RANK") == "1":
 """
 
 
-def test_a_rank_that_does_not_come_is_seen_where_it_is_also_after_a_resume(
+def test_a_rank_that_does_not_reach_a_collective_is_located_also_after_a_resume(
     launch: Callable[..., Launch],
 ) -> None:
-    """Trap 20: the short timeout holds from the second step of this process on, whichever step that is."""
+    """The short timeout holds from the second step of this process on, whichever step that is."""
     job = [*TWO_RANKS, *LONG, "metrics.log_interval=1", "cluster.step_timeout_seconds=4"]
     first = launch(*job)
     first.wait_for_step()
@@ -46,8 +46,8 @@ def test_a_rank_that_does_not_come_is_seen_where_it_is_also_after_a_resume(
     row, folder = second.read("result.json"), second.run_dir / "flight_recorder"
     assert (row["error.kind"], row["error.rank"], row["step"]) == ("collective_timeout", 0, reached + 2)
     assert row["error.absent_ranks"] == [1]
-    assert "rank 1 did not come to the collective that rank 0 waited in: " in second.err
-    assert f"where every rank stood: {folder.relative_to(second.folder)}" in second.err
+    assert "rank 1 did not reach the collective that rank 0 waited in: " in second.err
+    assert f"the collective and each rank's position: {folder.relative_to(second.folder)}" in second.err
     waiting, absent = ((folder / f"stacks-rank{rank}.txt").read_text() for rank in (0, 1))
     for rank, text in enumerate((waiting, absent)):
         assert text.startswith(f"rank {rank}, step {reached + 3}: ")
@@ -55,7 +55,7 @@ def test_a_rank_that_does_not_come_is_seen_where_it_is_also_after_a_resume(
         assert text.count("hread 0x") >= 2, "not all threads"
     assert "gloo:all_reduce" in waiting and "in world_total" in waiting
     assert "in somewhere_else" in absent and "in world_total" not in absent
-    # As torch's own analysis of such files reads them.
+    # Read the files as torch's own analysis does.
     dumps = [read_dump("gloo_", str(folder / f"gloo_{rank}")) for rank in (0, 1)]
     ends = [dump["entries"][-1]["collective_seq_id"] for dump in dumps]  # type: ignore[index]
     assert ends[0] == ends[1] + 1

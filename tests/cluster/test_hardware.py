@@ -1,4 +1,4 @@
-"""The table of accelerators: names match whole or not at all, and peaks are dense."""
+"""The table of accelerators: only full names match, and peaks are dense."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def test_unknown_device_is_not_guessed(device_name: str) -> None:
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS.values(), ids=lambda a: a.name)
-def test_figures_hang_together(accelerator) -> None:
+def test_peaks_are_consistent(accelerator) -> None:
     peaks = accelerator.peak_flops
-    # Every device of the table doubles its rate from tf32 to half and from half to float8. A figure copied
-    # "with sparsity" would break that. The sheets round by up to 3 %.
+    # On every device of the table the rate doubles from tf32 to half and from half to float8. A value copied
+    # "with sparsity" would break that. The datasheets round by up to 3 %.
     assert peaks["bfloat16"] == peaks["float16"] == pytest.approx(2 * peaks["tf32"], rel=0.03)
     if "float8" in peaks:
         assert peaks["float8"] == pytest.approx(2 * peaks["bfloat16"], rel=0.03)

@@ -1,4 +1,4 @@
-"""What a job reads is looked for before it is submitted."""
+"""A job's input files are checked before it is submitted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from harness.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def as_if_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest's folders lie where temporary files of one machine lie."""
-    monkeypatch.setattr(inputs, "_OF_A_NODE", ("/local",))
+    """Treat pytest's temporary folders as shared."""
+    monkeypatch.setattr(inputs, "_NODE_LOCAL", ("/local",))
     monkeypatch.setattr(inputs.tempfile, "gettempdir", lambda: "/local")
     for cached in (inputs._matches_any, inputs._is_missing):
         cached.cache_clear()

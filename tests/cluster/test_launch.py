@@ -33,7 +33,7 @@ GONE_SECONDS = 6.0
 
 
 def patch_rank(rank: int, body: str) -> str:
-    """Source that makes one rank do something else before the gradients of its third step."""
+    """Return source code that makes one rank run ``body`` before the gradients of its third step."""
     return f"""
 import os
 if os.environ.get("RANK") == "{rank}":
@@ -122,7 +122,7 @@ def test_a_stop_request_ends_all_ranks_at_one_step(launch: Start, number: signal
         assert again.finish() == EXIT_USER
         assert again.err.count("\n") == 1 and "already running" in again.err
         assert again.ranks().keys() == {0, 1}, "the refused launch has ended the running one"
-        # As a terminal does it: to the whole foreground process group.
+        # As a terminal does: to all processes of the foreground process group.
         os.killpg(job.process.pid, number)
     else:
         job.process.send_signal(number)
@@ -158,8 +158,8 @@ def test_a_stuck_rank_is_found_by_the_timeout_of_a_step(launch: Start) -> None:
     assert job.finish() == EXIT_MACHINE
     row = job.read("result.json")
     assert (row["error.kind"], row["error.rank"]) == ("collective_timeout", 0)
-    assert row["error.absent_ranks"] == [1], "a rank that is stopped is not the one that waits"
-    # Which rank, where it was, and in which operation.
+    assert row["error.absent_ranks"] == [1], "the stopped rank is absent, not the waiting one"
+    # Rank, position and operation.
     assert f"rank 0 of 2 after step {row['step']}" in job.err and "Timed out waiting 4000ms" in job.err
     assert "in harness/" in job.err and "Traceback" not in job.err
     assert job.ranks() == {}
@@ -172,7 +172,7 @@ def test_a_killed_controller_leaves_no_orphans_and_a_folder_that_can_be_used(lau
     assert until(lambda: job.ranks() == {}, GONE_SECONDS) < GONE_SECONDS
     row = job.read("result.json")
     assert (row["exit_reason"], row["error.type"]) == ("failed", "LauncherGone")
-    # A controller of whom only the status is left, with an id that now belongs to another process.
+    # The status of a dead controller, whose process id now belongs to another process.
     status = job.read("status.json")
     (job.run_dir / "status.json").write_text(json.dumps({**status, "state": "running", "pid": os.getpid()}))
     again = RunFolder(job.run_dir)

@@ -1,4 +1,4 @@
-"""Sweeps on this machine: one point after another, failures named, killed controllers survived."""
+"""Sweeps on this machine: points run in turn, failures are named, a killed controller can be resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Start = Callable[..., Launch]
 
 
 def sweep(folder: Path, *arguments: str) -> str:
-    """What ``python -m harness.sweep`` prints, stderr first."""
+    """Return the output of ``python -m harness.sweep``, stderr first."""
     done = subprocess.run(
         [sys.executable, "-m", "harness.sweep", *arguments],
         cwd=folder,
@@ -31,7 +31,7 @@ def sweep(folder: Path, *arguments: str) -> str:
 
 
 def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: Path) -> None:
-    """Two points that no job can be made of, one that finds no data, and one that completes."""
+    """Two points that are not valid jobs, one without data, and one that completes."""
     (tmp_path / "there.txt").write_text("All the world is text. " * 200)
     typed = ("-m", "parallelism.dp_shard=1,3", "data=local_text", "data.paths=[there.txt],[gone.txt]")
     typed = (*typed, "data.cache_dir=cache", "name=swept", "training.steps=4", "metrics.wandb=true")
@@ -75,7 +75,7 @@ def test_a_sweep_whose_controller_is_killed_is_resumed(launch: Start, tmp_path: 
     assert "2 points, 2 to run" in printed
     rows = [json.loads(path.read_text()) for path in tmp_path.glob("runs/cut/*/result.json")]
     assert [row["exit_reason"] for row in rows] == ["completed"] * 2
-    assert max(row["start_step"] for row in rows) > 0, "it went on from a checkpoint"
+    assert max(row["start_step"] for row in rows) > 0, "it resumed from a checkpoint"
 
 
 def test_no_sweep_in_a_folder(tmp_path: Path) -> None:
@@ -85,4 +85,4 @@ def test_no_sweep_in_a_folder(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == EXIT_USER
-    assert done.stderr == f"error: {tmp_path}/nothing: neither the folder of a sweep nor that of a run\n"
+    assert done.stderr == f"error: {tmp_path}/nothing: neither a sweep folder nor a run folder\n"

@@ -1,4 +1,4 @@
-"""What SLURM is asked for, and how its answers are read; without SLURM. With it: tests/slurm."""
+"""sbatch scripts and options, and parsing of SLURM's output, without SLURM. Tests with SLURM: tests/slurm."""
 
 from __future__ import annotations
 
@@ -143,12 +143,12 @@ def test_nodes_follow_from_the_layout(overrides: str, shape: tuple[int, int]) ->
 
 MISTAKES = """
 cluster=slurm parallelism.dp_shard=9 training.global_batch_size=9
-    cluster.ranks_per_node=8: 9 ranks do not share out evenly over 2 nodes of 8
+    cluster.ranks_per_node=8: 9 ranks do not fill 2 nodes of 8 evenly
     ; would work: degrees that multiply to 8 or 16
 cluster=slurm parallelism.dp_shard=4 cluster.nodes=2
     parallelism.dp_shard=4: the degrees multiply to 4 (dp_shard=4), but there are 16 ranks
 cluster=slurm cluster.time=soon
-    cluster.time=soon: must be a time as sbatch takes it; would work: 90, 1:30:00, 2-12:00:00
+    cluster.time=soon: must be a time in one of sbatch's forms; would work: 90, 1:30:00, 2-12:00:00
 cluster=slurm cluster.time=1 cluster.signal_seconds=60
     cluster.signal_seconds=60: must be less than cluster.time=1
 cluster=slurm cluster.sbatch.partition=gpu
@@ -156,7 +156,7 @@ cluster=slurm cluster.sbatch.partition=gpu
 cluster=slurm cluster.sbatch={mail-type:[END,FAIL]}
     cluster.sbatch.mail-type=['END', 'FAIL']: must be one value, or true for an option without one
 cluster=slurm cluster.ranks_per_node=null
-    cluster.ranks_per_node=null: SLURM has to be told; would work: 8, GPUs of a node
+    cluster.ranks_per_node=null: must be set for SLURM; would work: 8, GPUs of a node
 cluster=slurm cluster.accelerator=H1000
     cluster.accelerator=H1000: not in the table; would work: A100 SXM 40GB
 cluster=slurm cluster.max_running=0
@@ -186,13 +186,13 @@ def test_times_are_read_as_sbatch_reads_them() -> None:
             minutes_of(text)
 
 
-def test_what_costs_much_is_asked_for_and_nobody_is_there() -> None:
+def test_a_costly_job_needs_confirmation() -> None:
     made = job("cluster=slurm_h100", "parallelism.dp_shard=64", "cluster.time=10:00:00")
     assert cost_in_words([made]) == "at most 640 GPU-hours (H100 SXM)"
     with pytest.raises(UserError, match=r"at most 640 GPU-hours.*would work: cluster.confirm_gpu_hours=640"):
         confirm([made])
     confirm([job("cluster=slurm_h100", "parallelism.dp_shard=8", "cluster.time=12:30:00")])
-    # Four ranks of a node that nobody else gets.
+    # Four ranks on an exclusive node.
     assert cost_in_words([job("cluster=slurm_h100", "parallelism.dp_shard=4")]).startswith("at most 8 GPU")
     assert cost_in_words([job("cluster=slurm", "parallelism.dp_shard=4")]) == "at most 4 GPU-hours"
 
@@ -235,7 +235,7 @@ def test_ranks_in_a_container(container: str, tmp_path: Path) -> None:
     assert command[place - len(container.split()) : place] == container.split()
 
 
-def test_jobs_on_one_node_meet_at_ports_of_their_own() -> None:
+def test_jobs_on_one_node_use_their_own_ports() -> None:
     with attempt._store() as one, attempt._store() as other:
         assert one != other
         for port in (one, other):
@@ -286,22 +286,22 @@ def test_a_scheduler_that_does_not_answer_is_not_one_that_has_forgotten(
     assert attempt.Allocation("7", 0).state() == "UNKNOWN"
 
 
-def test_two_attempts_in_vain_are_not_followed_by_a_third(tmp_path: Path) -> None:
+def test_two_attempts_without_progress_are_not_followed_by_a_third(tmp_path: Path) -> None:
     def end(path: Path, start: int | None, step: int | None) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / "result.json").write_text(json.dumps({"start_step": start, "step": step}))
 
     folder = RunFolder(tmp_path)
     end(tmp_path, None, None)
-    assert attempt._is_worth_another(folder), "the first may be told to stop before it has begun"
+    assert attempt._has_progress(folder), "the first attempt may be stopped before it has begun"
     end(tmp_path / "attempts" / "9", 0, 5)
     end(tmp_path / "attempts" / "10", 5, 5)
-    assert not attempt._is_worth_another(folder)
+    assert not attempt._has_progress(folder)
     end(tmp_path / "attempts" / "10", 5, 6)
-    assert attempt._is_worth_another(folder)
+    assert attempt._has_progress(folder)
     end(tmp_path / "attempts" / "10", 5, 5)
     end(tmp_path, 5, 6)
-    assert attempt._is_worth_another(folder)
+    assert attempt._has_progress(folder)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Fields of ``cluster`` that change what SLURM is asked for; without SLURM."""
+"""Fields of ``cluster`` that change a SLURM job's options; without SLURM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def job(*overrides: str) -> Job:
 
 
 def commands_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
-    """Puts shell scripts before the machine's commands."""
+    """Put shell scripts first in PATH."""
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     for name, text in scripts.items():
         path = folder / name.replace("_", "-")
@@ -43,16 +43,16 @@ cluster.sbatch={parsable: true} => parsable=true: the harness sets --parsable it
 cluster.sbatch={gpus-per-task: 1} => gpus-per-task=1: the harness sets --gpus-per-task itself
 cluster.sbatch={wrap: ls} => wrap=ls: the harness sets --wrap itself; would work: cluster.setup
 cluster.sbatch={gres: gpu:8} => gres=gpu:8: the harness asks for GPUs itself
-cluster.sbatch={J: x} => J=x: must be a long name of an option
+cluster.sbatch={J: x} => J=x: must be the long name of an option
 cluster.srun_args=['--ntasks=1'] => srun_args=--ntasks=1: the harness sets --ntasks of srun itself
 cluster.srun_args=['-n4'] => srun_args=-n4: the harness sets --ntasks of srun itself
 cluster.srun_args=['--kill=0'] => srun_args=--kill=0: the harness sets --kill-on-bad-exit of srun itself
 cluster.distribution=cyclic => distribution=cyclic: must begin with block
-cluster.socket_ifname='^lo' => socket_ifname=^lo: must be whole names of interfaces
+cluster.socket_ifname='^lo' => socket_ifname=^lo: must be full interface names
 cluster.ib_hca='mlx5 0' => ib_hca=mlx5 0: must have the form of NCCL_IB_HCA
 cluster.gpu_bind='a b' => gpu_bind=a b: must be a value of SLURM's --gpu-bind
-cluster.node_check=on => node_check=on: no such check of nodes; would work: off, fail, exclude
-cluster.env={a-b: 1} => env.a-b=1: no name of a variable
+cluster.node_check=on => node_check=on: no such node check; would work: off, fail, exclude
+cluster.env={a-b: 1} => env.a-b=1: is not a valid variable name
 """
 
 
@@ -120,7 +120,7 @@ def test_a_time_limit_that_is_not_given_is_the_partitions(
 
 
 def run_script(made: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.CompletedProcess[str]:
-    """Runs the sbatch script of a job by bash, as SLURM does on the first node."""
+    """Run the sbatch script of a job by bash, as SLURM does on the first node."""
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     script = folder / "job.sh"
     script.write_text(Submission([made], [folder], folder, "x").script())
@@ -184,7 +184,7 @@ def test_a_configuration_of_slurms_that_is_not_there_is_named_at_once(
             ask()
 
 
-def test_what_sbatch_says_is_said_once_and_waiting_is_told(
+def test_errors_of_sbatch_are_shown_once_and_waiting_is_announced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(queue, "ANSWER_SECONDS", 0.05)
@@ -212,12 +212,12 @@ def test_a_node_without_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 SICK = "0, 12, 81559, 0\n1, 40960, 81559, 0\n2, 0, 81559, 3\n3, 0, 16000, [N/A]"
 
 
-def test_what_is_wrong_with_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "logs").mkdir()
     commands_in(tmp_path, monkeypatch, nvidia_smi=f"printf '{SICK}'")
     assert node_check.faults_here(tmp_path, 0) == []
     assert node_check.faults_here(tmp_path, 8) == [
-        "4 of 8 GPUs are there",
+        "4 of 8 GPUs found",
         "GPU 1 has 40.0 GiB of memory in use",
         "GPU 2 has 3 uncorrected memory errors",
     ]
@@ -233,11 +233,11 @@ def test_what_is_wrong_with_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_nodes_that_fail_the_check_or_do_not_answer_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = '{"n1": []}\\n{"n2": ["4 of 8 GPUs are there"]}'
+    answers = '{"n1": []}\\n{"n2": ["4 of 8 GPUs found"]}'
     srun = f"printf '{answers}'; echo 'srun: error: n3: oops' >&2; exit 1"
     commands_in(tmp_path, monkeypatch, srun=srun, scontrol="echo n1 n2 n3")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     with pytest.raises(node_check.UnfitNodes) as unfit:
         node_check.check_nodes(job(), tmp_path)
-    assert str(unfit.value) == "n2: 4 of 8 GPUs are there; n3: srun: error: n3: oops"
+    assert str(unfit.value) == "n2: 4 of 8 GPUs found; n3: srun: error: n3: oops"
     assert unfit.value.kind == "node"

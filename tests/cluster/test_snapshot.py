@@ -16,7 +16,7 @@ from harness.errors import MachineError, UserError
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package with a private module, a link to a file outside, and files that are no code."""
+    """A package with a private module, a link to a file outside, and files that are not code."""
     package = tmp_path / "checkout" / "harness"
     (package / "model").mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -56,7 +56,10 @@ def test_only_code_is_copied_with_its_permissions(package: Path, tmp_path: Path)
 def test_links_are_refused(package: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (package / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=f"{package / name}: is a link.*cluster.snapshot=false"):
+    with pytest.raises(
+        UserError,
+        match=f"{package / name}: snapshots .* do not follow symbolic links.*cluster.snapshot=false",
+    ):
         take_snapshot(tmp_path / "home")
 
 
@@ -69,7 +72,10 @@ def test_a_large_file_is_refused_by_name(package: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "raised", "says"),
-    [(errno.ENOSPC, MachineError, "the disk is full"), (errno.EACCES, UserError, "Permission denied")],
+    [
+        (errno.ENOSPC, MachineError, "disk full or quota exceeded"),
+        (errno.EACCES, UserError, "Permission denied"),
+    ],
 )
 def test_a_copy_that_fails_leaves_nothing(
     package: Path,
@@ -93,8 +99,8 @@ def test_a_copy_that_fails_leaves_nothing(
     assert os.listdir(tmp_path / "home" / "code") == []
 
 
-def test_what_is_copied_is_what_the_name_says(package: Path, tmp_path: Path) -> None:
-    """A file that is edited while jobs are submitted does not change what the digest stands for."""
+def test_the_copy_matches_its_digest(package: Path, tmp_path: Path) -> None:
+    """Editing a file while jobs are submitted does not change the content of an existing snapshot."""
     before = snapshot_path(tmp_path / "home")
     (package / "__init__.py").write_text("edited\n")
     assert take_snapshot(tmp_path / "home") == before

@@ -1,4 +1,4 @@
-"""Jobs that cannot be submitted, are lost, or miss their run folder; SLURM's answers are made up."""
+"""Jobs that cannot be submitted, are lost, or miss their run folder, with a mocked SLURM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def job(tmp_path: Path) -> Job:
 
 @pytest.fixture(autouse=True)
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> list[Queued]:
-    """What is in the queue; sbatch takes everything and calls it job 12."""
+    """The jobs in the queue; a mocked sbatch accepts every job as job 12."""
     waiting: list[Queued] = []
     for module in (slurm, submit):
         monkeypatch.setattr(module, "require_slurm", lambda: None)
@@ -55,17 +55,19 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job: Job, monkeypatch:
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(slurm, "take_snapshot", fail(full))
     folder = RunFolder(job.run_dir)
-    with pytest.raises(UserError, match=r"cannot be written, so it is not submitted: .*No space left"):
+    with pytest.raises(
+        UserError, match=r"cannot write the job's files, so it was not submitted: .*No space left"
+    ):
         submit.submit_one(job, folder, [])
     assert folder.state == "planned"
     # Nor can the status be written.
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "set_status", fail(full))
-        submit._withdraw([folder])
+        submit._reset_to_planned([folder])
 
 
 @pytest.mark.parametrize(("place", "state"), [("take_snapshot", "planned"), ("_sbatch", "submitted")])
-def test_an_interrupt_leaves_what_is_true(
+def test_an_interrupt_leaves_a_correct_status(
     place: str, state: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = slurm if place == "take_snapshot" else slurm.Submission
@@ -101,12 +103,12 @@ def test_a_run_folder_that_was_removed_while_the_job_waits(
     monkeypatch.setattr(submit, "describe", lambda _: {"StdOut": output})
     with pytest.raises(UserError, match=r"SLURM job 12 \(PENDING\) is this run's.*would work: scancel 12"):
         submit.submit_one(job, RunFolder(job.run_dir), [])
-    # That of another runs_dir.
+    # A job of the same name with another runs_dir.
     monkeypatch.setattr(submit, "describe", lambda _: {"StdOut": "/elsewhere/slurm/12_0_log.out"})
     submit.submit_one(job, RunFolder(job.run_dir), [])
 
 
-def test_a_job_whose_controller_died_before_it_wrote_the_id_is_told_by_its_id(
+def test_a_job_whose_controller_died_before_it_wrote_the_id_is_shown_by_its_id(
     job: Job,
     scheduler: list[Queued],
     monkeypatch: pytest.MonkeyPatch,
@@ -121,7 +123,7 @@ def test_a_job_whose_controller_died_before_it_wrote_the_id_is_told_by_its_id(
     assert "one: already submitted (PENDING) as job 12, " in capsys.readouterr().out
 
 
-def test_the_end_of_a_job_without_a_row_is_told_before_the_next(
+def test_the_end_of_a_job_without_a_row_is_shown_before_the_next(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(job.run_dir)
@@ -140,7 +142,7 @@ def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run whose job has left the queue."""
     for name in ("POLL_SECONDS", "QUEUE_SECONDS"):
         monkeypatch.setattr(follow, name, 0.01)
-    monkeypatch.setattr(follow, "LAST_WORDS_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "LAST_WRITES_SECONDS", 0.0)
     folder = RunFolder(job.run_dir)
     submit.submit_one(job, folder, [])
     return folder
@@ -158,7 +160,7 @@ def test_a_row_that_comes_late_is_not_taken_for_a_lost_job(
     assert (followed.state, followed.row["exit_code"]) == ("completed", EXIT_OK)
 
 
-def test_a_lost_job_is_settled_when_its_folder_is_free(
+def test_a_lost_job_gets_its_row_when_its_folder_is_free(
     job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = RunFolder(job.run_dir)

@@ -1,4 +1,4 @@
-"""``torchrun -m harness.train``: the same job once, in one run folder, and the same account of failures."""
+"""``torchrun -m harness.train``: one job in one run folder, with the controller's error messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from launching import LONG, TWO_RANKS, Launch, until
 from test_launch import GONE_SECONDS, patch_rank
 
-from harness.cluster.torchrun import _meet
+from harness.cluster.torchrun import _rendezvous
 from harness.compose import compose_job
 from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, MachineError
 from harness.rank import Run, _end_failed_run
@@ -38,14 +38,14 @@ def test_a_good_run_is_one_run(torchrun: Callable[..., Launch]) -> None:
     assert not (job.run_dir / "attempts").exists()
 
 
-def test_a_wrong_number_of_ranks_is_said_once(torchrun: Callable[..., Launch]) -> None:
+def test_a_wrong_number_of_ranks_is_reported_once(torchrun: Callable[..., Launch]) -> None:
     job = torchrun("parallelism=single", "training.steps=3")
     assert job.finish() != 0
     assert job.err.count("error: ") == 1, job.err
     assert not (job.folder / "runs").exists()
 
 
-def test_a_users_error_is_said_once_and_leaves_a_row(torchrun: Callable[..., Launch]) -> None:
+def test_a_users_error_is_reported_once_and_leaves_a_row(torchrun: Callable[..., Launch]) -> None:
     job = torchrun(*TWO_RANKS, "data=local_text", "data.paths=[/nowhere.txt]", "training.steps=3")
     assert job.finish() != 0
     assert job.err.count("error: ") == 1 and "/nowhere.txt" in job.err
@@ -83,7 +83,7 @@ def test_a_killed_torchrun_leaves_no_orphans(torchrun: Callable[..., Launch]) ->
 def test_the_row_of_a_rank_that_is_stopped_names_the_peer_that_failed(
     tmp_path: Path, peer_failed: bool
 ) -> None:
-    """Stopped before training has begun, rank 0 sees nothing but the interruption."""
+    """A rank 0 that is stopped before training begins sees only the interruption."""
     job = compose_job(["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", f"runs_dir={tmp_path}"])
     folder = RunFolder(job.run_dir)
     folder.begin(job, [])
@@ -102,6 +102,6 @@ def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPa
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(MachineError, match=r"^rank 1 cannot meet the others at 127.0.0.1:1 ") as failed:
-        _meet(job)
+    with pytest.raises(MachineError, match=r"^rank 1 cannot connect to the store at 127.0.0.1:1 ") as failed:
+        _rendezvous(job)
     assert "\n" not in str(failed.value)

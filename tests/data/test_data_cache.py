@@ -1,4 +1,4 @@
-"""The token cache: what it holds, when it is built, and that nobody sees half of one."""
+"""The token cache: content, when it is built, and that readers never see a partial cache."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ BYTES = build_tokenizer(TokenizerConfig("bytes"))
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
+def in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -82,7 +82,7 @@ def test_documents_of_many_batches_keep_their_order(monkeypatch):
     assert documents_of(opened()) == texts
 
 
-def test_held_out_documents_are_apart_and_none_is_lost():
+def test_held_out_documents_are_separate_and_none_is_lost():
     texts = [f"document {i}" for i in range(200)]
     write_documents(*texts)
     train, validation = (documents_of(opened(split, held_out=0.2)) for split in ("train", "validation"))
@@ -93,7 +93,7 @@ def test_held_out_documents_are_apart_and_none_is_lost():
     assert not any(is_held_out(i, 0.0) for i in range(1000))
 
 
-def test_built_once_and_again_when_something_changes(monkeypatch):
+def test_built_once_and_rebuilt_when_something_changes(monkeypatch):
     builds = []
     build = cache._build
     monkeypatch.setattr(cache, "_build", lambda *a, **options: (builds.append(1), build(*a, **options)))
@@ -110,7 +110,7 @@ def test_built_once_and_again_when_something_changes(monkeypatch):
     assert len(builds) == 4
 
 
-def test_damaged_documents_are_counted_also_when_the_cache_is_there():
+def test_damaged_documents_are_counted_also_when_the_cache_exists():
     Path("a.txt").write_bytes(b"a\xffb")
     for _ in range(2):
         found = opened(encoding_errors="replace")
@@ -185,7 +185,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("opened_before", [False, True])
-def test_a_damaged_cache_is_built_again(damage, opened_before, capsys):
+def test_a_damaged_cache_is_rebuilt(damage, opened_before, capsys):
     name, change, says = DAMAGES[damage]
     write_documents("ab", "c")
     for _ in range(2 if opened_before else 1):
@@ -197,14 +197,14 @@ def test_a_damaged_cache_is_built_again(damage, opened_before, capsys):
     else:
         file.write_bytes(content)
     assert documents_of(opened()) == expected
-    said = capsys.readouterr().err
-    assert says in said and "is damaged and is built again" in said and said.count("\n") == 1
+    warning = capsys.readouterr().err
+    assert says in warning and "is damaged and is rebuilt" in warning and warning.count("\n") == 1
     assert documents_of(opened()) == expected
     assert capsys.readouterr().err == ""
     assert len(list(Path("cache").iterdir())) == 1
 
 
-def test_only_the_builder_builds_a_damaged_cache_again():
+def test_only_the_builder_rebuilds_a_damaged_cache():
     write_documents("abc")
     opened()
     (tokens,) = Path("cache").glob("*/train.tokens")
@@ -225,7 +225,7 @@ def test_a_cache_of_an_earlier_version_gets_checksums(capsys):
     starts = meta.with_name("train.starts")
     starts.write_bytes(bytes(16))
     assert documents_of(opened()) == ["ab", "c"]
-    assert "ascending places" in capsys.readouterr().err
+    assert "ascending offsets" in capsys.readouterr().err
 
 
 def test_a_large_cache_that_was_checked_is_sampled(monkeypatch):
@@ -249,7 +249,7 @@ def test_a_large_cache_that_was_checked_is_sampled(monkeypatch):
     assert hashed[2:] == [51, 2]
 
 
-def test_what_a_killed_builder_left_is_removed(monkeypatch):
+def test_files_of_a_killed_builder_are_removed(monkeypatch):
     write_documents("ab")
     code = (
         "import os, sys; from pathlib import Path; from harness.locks import lock;"
@@ -258,7 +258,7 @@ def test_what_a_killed_builder_left_is_removed(monkeypatch):
     killed, unlocked, busy, closed = (
         Path(f"cache/.tokens-key-{name}") for name in ("killed", "unlocked", "busy", "closed")
     )
-    (closed / ".lock").mkdir(parents=True)  # it cannot be opened, as another user's
+    (closed / ".lock").mkdir(parents=True)  # cannot be opened, like another user's file
     for path in (killed, unlocked, busy):
         path.mkdir(parents=True)
         (path / "train.tokens").write_bytes(b"ab")

@@ -1,4 +1,4 @@
-"""The data and tokenizer groups: what is refused, and that the shipped files are legal."""
+"""The data and tokenizer groups: invalid settings are refused, shipped files are valid."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def test_import_is_light():
 
 
 @pytest.mark.parametrize("config", [DataConfig(), TokenizerConfig()])
-def test_every_field_says_what_it_changes(config):
+def test_every_field_has_a_role(config):
     assert {role for _, role, _ in leaves(config)} <= {"numerics", "execution", "label"}
 
 
@@ -112,7 +112,7 @@ def test_accepted_data(settings):
     DataConfig(**settings).validate()
 
 
-def test_validation_is_asked_for_before_anything_runs():
+def test_validation_needs_held_out_documents():
     DataConfig(kind="synthetic").require_validation()
     DataConfig(paths=["a"], validation_fraction=0.1).require_validation()
     for settings in ({"paths": ["a"]}, {"kind": "hub", "dataset": "d"}, STREAMED):
@@ -142,6 +142,6 @@ def test_refused_tokenizer(settings, field):
     assert caught.value.field == field
 
 
-def test_a_missing_asset_names_those_that_ship():
+def test_a_missing_asset_names_the_shipped_ones():
     with pytest.raises(ConfigError, match=r"asset:python_2k\.model"):
         TokenizerConfig("sentencepiece", "asset:nothing.model").validate()

@@ -1,4 +1,4 @@
-"""The law of the loader: samples depend on the step, never on how the batch is shared out."""
+"""The loader: samples depend on the step, never on how the batch is split over ranks."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ T, B = 16, 8
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
+def in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -92,7 +92,7 @@ def test_resume_on_another_number_of_ranks_twice(data, ranks):
     expected = steps(loader(data), 15)
     halves = [loader(data, rows) for rows in split_rows(2)]
     global_steps(halves, 5)
-    for _ in range(2):  # a second resume is where positions used to be lost
+    for _ in range(2):  # the second resume used to lose positions
         state = json.loads(json.dumps(merge_states([half.state_dict() for half in halves])))
         halves = [loader(data, rows) for rows in split_rows(ranks)]
         for half in halves:
@@ -108,7 +108,7 @@ def test_reset(data):
     assert same(first, steps(a_loader, 3))
 
 
-def test_an_epoch_holds_every_sample_once_and_the_next_another_order(corpus):
+def test_an_epoch_has_every_sample_once_and_the_next_epoch_another_order(corpus):
     a_loader = loader(corpus, range(1), global_batch_size=1)
     n = a_loader.samples_per_epoch
     first, second = steps(a_loader, n), steps(a_loader, n)
@@ -121,12 +121,12 @@ def test_an_epoch_holds_every_sample_once_and_the_next_another_order(corpus):
     assert as_set(first) == as_set(second) == as_set(in_order)
 
 
-def test_documents_are_told_apart(corpus):
-    """Bytes of one document are of one number, and the number changes where the next one begins."""
-    told = dataclasses.replace(corpus, attend_across_documents=False)
-    plain, telling, found = loader(corpus), loader(told), 0
+def test_documents_are_numbered(corpus):
+    """All bytes of a document have the same number, which changes where the next document begins."""
+    separate = dataclasses.replace(corpus, attend_across_documents=False)
+    plain, numbered, found = loader(corpus), loader(separate), 0
     for _ in range(8):
-        batch, expected = telling.next(), plain.next()
+        batch, expected = numbered.next(), plain.next()
         assert torch.equal(batch.inputs_BT, expected.inputs_BT)
         assert torch.equal(batch.labels_BT, expected.labels_BT)
         begins = torch.zeros_like(batch.inputs_BT)
@@ -136,8 +136,8 @@ def test_documents_are_told_apart(corpus):
         assert torch.equal(batch.documents_BT, begins.cumsum(1))
     assert found > 10
     assert plain.next().documents_BT is None
-    unmasked = loader(dataclasses.replace(told, mask_document_boundary=False)).next()
-    assert torch.equal(unmasked.documents_BT, loader(told).next().documents_BT)
+    unmasked = loader(dataclasses.replace(separate, mask_document_boundary=False)).next()
+    assert torch.equal(unmasked.documents_BT, loader(separate).next().documents_BT)
 
 
 def test_every_token_is_predicted_once_per_epoch(corpus):
@@ -181,7 +181,7 @@ def test_a_boundary_at_the_edge_of_a_sample():
     assert batch.labels_BT[1].tolist() == [98] * 16
 
 
-def test_validation_is_fixed_and_apart(corpus):
+def test_validation_is_fixed_and_separate(corpus):
     a_loader = loader(corpus, split="validation")
     first = steps(a_loader, 3)
     assert same(first, steps(loader(corpus, split="validation", seed=5), 3))
@@ -277,5 +277,5 @@ def test_states_of_different_steps_do_not_merge():
 
 
 def test_a_streams_state_does_not_fit(data):
-    with pytest.raises(DataError, match=r"data\.streaming is off"):
+    with pytest.raises(DataError, match=r"data\.streaming is false"):
         loader(data).load_state_dict({"step": 3, "global_batch_size": 8, "slots": {}})

@@ -1,4 +1,4 @@
-"""Documents from files: which files, which texts, and what is said where they cannot be read."""
+"""Documents from files: matching files, their texts, and errors of unreadable files."""
 
 import bz2
 import gzip
@@ -16,7 +16,7 @@ from harness.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
+def in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -52,13 +52,13 @@ def test_globs():
     assert names(["**/*.py"], ["**/?.py"]) == []
 
 
-def test_stdlib_stands_for_the_standard_library():
+def test_stdlib_is_the_standard_library():
     files = find_files(["{stdlib}/json/*.py"], ["{stdlib}/**/tool.py"])
     assert {"__init__.py", "decoder.py"} <= {file.name for file in files}
     assert "tool.py" not in {file.name for file in files}
 
 
-def test_text_is_kept_to_the_byte():
+def test_text_is_read_byte_by_byte():
     write("a.txt", b"one\r\n\ttwo\r \xef\xbb\xbf")
     write("b.txt", "")
     write("c", "three")
@@ -156,12 +156,12 @@ def test_compressed(extension):
         documents("d*")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line():
+def test_a_byte_order_mark_is_not_part_of_the_first_line():
     write("a.jsonl", b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n')
     assert documents("*") == ["one", "two"]
 
 
-def test_what_is_not_utf8_is_replaced_or_left_out_and_counted():
+def test_text_that_is_not_utf8_is_replaced_or_left_out_and_counted():
     write("a.jsonl", b'{"text": "one"}\n{"text": "t\xffwo"}\n{"text": "three"}\n')
     write("b.txt", b"f\xfeour")
 
@@ -172,7 +172,7 @@ def test_what_is_not_utf8_is_replaced_or_left_out_and_counted():
     with pytest.raises(DataError, match=r"line 2: not UTF-8 at byte 27 of the file; would work: data.encod"):
         read()
     assert read(encoding_errors="replace") == (["one", "t\ufffdwo", "three", "f\ufffdour"], 2)
-    assert read(encoding_errors="skip") == (["one", "", "three", ""], 2), "numbers of documents stay"
+    assert read(encoding_errors="skip") == (["one", "", "three", ""], 2), "indices of documents stay"
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -1,4 +1,4 @@
-"""Datasets of the `datasets` library, streamed or tokenized first, from local files alone."""
+"""Datasets of the `datasets` library, streamed or tokenized first, from local files only."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ T, B = 16, 4
 
 
 @pytest.fixture(autouse=True)
-def offline_in_a_folder_of_its_own(tmp_path, monkeypatch):
+def offline_in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
@@ -70,15 +70,15 @@ def same(left, right):
 
 
 def tokens_of_row(batches, row):
-    """The stream that a row read: the inputs of its samples, one after the other."""
+    """Tokens that a row read: the inputs of its samples, concatenated."""
     return torch.cat([batch[0, row] for batch in batches]).tolist()
 
 
-def test_documents_are_told_apart(data):
-    told = loader(dataclasses.replace(data, attend_across_documents=False))
+def test_documents_are_numbered(data):
+    numbered = loader(dataclasses.replace(data, attend_across_documents=False))
     plain = loader(data)
     for _ in range(6):
-        batch, expected = told.next(), plain.next()
+        batch, expected = numbered.next(), plain.next()
         assert torch.equal(batch.inputs_BT, expected.inputs_BT)
         begins = torch.zeros_like(batch.inputs_BT)
         begins[:, 1:] = (batch.labels_BT[:, :-1] == IGNORE_INDEX).long()
@@ -129,7 +129,7 @@ def test_resume_anywhere_on_another_number_of_ranks(data, ranks):
         global_steps(halves, 1)
 
 
-def test_a_second_resume_goes_on(data):
+def test_resuming_repeatedly(data):
     expected = global_steps([loader(data)], 60)
     position, state = 0, None
     while position < 55:
@@ -168,9 +168,9 @@ def test_another_batch_size_is_refused(data):
 
 def test_states_that_do_not_fit(data):
     half = loader(data, range(2)).state_dict()
-    with pytest.raises(DataError, match=r"lacks rows 2, 3; merge the states"):
+    with pytest.raises(DataError, match=r"has no rows 2, 3; merge the states"):
         loader(data).load_state_dict(half)
-    with pytest.raises(DataError, match=r"data\.streaming is on"):
+    with pytest.raises(DataError, match=r"data\.streaming is true"):
         loader(data).load_state_dict({"step": 3})
 
 
@@ -227,7 +227,7 @@ def test_unusable_datasets(streaming):
     assert "\n" not in str(caught.value)
 
 
-def test_a_dataset_that_is_not_there(monkeypatch):
+def test_a_dataset_that_does_not_exist(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     data = DataConfig(kind="hub", dataset="nobody/nothing", subset="en", streaming=True, shuffle=False)
     with pytest.raises(DataError, match=r"dataset nobody/nothing/en, split train: cannot be opened"):

@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, special tokens, and what is said of a bad file."""
+"""Tokenizers: round trips, special tokens, and errors of invalid files."""
 
 import base64
 import re
@@ -69,20 +69,20 @@ def test_a_batch_is_encoded_as_its_texts_are(tokenizer):
     assert tokenizer.encode_batch(plain) == [tokenizer.encode(text) for text in plain]
 
 
-def test_pieces_of_a_long_text_are_the_ids_of_the_whole(tokenizer, monkeypatch):
+def test_pieces_of_a_long_text_have_the_ids_of_the_full_text(tokenizer, monkeypatch):
     for module in (long_text, tokenizers):
         monkeypatch.setattr(module, "PIECE_CHARS", 3_000)
     text = "".join((STDLIB / name).read_bytes().decode() for name in SOURCES) + "☃" * 7_000 + "\n\n  x"
     pieces = list(tokenizer.encode_in_pieces(text))
     assert [int(i) for piece in pieces for i in piece] == tokenizer.encode(text)
-    if not isinstance(tokenizer, TiktokenTokenizer):  # which cuts where Meta's code does
+    if not isinstance(tokenizer, TiktokenTokenizer):  # it cuts where Meta's code does
         assert len(pieces) > 10
 
 
 def test_a_text_is_not_cut_where_that_would_change_its_ids():
-    """A tokenizer whose ids depend on the lines before: each line is numbered."""
+    """With a tokenizer whose ids depend on earlier lines: it numbers them."""
     text = "line\n" * 1_000_000
-    assert list(long_text.cut_where_encoding_does(text, lambda part: list(range(part.count("\n"))))) == [text]
+    assert list(long_text.split_long_text(text, lambda part: list(range(part.count("\n"))))) == [text]
 
 
 def test_the_size_of_a_vocabulary_is_known_without_building(tmp_path):
@@ -125,7 +125,7 @@ def test_llama3_specials(tmp_path):
     tokenizer = build_tokenizer(write_tiktoken(tmp_path / "tokenizer.model"))
     assert tokenizer.vocab_size == 262 + 256
     assert (tokenizer.bos_id, tokenizer.eos_id) == (262, 263)
-    # ids as in Meta's model: bos 128000, start_header 128006, end_header 128007, eot 128009, last 128255
+    # same order as Meta's ids: bos 128000, start_header 128006, end_header 128007, eot 128009, last 128255
     assert tokenizer.decode([262, 263, 264]) == "<|begin_of_text|><|end_of_text|><|reserved_special_token_0|>"
     assert tokenizer.decode([262 + 6, 262 + 7]) == "<|start_header_id|><|end_header_id|>"
     assert tokenizer.decode([262 + 8, 262 + 9]) == "<|reserved_special_token_4|><|eot_id|>"

@@ -1,4 +1,4 @@
-"""Exported tokenizers, read back by transformers, against ours and against the libraries ours rest on."""
+"""Exported tokenizers, loaded by transformers, against ours and against the libraries ours use."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ KINDS = ["bytes", "sentencepiece", "sentencepiece_prefix", "sentencepiece_no_byt
 
 
 def sources(files: int) -> list[str]:
-    """Files from all over the standard library, none of them long."""
+    """Short files from all parts of the standard library."""
     short = [file for file in sorted(STDLIB.glob("**/*.py")) if 500 < file.stat().st_size < 30_000]
     own = [file for file in short if "site-packages" not in file.parts]
     return [file.read_bytes().decode("utf-8", errors="replace") for file in own[:: len(own) // files]][:files]
 
 
 def write_sentencepiece(file: Path, **options: object) -> TokenizerConfig:
-    """A model of 1,000 pieces, by default the kind that Llama 2's is."""
+    """Write a model of 1,000 pieces, by default with the options of Llama 2's."""
     model = io.BytesIO()
     like_llama2 = {
         "model_type": "bpe",
@@ -65,7 +65,7 @@ def write_sentencepiece(file: Path, **options: object) -> TokenizerConfig:
 
 
 def merges_of(texts: list[str], count: int) -> list[bytes]:
-    """Byte pairs learnt from ``texts`` by the tokenizers library, in their order."""
+    """Byte pairs trained on ``texts`` by the tokenizers library, in order."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     learner = Tokenizer(models.BPE())
@@ -74,7 +74,7 @@ def merges_of(texts: list[str], count: int) -> list[bytes]:
     learner.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=256 + count, initial_alphabet=alphabet, show_progress=False)
     )
-    # Written through text and back, the alphabet says which byte each of its characters is.
+    # Encoding each byte shows its character in the alphabet.
     as_byte = {
         pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(chr(b))[0][0][-1]: b
         for b in range(128)
@@ -96,7 +96,7 @@ def config_of(kind: str, folder: Path) -> TokenizerConfig:
 
 
 class Pair:
-    """One of our tokenizers, and transformers' reading of its export."""
+    """One of our tokenizers, and its export loaded by transformers."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
@@ -109,7 +109,7 @@ class Pair:
     def check(self, text: str) -> None:
         ids = self.theirs(text, add_special_tokens=False)["input_ids"]
         assert ids == self.ours.encode(text), repr(text[:80])
-        if self.kind != "sentencepiece_no_bytes":  # which writes unknown characters as each likes
+        if self.kind != "sentencepiece_no_bytes":  # unknown characters are decoded differently
             assert self.theirs.decode(ids) == self.ours.decode(ids), repr(text[:80])
 
 
@@ -135,13 +135,13 @@ def test_awkward_texts(pair: Pair, text: str) -> None:
 
 
 def test_random_texts(pair: Pair) -> None:
-    """Short texts out of few characters, where merges compete, and out of all of Unicode."""
-    draw = random.Random(0)
+    """Short texts of few characters, where merges compete, and of all of Unicode."""
+    rng = random.Random(0)
     for _ in range(2000):
-        pair.check("".join(draw.choices(draw.choice(ALPHABETS), k=draw.randrange(40))))
+        pair.check("".join(rng.choices(rng.choice(ALPHABETS), k=rng.randrange(40))))
     characters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000 and chr(i) != "▁"]
     for _ in range(1000):
-        pair.check("".join(draw.choices(characters, k=12)) + "a 👩‍👩‍👧‍👦 🇩🇪 é e\u0301")
+        pair.check("".join(rng.choices(characters, k=12)) + "a 👩‍👩‍👧‍👦 🇩🇪 é e\u0301")
 
 
 def test_special_tokens(pair: Pair) -> None:
@@ -156,8 +156,8 @@ def test_special_tokens(pair: Pair) -> None:
     assert set(theirs(text)) == {"input_ids", "attention_mask"}, "what LlamaForCausalLM takes"
 
 
-def test_a_reader_may_ask_for_special_tokens_in_text(pair: Pair) -> None:
-    """As chat templates need them; by default they are plain text, as they are for us."""
+def test_special_tokens_in_text_can_be_enabled(pair: Pair) -> None:
+    """Chat templates need this; by default special tokens are plain text, as in our tokenizers."""
     text = f"a{pair.theirs.eos_token}b"
     found = pair.theirs(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
     assert found.count(pair.ours.eos_id) == 1
@@ -165,7 +165,7 @@ def test_a_reader_may_ask_for_special_tokens_in_text(pair: Pair) -> None:
 
 
 def test_beside_a_model_and_saved_again(pair: Pair, tmp_path: Path) -> None:
-    """With a Llama's config.json in the folder, transformers chooses another class if it is let."""
+    """With a Llama's config.json in the folder, transformers would by default choose another class."""
     pair.theirs.save_pretrained(tmp_path)
     for file in pair.folder.iterdir():
         (tmp_path / "beside" / file.name).parent.mkdir(exist_ok=True)
@@ -185,7 +185,7 @@ def test_the_original_file_is_kept(pair: Pair) -> None:
 
 
 def test_a_dummy_prefix_is_sentencepieces(tmp_path: Path) -> None:
-    """Also where U+2581 is in the text, which sentencepiece takes for a space."""
+    """Also with U+2581 in the text, which sentencepiece treats as a space."""
     pair = Pair("sentencepiece_prefix", tmp_path)
     reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "pieces"))
     for text in ["", " ", "a", " a", "▁a", "a▁b ▁ c▁", "\n", "  two", "é▁☃"]:
@@ -209,7 +209,7 @@ def test_a_vocabulary_of_128k_takes_seconds(tmp_path: Path) -> None:
 
 
 def test_all_splits_of_a_token_are_merges(tmp_path: Path) -> None:
-    """tiktoken joins b"xy" + b"z" and b"x" + b"yz" alike, and takes a whole word without any merges."""
+    """tiktoken joins b"xy" + b"z" and b"x" + b"yz" alike, and a word that is a token needs no merges."""
     config = write_tiktoken(tmp_path / "ranks", [b"yz", b"wx", b"xy", b"xyz", b"wxyz", b"qrs"])
     export_tokenizer(config, tmp_path / "exported")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
@@ -229,7 +229,7 @@ def test_merges_are_those_of_transformers_converter(tmp_path: Path) -> None:
     assert exported["merges"] == converted["merges"] and exported["vocab"] == converted["vocab"]
 
 
-def test_a_control_token_is_not_made_of_characters(tmp_path: Path) -> None:
+def test_a_control_token_is_not_merged_from_characters(tmp_path: Path) -> None:
     config = write_sentencepiece(tmp_path / "pieces", control_symbols=["re", "▁self"])
     export_tokenizer(config, tmp_path / "exported")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
@@ -239,7 +239,7 @@ def test_a_control_token_is_not_made_of_characters(tmp_path: Path) -> None:
         assert theirs.convert_tokens_to_ids("re") not in ids
 
 
-def test_a_model_without_ends(tmp_path: Path) -> None:
+def test_a_model_without_bos_and_eos(tmp_path: Path) -> None:
     config = write_sentencepiece(tmp_path / "pieces", bos_id=-1, eos_id=-1)
     export_tokenizer(config, tmp_path / "exported")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
@@ -248,14 +248,14 @@ def test_a_model_without_ends(tmp_path: Path) -> None:
     assert theirs("a b")["input_ids"] == ours.encode("a b") and len(theirs) == ours.vocab_size
 
 
-def test_what_other_readers_look_for(pair: Pair) -> None:
-    """transformers 4 would pass token_type_ids on, and llama.cpp reads whether bos comes first."""
+def test_settings_for_other_libraries(pair: Pair) -> None:
+    """transformers 4 would otherwise pass token_type_ids on; llama.cpp reads add_bos_token."""
     content = json.loads((pair.folder / "tokenizer_config.json").read_text())
     assert content["model_input_names"] == ["input_ids", "attention_mask"]
     assert content["add_bos_token"] is True and content["add_eos_token"] is False
     specials = json.loads((pair.folder / "special_tokens_map.json").read_text())
     assert specials.items() <= content.items()
-    # llama.cpp's converter copies this, and without it llama.cpp begins a sentencepiece text with a space.
+    # llama.cpp's converter copies this; without it llama.cpp puts a space before a sentencepiece text.
     assert content["add_prefix_space"] is (pair.kind == "sentencepiece_prefix")
     assert pair.theirs.convert_tokens_to_ids(specials["eos_token"]) == pair.ours.eos_id
 
@@ -271,11 +271,10 @@ def test_what_other_readers_look_for(pair: Pair) -> None:
         ({"user_defined_symbols": ["a b"], "add_dummy_prefix": False}, "has pieces with plain spaces"),
     ],
 )
-def test_what_tokenizer_json_cannot_say_is_refused(
-    options: dict[str, object], says: str, tmp_path: Path
-) -> None:
+def test_features_without_support_are_refused(options: dict[str, object], says: str, tmp_path: Path) -> None:
     config = write_sentencepiece(tmp_path / "pieces", **options)
-    with pytest.raises(DataError, match=f"^tokenizer file .*pieces {says}, which tokenizer.json cannot say$"):
+    message = f"^tokenizer file .*pieces {says}, which tokenizer.json does not support$"
+    with pytest.raises(DataError, match=message):
         export_tokenizer(config, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 

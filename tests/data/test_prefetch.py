@@ -1,4 +1,4 @@
-"""Batches made ready in a thread: the same ones, at the same places, and nothing left behind."""
+"""Prefetching in a thread: same batches in the same order, and the thread ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from harness.data import DataConfig
 from harness.data.loader import IGNORE_INDEX, Batch, Loader
-from harness.data.prefetch import PlacedBatch, Prefetcher, count_valid
+from harness.data.prefetch import DeviceBatch, Prefetcher, count_valid
 from harness.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -54,13 +54,13 @@ def threads() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Any:
+def no_thread_left() -> Any:
     yield
     assert not threads()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_batches_come_in_order_with_the_state_of_the_one_handed_out(depth: int) -> None:
+def test_batches_are_in_order_and_the_state_ignores_prefetched_ones(depth: int) -> None:
     inner = Numbers()
     loader = Prefetcher(inner, depth, CPU)
     assert loader.state_dict() == {"step": 0}
@@ -68,15 +68,15 @@ def test_batches_come_in_order_with_the_state_of_the_one_handed_out(depth: int) 
         assert numbers_of(loader, 1) == [number]
         assert loader.state_dict() == {"step": number + 1}
     time.sleep(0.1)
-    assert inner.step > 6, "it has not gone ahead"
-    assert inner.step <= 6 + depth + 1, "it has gone further ahead than it was told to"
+    assert inner.step > 6, "nothing was prefetched"
+    assert inner.step <= 6 + depth + 1, "more than `depth` batches were prefetched"
     assert loader.state_dict() == {"step": 6}
     loader.close()
-    assert numbers_of(loader, 2) == [6, 7], "what was read ahead is lost"
+    assert numbers_of(loader, 2) == [6, 7], "prefetched batches are lost"
     loader.close()
 
 
-def test_it_goes_on_from_a_state_and_from_the_beginning() -> None:
+def test_it_continues_from_a_state_and_from_the_beginning() -> None:
     loader = Prefetcher(Numbers(), 2, CPU)
     numbers_of(loader, 3)
     loader.load_state_dict({"step": 40})
@@ -92,23 +92,23 @@ def test_labels_are_counted_in_the_thread() -> None:
     loader = Prefetcher(Numbers(), 2, CPU)
     batches = [loader.next() for _ in range(4)]
     loader.close()
-    assert all(isinstance(batch, PlacedBatch) for batch in batches)
+    assert all(isinstance(batch, DeviceBatch) for batch in batches)
     assert [count_valid(batch) for batch in batches] == [8, 7, 6, 5]
     assert [count_valid(Batch(*batch)) for batch in batches] == [8, 7, 6, 5]
 
 
-def test_what_the_thread_meets_comes_out_in_the_loop_after_the_batches_before_it() -> None:
+def test_an_exception_of_the_thread_is_raised_in_the_loop_after_earlier_batches() -> None:
     loader = Prefetcher(Numbers(breaks_at=3), 2, CPU)
     assert numbers_of(loader, 3) == [0, 1, 2]
     for _ in range(2):
         with pytest.raises(DataError, match="there is no batch 3") as raised:
             loader.next()
     frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-    assert "_run" in frames and frames[-1] == "next", "where it happened is not told"
+    assert "_run" in frames and frames[-1] == "next", "the traceback is lost"
     loader.close()
 
 
-def test_a_thread_that_waits_for_room_ends_at_once() -> None:
+def test_a_thread_that_waits_for_the_queue_ends_at_once() -> None:
     loader = Prefetcher(Numbers(), 1, CPU)
     loader.next()
     time.sleep(0.1)
@@ -117,7 +117,7 @@ def test_a_thread_that_waits_for_room_ends_at_once() -> None:
     assert time.monotonic() - started < 1
 
 
-def test_the_loop_does_not_wait_for_a_source_that_is_quicker_than_a_step() -> None:
+def test_the_loop_does_not_wait_for_a_source_that_is_faster_than_a_step() -> None:
     waited = {}
     for depth in (0, 2):
         loader: Loader = Numbers(seconds=0.02)
@@ -134,6 +134,6 @@ def test_the_loop_does_not_wait_for_a_source_that_is_quicker_than_a_step() -> No
     assert waited[2] < 0.1
 
 
-def test_a_negative_lead_is_refused() -> None:
+def test_a_negative_depth_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.prefetch=-1: must not be negative; would work: 0, 2"):
         DataConfig(kind="synthetic", prefetch=-1).validate()

@@ -1,4 +1,4 @@
-"""Special tokens have the ids that their publishers gave them, behind as many byte pairs as theirs."""
+"""Special tokens have their published ids, given the published number of byte pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.data.hf_tokenizer import export_tokenizer
 from harness.data.tiktoken_sets import SETS
 from harness.data.tokenizer import build_tokenizer
 
-# Byte pairs in the published file, ids in all, and ids of some tokens.
+# Number of byte pairs in the published file, total number of ids, and ids of some tokens.
 PUBLISHED = {
     "llama3": (128_000, 128_256, {"<|begin_of_text|>": 128_000, "<|eot_id|>": 128_009}),
     "llama4": (
@@ -58,7 +58,7 @@ def test_ids(name: str) -> None:
 
 
 def test_harmony_is_tiktokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pattern and ids, as the installed library has them; its file of ranks is not needed for that."""
+    """Pattern and ids equal those of the installed library; its file of ranks is not needed."""
     public = pytest.importorskip("tiktoken_ext.openai_public")
     monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *_, **__: {})
     if not hasattr(public, "o200k_harmony"):
@@ -66,7 +66,7 @@ def test_harmony_is_tiktokens(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = public.o200k_harmony()
     ours = SETS["o200k_harmony"]
     assert ours.pattern == theirs["pat_str"]
-    ids = {token: 199_998 + place for place, token in enumerate(ours.tokens)}
+    ids = {token: 199_998 + index for index, token in enumerate(ours.tokens)}
     assert ids.items() <= theirs["special_tokens"].items()
     assert set(ids.values()) == set(theirs["special_tokens"].values())
 
@@ -89,7 +89,7 @@ def test_encoding_and_export(name: str, tmp_path: Path) -> None:
 
 
 def test_words_are_split_as_o200k_does() -> None:
-    """Case within a word, contractions and slashes are what the pattern changed."""
+    """The pattern differs from earlier ones in case within a word, contractions and slashes."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     words = ["HTTPServer", "'s", " camelCase"]
     for word in (b"HTTPServer", b"HTTPServer's", b" camel", b" camelCase", b"Case"):

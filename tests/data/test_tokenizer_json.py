@@ -1,4 +1,4 @@
-"""A tokenizer.json gives transformers' ids, and its documents begin and end as they are said to."""
+"""A tokenizer.json gives transformers' ids, and documents get the configured bos and eos."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test_data_tokenizer import AWKWARD
 from harness.compose import compose_job
 from harness.data import TokenizerConfig
 from harness.data.hf_tokenizer import export_tokenizer
-from harness.data.tokenizer import build_tokenizer, with_ends
+from harness.data.tokenizer import build_tokenizer, with_bos_eos
 from harness.data.vocabulary import vocabulary_size
 from harness.errors import ConfigError, DataError
 
@@ -27,23 +27,23 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def write(folder: Path, config: dict[str, Any] | None) -> Path:
-    """A byte-level BPE of 1,000 tokens as Qwen's, with three special tokens and one that is only added."""
+    """Write a byte-level BPE of 1,000 tokens like Qwen's, with three special tokens and one added token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    learnt = Tokenizer(models.BPE())
-    learnt.normalizer = normalizers.NFC()
-    learnt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    learnt.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1000, initial_alphabet=alphabet, show_progress=False)
-    learnt.train_from_iterator(TEXTS, trainer)
-    learnt.add_special_tokens(SPECIAL)
-    learnt.add_tokens([AddedToken("<think>", normalized=False, special=False)])
-    # As some publishers leave them in the file.
-    learnt.enable_truncation(max_length=16)
-    learnt.enable_padding(length=16, pad_id=1000, pad_token=SPECIAL[0])
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False, special=False)])
+    # Some publishers leave these enabled in the file.
+    tokenizer.enable_truncation(max_length=16)
+    tokenizer.enable_padding(length=16, pad_id=1000, pad_token=SPECIAL[0])
     folder.mkdir(parents=True, exist_ok=True)
-    learnt.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder / "tokenizer.json"
@@ -101,61 +101,61 @@ def test_a_document_cannot_end_itself(file: Path, theirs: Any) -> None:
     text = "a<|im_end|>b<|endoftext|>"
     assert not {theirs.convert_tokens_to_ids(token) for token in SPECIAL} & set(ours.encode(text))
     assert ours.encode(text) == theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    # Also where the token is not called special.
+    # Also if the file does not mark the token as special.
     ours = build_tokenizer(config_of(file, bos="", eos="<think>"))
     assert ours.eos_id == 1003 and 1003 not in ours.encode("a<think>b")
 
 
-def test_ends_are_what_transformers_files_say(file: Path, theirs: Any, tmp_path: Path) -> None:
+def test_bos_and_eos_from_transformers_files(file: Path, theirs: Any, tmp_path: Path) -> None:
     ours = build_tokenizer(config_of(file))
     assert (ours.bos_id, ours.eos_id) == (None, theirs.eos_token_id) == (None, 1002)
-    assert with_ends([7], ours) == [7, 1002]
-    # As transformers writes a token in full, and in the file of older versions.
-    said = {"bos_token": {"content": "<|im_start|>", "lstrip": False}, "eos_token": "<|endoftext|>"}
+    assert with_bos_eos([7], ours) == [7, 1002]
+    # A token as a mapping, and in the file of older versions of transformers.
+    settings = {"bos_token": {"content": "<|im_start|>", "lstrip": False}, "eos_token": "<|endoftext|>"}
     (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(said))
-    assert with_ends([7], build_tokenizer(config_of(tmp_path / "tokenizer.json"))) == [1001, 7, 1000]
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(settings))
+    assert with_bos_eos([7], build_tokenizer(config_of(tmp_path / "tokenizer.json"))) == [1001, 7, 1000]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    assert with_ends([7], build_tokenizer(config_of(tmp_path / "tokenizer.json"))) == [1001, 7, 1002]
+    assert with_bos_eos([7], build_tokenizer(config_of(tmp_path / "tokenizer.json"))) == [1001, 7, 1002]
 
 
-def test_ends_are_what_the_job_says(file: Path, tmp_path: Path) -> None:
+def test_bos_and_eos_from_the_job(file: Path, tmp_path: Path) -> None:
     chosen = build_tokenizer(config_of(file, bos="<|im_start|>", eos="<|endoftext|>"))
-    assert with_ends([7], chosen) == [1001, 7, 1000]
-    assert with_ends([7], build_tokenizer(config_of(file, eos=""))) == [7]
+    assert with_bos_eos([7], chosen) == [1001, 7, 1000]
+    assert with_bos_eos([7], build_tokenizer(config_of(file, eos=""))) == [7]
     assert chosen.fingerprint != build_tokenizer(config_of(file)).fingerprint
     (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
     alone = build_tokenizer(config_of(tmp_path / "tokenizer.json", bos="", eos="<|endoftext|>"))
-    assert with_ends([7], alone) == [7, 1000]
+    assert with_bos_eos([7], alone) == [7, 1000]
 
 
 @pytest.mark.parametrize(
-    ("said", "fields", "says"),
+    ("settings", "fields", "says"),
     [
-        (None, {}, "no tokenizer_config.json beside it says which token begins a document"),
-        (None, {"bos": ""}, "no tokenizer_config.json beside it says which token ends a document"),
+        (None, {}, "no tokenizer_config.json in its folder defines bos_token"),
+        (None, {"bos": ""}, "no tokenizer_config.json in its folder defines eos_token"),
         (
             {"bos_token": None},
             {},
-            "which token ends a document; would work: tokenizer.eos=\"'<|endoftext|>'\"",
+            "defines eos_token; would work: tokenizer.eos=\"'<|endoftext|>'\"",
         ),
-        ({"eos_token": "</s>"}, {}, "has no token '</s>', which is to be eos; would work: tokenizer.eos="),
-        (CHAT, {"bos": "<s>"}, "has no token '<s>', which is to be bos; would work: tokenizer.bos="),
+        ({"eos_token": "</s>"}, {}, "has no token '</s>' for eos; would work: tokenizer.eos="),
+        (CHAT, {"bos": "<s>"}, "has no token '<s>' for bos; would work: tokenizer.bos="),
     ],
 )
-def test_ends_that_cannot_be_known(
-    said: dict[str, Any] | None, fields: dict[str, str], says: str, file: Path, tmp_path: Path
+def test_unknown_bos_or_eos(
+    settings: dict[str, Any] | None, fields: dict[str, str], says: str, file: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
-    if said is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(DataError, match=re.escape(says)) as caught:
         build_tokenizer(config_of(tmp_path / "tokenizer.json", **fields))
     assert "\n" not in str(caught.value)
 
 
-def test_what_an_error_offers_can_be_typed(file: Path, tmp_path: Path) -> None:
-    """Quoted as a shell and Hydra take it."""
+def test_values_in_an_error_can_be_typed(file: Path, tmp_path: Path) -> None:
+    """They are quoted for the shell and Hydra."""
     import shlex
 
     (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
@@ -174,27 +174,27 @@ def test_what_an_error_offers_can_be_typed(file: Path, tmp_path: Path) -> None:
 def test_a_bad_file_is_one_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(
-        DataError, match=r"^tokenizer file .*tokenizer\.json is no tokenizer\.json: "
+        DataError, match=r"^tokenizer file .*tokenizer\.json is not a tokenizer\.json: "
     ) as caught:
         build_tokenizer(config_of(tmp_path / "tokenizer.json", bos="", eos=""))
     assert "\n" not in str(caught.value)
 
 
-def test_bad_files_beside_it(file: Path, tmp_path: Path) -> None:
+def test_bad_transformers_files(file: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
-    for content, says in (("{", "cannot be read as JSON"), ("[]", "holds no object")):
+    for content, says in (("{", "cannot be read as JSON"), ("[]", "not a JSON object")):
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(DataError, match=says):
             build_tokenizer(config_of(tmp_path / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("name", ["bos", "eos"])
-def test_other_kinds_have_their_own_ends(name: str) -> None:
+def test_other_kinds_refuse_bos_and_eos(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^tokenizer.{name}=x: is read only by tokenizer.kind=huggingface"):
         TokenizerConfig("bytes", **{name: "x"}).validate()  # type: ignore[arg-type]
 
 
-# -- beside weights ----
+# -- export ----
 
 
 def test_the_export_is_the_original(file: Path, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_the_export_is_the_original(file: Path, tmp_path: Path) -> None:
     assert again.eos_token_id == ours.eos_id
 
 
-def test_the_export_names_what_the_model_has_learnt(file: Path, tmp_path: Path) -> None:
+def test_the_export_has_the_tokens_of_the_job(file: Path, tmp_path: Path) -> None:
     export_tokenizer(config_of(file, bos="", eos="<|endoftext|>"), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == {
         **CHAT,

@@ -66,8 +66,8 @@ def test_what_is_wrong_with_an_end(ended: Ended, wrong: str) -> None:
 
 
 KNOWN = [
-    ("train", ["runs_dir=/etc/passwd/x"], "runs_dir=/etc/passwd/x: /etc/passwd is no folder"),
-    ("train", ["cluster=slurm_cpu", "runs_dir=file/x"], "runs_dir=file/x: file is no folder"),
+    ("train", ["runs_dir=/etc/passwd/x"], "runs_dir=/etc/passwd/x: /etc/passwd is not a folder"),
+    ("train", ["cluster=slurm_cpu", "runs_dir=file/x"], "runs_dir=file/x: file is not a folder"),
     (
         "train",
         [f"name={'x' * 300}"],
@@ -76,8 +76,8 @@ KNOWN = [
     ("train", [f"name={'ü' * 128}"], "name="),
     ("train", [f"optimizer.eps={'9' * 300}"], "optimizer.eps=1e+300: must be a finite number of float32"),
     ("train", [f"training.steps={'9' * 300}"], "training.steps="),
-    ("train", ["hydra=3"], "hydra=3: Hydra's own settings change nothing"),
-    ("train", ["hydra.output_subdir=x"], "hydra.output_subdir=x: Hydra's own settings change nothing"),
+    ("train", ["hydra=3"], "hydra=3: Hydra's own settings have no effect"),
+    ("train", ["hydra.output_subdir=x"], "hydra.output_subdir=x: Hydra's own settings have no effect"),
     (
         "train",
         ["hydra/job_logging=default"],
@@ -90,20 +90,24 @@ KNOWN = [
         ["--cfg", "job", "--package", "nope"],
         "--package=nope: no such part; would work: name, ",
     ),
-    ("train", ["--package", "model"], "--package: is a part of --cfg; would work: --cfg job --package"),
+    ("train", ["--package", "model"], "--package: needs --cfg; would work: --cfg job --package"),
     ("train", ["--cfg", "jobs"], "--cfg=jobs: would work: job, hydra, all"),
     ("train", ["-m", "--cfg"], "--cfg: takes a value; would work: --cfg job"),
-    ("train", ["-m", "--cfg", "job"], "--cfg: is for one job; would work: the command without -m"),
+    ("train", ["-m", "--cfg", "job"], "--cfg: works for one job only; would work: the command without -m"),
     ("train", ["--info", "--help"], "--info: cannot be combined with --help"),
-    ("train", ["--config-dir", "folder"], "--config-dir: is not taken; would work: HARNESS_CONF_DIR=FOLDER"),
+    (
+        "train",
+        ["--config-dir", "folder"],
+        "--config-dir: is not supported; would work: HARNESS_CONF_DIR=FOLDER",
+    ),
     ("train", ["-cn", "nope"], "--config-name=nope: no such file in "),
     ("train", ["-sc"], "-sc: takes one action and a shell; would work: -sc install=bash"),
     ("train", ["-sc", "query=bash"], "-sc query=bash: is for the shell, which sets COMP_LINE"),
     ("train", ["name=${nope}"], "name: Interpolation key 'nope' not found"),
     ("train", ["--cfg", "job", "--resolve", "name=${nope}"], "name: Interpolation key 'nope' not found"),
-    ("plan", ["calibration=folder"], "calibration=folder: is no file"),
-    ("plan", ["calibration=/dev/zero"], "calibration=/dev/zero: is no file"),
-    ("plan", ["calibration=fifo"], "calibration=fifo: is no file"),
+    ("plan", ["calibration=folder"], "calibration=folder: is not a file"),
+    ("plan", ["calibration=/dev/zero"], "calibration=/dev/zero: is not a file"),
+    ("plan", ["calibration=fifo"], "calibration=fifo: is not a file"),
     ("plan", ["calibration=list.json"], "calibration=list.json: it holds "),
     ("plan", ["--jsn"], "--jsn: no such flag; did you mean --json?"),
     (
@@ -122,7 +126,7 @@ KNOWN = [
     (
         "plan",
         ["search=true", "cluster.accelerator=H100 SXM", "parallelism=single", "cluster.ranks=8"],
-        "no layout has 8 ranks with what was typed (parallelism.cp, ",
+        "no layout has 8 ranks with the fields on the command line (parallelism.cp, ",
     ),
     (
         "plan",
@@ -225,7 +229,7 @@ def shell(command: str, folder: Path, **environment: str) -> subprocess.Complete
         (
             "mkdir gone; cd gone; rmdir ../gone; $PLAN",
             EXIT_USER,
-            "error: the current folder has been removed; would work: cd to one that is there\n",
+            "error: the current folder has been removed; would work: cd to one that exists\n",
         ),
         (
             "$PLAN $'name=\\xff'",

@@ -1,4 +1,4 @@
-"""One optimizer step: what its figures mean, on one rank and on several."""
+"""One optimizer step: its loss, token counts and norm, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batch_of(engine: Engine, labels_per_row: list[int]) -> Batch:
 
 
 def outcome_of(job_json: str, labels_per_row: list[int]) -> tuple[StepOutcome, float | None]:
-    """The outcome on this rank, and the mean loss of its rows, computed anew and plainly."""
+    """The outcome on this rank, and the mean loss of its rows from a plain forward pass."""
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
     batch = batch_of(engine, labels_per_row)
@@ -67,17 +67,17 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "parallelism=tp_pp", "parallelism=fsdp_cp"))
 def test_tokens_and_losses_are_counted_once(pool: RankPool, layout: str) -> None:
-    """Traps 9 and 10: token counts and losses, also a rank's own, are over the same tokens, each once."""
+    """Traps 9 and 10: token counts and losses, global and local, count each token once."""
     counts = [3, 32, 10, 1]
     job = job_of(layout)
     results = pool.run(Job.from_json(job).world_size, outcome_of, job, counts)
     outcomes = [outcome for outcome, _ in results]
     assert {o.valid_tokens for o in outcomes} == {sum(counts)}
     assert len({(o.loss, o.grad_norm) for o in outcomes}) == 1
-    speaking = [(o.local_loss, plain) for o, plain in results if o.local_loss is not None]
-    assert len(speaking) == Job.from_json(job).parallelism.data_parallel
-    for own, plain in speaking:
-        assert own == pytest.approx(plain, rel=1e-5)
+    local = [(o.local_loss, plain) for o, plain in results if o.local_loss is not None]
+    assert len(local) == Job.from_json(job).parallelism.data_parallel
+    for loss, plain in local:
+        assert loss == pytest.approx(plain, rel=1e-5)
 
 
 def test_a_batch_without_valid_tokens_has_no_loss_and_no_gradient(pool: RankPool) -> None:
@@ -86,7 +86,7 @@ def test_a_batch_without_valid_tokens_has_no_loss_and_no_gradient(pool: RankPool
     assert outcome.local_loss is None
 
 
-def stop_asked_of(job_json: str, rank: int) -> bool:
+def stop_requested_on(job_json: str, rank: int) -> bool:
     engine = Engine(Job.from_json(job_json), torch.device("cpu"))
     batch = batch_of(engine, [32] * 4)
     assert not engine.gradients(batch).stop_requested
@@ -96,7 +96,7 @@ def stop_asked_of(job_json: str, rank: int) -> bool:
 @pytest.mark.parametrize("rank", rest_is_thorough([0, 3], 3))
 def test_one_rank_asked_to_stop_stops_all(pool: RankPool, rank: int) -> None:
     """Trap 26."""
-    assert pool.run(4, stop_asked_of, job_of("parallelism=fsdp_pp"), rank) == [True] * 4
+    assert pool.run(4, stop_requested_on, job_of("parallelism=fsdp_pp"), rank) == [True] * 4
 
 
 def finite_after_spoiling(job_json: str, rank: int) -> bool:
@@ -112,7 +112,7 @@ SPOILT = ["parallelism=fsdp", "parallelism=tp", "parallelism=pp", "parallelism=d
 
 
 @pytest.mark.parametrize("layout", rest_is_thorough(SPOILT, "parallelism=fsdp", "parallelism=pp"))
-def test_a_number_gone_wrong_on_one_rank_is_seen_by_all(pool: RankPool, layout: str) -> None:
+def test_a_number_that_is_not_finite_on_one_rank_is_seen_by_all(pool: RankPool, layout: str) -> None:
     """Traps 25 and 26."""
     job = job_of(layout)
     ranks = Job.from_json(job).world_size
@@ -121,7 +121,7 @@ def test_a_number_gone_wrong_on_one_rank_is_seen_by_all(pool: RankPool, layout: 
 
 
 def changed_by_an_update(job_json: str, spoilt: bool) -> tuple[set[str], int]:
-    """What of weights and optimizer state a second update changes, and the steps of the schedule."""
+    """Names of weights and optimizer state that a second update changes, and the steps of the schedule."""
     from harness.checkpoint.state import model_state, optimizer_state
 
     def state() -> dict[str, torch.Tensor]:
@@ -147,10 +147,8 @@ UPDATES = [(layout, kind) for layout in ("single", "fsdp_tp") for kind in ("fuse
 
 
 @pytest.mark.parametrize("case", rest_is_thorough(UPDATES, ("single", "foreach"), ("fsdp_tp", "fused")))
-def test_an_update_without_numbers_changes_nothing_but_the_rate(
-    pool: RankPool, case: tuple[str, str]
-) -> None:
-    """Here the loss alone is infinite, and the gradients are in order."""
+def test_an_update_that_is_not_finite_changes_only_the_rate(pool: RankPool, case: tuple[str, str]) -> None:
+    """Here only the loss is infinite; the gradients are finite."""
     layout, implementation = case
     job = job_of(f"parallelism={layout}", f"optimizer.implementation={implementation}")
     ranks = Job.from_json(job).world_size
@@ -161,9 +159,8 @@ def test_an_update_without_numbers_changes_nothing_but_the_rate(
 
 
 SKIP = "debug.non_finite=skip"
-# What the engine is told, the device that it is asked for, and whether the device may drop an update by
-# itself, or else the host has to know the norm first.
-KNOWING = [
+# Overrides, device, whether the device may drop an update, and whether the host needs the norm first.
+NORM_CASES = [
     ([], "cuda", True, False),
     (["precision=bf16_full"], "cuda", True, False),
     (["optimizer.state_dtype=bfloat16", SKIP], "cuda", True, False),
@@ -177,8 +174,8 @@ KNOWING = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "device", "skips", "asks"), KNOWING)
-def test_who_has_to_know_the_norm(overrides: list[str], device: str, skips: bool, asks: bool) -> None:
+@pytest.mark.parametrize(("overrides", "device", "skips", "asks"), NORM_CASES)
+def test_when_the_host_needs_the_norm(overrides: list[str], device: str, skips: bool, asks: bool) -> None:
     engine = object.__new__(Engine)
     engine.job = Job.from_json(job_of(*overrides))
     engine.device = torch.device(device)
@@ -187,13 +184,13 @@ def test_who_has_to_know_the_norm(overrides: list[str], device: str, skips: bool
     assert (engine.skips_on_device, engine.asks_for_norm) == (skips, asks)
 
 
-def test_what_offloaded_parameters_leave_travels_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squares_of_offloaded_parameters_are_copied_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     with waits() as found:
-        there = without_waiting(torch.ones(3), torch.device("meta"))
-        assert without_waiting(there, there.device) is there
-    assert there.is_meta
+        copied = without_waiting(torch.ones(3), torch.device("meta"))
+        assert without_waiting(copied, copied.device) is copied
+    assert copied.is_meta
     assert found == []
     assert len(pinned) == 1
 
@@ -224,7 +221,7 @@ def test_clipping_is_by_the_global_norm(pool: RankPool, layout: str) -> None:
 
 
 def norms_over_two_meshes() -> tuple[float, float]:
-    """A parameter sharded over all four ranks beside one sharded over two and copied twice (trap 6)."""
+    """A parameter sharded over four ranks, and one sharded over two ranks and replicated twice (trap 6)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -271,25 +268,25 @@ def test_resharding_default_depends_on_the_pipeline() -> None:
 
 
 def shards_of(job_json: str) -> bool:
-    """Whether what lies on this rank, put together, is what was drawn by name."""
+    """Whether the gathered parameters of this rank equal the values generated by name."""
     from harness.model.init import draw
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
     for name, parameter in engine.named_parameters():
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         expected = draw(name, tuple(parameter.shape), job.model, job.training.seed, torch.device("cpu"))
-        if not torch.equal(whole, expected):
+        if not torch.equal(full, expected):
             return False
     return True
 
 
-DRAWN = [(layout, vocab) for layout in ("hsdp_tp", "fsdp_tp_pp", "fsdp_tp") for vocab in (256, 259)]
+INITIALIZED = [(layout, vocab) for layout in ("hsdp_tp", "fsdp_tp_pp", "fsdp_tp") for vocab in (256, 259)]
 
 
-@pytest.mark.parametrize("case", rest_is_thorough(DRAWN, ("hsdp_tp", 259), ("fsdp_tp", 256)))
+@pytest.mark.parametrize("case", rest_is_thorough(INITIALIZED, ("hsdp_tp", 259), ("fsdp_tp", 256)))
 def test_initial_values_are_those_drawn_by_name(pool: RankPool, case: tuple[str, int]) -> None:
-    """Trap 12: bitwise, whatever shards them."""
+    """Trap 12: bitwise equal for every sharding."""
     layout, vocab = case
     job = job_of(f"parallelism={layout}", f"model.vocab_size={vocab}")
     ranks = Job.from_json(job).world_size
@@ -297,7 +294,7 @@ def test_initial_values_are_those_drawn_by_name(pool: RankPool, case: tuple[str,
 
 
 def losses_around_validation(job_json: str) -> list[float]:
-    """Training loss, validation loss, training loss: of the same batches on every layout."""
+    """Training loss, validation loss, training loss again: of the same batches on every layout."""
     engine = Engine(Job.from_json(job_json), torch.device("cpu"))
     first, second = batch_of(engine, [3, 32, 10, 1]), batch_of(engine, [32, 5, 9, 30])
     before = engine.gradients(first)
@@ -324,14 +321,14 @@ VALIDATED = [
     *(f"parallelism=fsdp_pp parallelism.pp_schedule={name}" for name in ("ZBVZeroBubble", "Interleaved1F1B")),
     *(f"parallelism={name}" for name in ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "tp_pp")),
 ]
-# One of each way of executing a forward pass: without a pipeline, one stage on a rank, two in a row, a V.
+# One layout per way of executing a forward pass: no pipeline, one stage per rank, looped stages, V-shaped.
 WAYS = [VALIDATED[PIPELINES.index(schedule)] for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")]
 WAYS += ["parallelism=hsdp", "parallelism=tp"]
 
 
 @pytest.mark.parametrize("layout", rest_is_thorough(VALIDATED, *WAYS))
 def test_validation_is_the_same_and_leaves_training_alone(pool: RankPool, layout: str) -> None:
-    """Trap 11, on every way of executing a forward pass."""
+    """Trap 11, for every way of executing a forward pass."""
     [expected] = pool.run(1, losses_around_validation, job_of())
     job = job_of(*layout.split())
     for found in pool.run(Job.from_json(job).world_size, losses_around_validation, job):

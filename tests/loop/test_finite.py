@@ -1,4 +1,4 @@
-"""debug=nan and debug=anomaly: a number gone wrong is told with the name of what made it."""
+"""debug=nan and debug=anomaly: the error names where the first number that is not finite was computed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def no_anomaly_mode_is_left():  # type: ignore[no-untyped-def]
 
 
 def poisoned(job_json: str, run_dir: str, name: str) -> None:
-    """Trains with one number of one weight spoilt on the ranks that hold its first row."""
+    """Train with one element of one weight set to NaN on the ranks that hold its first row."""
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
     with torch.no_grad():
@@ -41,7 +41,7 @@ def poisoned(job_json: str, run_dir: str, name: str) -> None:
     Trainer(job, RunFolder(Path(run_dir)), engine, None, time.time()).train()
 
 
-def what_is_told(job_json: str, run_dir: str, name: str) -> str:
+def error_of(job_json: str, run_dir: str, name: str) -> str:
     try:
         poisoned(job_json, run_dir, name)
     except NonFiniteError as error:
@@ -50,24 +50,24 @@ def what_is_told(job_json: str, run_dir: str, name: str) -> str:
 
 
 WEIGHT = "layers.1.feed_forward.w2.weight"
-TOLD = "step 1: the output of layers.1.feed_forward.w2 is not finite"
+MESSAGE = "step 1: the output of layers.1.feed_forward.w2 is not finite"
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp", "tp"])
 def test_a_poisoned_weight_is_named(pool: RankPool, tmp_path: Path, layout: str) -> None:
     job = compose_job([*SMALL, f"parallelism={layout}", "debug=nan"])
-    told = pool.run(job.world_size, what_is_told, job.to_json(), str(tmp_path), WEIGHT)
-    assert all(each.startswith(TOLD) for each in told), told
+    errors = pool.run(job.world_size, error_of, job.to_json(), str(tmp_path), WEIGHT)
+    assert all(each.startswith(MESSAGE) for each in errors), errors
     if layout == "single":
-        assert told[0].endswith(f"; so is {WEIGHT}")
+        assert errors[0].endswith(f"; neither are the parameters {WEIGHT}")
 
 
 def test_a_poisoned_weight_is_named_inside_of_a_pipeline(pool: RankPool, tmp_path: Path) -> None:
-    """By the rank that holds it; the launcher ends the other one, which waits for it."""
+    """The rank that holds the weight reports it; the launcher ends the other one, which waits for it."""
     job = compose_job([*SMALL, "parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "debug=nan"])
     with pytest.raises(RankFailed) as failed:
         pool.run(2, poisoned, job.to_json(), str(tmp_path), WEIGHT)
-    assert str(failed.value).strip().splitlines()[-1].startswith(f"harness.errors.NonFiniteError: {TOLD}")
+    assert str(failed.value).strip().splitlines()[-1].startswith(f"harness.errors.NonFiniteError: {MESSAGE}")
 
 
 def run(tmp_path: Path, *overrides: str) -> tuple[int, RunFolder]:
@@ -78,7 +78,7 @@ def run(tmp_path: Path, *overrides: str) -> tuple[int, RunFolder]:
 
 
 class SpoilsGradient(torch.autograd.Function):
-    """Passes its input on, and sends NaN back."""
+    """Identity forward, NaN backward."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -91,7 +91,7 @@ class SpoilsGradient(torch.autograd.Function):
 
 @pytest.fixture
 def gradient_spoilt_in_step_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the head and the last block."""
+    """The gradient is NaN between the head and the last block."""
     original, calls = Decoder.__init__, [0]
 
     def spoil(module, inputs):  # type: ignore[no-untyped-def]
@@ -106,18 +106,20 @@ def gradient_spoilt_in_step_three(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gradient_spoilt_in_step_three")
-def test_a_gradient_gone_wrong_is_told_with_where_it_was_in_order(tmp_path: Path) -> None:
+def test_the_error_names_the_last_finite_gradient(tmp_path: Path) -> None:
     code, folder = run(tmp_path, "debug=nan", "model.n_layers=2")
     assert code == EXIT_NON_FINITE
     error = folder.first_error()
     assert error is not None and error["step"] == 2
     assert error["message"].startswith("step 3: the gradient of the output of layers.1 is not finite (")
-    assert error["message"].endswith("; that of the output of norm, from which it comes, was")
+    assert error["message"].endswith(
+        "; it was computed from the gradient of the output of norm, which is finite"
+    )
 
 
 @pytest.mark.usefixtures("gradient_spoilt_in_step_three")
 @pytest.mark.filterwarnings("ignore:Error detected in")
-def test_anomaly_mode_tells_the_function(tmp_path: Path) -> None:
+def test_anomaly_mode_names_the_function(tmp_path: Path) -> None:
     code, folder = run(tmp_path, "debug=anomaly")
     assert code == EXIT_NON_FINITE
     error = folder.first_error()
@@ -146,7 +148,7 @@ def test_a_sound_run_is_the_same_with_and_without(tmp_path: Path) -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-def test_modes_are_refused_where_they_cannot_look(overrides: list[str], message: str) -> None:
+def test_modes_are_refused_where_they_cannot_inspect_tensors(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compose_job([*SMALL, *overrides])
 

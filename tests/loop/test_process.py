@@ -1,4 +1,4 @@
-"""Settings of a rank's process: told once, and the user's own word wins."""
+"""Settings of a rank's process: set once, and the user's own settings win."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OLDER = {
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """An environment in which nothing of this is set."""
+    """An environment without any of these variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "PYTORCH_"))}
     monkeypatch.setattr(os, "environ", kept)
     return kept
@@ -52,14 +52,14 @@ def test_what_is_set(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_the_users_word_wins(environment: dict[str, str], name: str) -> None:
+def test_the_users_value_wins(environment: dict[str, str], name: str) -> None:
     environment[name] = "theirs"
     process.set_environment(job(), Path("/runs/x"))
     assert {each: environment[each] for each in OURS} == {**OURS, name: "theirs"}
 
 
 @pytest.mark.parametrize("name", OLDER)
-def test_the_users_word_wins_under_an_older_name(environment: dict[str, str], name: str) -> None:
+def test_the_users_value_wins_under_an_older_name(environment: dict[str, str], name: str) -> None:
     environment[OLDER[name]] = "theirs"
     process.set_environment(job(), Path("/runs/x"))
     assert name not in environment
@@ -72,7 +72,7 @@ def test_the_recorder_can_be_switched_off(environment: dict[str, str]) -> None:
     assert (environment["TORCH_FR_BUFFER_SIZE"], environment["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("0", "0")
 
 
-def test_one_line_tells_what_is_in_force(environment: dict[str, str]) -> None:
+def test_one_line_describes_the_settings_in_force(environment: dict[str, str]) -> None:
     process.set_environment(job(), Path("/runs/x"))
     assert process.describe(job(), "cpu") == "process: float32 products in highest precision"
     assert process.describe(job("training.matmul_precision=high"), "cuda") == (
@@ -99,7 +99,7 @@ print(done, faults(), faults())
 @pytest.mark.parametrize(
     "theirs", [{}, {"MALLOC_ARENA_MAX": "2"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}]
 )
-def test_what_is_freed_is_kept(environment: dict[str, str], theirs: dict[str, str]) -> None:
+def test_freed_memory_is_kept(environment: dict[str, str], theirs: dict[str, str]) -> None:
     plain = {name: value for name, value in environment.items() if not name.startswith(("MALLOC_", "GLIBC"))}
     command = [sys.executable, "-c", BLOCKS_TWICE]
     output = subprocess.run(command, env=plain | theirs, cwd=ROOT, check=True, capture_output=True, text=True)
@@ -125,15 +125,15 @@ def test_matmul_precision_is_the_jobs(environment: dict[str, str]) -> None:
     assert job().numerics_id != job("training.matmul_precision=high").numerics_id
 
 
-def test_an_interface_that_is_not_here_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_interface_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
     job = compose_job(["model=llama3_tiny", "data=synthetic", "cluster.device=cpu"])
-    says = r"^GLOO_SOCKET_IFNAME=lo,nope0: .* has no network interface nope0; would work: .*lo"
-    with pytest.raises(UserError, match=says), process_group(job, torch.device("cpu")):
+    message = r"^GLOO_SOCKET_IFNAME=lo,nope0: .* has no network interface nope0; would work: .*lo"
+    with pytest.raises(UserError, match=message), process_group(job, torch.device("cpu")):
         pass
 
 
-def test_what_a_launcher_did_not_set_for_this_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_variables_are_ignored_without_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.setenv(name, "x")
@@ -143,16 +143,16 @@ def test_what_a_launcher_did_not_set_for_this_process_is_left_alone(monkeypatch:
 
 
 def test_communicators_of_gpus_are_made_with_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bound to a device, torch splits those of all axes off the first one. Else each is made when it is first
-    used, and those of a pipeline in the middle of a step, one for every two ranks."""
-    said: list[dict[str, object]] = []
+    """With a device given, torch splits the communicators of all axes off the first one. Otherwise each is
+    made at its first use: those of a pipeline in the middle of a step, one for every two ranks."""
+    calls: list[dict[str, object]] = []
 
-    def noted(*_: object, **options: object) -> None:
-        said.append(options)
+    def record(*_: object, **options: object) -> None:
+        calls.append(options)
 
-    monkeypatch.setattr(torch.distributed, "init_process_group", noted)
+    monkeypatch.setattr(torch.distributed, "init_process_group", record)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
     device = torch.device("cuda", 1)
     with process_group(job("parallelism=pp", "cluster.device=cpu"), device):
         pass
-    assert [each["device_id"] for each in said] == [device]
+    assert [each["device_id"] for each in calls] == [device]

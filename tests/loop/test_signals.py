@@ -1,4 +1,4 @@
-"""A stop is noted, not obeyed at once; another ^C is obeyed."""
+"""The first signal only requests a stop; another ^C interrupts at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TINY = (
 
 @pytest.fixture(autouse=True)
 def _python_answers_to_interrupts() -> object:
-    """As in a foreground process, wherever the tests run."""
+    """Handle SIGINT as a foreground process does, also if the tests run in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -38,7 +38,7 @@ def send(number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_is_noted_and_handlers_come_back(number: int) -> None:
-    # A shell may have started the tests with SIGHUP ignored (nohup), and what is ignored stays so.
+    # A shell may have started the tests with SIGHUP ignored (nohup), and ignored signals stay ignored.
     outer = signal.signal(number, signal.default_int_handler)
     try:
         with StopRequest() as request:
@@ -119,7 +119,7 @@ def test_signals_that_are_ignored_meanwhile_stay_so_when_a_request_ends() -> Non
 def test_a_row_that_is_being_written_is_not_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the run is done or has failed, and whether a rank or its controller writes."""
+    """For completed and failed runs, whether a rank or its controller writes."""
     job = compose_job([*TINY, f"runs_dir={tmp_path}"])
     conclude, settle, seen = RunFolder.conclude, RunFolder.settle, []
 
@@ -139,7 +139,7 @@ def test_a_row_that_is_being_written_is_not_interrupted(
     assert launch(job, folder) == 0 and folder.row["exit_code"] == 0
 
     def fail(*_: object) -> None:
-        send(signal.SIGINT)  # noted; a second one would end the run at once
+        send(signal.SIGINT)  # requests a stop; a second one would end the run at once
         raise LookupError("a bug")
 
     monkeypatch.setattr(Engine, "update", fail)

@@ -1,4 +1,4 @@
-"""The loop: rows, validation, policies for numbers gone wrong, collections in step, determinism."""
+"""The loop: rows, validation, policies for values that are not finite, garbage collection, determinism."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def result_of(folder: RunFolder) -> dict:
     return json.loads((folder.path / "result.json").read_text())
 
 
-def test_rows_carry_what_they_promise(tmp_path: Path) -> None:
+def test_rows_have_their_metrics(tmp_path: Path) -> None:
     code, folder, job = run(tmp_path, "training.steps=8")
     rows = rows_of(folder)
     assert code == 0
@@ -75,7 +75,7 @@ def test_log_interval_keeps_first_and_last(tmp_path: Path) -> None:
 
 
 def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path: Path) -> None:
-    """Trap 11: weighted by tokens, the same samples every time, training undisturbed by it."""
+    """Trap 11: weighted by tokens, the same samples every time, no effect on training."""
     _, plain, _ = run(tmp_path / "a", "optimizer.lr=0")
     _, folder, job = run(tmp_path / "b", "optimizer.lr=0", "validation.interval=2", "validation.steps=3")
     validations = {row["step"]: row["validation_loss"] for row in rows_of(folder) if "validation_loss" in row}
@@ -107,7 +107,7 @@ def plain_validation_loss(job: Job) -> float:
 
 @pytest.fixture
 def infinite_at(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Makes the losses of the given steps infinite."""
+    """Make the losses of the given steps infinite."""
 
     def spoil(*steps: int) -> None:
         original, count = Engine.gradients, [0]
@@ -153,7 +153,7 @@ def test_non_finite_can_be_skipped(tmp_path: Path, infinite_at) -> None:  # type
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["skipped_steps"] for row in rows] == [1, 1, 2, 2, 2, 2]
     assert all(abs(row["loss"]) < 100 for row in rows if row["step"] not in (1, 3))
-    # The schedule went on although two updates did not happen.
+    # The schedule advanced although two updates were skipped.
     assert rows[1]["lr"] == pytest.approx(job.optimizer.lr)
 
 
@@ -166,13 +166,13 @@ def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at) -> None:  # type: i
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are looked at a step late."""
+    """Values are read one step late."""
     monkeypatch.setitem(LATE_STEPS, "cpu", LATE_STEPS["cuda"])
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_figures_nobody_asked_for_are_looked_at_a_step_late(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
-    """By then another step is on its way; the run ends as it does when every step is logged."""
+def test_values_that_are_not_logged_are_read_a_step_late(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
+    """By then another step has started; the run ends as it does when every step is logged."""
     infinite_at(3)
     code, folder, _ = run(tmp_path, "metrics.log_interval=10")
     assert code == EXIT_NON_FINITE
@@ -187,13 +187,13 @@ def test_figures_nobody_asked_for_are_looked_at_a_step_late(tmp_path: Path, infi
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
-def test_skipping_is_the_same_whoever_decides_it(
+def test_skipping_is_the_same_on_device_and_host(
     tmp_path: Path,
     infinite_at,  # type: ignore[no-untyped-def]
     implementation: str,
 ) -> None:
-    """The device, a step before the host hears of it; or, without a fused optimizer, the host."""
-    infinite_at(1, 3, 7, 9)  # the counting goes on in the second run
+    """A fused optimizer skips on the device, a step before the host notices; the others on the host."""
+    infinite_at(1, 3, 7, 9)  # the count continues in the second run
     ends = []
     for interval in (1, 10):
         _, folder, _ = run(
@@ -220,7 +220,7 @@ def test_a_slow_source_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     for ahead in (0, 2):
         _, folder, _ = run(tmp_path / str(ahead), f"data.prefetch={ahead}", "training.steps=10")
         shares[ahead] = result_of(folder)["window.data_share"]
-    # Four samples a batch, 20 ms, beside steps of at least 50.
+    # Four samples per batch, 20 ms, and steps of at least 50 ms.
     assert shares[0] > 0.1
     assert shares[2] < shares[0] / 3
 
@@ -246,21 +246,21 @@ def test_collections_happen_at_fixed_steps_only(tmp_path: Path, monkeypatch: pyt
 
 
 def test_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
-    figures = []
+    values = []
     try:
         for name in ("a", "b"):
             _, folder, _ = run(tmp_path / name, "debug=deterministic")
-            figures.append([(row["loss"], row["grad_norm"]) for row in rows_of(folder)])
+            values.append([(row["loss"], row["grad_norm"]) for row in rows_of(folder)])
         assert torch.are_deterministic_algorithms_enabled()
         run(tmp_path / "c", "debug=default")
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert figures[0] == figures[1]
+    assert values[0] == values[1]
 
 
 def test_training_learns(tmp_path: Path) -> None:
-    """A text that repeats itself is learned: the loss falls far below the entropy of its letters."""
+    """A repetitive text is learned: the loss falls far below the entropy of its letters."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh " * 4000)
     _, folder, _ = run(

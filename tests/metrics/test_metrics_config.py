@@ -1,4 +1,4 @@
-"""The metrics group: rules, shipped files, and an import that stays light."""
+"""The metrics group: rules, shipped files, and a light import."""
 
 from __future__ import annotations
 

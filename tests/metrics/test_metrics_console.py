@@ -1,4 +1,4 @@
-"""Lines for people."""
+"""Console output: plain lines, the progress bar, silence."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_none_is_left_out_and_nan_is_not() -> None:
 
 def test_plain_summary() -> None:
     out = io.StringIO()
-    figures = {"exit": "done", "tokens_per_second": 123456.7, "mfu": None, "window_steps": 1200, "ok": True}
-    PlainConsole(100, out).summary("summary", figures)
+    values = {"exit": "done", "tokens_per_second": 123456.7, "mfu": None, "window_steps": 1200, "ok": True}
+    PlainConsole(100, out).summary("summary", values)
     assert out.getvalue().splitlines() == [
         "summary",
         "  exit               done",

@@ -1,4 +1,4 @@
-"""metrics.jsonl: valid JSON, whole rows, right after crashes and resumes."""
+"""metrics.jsonl: valid JSON and complete rows, also after crashes and resumes."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_a_row_broken_by_a_crash_is_cut(path: Path, tail: bytes) -> None:
     write(path, 1, 2)
     with path.open("ab") as file:
         file.write(tail)
-    assert steps(path) == [1, 2]  # also while nobody has repaired it
+    assert steps(path) == [1, 2]  # also before it is repaired
     write(path, 3)
     assert steps(path) == [1, 2, 3]
 
 
-def test_a_whole_row_without_newline_is_kept(path: Path) -> None:
+def test_a_complete_row_without_newline_is_kept(path: Path) -> None:
     write(path, 1, 2)
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
     write(path, 3)
@@ -87,7 +87,7 @@ def test_only_a_broken_row(path: Path) -> None:
     assert steps(path) == [1]
 
 
-def test_damage_in_the_middle_is_said(path: Path) -> None:
+def test_damage_in_the_middle_is_reported(path: Path) -> None:
     write(path, 1)
     with path.open("ab") as file:
         file.write(b"garbage\n")
@@ -104,7 +104,7 @@ def test_damage_in_the_middle_is_said(path: Path) -> None:
     assert path.with_name("metrics.damaged-1.jsonl").read_bytes() == found
 
 
-def test_damage_done_while_the_run_writes_is_said_at_the_end(path: Path) -> None:
+def test_damage_done_while_the_run_writes_is_reported_at_the_end(path: Path) -> None:
     file = MetricsFile(path)
     for step in (1, 2, 3):
         file.write({"step": step, "loss": 1.0})
@@ -143,7 +143,7 @@ def test_a_file_that_is_deleted_meanwhile_is_written_again(path: Path) -> None:
         ([], 0, 1, None),
     ],
 )
-def test_missing_rows_are_said(
+def test_missing_rows_are_reported(
     path: Path, logged: list[int], step: int, interval: int, missing: str | None
 ) -> None:
     with MetricsFile(path) as file:

@@ -1,4 +1,4 @@
-"""MFU by hand, and none for hardware that is not known."""
+"""MFU computed by hand, and none for unknown hardware."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_no_throughput_no_mfu() -> None:
     assert mfu(None, 1.0, 1.0) is None
 
 
-def test_inputs_are_said_in_both_conventions() -> None:
+def test_inputs_are_described_in_both_conventions() -> None:
     line = describe_inputs(LLAMA3_8B, peak_of("NVIDIA H100 80GB HBM3", "bfloat16"))
-    assert "57.91 GFLOP/token (attention whole)" in line
+    assert "57.91 GFLOP/token (full attention)" in line
     assert "51.47 (causal half)" in line
     assert "989.4 TFLOP/s (H100 SXM, dense bfloat16" in line

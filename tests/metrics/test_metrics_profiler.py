@@ -1,4 +1,4 @@
-"""Traces: of just the steps they should be of, readable by what reads Chrome's traces, and out of the way."""
+"""Traces: they hold exactly the configured steps, are valid Chrome traces, and do not affect throughput."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_trace_holds_its_steps_and_no_others(tmp_path: Path) -> None:
 def test_profiled_steps_do_not_count_and_the_rows_say_so(tmp_path: Path) -> None:
     folder = run(tmp_path, *ON, "metrics.log_interval=3", "metrics.warmup_steps=1")
     rows = {row["step"]: row.get("profiled_steps") for row in read_metrics(folder / "metrics.jsonl")}
-    # The profiler ran beside steps 3, 4, 5 and 8, 9, 10.
+    # The profiler ran during steps 3, 4, 5 and 8, 9, 10.
     assert rows == {1: None, 3: 1, 6: 2, 9: 2, 12: 1}
     result = json.loads((folder / "result.json").read_text())
     assert (result["window.profiled_steps"], result["window.window_steps"]) == (6, 5)
@@ -82,7 +82,7 @@ def test_off_writes_nothing(tmp_path: Path) -> None:
     assert all("profiled_steps" not in row for row in read_metrics(folder / "metrics.jsonl"))
 
 
-def test_a_trace_that_is_not_whole_is_not_written(tmp_path: Path) -> None:
+def test_an_incomplete_trace_is_not_written(tmp_path: Path) -> None:
     assert traces_in(run(tmp_path, *ON, "training.steps=9")) == ["profile/step-5/rank0.json.gz"]
 
 
@@ -93,11 +93,11 @@ def train(job_json: str, run_dir: str) -> list[float]:
     return [step.seconds for step in trainer.window._measured]
 
 
-def test_only_the_ranks_that_are_named_write(pool: RankPool, tmp_path: Path) -> None:
+def test_only_the_listed_ranks_write(pool: RankPool, tmp_path: Path) -> None:
     job = compose_job([*SMALL, *ON, "parallelism=fsdp", "parallelism.dp_shard=2", "profiling.ranks=[1]"])
     counted = pool.run(2, train, job.to_json(), str(tmp_path))
     assert traces_in(tmp_path) == ["profile/step-10/rank1.json.gz", "profile/step-5/rank1.json.gz"]
-    # Steps 4 on count, but for 4, 5, 8, 9 and 10, on both ranks.
+    # On both ranks, steps from 4 on count, except 4, 5, 8, 9 and 10.
     assert [len(steps) for steps in counted] == [4, 4]
     events = events_of(tmp_path / "profile/step-5/rank1.json.gz")
     assert any(event["name"].startswith("gloo:") for event in events)
@@ -114,14 +114,14 @@ def test_only_the_ranks_that_are_named_write(pool: RankPool, tmp_path: Path) -> 
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_would_write_nothing_is_refused(overrides: list[str], message: str) -> None:
+def test_configurations_that_write_nothing_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compose_job([*SMALL, "profiling=on", "profiling.interval=12", *overrides])
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_what_memory_was_full_of_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+@pytest.mark.parametrize("enabled", [True, False])
+def test_running_out_of_memory_writes_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
 ) -> None:
     """With the two functions of torch that need a GPU replaced; tests/test_gpu.py has the real ones."""
     recording: list[Any] = []
@@ -129,11 +129,11 @@ def test_what_memory_was_full_of_is_written(
         "torch.cuda.memory._record_memory_history", lambda **options: recording.append(options)
     )
     monkeypatch.setattr("torch.cuda.memory._dump_snapshot", lambda path: Path(path).write_text("snapshot"))
-    config = ProfilingConfig(enable=True, memory_snapshot=asked)
+    config = ProfilingConfig(enable=True, memory_snapshot=enabled)
     profiler = Profiler(config, tmp_path, 0, torch.device("cuda"), print)
     profiler.start(0)
     profiler.out_of_memory(7)
     profiler.close()
-    wanted = ["profile/step-7/memory/rank0-out-of-memory.pickle"] if asked else []
+    wanted = ["profile/step-7/memory/rank0-out-of-memory.pickle"] if enabled else []
     assert traces_in(tmp_path) == wanted
-    assert [options.get("enabled", True) for options in recording] == ([True, None] if asked else [])
+    assert [options.get("enabled", True) for options in recording] == ([True, None] if enabled else [])

@@ -1,4 +1,4 @@
-"""The recorder: the file first, and no view stops a run."""
+"""The recorder writes the file first, and a failing view does not stop a run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_failing_init_is_one_warning(
     recorder.log({"step": 1, "loss": 2.0})
     recorder.close({})
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert warnings == ["warning: wandb is off, metrics.jsonl goes on: RuntimeError: no server"]
+    assert warnings == ["warning: wandb is off, metrics.jsonl continues: RuntimeError: no server"]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
@@ -96,10 +96,12 @@ def test_a_view_that_fails_later_is_switched_off(
     assert view.logged == [1, 2]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
     assert (
-        capsys.readouterr().out.count("broken is off, metrics.jsonl goes on: ConnectionError: the server is")
+        capsys.readouterr().out.count(
+            "broken is off, metrics.jsonl continues: ConnectionError: the server is"
+        )
         == 1
     )
-    assert list((tmp_path / "tensorboard").iterdir()), "the other view goes on"
+    assert list((tmp_path / "tensorboard").iterdir()), "the other view continues"
 
 
 def test_close_survives_a_failing_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +109,7 @@ def test_close_survives_a_failing_view(tmp_path: Path, monkeypatch: pytest.Monke
     record(tmp_path, wandb=True).close({})
 
 
-def test_a_console_nobody_reads_does_not_stop_the_run(
+def test_a_closed_console_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(text: str) -> None:
@@ -120,7 +122,7 @@ def test_a_console_nobody_reads_does_not_stop_the_run(
         recorder.log({"step": 2, "loss": 2.0})
         recorder.close({})
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
-    assert caplog.messages == ["console is off, metrics.jsonl goes on: BrokenPipeError: Broken pipe"]
+    assert caplog.messages == ["console is off, metrics.jsonl continues: BrokenPipeError: Broken pipe"]
 
 
 def test_a_full_disk_does_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

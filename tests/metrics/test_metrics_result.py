@@ -1,4 +1,4 @@
-"""result.json is whole or absent, flat, and says where its code came from."""
+"""result.json is complete or absent, flat, and names the commit and versions of its code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""W&B and TensorBoard really write, offline, into the run folder."""
+"""W&B and TensorBoard write files into the run folder, offline."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wandb_mode("online") is None
 
 
-# A .wandb file is a log of LevelDB (github.com/google/leveldb, doc/log_format.md) behind a header of its own.
+# A .wandb file is a LevelDB log (github.com/google/leveldb, doc/log_format.md) after a header of its own.
 _WANDB_HEADER, _CHUNK_HEADER, _BLOCK = 7, 7, 32768
 _WHOLE, _LAST = 1, 4
 

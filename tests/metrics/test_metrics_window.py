@@ -1,4 +1,4 @@
-"""Throughput counts training alone: no warm-up, no validation, no saving."""
+"""Throughput covers training only: no warm-up, no validation, no saving."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.metrics.window import StepTimer, Window
 
 
 class Clock:
-    """Time that passes only when told to."""
+    """A clock that only ``wait`` advances."""
 
     now = 100.0
 
@@ -43,7 +43,7 @@ def test_no_time_falls_between_laps() -> None:
     timer.lap()
     with timer.section("checkpoint"):
         clock.wait(5.0)
-    clock.wait(0.25)  # e.g. logging: part of what training costs
+    clock.wait(0.25)  # e.g. logging, which is part of the step
     assert timer.lap().seconds == 0.25
 
 
@@ -56,9 +56,9 @@ def test_restart_forgets_the_time_before_the_first_step() -> None:
     assert timer.lap().seconds == 1.0
 
 
-def test_work_still_queued_is_billed_to_the_step() -> None:
+def test_queued_work_counts_for_its_step() -> None:
     clock = Clock()
-    queued = [3.0]  # seconds of device work that nobody has waited for yet
+    queued = [3.0]  # seconds of queued device work
 
     def synchronize() -> None:
         clock.wait(queued.pop() if queued else 0.0)

@@ -17,7 +17,7 @@ from test_against_transformers import close, ours
 from torch import Tensor
 
 from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
-from harness.checkpoint.pieces import fill, whole
+from harness.checkpoint.pieces import fill, full_ranges
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.families import ALL
@@ -165,7 +165,7 @@ def from_theirs(model: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tu
     shapes = tensor_shapes(model)
     for name, pieces in our_tensors(model).items():
         out = torch.empty(shapes[name], dtype=theirs[pieces[0].theirs].dtype)
-        fill(out, pieces, shapes[name], whole(shapes[name]), lambda key, part: theirs[key][part])
+        fill(out, pieces, shapes[name], full_ranges(shapes[name]), lambda key, part: theirs[key][part])
         yield name, out
 
 

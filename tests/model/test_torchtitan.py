@@ -83,7 +83,7 @@ def change(config: ModelConfig, **fields: object) -> ModelConfig:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (change(CONFIGS["llama2"], family="deepseek_v3"), "convert.format=torchtitan: dense models"),
+        (change(CONFIGS["llama2"], family="deepseek_v3"), "convert.format=torchtitan: only dense models"),
         (
             change(CONFIGS["llama2"], attention=AttentionConfig(qkv_bias=True, output_bias=True)),
             "convert.format=torchtitan: torchtitan's attention has no biases",
@@ -91,7 +91,7 @@ def change(config: ModelConfig, **fields: object) -> ModelConfig:
         (CONFIGS["wide_heads"], "model.head_dim=24: torchtitan's Llama has heads of width"),
         (
             change(CONFIGS["llama2"], rope=dataclasses.replace(CONFIGS["llama2"].rope, scaling="yarn")),
-            "model.rope.scaling=yarn: torchtitan's llama does not scale so; would work: none, llama3",
+            "model.rope.scaling=yarn: torchtitan's llama has no such scaling; would work: none, llama3",
         ),
     ],
 )

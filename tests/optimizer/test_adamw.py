@@ -1,4 +1,4 @@
-"""AdamW: who decays, and that torch's ways of carrying it out agree with the formula."""
+"""AdamW: parameters with weight decay, and torch's implementations against the formula."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_embeddings_stay_when_asked() -> None:
     assert shrunk(OptimizerConfig(lr=0.1, weight_decay=0.5, decay_embeddings=False)) == names() - kept
 
 
-def test_a_tied_table_goes_with_the_embeddings() -> None:
+def test_a_tied_table_decays_like_the_embeddings() -> None:
     assert "tok_embeddings.weight" in shrunk(OptimizerConfig(lr=0.1, weight_decay=0.5), tied=True)
     kept = shrunk(OptimizerConfig(lr=0.1, weight_decay=0.5, decay_embeddings=False), tied=True)
     assert not kept & {"tok_embeddings.weight", "output.weight"}
@@ -135,6 +135,6 @@ def test_every_implementation_follows_the_formula(implementation: str) -> None:
         ("for-loop", (False, False)),
     ],
 )
-def test_the_implementation_asked_for_is_the_one_used(implementation: str, flags: tuple[bool, bool]) -> None:
+def test_the_configured_implementation_is_used(implementation: str, flags: tuple[bool, bool]) -> None:
     built = build_optimizer(OptimizerConfig(implementation=implementation), model().named_parameters())
     assert (built.defaults["fused"], built.defaults["foreach"]) == flags

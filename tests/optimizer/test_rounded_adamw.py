@@ -1,4 +1,4 @@
-"""Running means and parameters in bfloat16: computed in float32, rounded once."""
+"""AdamW state and parameters in bfloat16: computed in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from harness.optimizer.config import LARGEST_BFLOAT16_BETA, OptimizerConfig
 CONFIG = OptimizerConfig(lr=0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, state_dtype="bfloat16")
 
 
-def test_follows_the_formula_but_for_the_rounding() -> None:
-    """Within bfloat16's rounding of the means, and not exactly: then nothing would have been rounded."""
+def test_follows_the_formula_up_to_rounding() -> None:
+    """Within bfloat16's rounding of the means, and not exactly, because values must have been rounded."""
     expected, found = by_formula(CONFIG), train(CONFIG)
     exact = train(dataclasses.replace(CONFIG, state_dtype="float32"))
     for name, value in found.items():
@@ -28,7 +28,7 @@ def test_follows_the_formula_but_for_the_rounding() -> None:
         assert not torch.equal(value, exact[name])
 
 
-def test_without_anything_to_round_it_is_torchs() -> None:
+def test_without_rounding_it_equals_torchs() -> None:
     ours, torchs = model(), model()
     parameters = [dict(decoder.named_parameters()) for decoder in (ours, torchs)]
     constants = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-3}
@@ -55,7 +55,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
 def test_one_step_by_hand(master: torch.dtype) -> None:
-    """Each of the three is what float32 gives from what was kept, rounded to its own format."""
+    """Parameter and means are computed in float32 from the stored values, then rounded to their dtypes."""
     torch.manual_seed(0)
     start = torch.randn(64, dtype=master)
     parameter = torch.nn.Parameter(start.clone())
@@ -74,7 +74,7 @@ def test_one_step_by_hand(master: torch.dtype) -> None:
         state = built.state[parameter]
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
         assert parameter.dtype == master
-        # In float32 a sum in another order may round to the neighbour.
+        # A float32 sum in another order may be rounded to the neighbouring bfloat16 value.
         torch.testing.assert_close(state["exp_avg"].float(), mean, rtol=2**-7, atol=0)
         torch.testing.assert_close(state["exp_avg_sq"].float(), square, rtol=2**-7, atol=0)
         mean, square = state["exp_avg"].float(), state["exp_avg_sq"].float()
@@ -84,8 +84,8 @@ def test_one_step_by_hand(master: torch.dtype) -> None:
         value = parameter.detach().float().clone()
 
 
-def test_a_mean_still_moves_at_the_largest_beta() -> None:
-    """And would not at one of 0.999: which is why that is refused."""
+def test_a_mean_still_changes_at_the_largest_beta() -> None:
+    """At 0.999 it would not, so that is refused."""
     for beta, moves in ((LARGEST_BFLOAT16_BETA, True), (0.999, False)):
         config = dataclasses.replace(CONFIG, beta2=beta)
         parameter = torch.nn.Parameter(torch.ones(1))
@@ -99,8 +99,8 @@ def test_a_mean_still_moves_at_the_largest_beta() -> None:
         assert (float(built.state[parameter]["exp_avg_sq"]) < 0.05) == moves
 
 
-def test_norms_and_embeddings_decay_as_they_are_told() -> None:
-    """The groups are the same, whoever carries out the update."""
+def test_norms_do_not_decay() -> None:
+    """The parameter groups are those of torch's AdamW."""
     decoder = model()
     before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
     for parameter in decoder.parameters():
@@ -110,7 +110,7 @@ def test_norms_and_embeddings_decay_as_they_are_told() -> None:
     assert same == NORMS
 
 
-def test_state_follows_the_parameters_where_nothing_is_said() -> None:
+def test_state_has_the_parameters_dtype_by_default() -> None:
     assert compose_job([]).optimizer.state_dtype == "float32"
     assert compose_job(["precision=bf16_full"]).optimizer.state_dtype == "bfloat16"
     kept = compose_job(["precision=bf16_full", "optimizer.state_dtype=float32"])
@@ -142,11 +142,11 @@ def test_refused(overrides: list[str], says: str) -> None:
 
 
 def three_steps(drop: list[bool] | None, master: torch.dtype, state: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """A parameter and its state after a step for each entry; None: three steps that nobody asks about."""
+    """Parameter and state after a step for each entry; None: three steps without ``found_inf``."""
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIG, state_dtype=state)
     parameter = torch.nn.Parameter(torch.randn(64, 3).to(master))
-    # Where all is float32, torch's own would be built.
+    # Built directly, because build_optimizer uses torch's AdamW if everything is float32.
     built = RoundedAdamW(
         [{"params": [parameter], "weight_decay": 0.2}],
         config.lr,
@@ -169,8 +169,8 @@ FORMATS = [(torch.bfloat16, "bfloat16"), (torch.bfloat16, "float32"), (torch.flo
 
 @pytest.mark.parametrize(("master", "state"), [*FORMATS, (torch.float32, "float32")])
 @pytest.mark.parametrize("drop", [[False] * 3, [True, False, False, True, False, True]])
-def test_a_step_without_numbers_has_not_been(master: torch.dtype, state: str, drop: list[bool]) -> None:
-    """Whatever the device drops, what is left is the three steps that it carried out: also of the count."""
+def test_dropped_steps_have_no_effect(master: torch.dtype, state: str, drop: list[bool]) -> None:
+    """The result is that of the three steps that were applied; the step count is 3."""
     expected, expected_state = three_steps(None, master, state)
     found, found_state = three_steps(drop, master, state)
     close = {"rtol": 2**-7 if torch.bfloat16 in (master, getattr(torch, state)) else 1e-6, "atol": 1e-6}

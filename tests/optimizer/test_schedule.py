@@ -14,7 +14,7 @@ from harness.optimizer.config import ScheduleConfig
 
 
 def factors(steps: int, **fields: object) -> list[float]:
-    """The share of the peak at every step, and one step after the last."""
+    """Fraction of the peak at every step, and one step after the last."""
     config = ScheduleConfig(**fields)  # type: ignore[arg-type]
     config.validate(steps)
     factor = lr_factor(config, steps)
@@ -100,7 +100,7 @@ def test_does_not_fit() -> None:
 
 @pytest.mark.parametrize("warmup", range(1, 40, 3))
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.25, 0.5, 0.99])
-def test_the_steps_it_names_fit(warmup: int, ratio: float) -> None:
+def test_the_suggested_steps_fit(warmup: int, ratio: float) -> None:
     config = ScheduleConfig(warmup_steps=warmup, decay_ratio=ratio)
     with pytest.raises(ConfigError) as caught:
         config.validate(warmup // 2 or 1) if warmup > 1 or ratio > 0.5 else config.validate(0)

@@ -1,4 +1,4 @@
-"""What tests measure of memory: bytes of tensors that are alive, as they are made and freed."""
+"""Memory measurement for tests: bytes of live tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class Ledger(TorchDispatchMode):
-    """Books every storage that an operation makes, from its making to its end; counts operations by name.
+    """Tracks storages from allocation to release, and counts operations by name.
 
     Attributes:
-        live: bytes alive now of what was made since the ledger was opened.
-        peak: the most there were.
-        calls: how often each operation ran.
+        live: bytes alive now that were allocated since the ledger was entered.
+        peak: maximum of ``live``.
+        calls: number of calls of each operation.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class Ledger(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What was there before (parameters, inputs) is known, and costs nothing; neither do views of it.
-        self._book((args, kwargs), counts=False)
+        # Storages that existed before (parameters, inputs) and views of them are not counted.
+        self._track((args, kwargs), counts=False)
         result = func(*args, **(kwargs or {}))
         self.calls[str(func)] += 1
-        self._book(result, counts=True)
+        self._track(result, counts=True)
         return result
 
-    def _book(self, tree: Any, *, counts: bool) -> None:
+    def _track(self, tree: Any, *, counts: bool) -> None:
         for leaf in tree_leaves(tree):
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -44,8 +44,8 @@ class Ledger(TorchDispatchMode):
                 self._known.add(key)
                 self.live += size
                 self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._strike, key, size)
+                weakref.finalize(storage, self._release, key, size)
 
-    def _strike(self, key: int, size: int) -> None:
+    def _release(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size

@@ -1,4 +1,4 @@
-"""What is recomputed in backward, and what that saves; the parity matrix shows that it changes no number."""
+"""Activation checkpointing: recomputed operations and saved memory; parity is tested by the matrix."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from harness.parallelism.parallelize import build_model_parts
 CPU = torch.device("cpu")
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "model.n_layers=4")
 MATMULS, ATTENTION = "aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
-# wq, wk, wv, wo, w1, w3: nothing in backward asks for what the seventh, w2, gives.
-AGAIN = 6
+# wq, wk, wv, wo, w1, w3: backward does not need the output of the seventh, w2.
+RECOMPUTED_MATMULS = 6
 
 
 def ledger_of(*overrides: str) -> tuple[int, Ledger, Ledger]:
-    """Bytes alive after forward, and the ledgers of a plain forward and of the backward pass after it."""
+    """Bytes alive after forward, and the ledgers of the forward and of the backward pass."""
     job = compose_job([*TINY, *overrides, "cluster.device=cpu"])
     with process_group(job, CPU):
         [part] = build_model_parts(job, build_mesh(job.parallelism, CPU), CPU)
@@ -42,15 +42,15 @@ def plain() -> tuple[int, Ledger, Ledger]:
 @pytest.mark.parametrize(
     ("overrides", "recomputed_matmuls", "recomputed_attentions"),
     [
-        (["activation_checkpoint=full"], 4 * AGAIN, 4),
-        (["activation_checkpoint=selective_layer"], 2 * AGAIN, 2),
+        (["activation_checkpoint=full"], 4 * RECOMPUTED_MATMULS, 4),
+        (["activation_checkpoint=selective_layer"], 2 * RECOMPUTED_MATMULS, 2),
         (
             ["activation_checkpoint=selective_layer", "activation_checkpoint.every_nth_layer=3"],
-            2 * AGAIN,
+            2 * RECOMPUTED_MATMULS,
             2,
         ),
-        # Every second of seven is kept, and attention.
-        (["activation_checkpoint=selective_op"], 4 * (AGAIN - 3), 0),
+        # Every second of seven matmuls is saved, and attention.
+        (["activation_checkpoint=selective_op"], 4 * (RECOMPUTED_MATMULS - 3), 0),
         (
             ["activation_checkpoint=selective_op", "activation_checkpoint.save_every_nth_matmul=1"],
             0,
@@ -58,7 +58,7 @@ def plain() -> tuple[int, Ledger, Ledger]:
         ),
         (
             ["activation_checkpoint=selective_op", "activation_checkpoint.save_every_nth_matmul=0"],
-            4 * AGAIN,
+            4 * RECOMPUTED_MATMULS,
             0,
         ),
     ],
@@ -89,7 +89,7 @@ def test_memory_falls_from_mode_to_mode(plain: tuple[int, Ledger, Ledger]) -> No
 
 def test_memory_budget_moves_the_partitioner() -> None:
     def kept(budget: float) -> int:
-        """Bytes that autograd saves; the compiler does not work under a ledger."""
+        """Bytes that autograd saves; a ledger does not work with the compiler."""
         job = compose_job(
             [
                 *(*TINY, "model.n_layers=2", "cluster.device=cpu", "compile=on", "compile.backend=aot_eager"),
@@ -117,8 +117,8 @@ def test_memory_budget_moves_the_partitioner() -> None:
     assert least < 0.4 * most
 
 
-def test_selective_layers_are_those_of_the_whole_model() -> None:
-    """The second stage recomputes the layers that the whole model would."""
+def test_selective_layers_do_not_depend_on_the_pipeline() -> None:
+    """The second stage recomputes the same layers as the full model."""
     from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
 
     job = compose_job([*TINY, "activation_checkpoint=selective_layer"])
@@ -140,10 +140,10 @@ def test_selective_layers_are_those_of_the_whole_model() -> None:
         (["activation_checkpoint.every_nth_layer=0"], r"must be at least 1"),
         (
             ["parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "activation_checkpoint=selective_op"],
-            r"keeps results for one backward pass, and the pipeline schedule takes two",
+            r"saves results for one backward pass, and the pipeline schedule has two",
         ),
     ],
 )
-def test_what_cannot_be(overrides: list[str], rule: str) -> None:
+def test_refused(overrides: list[str], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         compose_job([*TINY, *overrides])

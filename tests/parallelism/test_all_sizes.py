@@ -1,8 +1,8 @@
-"""Every size that ships is laid out for as many ranks as train it: shapes and placements, no values.
+"""Shapes and placements of every shipped model size, at realistic numbers of ranks, without values.
 
-One process pretends to be a rank of a world of up to 2048, over torch's fake process group, which sends
-nothing. The model stays on the meta device. What is expected is told from the model's numbers and the degrees
-alone, not from the layout code.
+One process acts as a rank of a world of up to 2048, with torch's fake process group, which sends nothing. The
+model stays on the meta device. Expected values are computed from the model's configuration and the degrees,
+not from the layout code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.plan.fake import pretending
 
 CPU = torch.device("cpu")
 SEQ_LEN = 2048
-ALL_KINDS = 4  # among so many blocks are all that a model has: DeepSeek-V3 begins with three dense ones
+ALL_KINDS = 4  # this many blocks include every kind of block: DeepSeek-V3 begins with three dense ones
 MODELS = Path(__file__).parents[2] / "conf" / "model"
 SMALL_MOE = (
     "dp_shard=8 ep=4",
@@ -124,7 +124,7 @@ LAYOUTS = {
     ),
 }
 CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
-# The last layout, which has most degrees, of each family; of its largest size where sizes differ in kind.
+# For each family the last layout, which uses the most axes; of its largest size if sizes differ in kind.
 # Debug sizes are trained in other tests.
 CORE = [
     (model, LAYOUTS[model][-1])
@@ -133,12 +133,12 @@ CORE = [
         *("qwen3_0p6b", "qwen3_235b_a22b", "deepseek_v2_lite_16b", "deepseek_v3_671b", "gpt_oss_120b"),
     )
 ]
-# What tensor parallel ranks have whole: norms, latents and their projections, biases of what is summed.
-WHOLE = ("norm.weight", "wq_a.weight", "wkv_a.weight", "router.weight", "router.bias", "wo.bias")
+# Not split by tensor parallel: norms, latents and their projections, biases added after a reduction.
+REPLICATED = ("norm.weight", "wq_a.weight", "wkv_a.weight", "router.weight", "router.bias", "wo.bias")
 
 
 def composed(model: str, degrees: str) -> Job:
-    """A job of that layout for a cluster, with enough microbatches for its pipeline."""
+    """Compose a job of a layout for a cluster, with enough microbatches for its pipeline."""
     layout = [f"parallelism.{degree}" for degree in degrees.split()]
     by_axis = dict(degree.split("=") for degree in degrees.split())
     data_parallel = int(by_axis.get("dp_shard", 1)) * int(by_axis.get("dp_replicate", 1))
@@ -153,7 +153,7 @@ def composed(model: str, degrees: str) -> Job:
 
 
 def laid_out(job: Job, rank: int) -> list[Decoder]:
-    """What that rank would hold, checked parameter by parameter while its group is there."""
+    """Model parts of a rank; every parameter is checked while the process group exists."""
     with pretending(rank, job.world_size):
         mesh = build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled)
         parts = lay_out(job, mesh, CPU)
@@ -183,7 +183,7 @@ def check(name: str, parameter: torch.Tensor, layout: ParallelismConfig) -> None
     assert [len(indices) for indices in local_ranges(parameter)] == list(local), name
     is_first = not any(mesh.get_coordinate() or [])
     for length, of, own in zip(parameter.shape, pieces, local, strict=True):
-        # The pieces of a dimension that does not divide are one row longer, until there are no more rows.
+        # If a dimension does not divide evenly, pieces are rounded up and the last ones are shorter or empty.
         assert own == -(-length // of) if is_first or length % of == 0 else own <= -(-length // of), name
     if is_expert(name) and layout.ep * layout.expert_shards > parameter.shape[0]:
         assert parameter.to_local().numel() * prod(pieces) == parameter.numel(), f"{name} is shared unevenly"
@@ -192,12 +192,12 @@ def check(name: str, parameter: torch.Tensor, layout: ParallelismConfig) -> None
 def expected_pieces(name: str, layout: ParallelismConfig) -> int:
     """How many different pieces a parameter is cut into."""
     if not is_expert(name):
-        return layout.parameter_shards * (1 if name.endswith(WHOLE) else layout.tp)
+        return layout.parameter_shards * (1 if name.endswith(REPLICATED) else layout.tp)
     splits = layout.splits_experts and not name.endswith(".b2")
     return layout.ep * layout.expert_shards * (layout.tp if splits else 1)
 
 
-def test_every_size_is_here() -> None:
+def test_every_size_is_tested() -> None:
     assert set(LAYOUTS) == {file.stem for file in MODELS.glob("*.yaml")}
     assert all(len(layouts) >= 3 for layouts in LAYOUTS.values())
 
@@ -215,14 +215,14 @@ def test_layout(case: tuple[str, str]) -> None:
             shapes |= {name: tuple(parameter.shape) for name, parameter in part.named_parameters()}
     assert shapes == parameter_shapes(job.model)
     assert sum(map(prod, shapes.values())) == account(job.model, SEQ_LEN).parameters
-    # Uneven shards are shortest, or empty, at the end. What a stage repeats, it need not there.
+    # Uneven shards are shortest, or empty, on the last rank. A few blocks suffice to test it.
     if job.parallelism.pp == 1:
         job = replace(job, model=replace(job.model, n_layers=min(job.model.n_layers, ALL_KINDS)))
     laid_out(job, job.world_size - 1)
 
 
-def test_nothing_is_left() -> None:
-    """The tests that follow in this process start from no group, and may be a rank of another world."""
+def test_the_process_group_is_destroyed() -> None:
+    """Later tests in this process need to start without a group, as a rank of another world."""
     with pretending(3, 16):
         assert (dist.get_rank(), dist.get_world_size()) == (3, 16)
     assert not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""The loss that never holds all logits: its value and gradients against torch's, and its memory."""
+"""Chunked loss: value and gradients against torch's loss, and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, WIDTH, VOCABULARY = 48, 32, 1031
 def made_up(
     dtype: torch.dtype = torch.float32, rows: int = ROWS, vocabulary: int = VOCABULARY
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Stream [2, rows / 2, C], weight [V, C] and labels, a third of which are not counted."""
+    """Activations [2, rows / 2, C], weight [V, C] and labels, a third of which are ignored."""
     generator = torch.Generator().manual_seed(0)
     x_BTC = torch.randn(2, rows // 2, WIDTH, generator=generator)
     weight_VC = torch.randn(vocabulary, WIDTH, generator=generator) / WIDTH**0.5
@@ -57,8 +57,8 @@ def test_equals_torch(chunks: int, compiled: str | None) -> None:
         torch.testing.assert_close(chunked(x_BTC, weight_VC, labels_BT, chunks), expected, rtol=1e-6, atol=0)
 
 
-def test_in_bfloat16_it_is_as_good_as_the_plain_one() -> None:
-    """Both against float64: torch's own chunked loss is 1 to 3.5 % off here."""
+def test_in_bfloat16_it_is_as_accurate_as_the_plain_loss() -> None:
+    """Both are compared with float64; torch's own chunked loss has an error of 1 to 3.5 % here."""
     x_BTC, weight_VC, labels_BT = made_up(torch.bfloat16, rows=512)
     exact_inputs = [t.detach().double().requires_grad_() for t in (x_BTC, weight_VC)]
     logits = F.linear(*exact_inputs).flatten(0, 1)
@@ -74,12 +74,12 @@ def test_in_bfloat16_it_is_as_good_as_the_plain_one() -> None:
                 for g, e in zip(gradients, exact_gradients, strict=True)
             ]
         )
-    for of_plain, of_chunked in zip(*errors, strict=True):
-        assert of_chunked < max(1.2 * of_plain, 5e-3)
+    for plain_error, chunked_error in zip(*errors, strict=True):
+        assert chunked_error < max(1.2 * plain_error, 5e-3)
 
 
 def test_a_weight_of_the_loss_is_not_rounded_to_bfloat16() -> None:
-    """0.3 would be 0.3008, which shifts every gradient the same way."""
+    """0.3 would be 0.3008, which scales every gradient by the same factor."""
     x_BTC, weight_VC, labels_BT = made_up(torch.bfloat16, rows=512)
     sums = []
     for weight in (1.0, 0.3):
@@ -105,12 +105,12 @@ def test_memory_at_a_large_vocabulary_is_a_quarter_at_most() -> None:
         with Ledger() as ledger:
             call(*inputs).backward()
         peaks.append(ledger.peak)
-    assert peaks[0] > 2 * 512 * 128_256 * 4, "the plain one holds logits and their gradient"
+    assert peaks[0] > 2 * 512 * 128_256 * 4, "the plain loss holds logits and their gradient"
     assert peaks[1] < peaks[0] / 4
 
 
 def test_the_host_does_not_wait_for_it() -> None:
-    """The denominator changes with every step."""
+    """Although the denominator changes with every step."""
     loss = TokenLoss(VOCABULARY, None)
     loss.denominator = 17.0
     x_BTC, weight_VC, labels_BT = (tensor.detach().to("meta") for tensor in made_up())

@@ -1,4 +1,4 @@
-"""torch.compile: what is shared, counted and refused; the parity matrix shows that it changes no number."""
+"""torch.compile: shared graphs, counters and refused settings; parity is tested by the matrix."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def graphs_after_two_steps(*overrides: str) -> int:
         return watch.graphs
 
 
-def test_depth_costs_no_graphs() -> None:
-    """Blocks share their code: one graph for all, and one for the loss."""
+def test_depth_adds_no_graphs() -> None:
+    """Blocks share compiled code: one graph for all blocks, and one for the loss."""
     assert graphs_after_two_steps("model.n_layers=1") == graphs_after_two_steps("model.n_layers=4") == 2
     assert graphs_after_two_steps("compile.components=[blocks]") == 1
     assert graphs_after_two_steps("compile.components=[loss]") == 1
@@ -48,7 +48,7 @@ def test_depth_costs_no_graphs() -> None:
 def test_a_new_shape_is_counted_as_unexpected() -> None:
     job = compose_job([*TINY, "training.local_batch_size=4"])
     with process_group(job, CPU):
-        Engine(job, CPU).gradients(batch_of(4))  # what is compiled before the watch begins takes time, too
+        Engine(job, CPU).gradients(batch_of(4))  # compile time before the watch begins is not counted
         watch, engine = CompileWatch(), Engine(job, CPU)
         engine.gradients(batch_of(4))
         watch.settle()
@@ -74,8 +74,8 @@ def test_a_graph_break_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs_after_two_steps("compile.fullgraph=false") > 2
 
 
-def test_a_run_says_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Validation's own graph, without gradients, is no recompilation."""
+def test_a_run_prints_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Validation's own graph, without gradients, does not count as a recompilation."""
     import json
 
     from harness.rank import run_rank
@@ -91,9 +91,9 @@ def test_a_run_says_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixtur
     folder.begin(job, [])
     assert run_rank(job, folder, started=0.0) == 0
     folder.release()
-    said = capsys.readouterr().out
-    assert "compiled 2 graphs in" in said
-    assert "again" not in said
+    output = capsys.readouterr().out
+    assert "compiled 2 graphs in" in output
+    assert "again" not in output
     row = json.loads((job.run_dir / "result.json").read_text())
     assert row["recompiles"] == 0
     assert row["compile_seconds"] > 0
@@ -115,20 +115,20 @@ def test_a_run_says_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixtur
                 *("parallelism.async_tp=true", "parallelism=tp", "compile.backend=inductor"),
                 *("cluster=slurm_h100", "cluster.ranks_per_node=1", "cluster.device=cuda"),
             ],
-            r"needs tensor-parallel ranks on one node; there are 1 to a node",
+            r"needs tensor-parallel ranks on one node; there are 1 ranks per node",
         ),
     ],
 )
-def test_what_cannot_be(overrides: list[str], rule: str) -> None:
+def test_refused(overrides: list[str], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         compose_job([*TINY, *overrides])
 
 
-# -- asynchronous tensor parallel: the compiler's rewriting, on CPUs by torch's own fallbacks ----
+# -- asynchronous tensor parallel: the compiler pass, tested on CPUs with torch's own fallbacks ----
 
 
 def fused_calls(job_json: str) -> tuple[int, int, float]:
-    """Calls of the two fused operations in one step's forward and backward, and the gradient norm."""
+    """Number of calls of the two fused operations in one step, and the gradient norm."""
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -170,12 +170,12 @@ def fused_calls(job_json: str) -> tuple[int, int, float]:
 def test_async_tensor_parallel_is_in_the_graph(pool: RankPool) -> None:
     job = compose_job([*TINY, "parallelism=tp", "compile.backend=inductor", "model.n_layers=2"])
     for_fallback = Job.from_json(job.to_json())
-    for_fallback.parallelism.async_tp = True  # resolve would refuse it on a CPU
+    for_fallback.parallelism.async_tp = True  # set here, because it is refused on a CPU
     fused = pool.run(2, fused_calls, for_fallback.to_json())
     plain = pool.run(2, fused_calls, job.to_json())
     for gathers, scatters, norm in fused:
-        # At least, in every block: forward, products with wq wk wv and with w1 w3 gathered for, those with
-        # wo and w2 scattered.
+        # At least these in forward of the two blocks: gathers before wq wk wv and w1 w3, scatters after wo
+        # and w2.
         assert gathers >= 4
         assert scatters >= 4
         assert norm == pytest.approx(plain[0][2], rel=1e-5)

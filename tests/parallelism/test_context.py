@@ -1,4 +1,4 @@
-"""Context parallel: who has which positions; attention over shared sequences is that of one process."""
+"""Context parallel: positions of ranks; attention over split sequences equals that of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS = {
     "ulysses": ParallelismConfig(cp=2, cp_method="ulysses"),
 }
 
-# Not the scale that kernels take for granted.
+# Not the default scale of kernels.
 REACH = Reach(Span(), 0.3)
 
 
@@ -37,36 +37,36 @@ def test_every_position_has_one_rank(cp: int, layout: ParallelismConfig) -> None
     assert {len(share) for share in shares} == {24 // cp}
 
 
-def test_balanced_ranks_see_as_many_keys() -> None:
+def test_balanced_ranks_attend_to_the_same_number_of_keys() -> None:
     balanced = [int((local_positions(LAYOUTS["allgather"], 24, rank) + 1).sum()) for rank in range(2)]
     in_order = [int((local_positions(LAYOUTS["ulysses"], 24, rank) + 1).sum()) for rank in range(2)]
     assert balanced[0] == balanced[1]
     assert in_order[0] < in_order[1]
 
 
-def test_groups_are_neighbours_on_the_axis_that_shards_share() -> None:
+def test_groups_are_neighbours_on_the_shard_axis() -> None:
     """Two stages, dp_shard=2 x cp=2 as one axis, tp=2: 16 ranks, tp innermost."""
     groups = context_groups(torch.arange(16).view(2, 4, 2), 1, 2)
     assert groups == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
 
 
 def difference(layout: ParallelismConfig, seed: int, compiled: bool, dtype: torch.dtype) -> list[float]:
-    """How far this rank's output and gradients are from those of whole sequences, relative, the largest."""
+    """Relative error of this rank's output and gradients against those of unsplit sequences."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     kernel: Kernel = RingAttention(REACH, group, layout.balances_context, layout.cp_rotate_method)
     if layout.cp_method == "ulysses":
         kernel = UlyssesAttention(SdpaKernel(REACH), group)
     generator = torch.Generator().manual_seed(seed)
-    whole = [torch.randn(B, T, heads, D, generator=generator).to(dtype) for heads in (H, K, K)]
+    tensors = [torch.randn(B, T, heads, D, generator=generator).to(dtype) for heads in (H, K, K)]
     weights = torch.randn(B, T, H, D, generator=generator).to(dtype)
-    expected = run(SdpaKernel(REACH), whole, weights)
+    expected = run(SdpaKernel(REACH), tensors, weights)
     positions = local_positions(layout, T, rank)
-    share = [x[:, positions] for x in whole]
+    local = [x[:, positions] for x in tensors]
     if compiled:
         torch._dynamo.reset()
         kernel = torch.compile(kernel, backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
-    found = run(kernel, share, weights[:, positions])
+    found = run(kernel, local, weights[:, positions])
     return [
         float((a - b[:, positions]).float().norm() / b[:, positions].float().norm())
         for a, b in zip(found, expected, strict=True)
@@ -83,8 +83,8 @@ def run(kernel: Kernel, tensors: list[Tensor], weights: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_attention_over_shared_sequences(pool: RankPool, name: str, cp: int) -> None:
-    """Grouped queries: each key head is shared by two query heads."""
+def test_attention_over_split_sequences(pool: RankPool, name: str, cp: int) -> None:
+    """With grouped queries: two query heads for each key head."""
     layout = ParallelismConfig(**{**vars(LAYOUTS[name]), "cp": cp})
     for found in pool.run(cp, difference, layout, 0, False, torch.float32):
         assert len(found) == 4
@@ -100,7 +100,7 @@ def test_compiled_in_one_graph(pool: RankPool, name: str) -> None:
 
 
 def rounds(layout: ParallelismConfig) -> int:
-    """How often this rank goes round in a block's forward and backward that keeps chosen operations only."""
+    """Number of ring passes in forward and backward of a block with selective_op checkpointing."""
     from harness.parallelism import activation_checkpoint, ring
     from harness.parallelism.block_config import ActivationCheckpointConfig
 
@@ -120,5 +120,5 @@ def rounds(layout: ParallelismConfig) -> int:
     return len(calls)
 
 
-def test_recomputation_keeps_what_went_round(pool: RankPool) -> None:
+def test_recomputation_does_not_repeat_the_ring(pool: RankPool) -> None:
     assert pool.run(2, rounds, LAYOUTS["allgather"]) == [1, 1]

@@ -1,4 +1,4 @@
-"""Mixtures of experts on layouts that share them out, each against one process; and sabotage that shows."""
+"""MoE models on expert-parallel layouts against one process; and tests that sabotage is detected."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MATRIX = CONF["parity"]["matrix"] | CONF["parity"]["expert_matrix"]
 EXPERT_MATRIX = list(CONF["parity"]["expert_matrix"])
 STEPS = 2
 TOLERANCES = parity.TOLERANCES["float32"]
-# DeepSeek V3 has everything that a mixture can have but biases, and runs on all layouts; the others on
-# those where what is peculiar to them is split: heads with sinks and norms, windows, experts with biases.
+# DeepSeek V3 has every MoE feature except biases, and runs on all layouts. The others run on layouts that
+# split their special features: heads with sinks and norms, windows, experts with biases.
 OTHERS = {
     "deepseek_v2_debug": ["fsdp_tp_ep", "tp_experts"],
     "qwen3_moe_debug": ["cp_ep", "fsdp_tp_ep"],
@@ -84,8 +84,8 @@ def test_other_families_agree_too(pool: RankPool, case: tuple[str, str]) -> None
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(["cp", "fsdp_tp_ep", "tp_experts"], "cp"))
-def test_experts_in_turn_are_those_of_the_whole_sequence(pool: RankPool, name: str) -> None:
-    """A rank's part of 60 positions is no multiple of the 8 experts."""
+def test_forced_balance_does_not_depend_on_the_split_of_the_sequence(pool: RankPool, name: str) -> None:
+    """A rank's part of 60 positions is not a multiple of the 8 experts."""
     overrides = ["model.moe.force_balance=true", "training.seq_len=60"]
     verdict = verdict_of(pool, layout(name, "qwen3_moe_debug", *overrides), STEPS)
     assert verdict.passed, parity.line(verdict)
@@ -98,21 +98,21 @@ def test_balancing_biases_are_bitwise_equal_after_twenty_steps(pool: RankPool, n
     assert verdict.passed, parity.line(verdict)
     biases = reference(pool, job, 20).biases
     assert len(biases) == len(job.model.expert_layers)
-    # They moved: routing was uneven.
+    # Biases changed, because routing was uneven.
     assert all(bias.any() for bias in biases.values()), biases
 
 
 def without_summed_counts(job_json: str, steps: int) -> Trace:
-    """Every rank moves the biases by what it has routed itself."""
+    """Sabotage: every rank updates the biases by its own counts."""
     from harness.parallelism import balance
 
-    alone = SimpleNamespace(all_reduce=lambda tensor: None)
-    with mock.patch.object(balance, "dist", alone):
+    without_sum = SimpleNamespace(all_reduce=lambda tensor: None)
+    with mock.patch.object(balance, "dist", without_sum):
         return trace(job_json, steps)
 
 
 def with_all_biases_of_outputs(job_json: str, steps: int) -> Trace:
-    """The bias of a product that is split by its input is added by every rank (trap 17)."""
+    """Sabotage: every rank adds the bias of a row-parallel product, which is then summed (trap 17)."""
     from harness.model.moe import Experts
 
     original = Experts.forward
@@ -126,7 +126,7 @@ def with_all_biases_of_outputs(job_json: str, steps: int) -> Trace:
 
 
 def with_aux_loss_of_own_tokens(job_json: str, steps: int) -> Trace:
-    """The share of a sequence's choices is that of this rank's part of it."""
+    """Sabotage: the auxiliary loss uses the counts of this rank's part of a sequence only."""
     from harness.parallelism import expert
 
     with mock.patch.object(expert._Counts, "__call__", lambda self, counts: counts):
@@ -134,7 +134,7 @@ def with_aux_loss_of_own_tokens(job_json: str, steps: int) -> Trace:
 
 
 def with_rows_in_order_of_ranks(job_json: str, steps: int) -> Trace:
-    """Rows are multiplied as they come: by rank and then by expert."""
+    """Sabotage: received rows stay ordered by rank instead of by expert."""
     from harness.parallelism import expert
 
     with mock.patch.object(expert, "permute", lambda x, order, inverse: x):
@@ -150,8 +150,10 @@ def with_rows_in_order_of_ranks(job_json: str, steps: int) -> Trace:
         ("deepseek_v3_debug", "ep", with_rows_in_order_of_ranks),
     ],
 )
-def test_sabotage_shows(pool: RankPool, model: str, name: str, sabotage: Callable[[str, int], Trace]) -> None:
-    # A weight at which the auxiliary loss is seen beside the other.
+def test_sabotage_is_detected(
+    pool: RankPool, model: str, name: str, sabotage: Callable[[str, int], Trace]
+) -> None:
+    # A weight at which the auxiliary loss is not negligible.
     overrides = [] if model == "gpt_oss_debug" else ["model.moe.aux_loss_coeff=1"]
     job = layout(name, model, *overrides)
     assert verdict_of(pool, job, STEPS).passed
@@ -159,7 +161,7 @@ def test_sabotage_shows(pool: RankPool, model: str, name: str, sabotage: Callabl
 
 
 def loads(job_json: str) -> list[list[int]]:
-    """How many tokens went to each expert in one step."""
+    """Number of tokens routed to each expert in one step."""
     from harness.data.tokenizer import build_tokenizer
     from harness.loop.batches import loader_of
     from harness.loop.engine import Engine
@@ -171,9 +173,9 @@ def loads(job_json: str) -> list[list[int]]:
     engine.evaluate(batch)
     engine.update(engine.gradients(batch).norm)
     assert engine.balance.load_ME is not None
-    figures = engine.balance.figures()
-    assert figures["moe.dropped"] == 0
-    assert figures["moe.load_max"] > 1 > figures["moe.load_min"]
+    metrics = engine.balance.figures()
+    assert metrics["moe.dropped"] == 0
+    assert metrics["moe.load_max"] > 1 > metrics["moe.load_min"]
     return engine.balance.load_ME.tolist()
 
 
@@ -182,15 +184,15 @@ COUNTED = ["fsdp_ep_recompute_full", "ep_accumulate", "fsdp_tp_ep_experts", "pp_
 
 @pytest.mark.parametrize("name", rest_is_thorough(COUNTED, "fsdp_ep_recompute_full", "pp_1f1b"))
 def test_every_token_is_counted_once(pool: RankPool, name: str) -> None:
-    """Also where blocks are computed again, ranks share tokens, or a validation came before (trap 18)."""
+    """Also with recomputation, ranks that route the same tokens, or a validation before (trap 18)."""
     job = layout(name, "deepseek_v3_debug")
     [expected] = pool.run(1, loads, single_process(job).to_json())
     assert {sum(row) for row in expected} == {8 * 64 * job.model.moe.top_k}
     assert pool.run(job.world_size, loads, job.to_json()) == [expected] * job.world_size
 
 
-def waited_for(job_json: str) -> int:
-    """How often the host asks its device for lengths in one step."""
+def count_waits(job_json: str) -> int:
+    """Number of times the host reads lengths from its device in one step."""
     from waits import ON_HOST, waits
 
     from harness.data.tokenizer import build_tokenizer
@@ -209,16 +211,16 @@ RECOMPUTED = ["fsdp_ep", "fsdp_ep_recompute_full", "fsdp_ep_recompute_op"]
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(RECOMPUTED, "fsdp_ep_recompute_full"))
-def test_lengths_are_asked_for_once_a_layer(pool: RankPool, name: str) -> None:
-    """Also where the layer is computed again."""
+def test_lengths_are_read_once_per_layer(pool: RankPool, name: str) -> None:
+    """Also if the layer is recomputed."""
     job = layout(name, "deepseek_v3_debug")
-    wanted = len(job.model.expert_layers) * job.accumulation_steps
-    assert pool.run(job.world_size, waited_for, job.to_json()) == [wanted] * job.world_size
+    expected = len(job.model.expert_layers) * job.accumulation_steps
+    assert pool.run(job.world_size, count_waits, job.to_json()) == [expected] * job.world_size
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
-def test_experts_in_float32_ask_once_a_layer(mode: str) -> None:
-    """Nine products a layer of as many groups as there are experts, none of which the kernel takes."""
+def test_experts_in_float32_wait_once_per_layer(mode: str) -> None:
+    """The grouped kernel does not support float32: nine products per layer are a loop over the experts."""
     from waits import ON_HOST, waits
 
     model = ["model=qwen3_moe_debug", "data=synthetic", "tokenizer=bytes", "training.seq_len=32"]

@@ -1,4 +1,4 @@
-"""Multi-token prediction: against the paper's formulas, on layouts, at ends of sequences and documents."""
+"""Multi-token prediction: against the paper's formulas, on layouts, at sequence and document boundaries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.model.accounting import account
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.shapes import parameter_shapes
-from harness.parallelism.execute import one_later
+from harness.parallelism.execute import shift_by_one
 from harness.parity import Trace, trace
 from harness.precision.linears import sort_linears
 
@@ -44,7 +44,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def block(w: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
-    """A block of a Llama with 8 heads of queries and 4 of keys and values."""
+    """A Llama block with 8 query heads and 4 key and value heads."""
     heads, length = 8, x.shape[1]
     h = norm(x, w[f"{prefix}.attention_norm.weight"])
     q, k, v = (
@@ -86,7 +86,7 @@ def by_the_paper(w: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> tuple
         losses = -(stream @ head.T).log_softmax(-1).gather(-1, tokens[:, ahead:].unsqueeze(-1)).squeeze(-1)
         return losses[counted[:, ahead - 1 :]].sum() / counted.sum()
 
-    # Position i of T - 1: what follows it, token i + 1, is there, and so is token i + 2.
+    # Positions i of T - 1: those for which tokens i + 1 and i + 2 exist.
     first = norm(h[:, :-1], w["mtp.hidden_norm.weight"])
     second = norm(table[tokens[:, 1:-1]], w["mtp.embedding_norm.weight"])
     further = block(w, "mtp.block", torch.cat((second, first), -1) @ w["mtp.proj.weight"].T)
@@ -94,10 +94,10 @@ def by_the_paper(w: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> tuple
 
 
 def with_other_weights(engine: Engine, generator: torch.Generator) -> dict[str, Tensor]:
-    """Moves the engine's weights away from their initial values; returns copies in float64."""
+    """Change the engine's weights from their initial values; return copies in float64."""
     with torch.no_grad():
         for name, parameter in engine.named_parameters():
-            if "norm" in name:  # else exchanged norms would not be noticed
+            if "norm" in name:  # initial norms are all equal, which would hide exchanged ones
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
             elif name.startswith(("layers.", "mtp.")):
                 parameter.mul_(5)
@@ -142,18 +142,18 @@ def test_losses_and_gradients_are_the_papers(pool: RankPool, overrides: list[str
 
 def test_labels_at_the_ends_of_sequences_and_documents() -> None:
     inputs, labels = torch.arange(10, 18).unsqueeze(0), torch.arange(11, 19).unsqueeze(0)
-    later = one_later(Batch(inputs, labels))
+    later = shift_by_one(Batch(inputs, labels))
     ignored = IGNORE_INDEX
     assert later.inputs_BT[0, :-1].tolist() == [11, 12, 13, 14, 15, 16, 17]
     assert later.labels_BT.tolist() == [[12, 13, 14, 15, 16, 17, 18, ignored]]
-    # Documents 10 to 12 and 13 to 17: nothing of the second is predicted from the first, or first.
+    # Documents 10 to 12 and 13 to 17: no label of the second at a position of the first, and not its first.
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     cut = labels.clone()
     cut[0, 2] = ignored
-    later = one_later(Batch(inputs, cut, documents))
+    later = shift_by_one(Batch(inputs, cut, documents))
     assert later.labels_BT.tolist() == [[12, ignored, ignored, 15, 16, 17, 18, ignored]]
-    # Where the first token of a document is predicted, the one before it does so too.
-    later = one_later(Batch(inputs, labels, documents))
+    # If the first token of a document is predicted, it is also the shifted label one position earlier.
+    later = shift_by_one(Batch(inputs, labels, documents))
     assert later.labels_BT.tolist() == [[12, 13, ignored, 15, 16, 17, 18, ignored]]
     assert labels.tolist() == [[11, 12, 13, 14, 15, 16, 17, 18]]
 
@@ -180,15 +180,15 @@ def test_a_tied_table_on_a_layout(pool: RankPool) -> None:
     assert verdict.passed, parity.line(verdict)
 
 
-def with_what_follows_within_a_share(job_json: str, steps: int) -> Trace:
-    """The next token is taken out of this rank's part of the sequence."""
+def with_shift_after_the_split(job_json: str, steps: int) -> Trace:
+    """Sabotage: the next token is taken from this rank's part of the sequence."""
     from harness.parallelism import execute
 
     def share(batch: Batch, positions: Tensor | None) -> Batch:
         return batch if positions is None else batch.each(lambda x: x.index_select(1, positions))
 
-    def one_later_of_share(batch: Batch) -> Batch:
-        return one_later(share(batch, shared[0]))
+    def shift_by_one_of_share(batch: Batch) -> Batch:
+        return shift_by_one(share(batch, shared[0]))
 
     shared: list[Tensor | None] = [None]
     original = execute.DirectExecutor.__init__
@@ -202,19 +202,19 @@ def with_what_follows_within_a_share(job_json: str, steps: int) -> Trace:
 
     with (
         mock.patch.object(execute.DirectExecutor, "__init__", init),
-        mock.patch.object(execute, "one_later", one_later_of_share),
+        mock.patch.object(execute, "shift_by_one", shift_by_one_of_share),
         mock.patch.object(execute, "take_share", take),
     ):
         return trace(job_json, steps)
 
 
-def test_a_shift_within_a_ranks_share_shows(pool: RankPool) -> None:
+def test_a_shift_after_the_split_is_detected(pool: RankPool) -> None:
     job = layout("cp_ulysses", "deepseek_v3_debug", "model.mtp.depth=1")
-    assert not verdict_of(pool, job, 2, with_what_follows_within_a_share).passed
+    assert not verdict_of(pool, job, 2, with_shift_after_the_split).passed
 
 
-def figures(job_json: str) -> tuple[float, float | None, float]:
-    """Both losses of a step, and that of validation on the same batch."""
+def losses_of_a_step(job_json: str) -> tuple[float, float | None, float]:
+    """Both losses of a step, and the validation loss of the same batch."""
     engine = Engine(Job.from_json(job_json), CPU)
     tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens[:, :-1], tokens[:, 1:].clone())
@@ -224,15 +224,15 @@ def figures(job_json: str) -> tuple[float, float | None, float]:
 
 
 def test_validation_sees_the_next_token_only(pool: RankPool) -> None:
-    [(loss, further, validation)] = pool.run(1, figures, job_of().to_json())
+    [(loss, further, validation)] = pool.run(1, losses_of_a_step, job_of().to_json())
     assert validation == pytest.approx(loss, rel=1e-5)
     assert further is not None and further != pytest.approx(loss, rel=1e-3)
-    [without] = pool.run(1, figures, job_of("model.mtp.depth=0").to_json())
+    [without] = pool.run(1, losses_of_a_step, job_of("model.mtp.depth=0").to_json())
     assert without == (loss, None, validation)
 
 
 def looks_finite(job_json: str) -> tuple[bool, bool]:
-    """What host and device make of a loss of multi-token prediction that is no number."""
+    """Whether host and device find the loss finite when that of multi-token prediction is NaN."""
     engine = Engine(Job.from_json(job_json), CPU)
     tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -241,7 +241,7 @@ def looks_finite(job_json: str) -> tuple[bool, bool]:
     return outcome.is_finite, bool(outcome.norm.isfinite())
 
 
-def test_a_loss_that_is_no_number_shows(pool: RankPool) -> None:
+def test_a_nan_loss_is_detected(pool: RankPool) -> None:
     assert pool.run(1, looks_finite, job_of().to_json()) == [(False, False)]
 
 
@@ -252,7 +252,7 @@ def with_depth(model: ModelConfig, depth: int) -> ModelConfig:
 def test_parameters_and_flops_are_counted() -> None:
     model = compose_job(["model=deepseek_v3_671b"]).model
     off, on = (account(with_depth(model, depth), 4096) for depth in (0, 1))
-    # Weights of layer 61 in the released index, without its copies of the two tables: 11.5B parameters.
+    # Layer 61 of the released checkpoint, without its copies of embedding and head, has 11.5B parameters.
     added = on.parameters - off.parameters
     with torch.device("meta"):
         built = Decoder(with_depth(model, 1), 16)

@@ -1,7 +1,7 @@
-"""What stages of a pipeline send each other: in an order that one stream on each rank can follow.
+"""Sends and receives between pipeline stages: their order must not deadlock with one stream per rank.
 
-NCCL carries out what a rank sends and receives in one group one after another, and each of it waits for the
-other side. gloo does not, so an order that would never come to its end does on CPUs.
+NCCL executes a rank's sends and receives in one group sequentially, and each waits for the other side. gloo
+does not, so an order that deadlocks with NCCL works on CPUs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Operation = tuple[str, int]
 """``send`` or ``receive``, and the other rank."""
 
 
-def left_over(ranks: Sequence[Sequence[Sequence[Operation]]]) -> list[int]:
-    """How many batches every rank is left with where each does one after another.
+def unfinished(ranks: Sequence[Sequence[Sequence[Operation]]]) -> list[int]:
+    """Replay the batches of every rank sequentially; return each rank's number of unfinished batches.
 
-    A batch is over when all of it is, which takes the other side's batch to be its turn.
+    An operation finishes when its counterpart is in the other rank's current batch.
     """
     waiting = [[list(batch) for batch in batches] for batches in ranks]
     moved = True
@@ -42,16 +42,16 @@ def left_over(ranks: Sequence[Sequence[Sequence[Operation]]]) -> list[int]:
     return list(map(len, waiting))
 
 
-def test_what_the_replay_finds() -> None:
+def test_the_replay() -> None:
     to, back = ("send", 1), ("receive", 1)
-    assert left_over([[[to], [back]], [[("receive", 0)], [("send", 0)]]]) == [0, 0]
-    assert left_over([[[to], [back]], [[("send", 0)], [("receive", 0)]]]) == [2, 2], "both send first"
-    assert left_over([[[to, back]], [[("send", 0), ("receive", 0)]]]) == [0, 0], "but may, at once"
-    assert left_over([[[to], [to]], [[("receive", 0)]]]) == [1, 0], "nobody takes the second"
+    assert unfinished([[[to], [back]], [[("receive", 0)], [("send", 0)]]]) == [0, 0]
+    assert unfinished([[[to], [back]], [[("send", 0)], [("receive", 0)]]]) == [2, 2], "both send first"
+    assert unfinished([[[to, back]], [[("send", 0), ("receive", 0)]]]) == [0, 0], "legal in one batch"
+    assert unfinished([[[to], [to]], [[("receive", 0)]]]) == [1, 0], "the second is never received"
 
 
 def exchanged(job_json: str) -> list[list[list[Operation]]]:
-    """What this rank sends and receives in a step, and in a validation, as torch puts it together."""
+    """This rank's sends and receives in a step, and in a validation, in torch's batches."""
     import torch.distributed as dist
     from torch.distributed.pipelining import schedules
 
@@ -82,9 +82,9 @@ def exchanged(job_json: str) -> list[list[list[Operation]]]:
 
 
 def one_by_one(batches: list[list[Operation]]) -> list[list[Operation]]:
-    """As torch 2.13 hands them to NCCL: what is of one kind is no batch. Before, all was."""
-    alone = [[[each] for each in batch] if len(dict(batch)) == 1 else [batch] for batch in batches]
-    return [batch for of_one in alone for batch in of_one]
+    """Batches as torch 2.13 passes them to NCCL: one with sends only or receives only is split up."""
+    split = [[[each] for each in batch] if len(dict(batch)) == 1 else [batch] for batch in batches]
+    return [batch for parts in split for batch in parts]
 
 
 TABLE = [f"{name}-{pp}-{times}" for name in SCHEDULES for pp in (2, 4) for times in (1, 2)]
@@ -92,7 +92,7 @@ CORE = ["1F1B-4-2", "InterleavedZeroBubble-4-1", "DualPipeV-4-1"]
 
 
 @pytest.mark.parametrize("row", rest_is_thorough(TABLE, *CORE))
-def test_one_stream_a_rank_comes_to_its_end(pool: RankPool, row: str) -> None:
+def test_one_stream_per_rank_does_not_deadlock(pool: RankPool, row: str) -> None:
     name, pp, times = row.split("-")
     job = compose_job(
         [
@@ -105,5 +105,5 @@ def test_one_stream_a_rank_comes_to_its_end(pool: RankPool, row: str) -> None:
     for run in range(2):
         batches = [parts[run] for parts in ranks]
         assert all(batches)
-        assert left_over(batches) == [0] * int(pp)
-        assert left_over(list(map(one_by_one, batches))) == [0] * int(pp)
+        assert unfinished(batches) == [0] * int(pp)
+        assert unfinished(list(map(one_by_one, batches))) == [0] * int(pp)

@@ -1,4 +1,4 @@
-"""The rules of pipeline schedules against torch's own classes: refused is what torch refuses, and no more."""
+"""The rules of pipeline schedules against torch's own classes: both refuse the same settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.parallelism.stages import stages_of_rank
 
 
 def stages(layout: ParallelismConfig, per_rank: int, rank: int = 0) -> list[Any]:
-    """Stand-ins for one rank's stages, with what a schedule's constructor asks of a stage."""
+    """Stand-ins for one rank's stages, with the attributes that a schedule's constructor reads."""
     total = layout.pp * per_rank
     layout.pp_layers_per_stage = 1
     indices = stages_of_rank(layout, total - 2, rank)
@@ -40,7 +40,7 @@ def stages(layout: ParallelismConfig, per_rank: int, rank: int = 0) -> list[Any]
 
 
 def torch_takes(name: str, pp: int, per_rank: int, microbatches: int) -> bool:
-    """Whether torch's schedule can be built, which orders all ranks' work and fails where it deadlocks."""
+    """Whether torch can build the schedule; building it orders all ranks' work and fails on a deadlock."""
     made = stages(ParallelismConfig(pp=pp, pp_schedule=name), per_rank)
     schedule_class = get_schedule_class(name)
     single = issubclass(schedule_class, PipelineScheduleSingle)
@@ -59,13 +59,13 @@ def test_torch_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = SCHEDULES[name]
     for pp, per_rank, microbatches in product((2, 3, 4), (1, 2, 3), (1, 2, 3, 4, 5, 6, 8, 9, 12)):
         if rule.placement == "v" and per_rank != 2:
-            # stages_of_rank places a V of two only; torch refuses the others.
+            # stages_of_rank supports a V of two stages only; torch refuses others.
             assert not rule.takes_stages(per_rank)
             continue
         ours = rule.takes_stages(per_rank) and rule.takes_microbatches(microbatches, pp, per_rank)
         theirs = torch_takes(name, pp, per_rank, microbatches)
         if not rule.takes_stages(per_rank):
-            # torch lets a looping schedule have one stage; a loop of one is another schedule.
+            # torch accepts a looping schedule with one stage, we do not: that is another schedule.
             assert not ours
             continue
         assert ours == theirs, (name, pp, per_rank, microbatches)
@@ -77,7 +77,9 @@ def test_the_names_are_torchs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"])
-def test_torchs_own_csv_can_be_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_csv_written_by_torch_can_be_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch_schedules, "_check_torch_compile_compatibility", lambda *_: None)
     layout = ParallelismConfig(pp=4, pp_schedule=name)
     made = get_schedule_class(name)(stages(layout, 2), 8, loss_fn=lambda output, target: output)

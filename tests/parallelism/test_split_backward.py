@@ -1,4 +1,4 @@
-"""Backward passes in two halves under FSDP: no gradient is lost, whatever frees parameters in between."""
+"""Split backward passes under FSDP: no gradient is lost when parameters are freed in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CORE = [
     "ZBVZeroBubble-always-offload-full-dp_shard",
     "DualPipeV-always-device-none-cp",
 ]
-# Their split passes leave gradients of one group of FSDP's in two formats.
+# Its split passes leave gradients of one FSDP group in two dtypes.
 ONE_MICROBATCH = [
     "model=llama4_debug",
     "precision=bf16",
@@ -63,7 +63,7 @@ def judge(pool: RankPool) -> Judge:
 
 
 @pytest.mark.parametrize("row", rest_is_thorough(TABLE, *CORE))
-def test_whatever_frees_parameters(judge: Judge, row: str) -> None:
+def test_parameters_freed_between_passes(judge: Judge, row: str) -> None:
     schedule, _, _, recomputed, _ = row.split("-")
     if recomputed == "selective_op" and SCHEDULES[schedule].splits_backward:
         with pytest.raises(ConfigError, match=r"activation_checkpoint\.mode=selective_op"):
@@ -79,7 +79,7 @@ def test_one_microbatch_in_bfloat16(judge: Judge) -> None:
 
 
 def without_gathering(job_json: str, steps: int) -> Trace:
-    """Run torch's stage, which takes the parameters that the module has."""
+    """Sabotage: run torch's stage, which does not gather parameters before backward."""
     from harness.parallelism.pipeline import Stage
 
     with mock.patch.object(Stage, "_fsdp_modules", lambda self: []):
@@ -87,7 +87,7 @@ def without_gathering(job_json: str, steps: int) -> Trace:
 
 
 def with_a_parameter_left_out(job_json: str, steps: int) -> Trace:
-    """Lose one gradient of the first step."""
+    """Sabotage: lose one gradient of the first step."""
     from harness.parallelism.execute import DirectExecutor
 
     original = DirectExecutor.forward_backward
@@ -102,13 +102,13 @@ def with_a_parameter_left_out(job_json: str, steps: int) -> Trace:
 
 
 def without_a_hook(job_json: str, steps: int) -> Trace:
-    """Never update one parameter, where updates are made in backward."""
+    """Sabotage: never update the first parameter, with updates in backward."""
     from harness.optimizer.in_backward import UpdateInBackward
 
     original = UpdateInBackward._hook
 
-    def hook(self, index, place):  # type: ignore[no-untyped-def]
-        return original(self, index, place) if place else lambda parameter: None
+    def hook(self, group_index, index):  # type: ignore[no-untyped-def]
+        return original(self, group_index, index) if index else lambda parameter: None
 
     with mock.patch.object(UpdateInBackward, "_hook", hook):
         return trace(job_json, steps)

@@ -1,4 +1,4 @@
-"""Which modules a pipeline stage holds and which rank holds a stage."""
+"""Modules of pipeline stages, and stages of ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_module_once_in_order_and_no_stage_empty() -> None:
 
 
 def test_balance() -> None:
-    """With embedding and head counted as a layer each, no stage is more than one heavier than another."""
+    """With embedding and head counted as a layer each, weights of stages differ by at most one."""
     for n_layers, layout in COMBINATIONS:
         if legal(layout, n_layers):
             stages = split_modules(layout, n_layers)
@@ -116,12 +116,12 @@ def test_no_weights_leave_a_stage_empty_or_a_layer_out() -> None:
 
 def test_layers_per_stage() -> None:
     layout = ParallelismConfig(pp=2, pp_schedule="Interleaved1F1B", pp_layers_per_stage=2)
-    # 14 layers and two that embedding and head stand for make eight stages of two.
+    # 14 layers, and a weight of one each for embedding and head, make eight stages of two.
     assert num_stages(layout, 14) == 8 and stages_per_rank(layout, 14) == 4
     assert [layers(stage) for stage in split_modules(layout, 14)] == [1, 2, 2, 2, 2, 2, 2, 1]
 
 
-def test_layers_per_stage_that_are_named_as_fitting_fit_and_no_others() -> None:
+def test_fitting_layers_per_stage_are_exactly_the_legal_ones() -> None:
     for n_layers, pp, schedule in product((2, 6, 8, 13, 32), (2, 3, 4, 8), SCHEDULES):
         base = ParallelismConfig(pp=pp, pp_schedule=schedule)
         fitting = fitting_layers_per_stage(base, n_layers)
@@ -175,7 +175,7 @@ def test_csv(tmp_path: Path) -> None:
 
 
 def test_csv_places_stages(tmp_path: Path) -> None:
-    """A V, and ranks with unequal numbers of stages: what the file says holds, not the schedule's name."""
+    """A V, and ranks with unequal numbers of stages: the file takes precedence over pp_schedule."""
     path = write(tmp_path, ["0F0,3F0,3B0,0B0", "1F0,2F0,2B0,1B0"])
     layout = ParallelismConfig(pp=2, pp_schedule="1F1B", pp_schedule_csv=path)
     check_stages(layout, 6)

@@ -23,7 +23,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Where it stands, and what tells it from the others there."""
+        """Its table, and the fields in which rows of a table differ."""
         of = self.published.recipe
         words = [self.published.table, self.published.layout, str(of.seq_len), of.linear, of.schedule]
         return " ".join([*words, "compile" * of.compiled, "async" * of.async_tp])
@@ -31,7 +31,7 @@ class Row:
 
 @cache
 def all_rows() -> list[Row]:
-    """All of them."""
+    """All published rows."""
     found = []
     published = read(FOLDER)
     for table in sorted({row.table for row in published}):

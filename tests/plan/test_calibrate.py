@@ -1,4 +1,4 @@
-"""Fitting: constants that made the rows are found again, and the defaults are those of the published rows."""
+"""Fitting: the constants behind generated rows are recovered, and the defaults fit the published rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def jobs() -> list[Job]:
     return [compose_job([*SMALL, *layout, "data=synthetic", "tokenizer=bytes"]) for layout in layouts]
 
 
-def test_what_made_the_rows_is_found_again() -> None:
+def test_constants_behind_generated_rows_are_recovered() -> None:
     truth = Calibration(replace(START, matmul=0.45, float8=0.6))
     rows = [Measured(job, predicted_rate(job, truth)) for job in jobs()]
     found = fit(rows, Calibration(START)).constants
@@ -62,7 +62,7 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "says"),
+    ("key", "value", "error"),
     [
         ("constants", {"speed": 3}, "constants.speed=3: Constants has no such field"),
         ("constants", [1], "constants=[1]: must be of type Constants"),
@@ -70,9 +70,9 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
         ("constants.matmul", {"a": {"b": 1}}, "constants.matmul={'a': {'b': 1}}: must be of type float"),
         ("constants.matmul", -0.5, "constants.matmul=-0.5: must be a positive number"),
         ("constants.link", 0, "constants.link=0: must be a positive number"),
-        ("constants.latency", "inf", "constants.latency=inf: must be a number from 0 on"),
-        ("constants.launch", math.nan, "constants.launch=nan: must be a number from 0 on"),
-        ("constants.async_tp", 2, "constants.async_tp=2: is a share, at most 1"),
+        ("constants.latency", "inf", "constants.latency=inf: must be a number of at least 0"),
+        ("constants.launch", math.nan, "constants.launch=nan: must be a number of at least 0"),
+        ("constants.async_tp", 2, "constants.async_tp=2: must be at most 1"),
         ("constants.cores", 0, "constants.cores=0: must be a positive number"),
         ("accelerator", "H100", "accelerator=H100: must be of type "),
         ("accelerator.units", True, "accelerator.units=true: must be of type int"),
@@ -87,7 +87,7 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
     ],
     ids=lambda part: str(part)[:60],
 )
-def test_a_wrong_value_of_a_calibration_is_named(tmp_path: Path, key: str, value: object, says: str) -> None:
+def test_a_wrong_value_of_a_calibration_is_named(tmp_path: Path, key: str, value: object, error: str) -> None:
     plain = json.loads((ROOT / "experiments" / "cpu_layouts" / "calibration.json").read_text())
     *parts, name = key.split(".")
     inner: dict[str, Any] = functools.reduce(operator.getitem, parts, plain)
@@ -96,7 +96,7 @@ def test_a_wrong_value_of_a_calibration_is_named(tmp_path: Path, key: str, value
     path.write_text(json.dumps(plain))
     with pytest.raises(UserError) as refused:
         Calibration.read(str(path))
-    assert str(refused.value).startswith(f"calibration={path}: {says}")
+    assert str(refused.value).startswith(f"calibration={path}: {error}")
     assert str(refused.value).endswith("would work: a file that harness.plan calibrate=FOLDER wrote")
 
 
@@ -111,8 +111,8 @@ def test_a_core_is_measured() -> None:
     assert 1e9 < core.peak_flops["float32"] < 1e12 and 1e8 < core.memory_bandwidth < 1e12
 
 
-def test_published_rows_are_met() -> None:
-    """The bounds hold on the 14 rows that nothing was fitted on as on all of them."""
+def test_published_rows_are_predicted() -> None:
+    """The bounds hold for all rows, and for the 14 rows that were not used for fitting."""
     errors = {
         row.name: predicted_rate(row.job, Calibration(Constants())) / row.published.tokens_per_second_per_rank
         - 1

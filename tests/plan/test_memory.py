@@ -1,4 +1,4 @@
-"""The plan's memory: against published runs, what autograd keeps, what torch allocates, and its own sense."""
+"""The plan's memory: against published runs, autograd's saved tensors, torch's allocations, inequalities."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def peak(job: Job) -> float:
 
 
 def test_published_runs_are_met() -> None:
-    """Those without a pipeline within 12 %, the median within 6 %; ``pytest -s`` shows the table.
+    """Runs without a pipeline are within 12 %, the median within 6 %; ``pytest -s`` shows the table.
 
-    torchtitan's pipelines took up to a third more than the plan has, which is of our code. A rehearsal
-    of the first row of table 5, without async_tp, reserves 64.0 GiB; the plan has 62.8, torchtitan took 82.5.
+    torchtitan's pipelines took up to a third more than the plan predicts for our code. A rehearsal of the
+    first row of table 5, without async_tp, reserves 64.0 GiB; the plan predicts 62.8, torchtitan took 82.5.
     """
     errors, lines, pipelined = {}, [], {}
     for row in all_rows():
@@ -68,7 +68,7 @@ FEW = ("8b_fsdp8_sel_op", "8b_fsdp8_full_c", "8b_tp8", "8b_pp2_fsdp4", "70b_fsdp
 
 
 def rehearsed_ranks() -> dict[str, list[dict[str, Any]]]:
-    """Rows of jobs of full size that came to their end, by the job's name."""
+    """Rows of full-size jobs that completed, by the job's name."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in map(json.loads, REHEARSED.read_text().splitlines()):
         if row["set"] == "full" and row["failure"] is None:
@@ -77,26 +77,26 @@ def rehearsed_ranks() -> dict[str, list[dict[str, Any]]]:
 
 
 def errors_of(rows: list[dict[str, Any]]) -> list[float]:
-    """How far the plan is off what torch's allocator reserved."""
+    """Relative errors of the plan against the memory that torch's allocator reserved."""
     job = compose_job(rows[0]["overrides"], config_name="rehearse", schema=RehearseJob).plain
     memory = rank_memory(job)
     return [memory[row["pp_rank"]].peak / row["memory"]["reserved"] - 1 for row in rows]
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(rehearsed_ranks(), *FEW))
-def test_what_rehearsed_allocators_reserve_is_met(name: str) -> None:
+def test_reserved_memory_of_rehearsals_is_predicted(name: str) -> None:
     assert max(map(abs, errors_of(rehearsed_ranks()[name]))) <= 0.12
 
 
 @pytest.mark.thorough
-def test_rehearsed_allocators_are_met_on_the_whole() -> None:
+def test_median_error_against_rehearsals() -> None:
     errors = [error for rows in rehearsed_ranks().values() for error in errors_of(rows)]
     assert len(rehearsed_ranks()) >= 40
     assert median(map(abs, errors)) <= 0.05
 
 
 def saved_by_autograd(job: Job, layer: int) -> int:
-    """Bytes of what autograd saves in one block's forward pass, parameters and tables aside."""
+    """Bytes that autograd saves in one block's forward pass, without parameters and tables."""
     dtype = getattr(torch, job.precision.param_dtype)
     part = Decoder(job.model, job.training.seq_len)
     part.to(dtype)
@@ -125,7 +125,7 @@ def saved_by_autograd(job: Job, layer: int) -> int:
     [
         ("llama3_debug", 0.0),
         ("qwen3_debug", 0.0),
-        # Routers also keep copies of small parameters and a few numbers an expert.
+        # Routers also save copies of small parameters and a few numbers per expert.
         ("qwen3_moe_debug", 0.02),
         ("deepseek_v2_debug", 0.02),
         ("deepseek_v3_debug", 0.02),
@@ -162,7 +162,7 @@ SIZE = (
     ids=" ".join,
 )
 def test_a_pass_takes_what_torch_allocates(typed: list[str]) -> None:
-    """torch's allocator counts what a pass takes; parameters and optimizer state were there before."""
+    """Torch's allocator measures the pass only; parameters and optimizer state were allocated before."""
     groups = [each for each in typed if "." not in each.split("=")[0]]
     values = [each for each in typed if each not in groups]
     job = job_of(*TINY, *groups, "metrics.console=none", *SIZE, *values)
@@ -176,9 +176,9 @@ def test_ranks_hold_shares_of_the_model_and_its_optimizer() -> None:
         *LARGE, "parallelism=fsdp_tp_pp", *(f"parallelism.{axis}=2" for axis in ("dp_shard", "tp", "pp"))
     )
     ranks = [parameters_of(job, rank) for rank in range(2)]
-    norms = (2 * job.model.n_layers + 1) * job.model.dim  # which tensor parallel holds twice
-    whole = account(job.model, 8192).parameters
-    assert 4 * sum(rank.held for rank in ranks) == whole + norms
+    norms = (2 * job.model.n_layers + 1) * job.model.dim  # replicated by tensor parallel
+    parameters = account(job.model, 8192).parameters
+    assert 4 * sum(rank.held for rank in ranks) == parameters + norms
     for rank in ranks:
         assert rank.parameter_bytes == rank.gradient_bytes == 4 * rank.held
         assert rank.optimizer_bytes == 8 * rank.held + 4 * len(rank.tensors)
@@ -192,7 +192,7 @@ def test_uneven_shards_are_the_first_ranks() -> None:
     assert tensors["tok_embeddings.weight"].sharded == (86, job.model.dim)
 
 
-def test_experts_are_shared_out_as_their_mesh_says() -> None:
+def test_experts_are_sharded_by_their_mesh() -> None:
     typed = ("model=deepseek_v3_debug", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu")
     job = job_of(*typed, "parallelism=fsdp_ep", "parallelism.dp_shard=4", "parallelism.ep=2")
     tensors = {tensor.name: tensor for tensor in parameters_of(job, 0).tensors}
@@ -204,7 +204,7 @@ def test_experts_are_shared_out_as_their_mesh_says() -> None:
     assert tensors[f"layers.{layer}.moe.router.weight"].sharded == (experts // 4, dim)
 
 
-def test_what_saves_memory_does() -> None:
+def test_options_that_save_memory_do() -> None:
     batch = ("training.local_batch_size=2", "training.global_batch_size=16", "parallelism.dp_shard=8")
     base = (*LARGE, *batch, "training.seq_len=8192")
     modes = ("full", "selective_op", "selective_layer", "none")
@@ -233,12 +233,12 @@ def test_what_saves_memory_does() -> None:
     assert peak(job_of(*full, *replicas)) > peaks[0]
 
 
-def test_microbatches_that_wait_are_counted_as_the_schedule_leaves_them() -> None:
+def test_microbatches_in_flight_follow_the_schedule() -> None:
     pipeline = ("parallelism=pp", "parallelism.pp=4", "parallelism.pp_microbatch_size=2")
     batch = ("training.local_batch_size=32", "training.global_batch_size=32", "training.seq_len=8192")
     base = (*LARGE, *pipeline, *batch, "activation_checkpoint=full")
     first, *_, last = rank_memory(job_of(*base, "training.loss_chunks=8"))
-    # 1F1B: the first rank has four waiting, the last one.
+    # 1F1B: the first rank has four microbatches in flight, the last rank one.
     assert first.kinds["activations"] > 2 * last.kinds["activations"]
     assert (first.stages, last.stages) == ((0,), (3,))
     # GPipe has all sixteen.
@@ -254,7 +254,7 @@ def test_the_kinds_are_those_of_one_moment() -> None:
     assert rank.peak == pytest.approx(sum(rank.kinds.values()))
 
 
-def test_a_device_has_less_room_than_its_name_says() -> None:
+def test_a_device_has_less_memory_than_its_name_says() -> None:
     job = job_of(*LARGE, "parallelism.dp_shard=8", "training.global_batch_size=8")
     limit = memory_limit(job)
     assert limit is not None and 77 < limit / GIB < 79

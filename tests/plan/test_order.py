@@ -1,4 +1,4 @@
-"""Orders of passes: every schedule runs everything once, and what needs something else runs after it."""
+"""Orders of passes: every schedule runs every pass once, after the passes that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture: a bar for every rank and kind, the limit, and a bar for every pass."""
+"""The picture: a bar per rank and kind of memory, the limit, and a bar per pass."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_memory_and_timeline(tmp_path: Path, figures: list[matplotlib.figure.Fig
     assert spans == [[(0.0, 1.0), (4.0, 6.0)], [(1.0, 2.5), (2.5, 4.0), (4.0, 5.0)]]
     colors = [tuple(color) for row in rows for color in row.get_facecolors()]
     assert colors[0] == colors[2] and len(set(colors)) == 4
-    told = [text.get_text() for text in passes.get_legend().get_texts()]
-    assert told == ["forward", "backward", "backward, inputs", "backward, weights"]
+    labels = [text.get_text() for text in passes.get_legend().get_texts()]
+    assert labels == ["forward", "backward", "backward, inputs", "backward, weights"]
     assert "idle 41.7%" in passes.get_title(loc="left")
 
 

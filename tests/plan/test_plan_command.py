@@ -1,4 +1,4 @@
-"""harness.plan: every line of what it prints, JSON, one line for a mistake, torch only for pipelines."""
+"""harness.plan: every line of its output, JSON, one line per mistake, torch only for pipelines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.metrics.encoding import dumps, loads
 from harness.model.accounting import account
 from harness.parallelism.config import ParallelismConfig
 from harness.plan.config import PlanJob
-from harness.plan.order import _is_whole, _read, pipeline_order
+from harness.plan.order import _is_complete, _read, pipeline_order
 from harness.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed, Traffic
 from harness.plan.render import as_dict, counted, figure, gib, render, seconds
 
@@ -33,12 +33,12 @@ JOB_405B = [
 
 
 def memory(rank: int, **kinds: float) -> RankMemory:
-    """Of a rank that holds two stages of sixteen, in GiB."""
+    """Memory of a rank with two of sixteen stages, in GiB."""
     return RankMemory(rank, (rank, rank + 8), {kind: kinds.get(kind, 0.0) * GIB for kind in KINDS})
 
 
 def plan_405b() -> Plan:
-    """A plan with known figures of a real job; the figures are made up."""
+    """A plan of a real job with made-up values."""
     job = compose_job(JOB_405B, config_name="plan", schema=PlanJob).plain
     held = {"parameters": 3.0, "gradients": 3.0, "optimizer": 6.0, "gathered": 11.25, "runtime": 2.0}
     held["activations"] = 30.5
@@ -79,7 +79,7 @@ batch       256 x 8,192 = 2.097 M tokens a step; 32 on each data-parallel rank, 
 schedule    Interleaved1F1B, 16 stages (2 on each rank)
 execution   activation checkpointing full, compiled, linears in float8_tensorwise
 parameters  405.9 B in all, 405.9 B active, 790 M to 800 M a rank
-FLOPs       2,625 GFLOP a token (attention whole), 2,524 (causal half)
+FLOPs       2,625 GFLOP a token (full attention), 2,524 (causal half)
 
 memory at its peak, GiB on each rank
   ranks   stages     parameters  gradients  optimizer  activations  logits  gathered  runtime   peak
@@ -101,7 +101,7 @@ a step, predicted: 16.0 s
   update                       100 ms    0.6%
 
 throughput  256 tokens/s a GPU, 131,072 in all
-MFU         45.7%, 672.1 TFLOP/s a GPU (attention whole)
+MFU         45.7%, 672.1 TFLOP/s a GPU (full attention)
 fits        yes: the fullest rank takes 57.25 of 75.00 GiB, 17.75 GiB left
 budget      3,000 steps, 6.291 B tokens: 6,827 GPU-hours, 13.3 h on 512 x H100 SXM
 
@@ -124,9 +124,9 @@ def test_unknown_hardware_has_memory_and_no_time() -> None:
     text = render(plan)
     assert "job         llama3_tiny on 1 rank: legal\nmesh        1 rank\n" in text
     assert "  ranks  parameters  runtime  peak\n  all         0.001     0.25  0.25\n" in text
-    assert "\ntime    unknown, because the hardware is; set calibration=FILE, " in text
-    assert "or cluster.accelerator, to one of A100 SXM 40GB, " in text
-    assert "\nfits    unknown, because the hardware is; the fullest rank takes 0.25 GiB\n" in text
+    assert "\ntime    unknown hardware; set calibration=FILE, " in text
+    assert "or cluster.accelerator to one of A100 SXM 40GB, " in text
+    assert "\nfits    unknown hardware; the fullest rank takes 0.25 GiB\n" in text
     assert "\nbudget  100 steps, 204,800 tokens\n" in text
     assert not any(word in text for word in ("MFU", "tokens/s", "communication", "schedule", "hours"))
 
@@ -172,14 +172,14 @@ def test_units() -> None:
     ("overrides", "message"),
     [
         (["top=0"], "^top=0: must be at least 1"),
-        (["search=true", "verify=true"], "^verify=true: looks at one job.*would work: verify=false"),
-        (["verify_step=true"], "^verify_step=true: is a part of verify; would work: verify=true"),
-        (["sweep_file=a.yaml"], "^sweep_file=a.yaml: is what a search writes; would work: search=true"),
+        (["search=true", "verify=true"], "^verify=true: checks one job.*would work: verify=false"),
+        (["verify_step=true"], "^verify_step=true: needs verify=true; would work: verify=true"),
+        (["sweep_file=a.yaml"], "^sweep_file=a.yaml: is written by a search only; would work: search=true"),
         (["search=true", "sweep_file=a.txt"], r"^sweep_file=a.txt: must end in \.yaml"),
         (["picture=plan.pdf"], r"^picture=plan.pdf: must end in \.png; would work: plan.png"),
         (
             ["calibrate=runs", "search=true"],
-            "^calibrate=runs: .*looks at no job; would work: calibrate",
+            "^calibrate=runs: .*plans no job; would work: calibrate",
         ),
         (["calibrate=runs", "calibration=nowhere/c.json"], "^calibration=nowhere/c.json: there is no folder"),
         (["picture=nowhere/plan.png"], "^picture=nowhere/plan.png: there is no folder nowhere"),
@@ -205,7 +205,7 @@ def test_calibration_of_other_hardware() -> None:
     measured = "experiments/cpu_layouts/calibration.json"
     result = command("model=llama3_debug", "cluster=slurm_h100", f"calibration={measured}")
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith(f"error: calibration={measured}: is of ")
+    assert result.stderr.startswith(f"error: calibration={measured}: was fitted on ")
     assert "and cluster.accelerator is H100 SXM; would work: null, or cluster.acc" in result.stderr
 
 
@@ -228,7 +228,7 @@ def test_a_job_from_the_command_line() -> None:
 
 
 def test_json_from_the_command_line_and_a_picture(first: Any, tmp_path: Path) -> None:
-    """The flag may stand anywhere; the picture of a pipeline has its timeline."""
+    """The flag may be at any position; the picture of a pipeline has a timeline."""
     picture = tmp_path / "plan.png"
     pipeline = ["parallelism=tp_pp", f"picture={picture}"]
     done = command(SMALL[0], "--json", *SMALL[1:], *pipeline, XDG_CACHE_HOME=str(first[0]))
@@ -248,7 +248,7 @@ def test_an_impossible_job_is_one_line() -> None:
     assert done.stderr.startswith("error: parallelism.tp=3: must divide ") and done.stderr.count("\n") == 1
 
 
-def test_help_is_of_the_plan() -> None:
+def test_help_shows_planner_options() -> None:
     done = command("--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "without a GPU" in done.stdout and "--json" in done.stdout and "search: false" in done.stdout
@@ -267,7 +267,7 @@ WITH_MODULES = (
 
 
 def planned(cache: Path, *overrides: str) -> tuple[str, str]:
-    """What a plan prints, behind its exit code and whether torch was imported."""
+    """Return the exit code and whether torch was imported, and the output of a plan."""
     done = subprocess.run(
         [sys.executable, "-c", WITH_MODULES, *SMALL, *overrides],
         cwd=ROOT,
@@ -280,25 +280,25 @@ def planned(cache: Path, *overrides: str) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, str]]:
-    """The first plan of a schedule, and the folder that keeps the schedule."""
+    """The cache folder, and the first plan of a schedule."""
     cache = tmp_path_factory.mktemp("cache")
     return cache, planned(cache, "parallelism=pp")
 
 
 def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(first: Any, tmp_path: Path) -> None:
-    """Importing it takes longer than all of a plan may; the second has the same figures."""
-    cache, (told, text) = first
-    assert told == "0 True"
+    """Importing torch takes longer than a plan; the second plan is the same."""
+    cache, (status, text) = first
+    assert status == "0 True"
     assert planned(cache, "parallelism=pp") == ("0 False", text)
     assert planned(tmp_path, "parallelism=fsdp")[0] == "0 False"
     assert not any(tmp_path.iterdir())
 
 
-def test_what_is_left_of_an_order_is_not_taken_for_one(first: Any) -> None:
+def test_a_truncated_order_is_not_used(first: Any) -> None:
     [kept] = first[0].rglob("1F1B-2-2-8")
     assert pipeline_order(ParallelismConfig(pp=2), 6, 8) == _read(kept)
     for text in ("", "0F0", kept.read_text()[:-4], kept.read_text().replace("0B7", "0B?")):
         kept.with_name("part").write_text(text)
         order = _read(kept.with_name("part"))
-        assert order is not None and not _is_whole(order, 2, 16)
+        assert order is not None and not _is_complete(order, 2, 16)
     assert _read(kept.with_name("none")) is None

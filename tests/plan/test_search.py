@@ -1,4 +1,4 @@
-"""The search: every layout there is, the best of them by brute force, and a sweep that measures these."""
+"""The search: the complete space, the best points by brute force, and a sweep that measures them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def points_of(space: Space) -> Iterator[Point]:
 
 
 def every_job(base: Job) -> Iterator[Job]:
-    """Every legal job of 8 ranks, asked for one by one and without the search's code."""
+    """Every legal job of 8 ranks, by brute force and without the search's code."""
     for degrees in itertools.product((1, 2, 4, 8), repeat=len(AXES)):
         of = dict(zip(AXES, degrees, strict=True))
         if prod(degrees) != 8:
@@ -76,7 +76,7 @@ def every_job(base: Job) -> Iterator[Job]:
             [None, *range(1, 6)] if pipelined else [None],
         ):
             if pipelined and local * of["dp_replicate"] * of["dp_shard"] != base.global_batch_size:
-                continue  # a pipeline is filled and drained once a step
+                continue  # a pipeline is filled and drained once per step
             moved = of | {"pp_microbatch_size": size, "pp_schedule": schedule, "pp_layers_per_stage": layers}
             try:
                 yield replace(
@@ -89,8 +89,8 @@ def every_job(base: Job) -> Iterator[Job]:
                 continue
 
 
-def told(job: Job) -> tuple[object, ...]:
-    """What tells apart jobs that run differently; the number of stages is what layers of a stage come to."""
+def key_of(job: Job) -> tuple[object, ...]:
+    """Fields in which jobs that run differently differ; layers per stage count by the number of stages."""
     layout = job.parallelism
     pipeline = (layout.pp_schedule, num_stages(layout, job.model.n_layers), layout.pp_microbatch_size)
     degrees = tuple(layout.degrees.values())
@@ -101,20 +101,20 @@ def told(job: Job) -> tuple[object, ...]:
 def planned(*overrides: str) -> tuple[Space, dict[tuple[object, ...], Plan]]:
     """The plan of every legal job."""
     space = space_of(*overrides)
-    return space, {told(job): make_plan(job) for job in every_job(space.base)}
+    return space, {key_of(job): make_plan(job) for job in every_job(space.base)}
 
 
 def test_the_space_is_every_legal_job() -> None:
     space, plans = planned(*LONG)
     legality = Legality(space.base)
     legal = [point for point in points_of(space) if legality.broken(point) is None]
-    found = [told(point.job(space.base)) for point in legal]
+    found = [key_of(point.job(space.base)) for point in legal]
     assert len(set(found)) == len(found) > 300
     assert set(found) == set(plans)
 
 
-def test_what_is_called_illegal_is() -> None:
-    """With a format whose blocks forbid lengths, compiled blocks, and a schedule's microbatches."""
+def test_legality_agrees_with_resolve() -> None:
+    """With rules about float8's block length, compiled blocks, and a schedule's microbatches."""
     space = space_of(*COMPILED, "training.seq_len=80")
     legality, verdicts = Legality(space.base), Counter[str]()
     for point in itertools.islice(points_of(space), 0, None, 3):
@@ -132,24 +132,24 @@ def test_what_is_called_illegal_is() -> None:
 def test_the_best_are_those_of_brute_force(monkeypatch: pytest.MonkeyPatch, memory_gib: float) -> None:
     space, plans = planned(*LONG)
     limit = memory_gib * 2**30
-    plans = {told: replace(plan, memory_limit=limit) for told, plan in plans.items()}
-    monkeypatch.setattr("harness.plan.search.make_plan", lambda job, _: plans[told(job)])
+    plans = {key: replace(plan, memory_limit=limit) for key, plan in plans.items()}
+    monkeypatch.setattr("harness.plan.search.make_plan", lambda job, _: plans[key_of(job)])
     monkeypatch.setattr("harness.plan.floor.memory_limit", lambda job: limit)
     found = search(space, 10)
     fitting = [plan for plan in plans.values() if plan.fits]
     assert len(fitting) < len(plans) if memory_gib == TIGHT else len(fitting) == len(plans)
     best = sorted(map(rank, fitting))[:10]
     assert [rank(each.plan) for each in found.best] == best
-    # Everything is accounted for, and most of it without a plan.
-    lost = found.lost
-    assert found.points == len(plans) + sum(lost.illegal.values())
-    assert len(plans) == 10 + lost.too_large + sum(lost.slower.values())
-    assert lost.too_large <= len(plans) - len(fitting)
+    # All points are counted, and most were not planned.
+    rejected = found.rejected
+    assert found.points == len(plans) + sum(rejected.illegal.values())
+    assert len(plans) == 10 + rejected.too_large + sum(rejected.slower.values())
+    assert rejected.too_large <= len(plans) - len(fitting)
     assert found.planned < len(plans) / 2
 
 
 def rank(plan: Plan) -> tuple[float, int, float]:
-    """What plans are ranked by."""
+    """Sort key of plans."""
     assert plan.speed is not None
     axes = sum(degree > 1 for degree in plan.job.parallelism.degrees.values())
     return float(f"{plan.speed.step_seconds:.4g}"), axes, plan.peak
@@ -163,7 +163,7 @@ def rank(plan: Plan) -> tuple[float, int, float]:
 def test_bounds_and_floors_are_below_the_plan(
     overrides: list[str], every: int, time: float, size: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And close to it: in the median they are these shares of it, for a model of many layers."""
+    """They are also close to it: in the median at least these fractions of it."""
     space = space_of(*overrides)
     legality = Legality(space.base)
     points = [point for point in points_of(space) if legality.broken(point) is None][::every]
@@ -183,13 +183,13 @@ def test_bounds_and_floors_are_below_the_plan(
 
 
 def lacks(point: Point, space: Space, limit: float, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the floors of a device with so much memory leave a point out."""
+    """Whether the floors exclude a point for a device with this memory limit."""
     monkeypatch.setattr("harness.plan.floor.memory_limit", lambda job: limit)
     floors = Floors(space.base)
     return floors.held_lacks(point) > 0 or floors.lacks(point) > 0
 
 
-def test_ranks_that_take_turns_on_cores_are_bounded_too() -> None:
+def test_bounds_of_ranks_that_share_cores() -> None:
     calibration = Calibration.read(str(ROOT / "experiments" / "cpu_layouts" / "calibration.json"))
     space = space_of("model=llama3_debug", "cluster.device=cpu", "cluster.ranks=8")
     legality = Legality(space.base)
@@ -205,7 +205,7 @@ def test_ranks_that_take_turns_on_cores_are_bounded_too() -> None:
     assert statistics.median(ratios) > 0.6
 
 
-def test_nothing_that_is_computed_changes() -> None:
+def test_a_search_keeps_the_numerics() -> None:
     space, _ = planned(*LONG)
     for candidate in search(space, 3).best:
         job = candidate.plan.job
@@ -218,7 +218,7 @@ def typed(*overrides: str) -> list[Point]:
     return list(points_of(space_of(*EIGHT, *overrides)))
 
 
-def test_what_is_typed_stays() -> None:
+def test_typed_fields_are_fixed() -> None:
     points = typed("parallelism.tp=2", "parallelism.pp_schedule=GPipe", "activation_checkpoint=full")
     assert {point.tp for point in points} == {2}
     assert {point.schedule for point in points} == {None, "GPipe"}
@@ -244,7 +244,7 @@ def test_tensor_parallel_stays_within_a_node() -> None:
     assert space.world == 32
 
 
-def test_experts_are_shared_out_in_every_way() -> None:
+def test_every_expert_degree_is_tried() -> None:
     space = space_of("model=qwen3_moe_debug", *RANKS)
     of = {(degrees, ep) for degrees, ep in space.layouts()}
     assert {ep for degrees, ep in of if degrees == (1, 1, 8, 1, 1)} == {1, 2, 4, 8}
@@ -264,17 +264,19 @@ def test_pipelines_have_every_number_of_stages() -> None:
     ("overrides", "message"),
     [
         ([*EIGHT, "training.global_batch_size=null"], "^training.global_batch_size=null: a search compares"),
-        (["model=llama3_debug"], "^cluster.ranks=null: a search has to know how many"),
+        (["model=llama3_debug"], "^cluster.ranks=null: a search needs the number of ranks"),
         ([*EIGHT, "model.n_kv_heads=3"], "^model.n_kv_heads=3: must divide"),
     ],
 )
-def test_what_no_layout_can_mend(overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_no_layout_can_fix(
+    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=message):
         space_of(*overrides)
 
 
-def test_nothing_legal_says_what_is_wrong_most_often() -> None:
+def test_without_legal_points_the_most_frequent_error_is_shown() -> None:
     space = space_of(*EIGHT, "training.seq_len=1000000")
     with pytest.raises(
         UserError, match=r"^none of the .* ways to run 8 ranks is legal.*training.seq_len=1000000"
@@ -282,11 +284,10 @@ def test_nothing_legal_says_what_is_wrong_most_often() -> None:
         search(space, 10)
 
 
-def test_nothing_fits_says_what_lacks_least() -> None:
+def test_if_nothing_fits_the_closest_point_is_shown() -> None:
     space = space_of(*RANKS, "model=llama3_405b", "parallelism=fsdp_tp")
-    with pytest.raises(
-        UserError, match=r"fits; the closest lacks at least [\d,.]+ GiB on its fullest rank .*more ranks"
-    ):
+    message = r"fits; the closest is at least [\d,.]+ GiB too large on its fullest rank .*more ranks"
+    with pytest.raises(UserError, match=message):
         search(space, 10)
 
 
@@ -307,7 +308,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_from_the_command_line_to_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found, as text and JSON, and the sweep: its points are the jobs that were planned."""
+    """The result as text and JSON, and the sweep: its points are the planned jobs."""
     file = tmp_path / "found.yaml"
     pair = [*LONG, "parallelism=fsdp_tp", "top=3", f"sweep_file={file}"]
     done = command(*pair)
@@ -327,7 +328,7 @@ def test_from_the_command_line_to_a_sweep(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def points_in(file: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """The jobs of a sweep file, when it lies where sweeps are looked for."""
+    """The jobs of a sweep file, composed from a copy of conf/ that contains it."""
     conf = file.parent / "conf"
     shutil.copytree(ROOT / "conf", conf, ignore=shutil.ignore_patterns("experiment", "sweep"))
     (conf / "experiment").symlink_to(ROOT / "experiments")
@@ -349,7 +350,7 @@ def test_the_sweep_goes_where_it_can_be_written(monkeypatch: pytest.MonkeyPatch)
     assert sweep_path("n", None) == Path("n-search.yaml"), "not into an installed package"
 
 
-def test_what_is_found_is_shown_before_the_sweep_is_written(
+def test_the_result_is_shown_before_the_sweep_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "gone"
@@ -365,7 +366,7 @@ def test_what_is_found_is_shown_before_the_sweep_is_written(
 
 @pytest.mark.thorough
 def test_the_best_of_512_ranks_is_as_fast_as_the_published_layout() -> None:
-    """Table 5 of torchtitan's: FSDP 8, TP 8, PP 8, interleaved, 32 microbatches of one sequence."""
+    """Table 5 of torchtitan: FSDP 8, TP 8, PP 8, interleaved, 32 microbatches of one sequence."""
     job = [
         *("model=llama3_405b", "cluster=slurm_h100", "cluster.nodes=64", "training.global_batch_size=256"),
         *("training.seq_len=8192", "precision=float8_tensorwise", "compile=on", "parallelism.async_tp=true"),

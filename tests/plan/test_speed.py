@@ -1,4 +1,4 @@
-"""A step's time: arithmetic against the model's own account, collectives by hand, and what has to hold."""
+"""A step's time: FLOPs against the model's accounting, collectives by hand, and inequalities."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def step(*overrides: str) -> tuple[Speed, list[Traffic]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_operations_are_those_of_the_account(name: str) -> None:
-    """Three times the blocks' forward passes and the head's is what counts as a step's FLOPs."""
+    """A step's FLOPs are three times those of the forward passes of blocks and head."""
     model = job_of(f"model={name}", "training.seq_len=2048", "parallelism.dp_shard=8").model
     blocks = sum(block_operations(model, layer, 2048).flops for layer in range(model.num_blocks))
     head = 2 * model.dim * model.vocab_size * (1 + model.mtp.depth)
@@ -54,7 +54,7 @@ def test_collectives_by_hand() -> None:
     link, network = 450e9 * 0.75, 50e9 * 0.85
     assert machine.collective_seconds("all_gather", 8e9, Group(8, 8)) == pytest.approx(7e9 / link)
     assert machine.collective_seconds("all_reduce", 8e9, Group(8, 8)) == pytest.approx(14e9 / link)
-    # One member on each node: its own adapter carries all; eight on each: eight adapters do.
+    # With one member per node, its adapter carries all traffic; with eight, eight adapters share it.
     assert machine.collective_seconds("reduce_scatter", 8e9, Group(8, 1)) == pytest.approx(7e9 / network)
     assert machine.collective_seconds("all_gather", 16e9, Group(16, 8)) == pytest.approx(15e9 / link)
     assert machine.collective_seconds("all_gather", 16e9, Group(16, 2)) == pytest.approx(15e9 / network / 2)
@@ -62,7 +62,7 @@ def test_collectives_by_hand() -> None:
     assert machine.collective_seconds("all_gather", 8e9, Group(1, 1)) == 0
 
 
-def test_parts_add_up_and_traffic_is_what_the_layout_moves() -> None:
+def test_parts_add_up_and_traffic_fits_the_layout() -> None:
     speed, traffic = step("model=llama3_8b", "parallelism.dp_shard=8", "training.seq_len=8192")
     assert sum(speed.parts.values()) == pytest.approx(speed.step_seconds)
     moved = {(t.axis, t.collective): t for t in traffic}
@@ -75,7 +75,7 @@ def test_parts_add_up_and_traffic_is_what_the_layout_moves() -> None:
     assert moved["dp", "reduce_scatter"].bytes == pytest.approx(parameters * 4 * 7 / 8, rel=0.01)
 
 
-def test_what_must_be_faster_is() -> None:
+def test_faster_options_are_faster() -> None:
     base = ["model=llama3_8b", "parallelism.dp_shard=8", "training.seq_len=8192"]
 
     def rate(*more: str) -> float:
@@ -108,8 +108,8 @@ def test_experts_travel() -> None:
         *("training.seq_len=4096", "training.global_batch_size=16"),
     )
     [travel] = [t for t in traffic if t.axis == "ep"]
-    # There and back, forward and backward, in each of 48 blocks.
-    assert travel.count == 4 * 48 and travel.ranks == 8 and speed.parts["ep"] > 0
+    # Rows there and back, forward and backward, and their counts, in each of 48 blocks.
+    assert travel.count == 5 * 48 and travel.ranks == 8 and speed.parts["ep"] > 0
 
 
 def test_a_ring_without_balance_is_as_slow_as_its_last_rank() -> None:

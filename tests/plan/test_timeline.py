@@ -1,4 +1,4 @@
-"""Times of passes: bubbles are those of the schedules' papers, and nothing begins before what it needs."""
+"""Times of passes: bubbles match the schedules' papers, and no pass starts before its inputs are ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORWARD, BACKWARD = 1.0, 2.0
 
 
 def span(name: str, pp: int, microbatches: int, stages_per_rank: int, send: float = 0.0) -> float:
-    """How long a schedule takes when all stages together take 3 seconds times pp."""
+    """Duration of a schedule if all stages together take 3 seconds times pp."""
     order = pipeline_order(ParallelismConfig(pp=pp, pp_schedule=name), 64, microbatches)
     each = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD / 2, "W": BACKWARD / 2}
     timed = simulate(order, lambda action: each[action.kind] / stages_per_rank, send)
@@ -35,7 +35,7 @@ def test_two_stages_each_halve_the_bubble(pp: int, microbatches: int) -> None:
 
 
 def test_splitting_backward_fills_the_bubble() -> None:
-    """arXiv:2401.10241: with equal thirds ZBV has none but the first microbatch's way through the stages."""
+    """arXiv:2401.10241: with equal thirds, ZBV's only bubble is the first microbatch's forward."""
     spans = {
         name: span(name, 4, 16, 2) for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
     }
@@ -43,12 +43,12 @@ def test_splitting_backward_fills_the_bubble() -> None:
     assert spans["ZBVZeroBubble"] - 16 * (FORWARD + BACKWARD) <= 3 * FORWARD / 2
 
 
-def test_travelling_lengthens_the_way_and_not_the_middle() -> None:
+def test_sending_adds_latency_at_both_ends_only() -> None:
     base, far = span("1F1B", 4, 32, 1), span("1F1B", 4, 32, 1, send=0.1)
     assert 2 * 3 * 0.1 <= far - base <= 2 * 3 * 0.1 + 0.1 * 32 * 2
 
 
-def test_passes_wait_for_what_they_need() -> None:
+def test_passes_wait_for_their_inputs() -> None:
     order = [
         [Action(0, "F", 0), Action(0, "B", 0)],
         [Action(1, "F", 0), Action(1, "I", 0), Action(1, "W", 0)],
@@ -60,5 +60,5 @@ def test_passes_wait_for_what_they_need() -> None:
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
     order = [[Action(0, "B", 0), Action(0, "F", 0)]]
-    with pytest.raises(ValueError, match="waits for itself"):
+    with pytest.raises(ValueError, match="deadlocks"):
         simulate(order, lambda action: 1.0, 0.0)

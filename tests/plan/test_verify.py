@@ -1,4 +1,4 @@
-"""A job built on a pretended world, and a step of it without values, against closed forms and by hand."""
+"""A job built on a fake process group, and a step without values, against closed forms and by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from harness.parallelism.schedules import SCHEDULES
 from harness.plan import verify as module
 from harness.plan.constants import Calibration, Constants
 from harness.plan.fake import pretending
-from harness.plan.fake_step import Cycle, cycle_of, drawn_out, fake_steps, figures_of
+from harness.plan.fake_step import Cycle, cycle_of, extrapolated, fake_steps, statistics_of
 from harness.plan.machine import machine_of
 from harness.plan.memory import rank_memory
 from harness.plan.plan import Plan
@@ -51,7 +51,7 @@ def layout_of(degrees: str) -> list[str]:
 
 
 def plan_of(job: Job) -> Plan:
-    """What verifying needs of a plan: the job and its memory."""
+    """A plan with the fields that verifying needs: the job and its memory."""
     return Plan(job, account(job.model, job.training.seq_len), [], rank_memory(job), None, [], None, None)
 
 
@@ -79,7 +79,7 @@ def test_what_is_built_is_what_is_planned(model: str, degrees: str) -> None:
     parameters = sum(rank.parameter_bytes for rank in result.ranks)
     whole = 4 * account(job.model, job.training.seq_len).parameters
     shares = job.parallelism.parameter_shards * job.parallelism.tp
-    # Some are whole on tensor-parallel ranks, and the first rank of uneven shards has the longest.
+    # Some are replicated on tensor-parallel ranks, and the first rank has the largest of uneven shards.
     assert whole / shares <= parameters <= (whole if shares == 1 else 1.3 * whole / shares)
     assert sum(rank.gradient_bytes for rank in result.ranks) == parameters
     tensors = len(parameter_shapes(job.model))
@@ -89,7 +89,7 @@ def test_what_is_built_is_what_is_planned(model: str, degrees: str) -> None:
 
 
 def spoilt(change: Callable[[list[Decoder]], None]) -> Any:
-    """A ``lay_out`` whose parts are changed afterwards."""
+    """A ``lay_out`` that changes its result."""
 
     def lay_out(job: Job, mesh: Any, device: torch.device) -> list[Decoder]:
         parts = module_lay_out(job, mesh, device)
@@ -134,7 +134,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("change", SPOILT)
-def test_what_is_built_otherwise_is_found(
+def test_other_shardings_and_dtypes_are_found(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[list[Decoder]], None]
 ) -> None:
     monkeypatch.setattr(module, "lay_out", spoilt(change))
@@ -146,8 +146,8 @@ def test_stages_of_another_plan_are_found() -> None:
     job = job_of("llama3_tiny", *layout_of("pp=2 dp_shard=2"))
     plan = plan_of(job)
     other = replace(plan, memory=[replace(rank, stages=(7,)) for rank in plan.memory])
-    said = "pipeline rank 1: holds stages (1,), the plan says (7,)"
-    assert said in verify(other).problems and len(verify(other).problems) == 2
+    problem = "pipeline rank 1: holds stages (1,), the plan says (7,)"
+    assert problem in verify(other).problems and len(verify(other).problems) == 2
 
 
 def test_bytes_of_another_plan_are_found() -> None:
@@ -158,8 +158,8 @@ def test_bytes_of_another_plan_are_found() -> None:
     assert len(found) == 2 and all("the plan's memory has" in problem for problem in found)
 
 
-def test_a_rank_pretends_nothing() -> None:
-    with pretending(0, 2), pytest.raises(UserError, match="is a rank of another one already"):
+def test_a_rank_cannot_verify() -> None:
+    with pretending(0, 2), pytest.raises(UserError, match="is already in a process group"):
         verified("llama3_tiny", "")
     assert not dist.is_initialized()
 
@@ -194,16 +194,16 @@ def test_jobs_for_gpus_are_built_without(job: tuple[str, ...]) -> None:
     model, degrees, *rest = job
     result = verified(model, degrees, "cluster=slurm_h100", *rest, step=True)
     assert result.problems == []
-    said = " ".join(result.notes)
+    notes = " ".join(result.notes)
     for typed, note in (("async", "async_tp"), ("float8", "emulated"), ("compile", "compiled")):
-        assert (typed in " ".join(job)) == (note in said), said
+        assert (typed in " ".join(job)) == (note in notes), notes
 
 
 # A step without values.
 
 
 def flops_of(job: Job) -> float:
-    """The closed form for the whole world, attention counted whole; norms multiply nothing."""
+    """The closed form for all ranks, with full attention; norms have no matrix products."""
     norms = sum(shape[0] for shape in parameter_shapes(job.model).values() if len(shape) == 1)
     return (account(job.model, job.training.seq_len).flops_per_token_full - 6.0 * norms) * tokens_of(job)
 
@@ -223,7 +223,7 @@ def test_flops_are_the_ranks_share_of_the_closed_form(degrees: str) -> None:
 
 
 def test_flops_of_experts_and_latents() -> None:
-    """Beside the closed form: outputs of a token's experts are weighed in a matrix product."""
+    """In addition to the closed form, a matrix product weighs the outputs of a token's experts."""
     job = job_of("deepseek_v3_debug", *layout_of("dp_shard=4 ep=4"), "model.n_layers=2")
     weighing = 2.0 * job.model.moe.top_k * job.model.dim * len(job.model.expert_layers) * tokens_of(job)
     [step] = fake_steps(job)
@@ -231,7 +231,7 @@ def test_flops_of_experts_and_latents() -> None:
 
 
 def test_recomputation_counts() -> None:
-    """All of a block's forward pass but its last product, which backward does not ask for."""
+    """A block's forward pass without its last product, whose result backward does not need."""
     job = job_of("llama3_tiny", "activation_checkpoint=full", "model.n_layers=2")
     model, tokens = job.model, tokens_of(job)
     head = 6.0 * model.vocab_size * model.dim * tokens
@@ -241,7 +241,7 @@ def test_recomputation_counts() -> None:
 
 
 def test_bytes_that_fsdp_sends() -> None:
-    """Blocks and embedding are gathered forward and backward, norm and head once; gradients are scattered."""
+    """Blocks and embedding are gathered in both passes, norm and head once; gradients are scattered."""
     job = job_of("llama3_tiny", *layout_of("dp_shard=4"), "precision=bf16", "training.local_batch_size=1")
     shapes = {name: prod(shape) for name, shape in parameter_shapes(job.model).items()}
     head = shapes["norm.weight"] + shapes["output.weight"]
@@ -256,9 +256,9 @@ def test_bytes_that_tensor_parallel_sends() -> None:
     job = job_of("llama3_tiny", *layout_of("tp=2"), "model.n_layers=2")
     model, tokens, of_others = job.model, tokens_of(job), 1 / 2
     stream = 4 * tokens * model.dim
-    # Into and out of attention and feed-forward; out of the embedding, into the head; and all of it back.
+    # Into and out of attention and feed-forward; out of the embedding, into the head; and all in backward.
     of_blocks, of_ends = 4 * model.n_layers, 2
-    # The loss finds the largest logit, the sum, and the label's own; its gradient sends nothing.
+    # The loss reduces the maximum, the sum, and the label's logit; its gradient sends nothing.
     of_loss = 3 * 4 * tokens
     norms = 4 * model.dim * (2 * model.n_layers + 1)
     whole = 2 * (of_blocks + of_ends) * stream + 2 * (of_loss + norms + 8)
@@ -271,7 +271,7 @@ def test_bytes_between_stages_and_to_experts() -> None:
     rows = 2 * job.training.seq_len
     for step in fake_steps(job):
         assert step.sent["pp"] == 4 * rows * job.model.dim
-        # Rows of each of the two blocks go to the experts and come back, and so do their gradients.
+        # In each of the two blocks rows go to the experts and back, and so do their gradients.
         counts = 8 * job.model.moe.num_experts * 2 * 2
         assert step.sent["ep"] == (2 * 4 * 4 * rows * job.model.moe.top_k * job.model.dim + counts) / 2
 
@@ -280,7 +280,7 @@ FREEING = [f"{name} {reshard}" for name in SCHEDULES for reshard in ("always", "
 
 
 def gathers_of(job_json: str) -> int:
-    """All-gathers of FSDP's in a real step."""
+    """Number of FSDP's all-gathers in a real step."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     from harness.loop.engine import Engine
@@ -298,7 +298,7 @@ def gathers_of(job_json: str) -> int:
     "row", rest_is_thorough(FREEING, "1F1B always", "InterleavedZeroBubble always", "DualPipeV never")
 )
 def test_parameters_are_gathered_as_often_as_planned(pool: RankPool, row: str) -> None:
-    """By the plan, by the step without values, and by ranks that train."""
+    """In the plan, in the step without values, and on ranks that train."""
     schedule, reshard = row.split()
     degrees = f"pp=2 dp_shard=2 pp_schedule={schedule} reshard_after_forward={reshard}"
     job = job_of("llama3_tiny", *layout_of(degrees), "cluster.device=cpu", "training.seq_len=16")
@@ -309,7 +309,7 @@ def test_parameters_are_gathered_as_often_as_planned(pool: RankPool, row: str) -
     planned = [sum(n for each, n in of if each.collective == "all_gather") for of in moved]
     real = pool.run(4, gathers_of, job.to_json())
     assert planned == [real[0], real[2]]
-    # The plan leaves norms out, a few hundred bytes of each block, and the sum of the norm.
+    # The plan leaves out norms, a few hundred bytes per block, and the all-reduce of the gradient norm.
     sent = [sum(each.bytes / 2 * n for each, n in of) for of in moved]
     assert [step.sent["dp"] for step in fake_steps(job)] == pytest.approx(sent, rel=0.01)
 
@@ -325,13 +325,13 @@ DEEP = [
 
 
 @pytest.mark.parametrize("case", rest_is_thorough(DEEP, DEEP[3]), ids="-".join)
-def test_steps_of_few_blocks_stand_for_all(case: tuple[str, ...]) -> None:
+def test_extrapolation_from_few_blocks(case: tuple[str, ...]) -> None:
     model, degrees, *rest = case
     job = job_of(model, *layout_of(degrees), *rest, "training.local_batch_size=2")
-    drawn, whole = drawn_out(job, 0), figures_of(job, 0)
-    assert drawn.keys() == whole.keys()
-    for key, value in whole.items():
-        assert drawn[key] == pytest.approx(value, rel=0.01 if key[0] in ("peak", "kept") else 1e-9), key
+    found, expected = extrapolated(job, 0), statistics_of(job, 0)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=0.01 if key[0] in ("peak", "kept") else 1e-9), key
 
 
 def test_cycles() -> None:
@@ -356,14 +356,14 @@ PEAKS = [
 
 @pytest.mark.parametrize("case", rest_is_thorough(PEAKS, PEAKS[1], PEAKS[3]), ids="-".join)
 def test_peaks_are_those_of_the_plans_memory(case: tuple[str, ...]) -> None:
-    """The plan's closed form, without what a process takes, and the tensors that are really made."""
+    """The plan's closed form without the runtime, against the tensors of the step."""
     model, degrees, *rest = case
     job = job_of(model, *layout_of(degrees), *rest, "cluster.device=cpu", "training.seq_len=256")
-    for step, said in zip(fake_steps(job), rank_memory(job), strict=True):
-        assert step.peak == pytest.approx(said.peak - said.kinds["runtime"], rel=0.06)
+    for step, planned in zip(fake_steps(job), rank_memory(job), strict=True):
+        assert step.peak == pytest.approx(planned.peak - planned.kinds["runtime"], rel=0.06)
 
 
-# The sizes that people train. Each is to be built in a minute and 8 GiB, and stepped in three.
+# Sizes of real training runs. Each must be built within a minute and 8 GiB, and stepped within three minutes.
 
 BIG = {
     "llama3_8b on 8": ("llama3_8b", "dp_shard=8", 1),
@@ -394,7 +394,7 @@ def test_big(name: str) -> None:
     stepped = verify(plan_of(job), step=True)
     assert stepped.problems == [] and time.process_time() - start < 180
     flops = sum(rank.step.flops for rank in stepped.ranks if rank.step) * job.world_size / job.parallelism.pp
-    # A third more for what is recomputed: not the head, and not the last product of a block.
+    # Recomputation adds a third, except for the head and the last product of a block.
     assert 1.15 < flops / flops_of(job) < 1.34
     lines = render_verified(stepped, plan_of(job))
     assert "agrees with the plan" in lines[0] and len(lines) >= 3 + len(stepped.ranks)

@@ -1,4 +1,4 @@
-"""What ranks of the pool do for the tests beside it."""
+"""Functions that the tests in this folder run on ranks of the pool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.parity import Trace, trace
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What training came to on one rank."""
+    """Result of training on one rank."""
 
     losses: list[float]
     norms: list[float]
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def train(job_json: str, steps: int) -> Outcome:
-    """Trains, and gathers the weights this rank holds a part of."""
+    """Train, and gather the full weights of this rank's model parts."""
     job = Job.from_json(job_json)
     set_up_process(job)
     engine = Engine(job, torch.device("cpu"))
@@ -56,7 +56,7 @@ def train(job_json: str, steps: int) -> Outcome:
 
 
 def trace_with_float8_gathers(job_json: str, steps: int) -> Trace:
-    """Trains with the tensor parallelism of GPUs, which gathers in float8; over gloo it goes as bytes."""
+    """Trace with the tensor parallelism of GPUs, which gathers in float8; gloo sends it as bytes."""
     with gloo_that_sends_float8() as sent:
         traced = trace(job_json, steps)
     assert sent and all(dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for dtype in sent), sent
@@ -65,10 +65,10 @@ def trace_with_float8_gathers(job_json: str, steps: int) -> Trace:
 
 @contextmanager
 def gloo_that_sends_float8() -> Iterator[set[torch.dtype]]:
-    """Takes CPUs for GPUs where the way of gathering is chosen, and lets torchao's gather send bytes.
+    """Enable float8 gathers on CPUs, and send torchao's float8 tensors as bytes.
 
     Yields:
-        the formats that were gathered.
+        The dtypes that were gathered.
     """
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
@@ -100,19 +100,19 @@ def gloo_that_sends_float8() -> Iterator[set[torch.dtype]]:
         Float8TrainingTensor.__torch_dispatch__ = dispatch
 
 
-def largest_crowd_of_gradients(job_json: str) -> int:
-    """The most parameters that have a gradient while one is updated in backward."""
+def most_gradients_in_memory(job_json: str) -> int:
+    """Maximum number of parameters that have a gradient while one is updated in backward."""
     job = Job.from_json(job_json)
     set_up_process(job)
     engine = Engine(job, torch.device("cpu"))
-    crowds: list[int] = []
+    counts: list[int] = []
     update = engine.optimizer.step
 
     def step() -> None:
-        crowds.append(sum(parameter.grad is not None for parameter in engine.parameters))
+        counts.append(sum(parameter.grad is not None for parameter in engine.parameters))
         update()
 
     engine.optimizer.step = step  # type: ignore[method-assign]
     engine.gradients(loader_of(job, build_tokenizer(job.tokenizer), engine.rows).next())
-    assert len(crowds) == len(engine.parameters)
-    return max(crowds)
+    assert len(counts) == len(engine.parameters)
+    return max(counts)

@@ -1,4 +1,4 @@
-"""Float8 by its definition: what torchao's casts are held against."""
+"""Float8 rounding by its definition: the reference for torchao's casts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def rounded(values: Tensor, dtype: torch.dtype, over: tuple[int, ...], power_of_two: bool) -> Tensor:
-    """Values as float8 has them, with the scale that maps the largest magnitude onto the format's."""
+    """Values rounded to float8, with the scale that maps the largest magnitude to the format's maximum."""
     scale = torch.finfo(dtype).max / values.abs().amax(over, keepdim=True).double()
     if power_of_two:
         scale = torch.exp2(torch.floor(torch.log2(scale)))
@@ -17,7 +17,7 @@ def rounded(values: Tensor, dtype: torch.dtype, over: tuple[int, ...], power_of_
 
 
 def rounded_in_blocks(values: Tensor) -> Tensor:
-    """The same in blocks of 32 along the last axis, scales rounded up to powers of two (OCP MX, RCEIL)."""
+    """Values rounded in blocks of 32 along the last axis; scales rounded up to powers of 2 (MX, RCEIL)."""
     blocks = values.view(*values.shape[:-1], -1, 32)
     peak = blocks.abs().amax(-1, keepdim=True).double()
     scale = torch.exp2(torch.ceil(torch.log2(peak / torch.finfo(E4M3).max)))
@@ -25,5 +25,5 @@ def rounded_in_blocks(values: Tensor) -> Tensor:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Relative, in the 2-norm."""
+    """Relative error in the 2-norm."""
     return float((found.detach().double() - expected).norm() / expected.norm())

@@ -1,4 +1,4 @@
-"""Everything in bfloat16: what is in which format, and that layouts agree; update in backward beside it."""
+"""precision=bf16_full: dtypes, and agreement of layouts; and optimizer.in_backward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from precision_runs import Outcome, largest_crowd_of_gradients, train
+from precision_runs import Outcome, most_gradients_in_memory, train
 from tiers import rest_is_thorough
 
 from harness.cluster.pool import RankPool
@@ -40,7 +40,7 @@ def test_layouts_agree(pool: RankPool, layout: str) -> None:
     assert {weight.dtype for weight in alone.weights.values()} == {torch.bfloat16}
     assert alone.optimizer_dtypes == {torch.bfloat16}
     for each in outcomes(pool, "precision=bf16_full", *f"parallelism={layout}".split()):
-        # The tolerances that bfloat16 has in harness.parity.
+        # The tolerances of bfloat16 in harness.parity.
         assert each.losses == pytest.approx(alone.losses, rel=1e-3)
         assert each.norms == pytest.approx(alone.norms, rel=5e-2)
         assert each.optimizer_dtypes == {torch.bfloat16}
@@ -52,7 +52,7 @@ def test_layouts_agree(pool: RankPool, layout: str) -> None:
 def test_it_is_not_mixed_precision(pool: RankPool) -> None:
     [full], [mixed] = outcomes(pool, "precision=bf16_full"), outcomes(pool, "precision=bf16")
     assert {weight.dtype for weight in mixed.weights.values()} == {torch.float32}
-    # The same up to rounding at first; then updates smaller than half a step of bfloat16 are lost.
+    # Equal up to rounding at first; then updates smaller than half a bfloat16 step are lost.
     assert full.losses[0] == pytest.approx(mixed.losses[0], rel=1e-3)
     assert full.losses[1:] != mixed.losses[1:]
 
@@ -77,7 +77,7 @@ IN_BACKWARD = [
     "case", rest_is_thorough(IN_BACKWARD, *IN_BACKWARD[:1], *IN_BACKWARD[3:]), ids="-".join
 )
 def test_update_in_backward_is_the_update_after_it(pool: RankPool, case: tuple[str, str]) -> None:
-    """Bit by bit, the norm that is reported included (but for the order in which squares are added)."""
+    """Bitwise, except the norm, whose squares are added in another order."""
     layout, kind = case
     overrides = (*KINDS[kind], *f"parallelism={layout}".split(), "training.max_norm=0")
     expected = outcomes(pool, *overrides)
@@ -90,10 +90,10 @@ def test_update_in_backward_is_the_update_after_it(pool: RankPool, case: tuple[s
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
-def test_gradients_never_stand_whole(pool: RankPool, layout: str) -> None:
+def test_one_gradient_at_a_time_is_in_memory(pool: RankPool, layout: str) -> None:
     """At every update, no other parameter has a gradient."""
     job = job_of(f"parallelism={layout}", "training.max_norm=0", "optimizer.in_backward=true")
-    assert set(pool.run(job.world_size, largest_crowd_of_gradients, job.to_json())) == {1}
+    assert set(pool.run(job.world_size, most_gradients_in_memory, job.to_json())) == {1}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,6 @@ def test_gradients_never_stand_whole(pool: RankPool, layout: str) -> None:
         ),
     ],
 )
-def test_an_update_in_backward_that_cannot_be_is_refused(overrides: list[str], says: str) -> None:
+def test_unsupported_updates_in_backward_are_refused(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         job_of("optimizer.in_backward=true", *overrides)

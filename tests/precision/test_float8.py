@@ -1,4 +1,4 @@
-"""Float8 by emulation: the recipes by hand, against bfloat16, and every layout against one process."""
+"""Emulated float8: the recipes against hand-computed values and bfloat16, and layouts against one process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def precision_of(linear: str, dtype: str = "float32") -> tuple[str, ...]:
 
 @pytest.mark.parametrize("linear", RECIPES)
 def test_a_linear_by_hand(linear: str) -> None:
-    """Output and gradients of a swapped linear from casts to float8 and products in float64."""
+    """Output and gradients of a swapped linear against reference casts and products in float64."""
     torch.manual_seed(0)
     plain = nn.Linear(64, 96, bias=False)
     model = nn.ModuleDict({"wq": plain, "kept": nn.Linear(64, 32, bias=False)})
@@ -82,8 +82,8 @@ def test_a_linear_by_hand(linear: str) -> None:
     assert 0.01 < difference(output, x.double() @ w.double().T) < 0.05
 
 
-# Error of the gradients against bfloat16: of all together, and of the weights of swapped linears. Tensorwise
-# has two bits of mantissa where it rounds gradients, the others three; rowwise_hp rounds them once less.
+# Error of the gradients against bfloat16: of all, and of the weights of swapped linears. Tensorwise rounds
+# gradients to two bits of mantissa, the others to three; rowwise_hp rounds them once less.
 ERRORS = {
     "float8_tensorwise": (1e-2, 0.09),
     "float8_rowwise": (1e-2, 0.065),
@@ -100,21 +100,21 @@ def test_against_bfloat16(pool: RankPool, linear: str) -> None:
     assert found.norms == pytest.approx(expected.norms, rel=2e-2)
     swapped = [name for name in expected.gradients[0] if ".attention.w" in name or ".feed_forward.w" in name]
     assert len(swapped) == 28
-    of_all, of_swapped = ERRORS[linear]
-    assert error(found, expected, list(expected.gradients[0])) < of_all
-    assert of_swapped / 2 < error(found, expected, swapped) < of_swapped
+    all_error, swapped_error = ERRORS[linear]
+    assert error(found, expected, list(expected.gradients[0])) < all_error
+    assert swapped_error / 2 < error(found, expected, swapped) < swapped_error
 
 
 def error(found: Trace, expected: Trace, names: list[str]) -> float:
     """Relative error of the named gradients, as one vector."""
-    whole = [
+    vectors = [
         torch.cat([t.gradients[0][name].double().flatten() for name in names]) for t in (found, expected)
     ]
-    return difference(whole[0], whole[1])
+    return difference(vectors[0], vectors[1])
 
 
-# A layout, and the rows that its ranks have at once. The process that is compared with takes as many at once,
-# because scales are taken from what goes through a linear together.
+# A layout, and the number of rows per forward pass of its ranks. The single process uses the same number,
+# because scales are computed over all rows of a forward pass.
 LAYOUTS = {
     "fsdp": ("parallelism=fsdp parallelism.dp_shard=2", 2),
     "pp": ("parallelism=pp", 1),
@@ -137,10 +137,10 @@ CORE = [
 
 @pytest.mark.parametrize("case", rest_is_thorough(CASES, *CORE), ids="-".join)
 def test_layout_agrees_with_one_process(pool: RankPool, case: tuple[str, str]) -> None:
-    """In float32, as closely as layouts do without float8, but for values that lie between two of float8's.
+    """In float32, with the tolerance of layouts without float8, except under tensor parallelism.
 
-    Tensor parallelism adds in another order, so that a value may fall to the other side; one in the
-    two-bit gradients of tensorwise moves a weight's gradient by half a percent.
+    Tensor parallelism adds in another order, so a value between two float8 values may be rounded to the other
+    one. In the two-bit gradients of tensorwise, one such value changes a weight's gradient by half a percent.
     """
     linear, layout = case
     overrides, rows = LAYOUTS[layout]
@@ -153,18 +153,18 @@ def test_layout_agrees_with_one_process(pool: RankPool, case: tuple[str, str]) -
     assert verdict.norm < 1e-6
 
 
-def test_scales_are_taken_from_what_goes_through_together(pool: RankPool) -> None:
-    """So another number of rows at once gives other numbers: the test above compares something."""
+def test_scales_depend_on_the_rows_of_a_forward_pass(pool: RankPool) -> None:
+    """Another number of rows gives other numbers, so the test above is meaningful."""
     two = alone(pool, *precision_of("float8_tensorwise"), "training.local_batch_size=2")
     four = alone(pool, *precision_of("float8_tensorwise"), "training.local_batch_size=4")
     assert not compare("rows", 1, two, [four], (1e-3, 1e-2)).passed
-    # A block of 32 tokens is the same whatever lies beside it.
+    # mxfp8: the scale of a block of 32 values does not depend on other rows.
     two, four = (alone(pool, *precision_of("mxfp8"), f"training.local_batch_size={n}") for n in (2, 4))
     assert compare("rows", 1, two, [four], (1e-6, 1e-6)).passed
 
 
 def test_tensor_parallelism_that_gathers_float8(pool: RankPool) -> None:
-    """What GPUs do: cast, then gather. It computes what gathering, then casting does."""
+    """GPUs cast, then gather; the result equals that of gathering, then casting."""
     job = job_of(*precision_of("float8_tensorwise", "bfloat16"), "parallelism=fsdp_tp")
     [expected, *_] = pool.run(4, trace, job.to_json(), 1)
     found = pool.run(4, trace_with_float8_gathers, job.to_json(), 1)
@@ -185,7 +185,7 @@ def assert_same(left: list[Outcome], right: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("layout", rest_is_thorough(["fsdp_tp", "hsdp"], "fsdp_tp"))
 def test_gathering_weights_in_float8(pool: RankPool, layout: str) -> None:
-    """Bitwise what casting after the gather gives, in float32; and scales computed ahead change nothing."""
+    """Bitwise equal to casting after the gather, in float32; precomputed scales change nothing."""
     tensorwise = (*precision_of("float8_tensorwise"), *f"parallelism={layout}".split())
     gathered = outcomes(pool, *tensorwise, "precision.enable_fsdp_float8_all_gather=true")
     ahead = "precision.precompute_float8_dynamic_scale_for_fsdp=true"
@@ -194,7 +194,7 @@ def test_gathering_weights_in_float8(pool: RankPool, layout: str) -> None:
 
 
 @pytest.mark.parametrize("linear", rest_is_thorough(["float8_tensorwise", "mxfp8"], "float8_tensorwise"))
-def test_recomputed_and_compiled_it_stays_the_same(pool: RankPool, linear: str) -> None:
+def test_recomputation_and_compile_change_nothing(pool: RankPool, linear: str) -> None:
     float8 = (*precision_of(linear, "bfloat16"), "parallelism=fsdp", "model.n_layers=2")
     plain = outcomes(pool, *float8)
     assert_same(outcomes(pool, *float8, "activation_checkpoint=selective_op"), plain)
@@ -202,7 +202,7 @@ def test_recomputed_and_compiled_it_stays_the_same(pool: RankPool, linear: str) 
 
 
 def test_a_head_in_float8(pool: RankPool) -> None:
-    """Where the filter leaves it out it multiplies in float8 too, whole: pieces of it would not."""
+    """If the filter does not match it, the head multiplies in float8; chunked loss does not support that."""
     float8 = (*precision_of("float8_rowwise"), "precision.filter_fqns=[wk]")
     head = alone(pool, *float8).gradients[0]["output.weight"]
     plain = alone(pool, *precision_of("float8_rowwise")).gradients[0]["output.weight"]
@@ -212,7 +212,7 @@ def test_a_head_in_float8(pool: RankPool) -> None:
 
 
 def test_gathering_in_float8_skips_a_rounding_to_bfloat16(pool: RankPool) -> None:
-    """Which is why the field belongs to the numerics."""
+    """So the field is part of the numerics."""
     tensorwise = (*precision_of("float8_tensorwise", "bfloat16"), "parallelism=fsdp")
     option = "precision.enable_fsdp_float8_all_gather=true"
     assert job_of(*tensorwise).numerics_id != job_of(*tensorwise, option).numerics_id

@@ -1,4 +1,4 @@
-"""Experts in float8, emulated: by hand, against bfloat16, layouts against one process; calls of kernels."""
+"""Experts in emulated float8: against reference values and bfloat16; layouts against one process; kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.model.grouped import grouped_product, pad, padded_places, unpad
 from harness.model.moe import Experts
 from harness.parity import Trace, compare, line, trace
 from harness.precision.config import FLOAT8, GROUPED, PrecisionConfig
-from harness.precision.grouped import grouped_in
+from harness.precision.grouped import build_grouped_product
 from harness.precision.hardware import GROUPED_CAPABILITY
 from harness.precision.linears import sort_linears
 from harness.precision.swap import swap_linears
@@ -69,7 +69,7 @@ def ends_of(lengths: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("linear", GROUPED)
 def test_a_product_by_hand(linear: str) -> None:
-    """Output and gradients of each group from casts to float8 and products in float64."""
+    """Output and gradients of each group against reference casts and products in float64."""
     torch.manual_seed(0)
     precision = emulated(linear)
     rows = sum(LENGTHS)
@@ -77,11 +77,11 @@ def test_a_product_by_hand(linear: str) -> None:
     w, g = torch.randn(len(LENGTHS), 256, 128), torch.randn(rows, 256)
     place_R, ends_E, places = padded_places(ends_of(LENGTHS), rows, precision.expert_block)
     inputs, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
-    output = unpad(grouped_in(precision)(pad(inputs, place_R, places), weight, ends_E), place_R)
+    output = unpad(build_grouped_product(precision)(pad(inputs, place_R, places), weight, ends_E), place_R)
     output.backward(g)
 
     def along_rows(values: Tensor) -> Tensor:
-        """Values of a group rounded in columns, [columns, rows]."""
+        """Values of a group rounded along rows, transposed to [columns, rows]."""
         if linear == "float8_rowwise":
             return rounded(values, E4M3, (0,), True).T
         filled = torch.cat((values, values.new_zeros(-len(values) % 32, values.shape[1])))
@@ -90,7 +90,7 @@ def test_a_product_by_hand(linear: str) -> None:
     def along(values: Tensor) -> Tensor:
         return rounded(values, E4M3, (1,), True) if linear == "float8_rowwise" else rounded_in_blocks(values)
 
-    # torchao's mxfp8 takes and gives bfloat16.
+    # torchao's mxfp8 product has bfloat16 inputs and outputs.
     tolerance = 1e-6 if linear == "float8_rowwise" else 3e-3
     if linear == "mxfp8":
         x, w, g = (each.bfloat16().float() for each in (x, w, g))
@@ -108,7 +108,7 @@ def test_a_product_by_hand(linear: str) -> None:
 
 
 def experts_of(family: str) -> tuple[Experts, Experts]:
-    """Experts with values, and the same again."""
+    """Two equal experts modules with random values."""
     torch.manual_seed(0)
     pair = Experts(job_of(*FAMILIES[family]).model), Experts(job_of(*FAMILIES[family]).model)
     for parameter in pair[0].parameters():
@@ -120,7 +120,7 @@ def experts_of(family: str) -> tuple[Experts, Experts]:
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 @pytest.mark.parametrize("linear", ["none", *GROUPED])
 def test_swapped_experts(linear: str, family: str) -> None:
-    """Names stay, and all gradients are as near as the format allows; padding alone changes nothing."""
+    """Names stay, and all gradients are within the format's error; padding alone changes nothing."""
     plain, swapped = experts_of(family)
     if linear == "none":
         swapped.row_block = 16
@@ -160,7 +160,7 @@ def test_training_stays_close_to_bfloat16(pool: RankPool, linear: str, family: s
 @pytest.mark.parametrize("family", rest_is_thorough(FAMILIES, "gpt_oss"))
 @pytest.mark.parametrize("linear", GROUPED)
 def test_gradients_against_bfloat16(pool: RankPool, linear: str, family: str) -> None:
-    """With rows sent to fixed experts: a router that chooses others for a few moves a gradient by more."""
+    """With fixed routing: different routing of a few rows would change a gradient by more."""
     fixed = (*FAMILIES[family], "model.moe.force_balance=true")
     expected = alone(pool, *fixed, "precision.param_dtype=bfloat16").gradients[0]
     found = alone(pool, *fixed, *precision_of(linear)).gradients[0]
@@ -169,12 +169,12 @@ def test_gradients_against_bfloat16(pool: RankPool, linear: str, family: str) ->
             assert 0.01 < difference(found[name], gradient.double()) < 0.1, name
 
 
-# Scales are taken from what an expert multiplies at once: of rows of all ranks it is here, as in one process.
+# Scales are computed over all rows of an expert, here from all ranks, as in one process.
 LAYOUTS = {
     "ep": "parallelism=ep",
     "fsdp_tp_ep": "parallelism=fsdp_tp_ep",
     "ep_of_tp": "parallelism=tp parallelism.ep=2",
-    # Every expert in two: rows have a scale for each half, and powers of two round alike.
+    # Every expert is split in two. Rows have a scale per half, a power of 2, so rounding is the same.
     "tp": "parallelism=tp parallelism.expert_tensor_parallel=true",
 }
 
@@ -191,7 +191,7 @@ def test_layout_agrees_with_one_process(pool: RankPool, linear: str, layout: str
 
 
 @pytest.mark.thorough
-def test_recomputed_and_compiled_they_stay_the_same(pool: RankPool) -> None:
+def test_recomputation_and_compile_change_nothing(pool: RankPool) -> None:
     for linear in GROUPED:
         overrides = (*FAMILIES["qwen3"], *precision_of(linear), "model.n_layers=1")
         found = []
@@ -208,36 +208,32 @@ def test_recomputed_and_compiled_they_stay_the_same(pool: RankPool) -> None:
             assert all(torch.equal(each.weights[name], w) for name, w in found[0].weights.items())
 
 
-def said(linear: str, *overrides: str) -> str:
+def description(linear: str, *overrides: str) -> str:
     job = job_of(*overrides, f"precision.linear={linear}", "precision.emulate=true")
     return sort_linears(job.model, job.precision).describe(linear)
 
 
-def test_what_is_said() -> None:
+def test_description() -> None:
     qwen3, deepseek = FAMILIES["qwen3"], FAMILIES["deepseek"]
     router = "not layers.*.moe.router (scores are float32)"
     left = f"not output (filter_fqns); {router}"
     for linear in GROUPED:
         text = f"{linear}: 8 of 11 linears and the experts of 2 of 2 blocks; "
-        assert sorted(said(linear, *qwen3).split("; ")) == sorted((text + left).split("; "))
+        assert sorted(description(linear, *qwen3).split("; ")) == sorted((text + left).split("; "))
     for linear in sorted({*FLOAT8} - {*GROUPED}):
-        assert said(linear, *qwen3).startswith(
-            f"{linear}: 8 of 11 linears and the experts of 0 of 2 blocks; "
-        )
-        assert f"not layers.*.moe.experts (torchao has no grouped product in {linear})" in said(
-            linear, *qwen3
-        )
-    assert "not layers.*.moe.experts (128 x 64, not multiples of 128)" in said(
-        "mxfp8", *qwen3, "model.dim=64"
-    )
-    assert "experts of 2 of 2 blocks" in said("float8_rowwise", *qwen3, "model.dim=64")
-    filtered = said("mxfp8", *deepseek, "precision.filter_fqns=[output,moe.experts]")
+        described = description(linear, *qwen3)
+        assert described.startswith(f"{linear}: 8 of 11 linears and the experts of 0 of 2 blocks; ")
+        assert f"not layers.*.moe.experts (torchao has no grouped product in {linear})" in described
+    small = (*qwen3, "model.dim=64")
+    assert "not layers.*.moe.experts (128 x 64, not multiples of 128)" in description("mxfp8", *small)
+    assert "experts of 2 of 2 blocks" in description("float8_rowwise", *small)
+    filtered = description("mxfp8", *deepseek, "precision.filter_fqns=[output,moe.experts]")
     assert "the experts of 0 of 1 blocks" in filtered
     assert "not output, layers.*.moe.experts (filter_fqns)" in filtered
-    assert "shared_experts" in said("mxfp8", *deepseek, "precision.filter_fqns=[output,experts]")
+    assert "shared_experts" in description("mxfp8", *deepseek, "precision.filter_fqns=[output,experts]")
 
 
-def test_a_filter_of_experts_needs_some() -> None:
+def test_a_filter_of_experts_needs_experts() -> None:
     with pytest.raises(ConfigError, match=r"filter_fqns=moe.experts: is in no linear's name"):
         job_of(
             "model=llama3_tiny",
@@ -247,7 +243,7 @@ def test_a_filter_of_experts_needs_some() -> None:
         )
 
 
-def test_experts_split_to_parts_of_a_block_are_refused() -> None:
+def test_experts_split_into_partial_blocks_are_refused() -> None:
     split = (*FAMILIES["qwen3"], "parallelism=tp", "parallelism.expert_tensor_parallel=true")
     with pytest.raises(
         ConfigError, match=r"^parallelism.tp=2: .*64 of the 128 .*moe.experts.*of 128; .*: 1, or .*,moe"
@@ -259,7 +255,7 @@ def test_experts_split_to_parts_of_a_block_are_refused() -> None:
 
 @pytest.mark.parametrize("linear", GROUPED)
 def test_the_kernels_that_gpus_call(linear: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torchao's functions: whole blocks of rows, bfloat16, and matrices whose columns are contiguous."""
+    """Arguments of torchao's functions: rows in full blocks, bfloat16, matrices with contiguous columns."""
     import torchao.prototype.moe_training as torchao
     from torchao.prototype.moe_training import mxfp8_grouped_mm
     from torchao.prototype.moe_training.kernels.mxfp8 import quant
@@ -287,10 +283,10 @@ def test_the_kernels_that_gpus_call(linear: str, monkeypatch: pytest.MonkeyPatch
     if linear == "mxfp8":
         monkeypatch.setattr(quant, "_mxfp8_cutedsl_kernels_available", False)
         with pytest.raises(UserError, match=r"nvidia-cutlass-dsl .*moe.experts"):
-            grouped_in(precision)
+            build_grouped_product(precision)
         monkeypatch.setattr(quant, "_mxfp8_cutedsl_kernels_available", True)
     plain, swapped = experts_of("qwen3")
-    swapped.multiply, swapped.row_block = grouped_in(precision), precision.expert_block
+    swapped.multiply, swapped.row_block = build_grouped_product(precision), precision.expert_block
     x_RC, load_E = torch.randn(40, 128), torch.tensor([40, 0, 0, 0, 0, 0, 0, 0])
     output = swapped(x_RC, load_E)
     assert output.dtype == torch.float32
@@ -301,10 +297,10 @@ def test_the_kernels_that_gpus_call(linear: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("linear", GROUPED)
-def test_kernels_compute_what_emulation_does(linear: str) -> None:
+def test_kernels_equal_emulation(linear: str) -> None:
     device = torch.device("cuda")
     if torch.cuda.get_device_capability()[0] not in GROUPED_CAPABILITY[linear.removesuffix("_rowwise")]:
-        pytest.skip(f"{torch.cuda.get_device_name()} multiplies no groups in {linear}")
+        pytest.skip(f"{torch.cuda.get_device_name()} has no grouped product in {linear}")
     found: list[list[Tensor]] = []
     for precision in (emulated(linear), PrecisionConfig(linear=linear)):
         experts = experts_of("qwen3")[0].to(device, torch.bfloat16)
@@ -319,9 +315,9 @@ def test_kernels_compute_what_emulation_does(linear: str) -> None:
 
 
 def test_mxfp8_without_torchaos_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where its wheel has no extension for this Python."""
+    """Some wheels have no extension for this Python."""
     from torchao.prototype.moe_training import mxfp8_grouped_mm
 
     monkeypatch.setattr(mxfp8_grouped_mm, "_SM100_KERNELS_AVAILABLE", False)
     with pytest.raises(UserError, match=r"^precision.linear=mxfp8: experts cannot multiply"):
-        grouped_in(PrecisionConfig(linear="mxfp8"))
+        build_grouped_product(PrecisionConfig(linear="mxfp8"))

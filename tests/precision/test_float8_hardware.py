@@ -1,4 +1,4 @@
-"""A job whose hardware cannot multiply in its format is refused, before it starts where that is known."""
+"""A job whose hardware does not support its format is refused, before it starts if the hardware is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "lacks"),
+    ("overrides", "says"),
     [
         (["precision=float8_rowwise"], "a CPU does not multiply in float8; would work: H100"),
         (["precision=mxfp8", "cluster.device=cpu"], "a CPU does not multiply in mxfp8; would work: B200"),
@@ -39,10 +39,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_refused(overrides: list[str], lacks: str) -> None:
+def test_refused(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=r"^precision\.linear=") as refused:
         compose(*overrides)
-    assert lacks in str(refused.value)
+    assert says in str(refused.value)
     assert "precision.emulate=true" in str(refused.value)
     compose(*overrides, "precision.emulate=true")
 
@@ -53,7 +53,7 @@ def test_refused(overrides: list[str], lacks: str) -> None:
         ["precision=float8_rowwise", "cluster=slurm_h100"],
         ["precision=mxfp8", *SLURM, "cluster.accelerator=B200"],
         ["precision=float8_rowwise_hp", *SLURM, "cluster.gpu_type=h200"],
-        # Unknown: a rank finds out.
+        # Unknown hardware: ranks check it.
         ["precision=mxfp8", *SLURM],
         ["precision=mxfp8", *SLURM, "cluster.gpu_type=large"],
     ],
@@ -81,7 +81,7 @@ def test_an_unknown_gpu_of_this_machine_is_accepted(monkeypatch: pytest.MonkeyPa
         ("none", (7, 0), None, True),
     ],
 )
-def test_a_rank_finds_out(
+def test_a_rank_checks_its_device(
     linear: str, capability: tuple[int, int], hip: str | None, able: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -104,7 +104,7 @@ def test_a_rank_on_a_cpu_refuses_in_the_same_words() -> None:
 MIXTURE = ["model=qwen3_moe_debug", "model.dim=128", "model.moe.hidden_dim=128", "precision=float8_rowwise"]
 
 
-def test_what_multiplies_no_groups_is_refused() -> None:
+def test_hardware_without_grouped_products_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="L40S does not multiply groups of rows in float8, as exp"
     ) as refused:
@@ -128,7 +128,7 @@ def test_what_multiplies_no_groups_is_refused() -> None:
         ("mxfp8", (12, 0), None, False),
     ],
 )
-def test_a_rank_finds_out_about_experts(
+def test_a_rank_checks_its_device_for_experts(
     linear: str, capability: tuple[int, int], hip: str | None, able: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)

@@ -1,4 +1,4 @@
-"""Which linears are converted: judged by the decoder itself and by torchao's own rules."""
+"""Selection of converted linears, against the decoder's modules and torchao's own rules."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_small_ones_are_torchaos(linear: str) -> None:
         (["precision=bf16"], False),
     ],
 )
-def test_whoever_leaves_casts_to_eager_is_told(overrides: list[str], warned: bool) -> None:
+def test_warning_about_casts_without_compile(overrides: list[str], warned: bool) -> None:
     on_gpus = ["model=llama3_8b", "cluster=slurm_h100", "parallelism=fsdp", "parallelism.dp_shard=8"]
     notes = make_plan(compose_job([*on_gpus, *overrides, "cluster.partition=gpu"])).notes
     assert any("compile=on" in note for note in notes) == warned
@@ -83,7 +83,7 @@ def sort(model: ModelConfig, **fields: object) -> tuple[int, str]:
     return len(linears.converted), linears.describe(precision.linear)
 
 
-def test_what_is_said() -> None:
+def test_description() -> None:
     model = job_of().model
     assert sort(model) == (28, "float8_rowwise: 28 of 29 linears; not output (filter_fqns)")
     assert sort(model, filter_fqns=[]) == (29, "float8_rowwise: 29 of 29 linears")
@@ -100,7 +100,7 @@ def test_what_is_said() -> None:
     assert sort(tied, filter_fqns=[])[1].endswith("not output (tied to the embedding table)")
 
 
-def test_a_large_model_leaves_out_what_is_too_small() -> None:
+def test_a_large_model_leaves_out_small_linears() -> None:
     model = compose_job(["model=llama3_8b"]).model
     assert sort(model, auto_filter_small_kn=True) == (
         160,
@@ -110,8 +110,8 @@ def test_a_large_model_leaves_out_what_is_too_small() -> None:
 
 
 @pytest.mark.parametrize("linear", [*FLOAT8, "mxfp8"])
-def test_the_layout_has_no_say(linear: str) -> None:
-    """Every legal layout converts the same linears; one that could not is refused, and the filter helps."""
+def test_selection_does_not_depend_on_the_layout(linear: str) -> None:
+    """A layout that cannot convert the same linears is refused, and the suggested filter works."""
     shape = ("model.dim=256", "model.n_kv_heads=2", "model.ffn_hidden_dim=256")
     job = job_of(f"precision.linear={linear}", "precision.emulate=true", *shape)
     linears = sort_linears(job.model, job.precision)
@@ -125,7 +125,9 @@ def test_the_layout_has_no_say(linear: str) -> None:
 
 def test_weight_gradients_are_sums_over_whole_blocks_of_tokens() -> None:
     layout = ["parallelism=pp", "training.seq_len=40", "precision.emulate=true"]
-    with pytest.raises(ConfigError, match=r"^training.seq_len=40: 1 x 40 tokens .* multiple of 16"):
+    with pytest.raises(
+        ConfigError, match=r"^training.seq_len=40: a linear takes 1 x 40 tokens .* multiple of 16"
+    ):
         job_of(*layout, "precision=float8_rowwise")
     job_of(*layout, "precision=float8_rowwise_hp")
     job_of(*layout, "precision=float8_rowwise", "parallelism.pp_microbatch_size=2")

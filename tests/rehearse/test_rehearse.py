@@ -15,13 +15,13 @@ from harness.compose import compose_job
 from harness.errors import ConfigError, UserError
 from harness.plan.make import make_plan
 from harness.rehearse import build, server
-from harness.rehearse.against import memory_lines, product_flops, traffic_lines
-from harness.rehearse.alone import rows_by_rank
+from harness.rehearse.comparison import memory_lines, product_flops, traffic_lines
 from harness.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
 from harness.rehearse.device import VIRTUAL, virtual_device
 from harness.rehearse.figures import OUT_OF_MEMORY, Collective, Failure, Product, RankFigures, Wait
 from harness.rehearse.gpu import place_in_code, read_calls
 from harness.rehearse.render import as_dict, render, short_name
+from harness.rehearse.substitutes import rows_by_rank
 
 BASE = ["model=llama3_debug", "data=synthetic", "tokenizer=bytes", "precision=bf16"]
 
@@ -50,10 +50,10 @@ def test_a_virtual_gpu_says_what_the_driver_would(name: str) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("cluster.device=cpu", "cluster.device=cpu: a rehearsal is of a job on GPUs; would work: cuda, auto"),
+        ("cluster.device=cpu", "cluster.device=cpu: rehearsals are for jobs on GPUs; would work: cuda, auto"),
         (
             "cluster.accelerator=MI300X",
-            "cluster.accelerator=MI300X: there is no virtual one; would work: A100",
+            "cluster.accelerator=MI300X: there is no virtual GPU of this kind; would work: A100",
         ),
         ("rehearse.ranks=[0,8]", "rehearse.ranks=[0, 8]: the job has 8 ranks; would work: ranks from 0 to 7"),
         ("rehearse.ranks=[]", "rehearse.ranks=[]: must name a rank; would work: null, or [0]"),
@@ -151,7 +151,7 @@ def test_figures_stand_beside_the_plan() -> None:
     assert memory["reserved"].difference == pytest.approx(4 * 2**30 / plan.memory[0].peak - 1)
     traffic = {(line.name, line.unit): line for line in traffic_lines(figures_of(), plan)}
     assert traffic["dp all_gather", "count"].rehearsed == 15
-    assert traffic["dp all_gather", "count"].planned == 16
+    assert traffic["dp all_gather", "count"].planned == 15
     assert traffic["dp reduce_scatter", "count"].rehearsed == 0
     assert traffic["ep all_to_all", "count"].planned is None
 
@@ -218,7 +218,7 @@ def test_a_machine_with_a_gpu_is_refused_unless_asked(
 def test_a_plan_takes_a_rehearsal_or_a_search() -> None:
     from harness.plan.config import PlanJob
 
-    with pytest.raises(ConfigError, match="rehearse=true: goes not together with search=true"):
+    with pytest.raises(ConfigError, match="rehearse=true: cannot be combined with search=true"):
         compose_job([*BASE, "rehearse=true", "search=true"], config_name="plan", schema=PlanJob)
     job = compose_job([*BASE, "rehearse=true", "parallelism=fsdp"], config_name="plan", schema=PlanJob)
     assert (job.world_size, job.cluster.accelerator) == (8, "H100 SXM")

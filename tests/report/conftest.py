@@ -1,4 +1,4 @@
-"""Plans with given figures, in the place of real ones."""
+"""Fixtures that replace real plans by given values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def plan_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
-    """Puts a function in the place of ``make_plan``."""
+    """Replace ``make_plan`` by a function."""
 
     def put(make_plan: Callable[[Any], Any]) -> None:
         monkeypatch.setitem(sys.modules, "harness.plan.make", SimpleNamespace(make_plan=make_plan))
@@ -22,7 +22,7 @@ def plan_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU, and no launcher around this process."""
+    """Hide GPUs and launchers from this process."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""Runs that nobody ran: folders as runs leave them, and plans with given figures."""
+"""Synthetic run folders, and plans with given values."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SPACE = [
 
 
 def rate_of(job: Job) -> float:
-    """Tokens per second of a rank: the fewer splits, the faster."""
+    """Return tokens per second per rank; fewer splits are faster."""
     return 1000.0 / job.parallelism.tp / job.parallelism.pp + job.parallelism.dp_shard
 
 
 def result(job: Job, rate: float, device: str = DEVICE, **more: Any) -> dict[str, Any]:
-    """The row of a run that came to its end."""
+    """Return the row of a completed run."""
     counted = account(job.model, job.training.seq_len)
     world = rate * job.world_size
     step = job.global_batch_size * job.training.seq_len / world
@@ -44,7 +44,7 @@ def result(job: Job, rate: float, device: str = DEVICE, **more: Any) -> dict[str
         "flops_per_token_full": counted.flops_per_token_full,
         "peak_flops": 989.4e12,
         "device": device,
-        # One slow step spoils the mean, which is what tables show.
+        # One slow step lowers the mean, which tables show.
         "window": {
             "window_steps": 7,
             "tokens_per_second": world,
@@ -63,7 +63,7 @@ def result(job: Job, rate: float, device: str = DEVICE, **more: Any) -> dict[str
 
 
 def leave(job: Job, overrides: Sequence[str], row: dict[str, Any] | None) -> Path:
-    """Writes a run's folder; returns it."""
+    """Write a run folder; return its path."""
     folder = job.run_dir
     folder.mkdir(parents=True)
     (folder / "job.json").write_text(job.to_json())
@@ -78,7 +78,7 @@ def leave(job: Job, overrides: Sequence[str], row: dict[str, Any] | None) -> Pat
 def make_sweep(
     runs: Path, space: Sequence[str] = SPACE, failing: Callable[[Job], bool] | None = None
 ) -> Path:
-    """A sweep of which every possible point ran, but for those that fail; returns its folder."""
+    """Write a sweep in which every valid point completed or failed; return its folder."""
     points = compose_points([*space, f"runs_dir={runs}"])
     legal: list[Composed] = [each for each in points if each.job is not None]
     for each in legal:
@@ -96,7 +96,7 @@ def make_sweep(
 
 
 def plan_of(rate: Callable[[Job], float], gib: float = 4.0) -> Callable[[Job], Any]:
-    """A ``make_plan`` that knows the throughput of every job."""
+    """Return a ``make_plan`` with the exact throughput of every job."""
 
     def make_plan(job: Job, calibration: Any = None) -> Any:
         tokens = rate(job)

@@ -1,4 +1,4 @@
-"""One table for each knob around the best point."""
+"""One table per knob around the best point."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RATE = "measured.tokens_per_second_per_rank"
 
 
 def test_each_knob_is_turned_at_the_best_point(tmp_path: Path) -> None:
-    """The shards follow from the other degrees, and are no knob."""
+    """dp_shard follows from the other degrees, so it is not a knob."""
     rows = load(make_sweep(tmp_path, failing=lambda job: job.parallelism.pp == 2 and job.parallelism.tp == 1))
     best = best_of(rows)
     assert best is not None and best["point"] == "tp=1 pp=1"
@@ -30,7 +30,7 @@ def test_each_knob_is_turned_at_the_best_point(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_not_typed_has_the_value_of_its_job() -> None:
+def test_fields_without_override_have_the_jobs_value() -> None:
     rows = [
         {"overrides": ["parallelism.pp=2", "parallelism.pp_schedule=GPipe"], "job.parallelism.tp": 1},
         {"overrides": ["parallelism.tp=2"], "job.parallelism.pp": 1, "job.parallelism.pp_schedule": "1F1B"},
@@ -44,8 +44,8 @@ def test_what_is_not_typed_has_the_value_of_its_job() -> None:
     }
 
 
-def test_what_does_nothing_at_a_point_does_not_tell_it_from_others() -> None:
-    """Without a pipeline there is no schedule that could differ from the best one's."""
+def test_a_knob_without_effect_at_a_point_is_ignored_there() -> None:
+    """Without a pipeline the schedule has no effect."""
 
     def row(pp: int, schedule: str | None, rate: float) -> dict[str, object]:
         typed = [f"parallelism.pp={pp}", *([f"parallelism.pp_schedule={schedule}"] if schedule else [])]

@@ -1,4 +1,4 @@
-"""The rows of experiments/cpu_layouts in the repository: whole, and ranked as the plan ranks them."""
+"""The rows of experiments/cpu_layouts in the repository: complete, and ranked as the plan ranks them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_layout_was_measured_and_computed_the_same() -> None:
     assert max(losses) - min(losses) < 1e-4
     jobs = [job for row in rows if (job := job_of(row)) is not None]
     assert len({workload(job) for job in jobs}) == 20
-    # Read again, they are the jobs that ran.
+    # Jobs rebuilt from rows are the jobs that ran.
     assert [job.id for job in jobs] == [row["id"] for row in rows]
 
 
@@ -33,8 +33,8 @@ def test_the_plan_ranks_layouts_as_they_were_measured() -> None:
     assert f"Spearman rank correlation of throughput, 20 runs: {rank:.2f}." in text
 
 
-def test_what_is_kept_says_nothing_of_whose_machine_it_was() -> None:
+def test_kept_rows_have_no_machine_specific_paths() -> None:
     for path in FOLDER.iterdir():
         content = path.read_bytes()
-        for told in (b"/home/", b"/root/", b"/tmp/", b'"host.name"'):
-            assert told not in content, path.name
+        for path_part in (b"/home/", b"/root/", b"/tmp/", b'"host.name"'):
+            assert path_part not in content, path.name

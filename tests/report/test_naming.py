@@ -39,19 +39,19 @@ def test_runs_are_named_by_the_fewest_fields(tmp_path: Path) -> None:
     more = ["cluster.env.A=b", "training.seed=1"]
     leave_run(tmp_path, "name=c", "model=llama3_tiny", "optimizer.lr=3e-3", *more)
     assert sorted(row["point"] for row in load(tmp_path)) == ["lr=0.001", "lr=0.002", "lr=0.003"]
-    # What was not typed has a value too; of two with the same, a second field tells them apart.
+    # Fields without override have a value too; runs with the same value are distinguished by a second field.
     leave_run(tmp_path, "name=d", "training.seed=7", "model=llama3_tiny", "optimizer.lr=3e-3")
     named = sorted(row["point"] for row in load(tmp_path))
     assert len(set(named)) == 4 and named[2:] == ["lr=0.003 seed=1", "lr=0.003 seed=7"]
 
 
-def test_the_same_job_by_another_name_is_told_by_its_name(tmp_path: Path) -> None:
+def test_equal_jobs_of_different_names_are_shown_by_name(tmp_path: Path) -> None:
     for name in ("one", "two"):
         leave_run(tmp_path, f"name={name}", "model=llama3_tiny")
     assert [row["point"] for row in load(tmp_path)] == ["name=one", "name=two"]
 
 
-def test_models_that_differ_are_told_in_few_words(tmp_path: Path) -> None:
+def test_differing_models_are_summarized(tmp_path: Path) -> None:
     for model in ("llama3_tiny", "llama4_debug", "deepseek_v3_debug"):
         leave_run(tmp_path / "runs", f"model={model}", "training.seq_len=32")
     rows = load(tmp_path / "runs")
@@ -60,8 +60,8 @@ def test_models_that_differ_are_told_in_few_words(tmp_path: Path) -> None:
         "model=llama3_tiny",
         "model=llama4_debug",
     ]
-    [told] = report_of("t", rows, tmp_path).sections[0].text[:1]
-    assert told.startswith("Every run computes something else (model (") and len(told) < 200
+    [text] = report_of("t", rows, tmp_path).sections[0].text[:1]
+    assert text.startswith("The numerics of all runs differ (model (") and len(text) < 200
     assert in_short(["model.dim", "optimizer.lr"]) == "model.dim, optimizer.lr"
 
 
@@ -74,7 +74,7 @@ def test_a_plot_has_room_for_long_names(tmp_path: Path, monkeypatch: pytest.Monk
 
     def keep(figure: Any, path: Path) -> None:
         save(figure, path)
-        figure.draw_without_rendering()  # places were those of the resolution that was saved
+        figure.draw_without_rendering()  # positions were those at the saved resolution
         figures.append(figure)
 
     monkeypatch.setattr(plots, "_save", keep)

@@ -47,7 +47,7 @@ def test_each_row_is_one_point_and_each_point_one_row(table: str) -> None:
         assert point.job.cluster.accelerator == "H100 SXM"
 
 
-def test_rows_are_read_as_they_stand() -> None:
+def test_rows_are_read_unchanged() -> None:
     row = next(row for row in ROWS if row.recipe.schedule == "Interleaved1F1B")
     assert (row.tokens_per_second_per_rank, row.memory_gib, row.global_batch_size) == (128.0, 72.7, 256)
     assert (row.recipe.dp_shard, row.recipe.tp, row.recipe.pp, row.recipe.cp) == (8, 8, 8, 1)
@@ -86,14 +86,14 @@ def test_a_row_without_a_point_is_noticed(
     plan_with(lambda job, calibration: pytest.fail("nothing is to be predicted"))
     rows = [*ROWS, ROWS[0]]
     monkeypatch.setattr(published, "read", lambda folder: rows)
-    with pytest.raises(UserError, match=r"table1.yaml: its points are not the published rows of table1"):
+    with pytest.raises(UserError, match=r"table1.yaml: its points do not match the published rows of table1"):
         experiment.tables_of(FOLDER)
     monkeypatch.setattr(published, "read", lambda folder: ROWS[1:])
-    with pytest.raises(UserError, match=r"table1.yaml: its points are not the published rows of table1"):
+    with pytest.raises(UserError, match=r"table1.yaml: its points do not match the published rows of table1"):
         experiment.tables_of(FOLDER)
 
 
-def test_a_broken_file_is_told_by_line(tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_by_line(tmp_path: Path) -> None:
     lines = (FOLDER / published.FILE).read_text().splitlines()
     (tmp_path / published.FILE).write_text("\n".join([*lines[:3], lines[3].replace("yes", "maybe")]))
     with pytest.raises(UserError, match=r"published.csv: line 4: KeyError: 'maybe'"):

@@ -1,4 +1,4 @@
-"""``python -m harness.report``: files of a sweep, of an experiment, and what it says of a wrong folder."""
+"""``python -m harness.report``: reports of sweeps and experiments, and errors for a wrong folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 class Page(HTMLParser):
-    """What a page has: tables as text, values by which cells are sorted, pictures, and all that is open."""
+    """Parse a page: its tables as text, sort values of cells, pictures, and open tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -55,16 +55,18 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        told = dict(attrs)
+        attributes = dict(attrs)
         if tag == "table":
             self.tables.append([])
         elif tag == "tr":
             self.tables[-1].append([])
         elif tag in ("td", "th"):
             self.tables[-1][-1].append("")
-            self.sorts += [told["data-value"] or ""] if tag == "td" else []
+            self.sorts += [attributes["data-value"] or ""] if tag == "td" else []
         elif tag == "img":
-            self.pictures.append(base64.b64decode((told["src"] or "").removeprefix("data:image/png;base64,")))
+            self.pictures.append(
+                base64.b64decode((attributes["src"] or "").removeprefix("data:image/png;base64,"))
+            )
         self.links += [value for name, value in attrs if name in ("href", "src") and value]
         if tag not in ("meta", "img"):
             self.open.append(tag)
@@ -97,13 +99,13 @@ def test_a_sweep(
     plan_with(make_plan)
     folder = make_sweep(tmp_path, failing=lambda job: job.parallelism.tp == 2 and job.parallelism.pp == 2)
     assert run(monkeypatch, folder) == 0
-    # What it was measured on is not what the job said; of the row that failed the job has to say it.
+    # The measured device differs from the job's accelerator; the failed row has only the job's.
     assert seen == ["H100 SXM"] * 4
-    told = capsys.readouterr().out
-    assert "6 points: 3 completed, 1 failed, 2 skipped." in told
-    assert "The fastest: `tp=1 pp=1`, 1,008.0 tokens/s/rank (spread of its steps 4.0%)." in told
-    assert "throughput median error 10.0%, worst +10.0% (3 rows)" in told
-    assert "Spearman rank correlation of throughput, 3 runs: 1.00." in told
+    shown = capsys.readouterr().out
+    assert "6 points: 3 completed, 1 failed, 2 skipped." in shown
+    assert "The fastest: `tp=1 pp=1`, 1,008.0 tokens/s/rank (spread of its steps 4.0%)." in shown
+    assert "throughput median error 10.0%, worst +10.0% (3 rows)" in shown
+    assert "Spearman rank correlation of throughput, 3 runs: 1.00." in shown
     text = (folder / "report" / "tables.md").read_text()
     assert "| **tp=1 pp=1** | FSDP8 | 8 | 1,008.0 | 4.0% | 1,108.8 | +10.0% |" in text
     assert "| tp=2 pp=2 | failed | out_of_memory | rank 3: Tried to allocate 2 GiB |" in text
@@ -115,10 +117,10 @@ def test_a_sweep(
     assert [row["state"] for row in rows] == ["completed"] * 3 + ["failed"] + ["skipped"] * 2
     assert float(rows[0]["predicted.tokens_per_second_per_rank"]) == pytest.approx(1.1 * 1008)
     page = Page((folder / "report" / "index.html").read_text())
-    # Sorted by figures, not by how they are written.
+    # Sorted by value, not by formatted text.
     assert "1008.0" in page.sorts
     assert page.tables[0][1][:4] == ["tp=1 pp=1", "FSDP8", "8", "1,008.0"]
-    # Nothing is fetched from anywhere.
+    # The page fetches nothing.
     assert all(link.startswith(("#", "data:")) for link in page.links)
     assert [
         (folder / "report" / name).read_bytes() for name in ("runs.png", "predicted.png")
@@ -134,23 +136,19 @@ def test_groups_of_numerics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pla
     folder = make_sweep(tmp_path / "both", [*space, "optimizer.lr=1e-3,2e-3"])
     assert run(monkeypatch, folder, "--out", tmp_path / "out") == 0
     text = (tmp_path / "out" / "tables.md").read_text()
-    assert re.search(
-        r"## Runs, group 1\n\nRuns that compute the same numbers \(`\w{12}`\): optimizer.lr=0.001.", text
-    )
-    assert re.search(
-        r"## Runs, group 2\n\nRuns that compute the same numbers \(`\w{12}`\): optimizer.lr=0.002.", text
-    )
+    assert re.search(r"## Runs, group 1\n\nRuns of equal numerics \(`\w{12}`\): optimizer.lr=0.001.", text)
+    assert re.search(r"## Runs, group 2\n\nRuns of equal numerics \(`\w{12}`\): optimizer.lr=0.002.", text)
     assert not (folder / "report").exists()
     folder = make_sweep(tmp_path / "each", [*space[:-2], "name=n", "optimizer.lr=1e-3,2e-3"])
     assert run(monkeypatch, folder) == 0
     text = (folder / "report" / "tables.md").read_text()
-    assert "Every run computes something else (optimizer.lr): compare losses as well as speed." in text
+    assert "The numerics of all runs differ (optimizer.lr): compare losses as well as speed." in text
 
 
 def test_published_tables_without_a_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan_with: Put
 ) -> None:
-    """A plan that is 5 % too fast, and says that asynchronous tensor parallel slows things down."""
+    """A plan that is 5 % too fast, and predicts that asynchronous tensor parallel is slower."""
     rows = published.read(LLAMA)
 
     def rate(job: Job) -> float:
@@ -163,17 +161,17 @@ def test_published_tables_without_a_measurement(
 
     plan_with(plan_of(rate, gib=77.0))
     assert run(monkeypatch, LLAMA, "--out", tmp_path, "--runs", tmp_path / "no-runs") == 0
-    told = capsys.readouterr().out
-    assert "18 published rows, 0 of them measured." in told
-    assert "Predicted throughput against published: median error 5.0%, worst -10.0% (18 rows)." in told
-    assert "Predicted memory against published: " in told
+    shown = capsys.readouterr().out
+    assert "18 published rows, 0 of them measured." in shown
+    assert "Predicted throughput against published: median error 5.0%, worst -10.0% (18 rows)." in shown
+    assert "Predicted memory against published: " in shown
     # Table 1 and 3: compile, float8; table 4: async TP; table 5: schedule.
-    assert "Effects of one change with the right sign: 5 of 6; wrong: Table 4 async TP." in told
+    assert "Effects of one change with the right sign: 5 of 6; wrong: Table 4 async TP." in shown
     text = (tmp_path / "tables.md").read_text()
     assert "| Table 1 | 3 | 5.0% | +5.0% | 0.3% | -6.6% | 2 of 2 |" in text
     assert "| Table 4 | async TP | +5.7% | -9.4% | no |" in text
     assert "| Table 5 | schedule: 1F1B to Interleaved1F1B | +28.0% | +28.0% | yes |" in text
-    assert "| eager, bf16 | 5,762 | 6,050 | +5.0% | 82.4 | 77.0 | -6.6% | 40.0% | not measured |" in text
+    assert "| eager, bf16 | 5,762 | 6,050 | +5.0% | 82.4 | 77.0 | -6.6% | 74.4 | -9.7% |" in text
     assert text.count("not measured") == 18 and THROUGHPUT not in text
     assert "`python -m harness.train -m experiment=llama3_h100/table1 cluster=slurm_h100`" in text
     lines = list(csv.DictReader((tmp_path / "table.csv").open()))
@@ -208,9 +206,9 @@ def test_published_tables_with_measurements(
     )
     leave(other.job, other.overrides, result(other.job, 9999.0))
     assert run(monkeypatch, LLAMA, "--out", tmp_path, "--runs", runs) == 0
-    told = capsys.readouterr().out
-    assert "3 published rows, 1 of them measured." in told
-    assert "Predicted throughput against measured: median error 4.8%, worst -4.8% (1 rows)." in told
+    shown = capsys.readouterr().out
+    assert "3 published rows, 1 of them measured." in shown
+    assert "Predicted throughput against measured: median error 4.8%, worst -4.8% (1 rows)." in shown
     text = (tmp_path / "tables.md").read_text()
     [line] = [line for line in text.splitlines() if line.startswith("| compile, bf16 | 6,667 ")][:1]
     for cell in ("6,000 | -10.0%", "7,350 | 4.0% | +10.2%", "7,000 | -4.8%", DEVICE):
@@ -218,7 +216,7 @@ def test_published_tables_with_measurements(
     assert "failed: node: ECC" in text
     assert f"Measured {THROUGHPUT}, divided by the number of GPUs. Spread: " in text
     assert "9,999" not in text
-    # The rows stay when the runs are gone.
+    # The rows are kept when the runs are deleted.
     kept = (tmp_path / KEPT).read_text().splitlines()
     assert len(kept) == 2 and str(tmp_path) not in "".join(kept)
     monkeypatch.setattr(experiment, "read_kept", lambda folder: experiment.load(tmp_path))
@@ -230,7 +228,7 @@ def test_published_tables_with_measurements(
     ("arguments", "message"),
     [
         (["nowhere"], "error: nowhere: no such folder; would work: a folder of runs/, or of experiments/"),
-        (["."], "error: .: no run has left a row here; would work: a folder of runs/"),
+        (["."], "error: .: no rows of runs found; would work: a folder of runs/"),
         ([".", "--runs", "x"], "error: --runs=x: is for experiments; would work: python -m harness.report x"),
     ],
 )
@@ -243,8 +241,8 @@ def test_a_wrong_folder_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, *arguments) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(message) and told.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(message) and shown.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -276,10 +274,10 @@ def test_a_program_of_experiments_has_its_rows_in_runs(
     assert "python experiments/gpu_single/run.py" in text
 
 
-def test_a_calibration_is_of_the_machine_that_measured(
+def test_a_calibration_applies_to_the_measured_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan_with: Put
 ) -> None:
-    """Constants of a CPU are for rows of that CPU, and not for those of an accelerator that is known."""
+    """Constants of a CPU apply to rows of that CPU, and not to those of a known accelerator."""
     cpu = Calibration(Constants(), replace(ACCELERATORS["H100 SXM"], name="a CPU"), source="here")
     cpu.write(str(tmp_path / CALIBRATION))
     plain = replace(cpu, accelerator=None)

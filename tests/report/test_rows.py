@@ -1,4 +1,4 @@
-"""Rows come from wherever runs were left, and stay when the runs are gone."""
+"""Rows are loaded from all kinds of run folders, and kept when the runs are deleted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_runs_without_a_sweep_are_found_too(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_run_on_slurm_is_one_run(tmp_path: Path) -> None:
-    """``slurm/job.json`` is no job of the harness."""
+    """``slurm/job.json`` is not a job of the harness."""
     folder = make_sweep(tmp_path)
     (folder / "sweep.jsonl").unlink()
     [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
@@ -75,8 +75,8 @@ def test_the_folder_of_a_run_on_slurm_is_one_run(tmp_path: Path) -> None:
     assert len(load(tmp_path)) == 8
 
 
-def test_every_table_ranks_points_by_the_same_figure(tmp_path: Path) -> None:
-    """One slow step: the mean is 1018, 509 a rank, and steps were between 262 and 1289, not below zero."""
+def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
+    """One slow step: the mean is 1018, 509 per rank; steps range from 262 to 1289, not below zero."""
     folder = make_sweep(tmp_path)
     window = Window(warmup_steps=0)
     for seconds in (2.0, 2.1, 2.2, 2.4, 30.0):
@@ -98,12 +98,12 @@ def test_every_table_ranks_points_by_the_same_figure(tmp_path: Path) -> None:
     assert shown["tokens/s"] == f"{5 * 4096 / 38.7:,.0f}"
     assert shown["tokens/s/rank"] == f"{5 * 4096 / 38.7 / world:,.1f}"
     assert aligned([shown]).endswith(f"{THROUGHPUT}\n") and THROUGHPUT in markdown([shown])
-    # A row without percentiles of rates has them from those of seconds.
+    # Percentiles of rates are computed from those of seconds if the row has none.
     old = {key: value for key, value in own.items() if "_second_p" not in key and "measured" not in key}
     assert completed(old)["measured.low"] == pytest.approx(4096 / own["window.step_seconds_p90"] / world)
 
 
-def test_a_run_that_is_not_over_has_no_measurement(tmp_path: Path) -> None:
+def test_a_run_that_has_not_ended_has_no_measurement(tmp_path: Path) -> None:
     folder = make_sweep(tmp_path)
     (folder / "sweep.jsonl").unlink()
     [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
@@ -130,22 +130,22 @@ def test_kept_rows_are_the_rows(tmp_path: Path) -> None:
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     (tmp_path / KEPT).write_text('{"point": "a", "state": "completed"}\n{"point": \n')
-    with pytest.raises(UserError, match=r"results.jsonl: line 2 is no JSON"):
+    with pytest.raises(UserError, match=r"results.jsonl: line 2 is not a JSON"):
         load(tmp_path)
     (tmp_path / KEPT).write_text('{"point": "a"}\n')
-    with pytest.raises(UserError, match=r"results.jsonl: line 1 is no row of a run: state is missing"):
+    with pytest.raises(UserError, match=r"results.jsonl: line 1 is not a row of a run: state is missing"):
         load(tmp_path)
 
 
 def test_a_folder_without_runs_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no run has left a row here; would work: a folder of runs/"):
+    with pytest.raises(UserError, match=r"no rows of runs found; would work: a folder of runs/"):
         load(tmp_path)
     with pytest.raises(UserError, match=r"nothing: no such folder; would work"):
         load(tmp_path / "nothing")
 
 
 def test_gpu_single_is_rows_by_case(tmp_path: Path) -> None:
-    """Medians over rounds; the smaller model counts where the larger did not fit."""
+    """Medians over rounds; the smaller model counts if the larger one did not fit."""
     overrides = ["model=llama3_8b", "precision=bf16", "compile=on", "cluster.device=cuda", "data=synthetic"]
     overrides += ["tokenizer=bytes", "training.global_batch_size=1", "training.seq_len=8192"]
     common = {"shape": "8B", "activation_checkpoint": "full", "mode": "bf16_compile", "overrides": overrides}

@@ -1,4 +1,4 @@
-"""The harness's commands against a test's scheduler, in a folder of the test's own."""
+"""Run the harness's commands against a test's scheduler, in the test's own folder."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ TINY = (
     *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "data.mask_fraction=0.3"),
     *("training.seq_len=64", "training.global_batch_size=8", "training.steps=6", "metrics.console=plain"),
 )
-# All nodes are this machine, whose name need not resolve to an address that gloo can use.
+# All nodes are this machine, whose name may not resolve to an address that gloo can use.
 ENVIRONMENT = "GLOO_SOCKET_IFNAME:lo,OMP_NUM_THREADS:'1',MASTER_ADDR:'127.0.0.1'"
 ON_SLURM = (
     *("cluster=slurm_cpu", "cluster.time=30", "cluster.cpus_per_rank=1", "cluster.mem=4000M"),
     f"cluster.env={{{ENVIRONMENT}}}",
 )
 _PATCH = f"PYTHONPATH:'{Path(__file__).parent / 'patch'}',TEST_PATCH"
-# With steps that take a quarter of a second, so that there is time to do something to the job.
+# Steps take a quarter of a second longer, so that the test has time to act on the job.
 SLOW = f"cluster.env={{{ENVIRONMENT},{_PATCH}:slow}}"
 
 
 def misbehaving(how: str) -> str:
-    """The environment in which rank 1 does what patch/sitecustomize.py has under that name."""
+    """Return the environment in which rank 1 has a misbehaviour of patch/sitecustomize.py."""
     return f"cluster.env={{{ENVIRONMENT},{_PATCH}:{how}}}"
 
 
-# With points of a sweep that fail.
+# Some points of a sweep fail.
 FAULTS = f"cluster.env={{{ENVIRONMENT},{_PATCH}:faults,WANDB_MODE:disabled}}"
 COMMAND_SECONDS = 240
 
 
 class Commands:
-    """Runs commands as a user does.
+    """Run commands as a user does.
 
     Args:
         slurm: the scheduler.
-        home: where run folders are made.
-        checkout: working folder, from which the code is taken if it has any.
+        home: folder of the run folders.
+        checkout: working folder; if it has the code, the code is imported from there.
     """
 
     def __init__(self, slurm: Scheduler, home: Path, checkout: Path | None = None) -> None:
         self.slurm, self.home, self.checkout = slurm, home, checkout
 
     def start(self, verb: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Starts ``python -m harness.<verb>``."""
+        """Start ``python -m harness.<verb>``."""
         return subprocess.Popen(
             [sys.executable, "-m", f"harness.{verb}", *arguments],
             env={**os.environ, **self.slurm.environment, "HF_HUB_OFFLINE": "1", **environment},
@@ -63,7 +63,7 @@ class Commands:
         )
 
     def run(self, verb: str, *arguments: str, code: int = 0, **environment: str) -> str:
-        """Runs it to its end; returns what it printed, stderr first.
+        """Run a command to its end; return its output, stderr first.
 
         Raises:
             AssertionError: it ended with another exit code.
@@ -74,7 +74,7 @@ class Commands:
         return err + out
 
     def train(self, *overrides: str, code: int = 0, **environment: str) -> str:
-        """Trains something tiny."""
+        """Train a tiny model."""
         return self.run("train", *TINY, f"runs_dir={self.home}", *overrides, code=code, **environment)
 
     def only_run(self, name: str) -> Path:
@@ -93,19 +93,19 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
-    """The curve of a run."""
+    """Return the losses of a run."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
 def logs_of(run: Path) -> str:
-    """Everything that a run printed, for the message of a test that fails."""
+    """Return all output of a run, for the message of a failing test."""
     files = [*run.glob("slurm/*.out"), *run.glob("logs/*"), *run.glob("attempts/*/logs/*")]
     return "\n".join(f"== {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = COMMAND_SECONDS) -> Any:
-    """Waits for something to be true, and returns it."""
+    """Wait until a function returns a true value; return the value."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"

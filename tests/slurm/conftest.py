@@ -15,7 +15,7 @@ from scheduler import Scheduler, missing_programs
 def slurm() -> Iterator[Scheduler]:
     """A real SLURM of four virtual nodes."""
     missing = missing_programs()
-    # Tests without it are skipped elsewhere; where CI runs it has to be there.
+    # Elsewhere these tests are skipped without SLURM; CI must have it.
     assert not missing, f"SLURM is not installed: {', '.join(missing)} missing; .ci/run installs it"
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     with Scheduler(folder) as scheduler:

@@ -21,7 +21,7 @@ START_SECONDS = 60
 
 
 def missing_programs() -> list[str]:
-    """What of SLURM is not installed here."""
+    """Return SLURM's programs that are not installed."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     return [name for name in PROGRAMS if shutil.which(name, path=path) is None]
 
@@ -33,15 +33,15 @@ def free_port() -> int:
 
 
 class Scheduler:
-    """Daemons in a folder of their own; leaving the context ends them.
+    """SLURM's daemons in their own folder; leaving the context ends them.
 
     Args:
-        folder: for configuration, state and logs. Its path must be short: munge's socket lies in it.
+        folder: folder for configuration, state and logs. Its path must be short: it has munge's socket.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Kept, because a test that runs meanwhile may put commands of its own first in $PATH.
+        # Stored, because a test that runs meanwhile may put its own commands first in $PATH.
         self._path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -61,7 +61,7 @@ class Scheduler:
     def __exit__(self, *_: object) -> None:
         for name in sorted(self._daemons, key=lambda each: each in ("slurmctld", "munged")):
             self._end(name)
-        # What a failed test has left running outlives the daemons; its environment names our configuration.
+        # Processes of a failed test outlive the daemons; their environment names our configuration.
         mark = f"SLURM_CONF={self.configuration}".encode()
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -78,21 +78,21 @@ class Scheduler:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What clients need."""
+        """Environment variables for clients."""
         return {"SLURM_CONF": str(self.configuration), "PATH": self._path}
 
     def start_node(self, node: str) -> None:
-        """Starts the daemon of a node."""
+        """Start the daemon of a node."""
         self._start(node, "slurmd", "-D", "-f", str(self.configuration), "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """Kills the daemon of a node, and what runs there goes on unwatched."""
+        """Kill the daemon of a node; processes of the node keep running."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
 
     def run(self, *command: str) -> str:
-        """What a client command prints."""
+        """Return the output of a client command."""
         done = subprocess.run(
             command, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=60
         )
@@ -100,19 +100,19 @@ class Scheduler:
         return done.stdout
 
     def wait_for(self, condition: Any, what: str, seconds: float = START_SECONDS) -> None:
-        """Waits until a condition holds, and fails with what was waited for."""
+        """Wait until a condition holds; fail with its name after a timeout."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}; logs in {self.folder}"
             time.sleep(0.2)
 
     def wait_for_up(self) -> None:
-        """Waits until all nodes take jobs."""
+        """Wait until all nodes accept jobs."""
         self.wait_for(lambda: self._up() == NODES, "four nodes that are up")
 
     def _up(self) -> int:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-            # One that does not answer has a star behind its state.
+            # The state of a node that does not answer ends in a star.
             states = self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
             return sum(state in ("idle", "mixed", "allocated", "completing") for state in states)
         return 0
@@ -129,7 +129,7 @@ class Scheduler:
             f"SlurmUser={getpass.getuser()}",
             f"SlurmdUser={getpass.getuser()}",
             "AuthType=auth/munge",
-            # The lifetime of a credential is how long a requeued job waits before it is started again.
+            # A requeued job waits for the lifetime of a credential before it is started again.
             f"AuthInfo=socket={self.folder}/munge.sock,cred_expire=5",
             "CredType=cred/munge",
             "ProctrackType=proctrack/linuxproc",
@@ -138,7 +138,7 @@ class Scheduler:
             "MpiDefault=none",
             "SelectType=select/cons_tres",
             "SelectTypeParameters=CR_Core_Memory",
-            # Kills for memory as a cgroup would, where there are no cgroups.
+            # Without cgroups, this setting kills jobs that exceed their memory.
             "JobAcctGatherType=jobacct_gather/linux",
             "JobAcctGatherFrequency=1",
             "JobAcctGatherParams=OverMemoryKill",

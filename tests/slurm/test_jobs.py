@@ -1,4 +1,4 @@
-"""Single jobs on a real SLURM: the same numbers, edits that do not matter, requeues that lose nothing."""
+"""Single jobs on a real SLURM: equal numerics, no effect of edits, no loss by requeues."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_two_nodes_of_two_ranks_compute_what_one_process_does(commands: Commands
     assert f"submitted as job {job_of(run)}, 2 nodes x 2 ranks, at most 2 rank-hours" in said
     assert re.search(r"step +6/6", said)  # rank 0 is shown
     submitted = (run / "slurm" / "job.sh").read_text()
-    # The script that is only shown logs into the working folder, because there is no run folder yet.
+    # A dry run's script logs into the working folder, because there is no run folder yet.
     logged = re.compile("#SBATCH --output=.*")
     assert planned.startswith(logged.sub("#SBATCH --output=slurm-%j_0_log.out", submitted))
 
@@ -89,7 +89,7 @@ def move_a_job(commands: Commands) -> Path:
     slurm = commands.slurm
     here = (*TINY, f"runs_dir={commands.home}", "name=left_alone", *LONG, "cluster.threads_per_rank=1")
     alone = commands.start("train", *here)
-    # On a node of its own, because other tests take nodes down meanwhile.
+    # Use a separate node, because other tests take nodes down meanwhile.
     alone_here = ("cluster.signal_seconds=25", "cluster.exclude='node[2-4]'")
     commands.train("name=moved", *LONG, *ON_SLURM[:-1], SLOW, *alone_here)
     run = commands.only_run("moved")
@@ -102,7 +102,7 @@ def move_a_job(commands: Commands) -> Path:
         until(lambda: restarts_of(run) > seen, "the job to be started again")
 
     def shorten_limit() -> None:
-        # SLURM looks at its limits every 30 s, tells up to 30 s too early, and must look before the end.
+        # SLURM checks limits every 30 s, may signal up to 30 s early, and must check before the end.
         said = re.search(r"RunTime=(\d+):(\d+):(\d+)", slurm.run("scontrol", "show", "job", job))
         assert said is not None
         hours, minutes, seconds = map(int, said.groups())
@@ -121,7 +121,7 @@ def move_a_job(commands: Commands) -> Path:
 
 @pytest.fixture(scope="session")
 def moved(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Path]]:
-    """That job, beside the other tests: it mostly waits."""
+    """Run that job in the background of the other tests: it mostly waits."""
     commands = Commands(slurm, tmp_path_factory.mktemp("moved"))
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(move_a_job, commands)

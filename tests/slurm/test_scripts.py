@@ -24,7 +24,7 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
 
 @pytest.fixture(scope="module", autouse=True)
 def submitted(commands: Commands) -> dict[str, str]:
-    """Everything is submitted at once, because most of it is waiting; returns what was printed to stdout."""
+    """Submit all jobs at once, because they mostly wait; return what was printed to stdout."""
     commands.home.mkdir()
     common = (*TINY, f"runs_dir={commands.home}", *ONE_NODE)
     arguments = {
@@ -43,7 +43,7 @@ def submitted(commands: Commands) -> dict[str, str]:
         assert process.returncode == 0, said
     script = commands.home / "planned.sh"
     script.write_text(printed["planned"])
-    # SLURM takes a percent sign in the working folder for a pattern, too.
+    # SLURM also treats a percent sign in the working folder as a pattern.
     commands.slurm.run("sbatch", f"--chdir={commands.home.parent}", str(script))
     return printed
 
@@ -69,7 +69,7 @@ def test_a_line_of_setup_that_fails_is_named_and_the_run_has_failed(commands: Co
     run = commands.only_run("unset")
     until(lambda: read(run / "status.json").get("state") == "failed", "the job to fail", 120)
     [log] = run.glob("slurm/*.out")
-    assert log.name == f"{job_of(run)}_0_log.out", "a percent sign in the path is none of SLURM's patterns"
+    assert log.name == f"{job_of(run)}_0_log.out", "a percent sign in the path is not a pattern of SLURM's"
     assert "No such file or directory" in log.read_text()
     row = read(run / "result.json")
     assert re.match(
@@ -86,7 +86,7 @@ def test_a_node_that_fails_its_check_is_left_out_when_the_job_is_requeued(
     until(lambda: read(run / "status.json").get("state") in ("completed", "failed"), "the job to end", 120)
     assert read(run / "status.json")["state"] == "completed", logs_of(run)
     log = (run / "slurm" / f"{job_of(run)}_0_log.out").read_text()
-    [node] = re.findall(r"goes back into the queue without (node\d): \1: 0.0 GiB of", log)
+    [node] = re.findall(r"requeueing without (node\d): \1: 0.0 GiB of", log)
     described = commands.slurm.run("scontrol", "show", "job", "--oneliner", job_of(run))
     facts = dict(word.partition("=")[::2] for word in described.split())
     assert facts["ExcNodeList"] == node

@@ -1,4 +1,4 @@
-"""A sweep on a real SLURM whose points are illegal, raise, starve and are killed, as its controller is."""
+"""A sweep on a real SLURM with invalid, raising, out-of-memory and killed points, and a killed controller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler import Scheduler
 
 pytestmark = pytest.mark.slurm
 
-# 10 points: jobs of one, two and four nodes, and dp_shard=3, which no batch of eight shares out over.
+# 10 points: jobs of one, two and four nodes, and dp_shard=3, which does not divide a batch of eight.
 AXES = (
     "parallelism={dp_shard:1},{dp_shard:2},{dp_shard:3},{tp:2},{dp_shard:4}",
     "training.seed=1,2",
@@ -48,14 +48,14 @@ def table(commands: Commands) -> dict[str, dict[str, str]]:
 
 
 def submitted(commands: Commands) -> list[str]:
-    """All SLURM jobs that were ever submitted for the sweep's points."""
+    """Return all SLURM jobs that were submitted for the sweep's points."""
     tickets = (commands.home / "layouts").glob("*/slurm/job.json")
     return sorted(str(read(path)["job_id"]) for path in tickets)
 
 
 @pytest.fixture(scope="module")
 def interrupted(commands: Commands, arguments: tuple[str, ...]) -> str:
-    """The sweep is started, and its controller killed as soon as one array of three is submitted."""
+    """Start the sweep, and kill its controller as soon as one array of three is submitted."""
     controller = commands.start("train", *arguments)
     assert controller.stderr is not None
     shown = ""
@@ -76,7 +76,7 @@ def test_the_plan_is_shown_first(interrupted: str) -> None:
         assert shape in interrupted
 
 
-def test_status_tells_of_a_sweep_whose_controller_is_gone(commands: Commands, interrupted: str) -> None:
+def test_status_of_a_sweep_whose_controller_is_gone(commands: Commands, interrupted: str) -> None:
     shown = commands.run("sweep", "status", str(commands.home / "layouts"))
     assert len([line for line in shown.splitlines() if line.startswith("parallelism=")]) == 8
     assert "2 skipped" in shown.splitlines()[-1]
@@ -85,7 +85,7 @@ def test_status_tells_of_a_sweep_whose_controller_is_gone(commands: Commands, in
 
 @pytest.fixture(scope="module")
 def resumed(commands: Commands, interrupted: str) -> str:
-    """What was left is started by ``resume``, and everything is waited for."""
+    """Start the remaining points by ``resume``, and wait for all."""
     return commands.run("sweep", "resume", str(commands.home / "layouts"), code=1)
 
 
@@ -93,8 +93,8 @@ def test_every_failure_is_named_with_its_class_and_all_others_complete(
     commands: Commands, resumed: str
 ) -> None:
     named = resumed.split("3 of 8 points did not complete:\n")[1].splitlines()
-    told = {line.split(": ")[0].strip(): line.split(": ")[1] for line in named[:3]}
-    assert told == {
+    named_points = {line.split(": ")[0].strip(): line.split(": ")[1] for line in named[:3]}
+    assert named_points == {
         NAMES["raises"]: "bug",
         NAMES["starves"]: "out_of_memory",
         NAMES["is killed"]: "unknown",
@@ -106,7 +106,7 @@ def test_every_failure_is_named_with_its_class_and_all_others_complete(
     assert {name for name, state in states.items() if state != "completed"} == set(NAMES.values())
     # No point was submitted twice.
     assert len(submitted(commands)) == 8
-    # The controller may have been killed while it made the folders of the next array.
+    # The controller may have been killed while it created the folders of the next array.
     rows = [read(path) for path in (commands.home / "layouts").glob("*/attempts/*/result.json")]
     assert all(row["exit_reason"] == "interrupted" and row["step"] == 0 for row in rows)
 
@@ -143,7 +143,7 @@ def test_runs_and_the_table_share_a_group(commands: Commands, resumed: str) -> N
 
 
 def test_resuming_completes_what_can_be(commands: Commands, arguments: tuple[str, ...], resumed: str) -> None:
-    # The same command again does what resume does; what starved is left out until it is asked for.
+    # Repeating the command resumes; points that ran out of memory are left out unless requested.
     again = commands.run("train", *arguments, code=1)
     assert "10 points, 2 to run" in again
     assert "5 completed already" in again
@@ -152,7 +152,7 @@ def test_resuming_completes_what_can_be(commands: Commands, arguments: tuple[str
     last = commands.run("sweep", "resume", str(commands.home / "layouts"), "--out-of-memory")
     assert "8 points, 1 to run" in last
     assert {row["state"] for row in states(commands)} == {"completed"}
-    # They went on from what they had saved.
+    # They resumed from their checkpoints.
     assert read(run_of(commands, NAMES["is killed"]) / "result.json")["start_step"] == 2
     nothing = commands.run("sweep", "resume", str(commands.home / "layouts"))
     assert "8 points, 0 to run" in nothing

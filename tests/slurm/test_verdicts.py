@@ -37,7 +37,7 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
 
 
 def submit_pairs(commands: Commands, *names: str) -> None:
-    """Submits jobs of two ranks whose rank 1 misbehaves."""
+    """Submit jobs of two ranks whose rank 1 misbehaves."""
     for name in names:
         commands.train(
             *(f"name={name}", *PAIR, *ON_SLURM[:-1], misbehaving(name), NODE),
@@ -57,7 +57,7 @@ def more_pairs(commands: Commands) -> None:
 
 @pytest.fixture(scope="module")
 def orphan(commands: Commands, pairs: None) -> Path:
-    """Submits a job whose controller is killed after sbatch has answered, before it has written the id."""
+    """Submit a job and kill its controller after sbatch has answered, before it has written the id."""
     shim = commands.home / "bin"
     shim.mkdir()
     (shim / "sbatch").write_text(
@@ -96,15 +96,15 @@ def test_the_batch_shell_passes_signals_on_until_there_are_no_requeues_left(
     until(lambda: read(orphan / "status.json").get("reason"), "it to end")
     status, row = read(orphan / "status.json"), read(orphan / "result.json")
     assert (status["state"], row["exit_code"], row["saved"]) == ("interrupted", EXIT_RESUMABLE, True)
-    assert status["reason"].startswith("SLURM told it to stop, and cluster.max_requeues=1"), logs_of(orphan)
+    assert status["reason"].startswith("SLURM stopped the job, and cluster.max_requeues=1"), logs_of(orphan)
     assert read(orphan / "attempts" / "1" / "result.json")["saved"]
 
 
 VERDICTS = {
     "segfault": ("unknown", 1, "RankDied", "rank 1 ended with 'Segmentation fault"),
     "killed": ("unknown", 1, "RankDied", "rank 1 ended with 'Killed'"),
-    "lags": ("collective_timeout", 0, "RuntimeError", "rank 1 did not come to the collective that rank 0"),
-    "hangs": ("collective_timeout", 0, "RuntimeError", "rank 1 did not come to the collective that rank 0"),
+    "lags": ("collective_timeout", 0, "RuntimeError", "rank 1 did not reach the collective that rank 0"),
+    "hangs": ("collective_timeout", 0, "RuntimeError", "rank 1 did not reach the collective that rank 0"),
 }
 
 
@@ -117,14 +117,14 @@ def test_the_first_cause_is_the_verdict_and_no_requeue_hides_it(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("pair", ["killed", "hangs"])
-def test_so_it_is_for_a_rank_that_is_killed_and_one_that_never_comes(
+def test_verdicts_of_a_killed_rank_and_one_that_never_reaches_a_collective(
     commands: Commands, more_pairs: None, pair: str
 ) -> None:
     check_verdict(commands, pair)
 
 
 def check_verdict(commands: Commands, pair: str) -> None:
-    """Waits for a pair's end, and compares its row with the verdict that it should have."""
+    """Wait for a job's end, and compare its row with the expected verdict."""
     run = commands.only_run(pair)
     kind, rank, name, message = VERDICTS[pair]
 

@@ -1,4 +1,4 @@
-"""A job that loses a node to the administrator, and another to a crash."""
+"""A job that loses one node to the administrator, and another to a crash."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def survivor(slurm: Scheduler, run: Path) -> Iterator[Future[None]]:
-    """What becomes of it, beside other tests: it mostly waits."""
+    """Take the job's nodes away in the background of other tests, as this mostly waits."""
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(take_nodes_away, slurm, run)
 

@@ -1,4 +1,4 @@
-"""The limit of a sweep holds whatever shapes its points have, and whatever of it SLURM has already."""
+"""The limit of a sweep holds for all shapes of its points, and counts points already in SLURM's queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.run_folder import RunFolder
 from harness.sweep import run
 from harness.sweep.arrays import Array, arrays_of
 from harness.sweep.registry import Point, Registry
-from harness.sweep.state import Seen
+from harness.sweep.state import PointState
 
 SHAPES = "parallelism.dp_shard=1,2,4,8"
 
@@ -26,7 +26,7 @@ def points(folder: Path, *typed: str) -> list[tuple[Point, Job]]:
 
 
 def most_at_once(arrays: list[Array]) -> int:
-    """The most points that can run together, as SLURM keeps to limits and dependencies."""
+    """Return the maximum number of points that run at once, given SLURM's limits and dependencies."""
     chains: dict[int, int] = {}
     first: dict[int, int] = {}
     for index, array in enumerate(arrays):
@@ -37,12 +37,12 @@ def most_at_once(arrays: list[Array]) -> int:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 7, 12, 100])
-def test_all_shapes_together_keep_to_the_limit(limit: int, tmp_path: Path) -> None:
+def test_the_limit_holds_over_all_shapes(limit: int, tmp_path: Path) -> None:
     own = points(tmp_path, SHAPES, "training.seed=1,2,3")
     arrays = arrays_of(own, limit)
     assert [len(array.points) for array in arrays] == [3] * 4
     assert most_at_once(arrays) == min(limit, len(own))
-    # A chain goes forward, and no two arrays wait for the same one.
+    # Arrays wait for earlier ones only, and no two wait for the same one.
     before = [array.after for array in arrays if array.after is not None]
     assert len(set(before)) == len(before)
     assert all(array.after is None or array.after < index for index, array in enumerate(arrays))
@@ -54,7 +54,7 @@ def test_a_longer_array_gets_the_larger_share(tmp_path: Path) -> None:
     assert [array.at_once for array in arrays_of([*long, *short], 4)] == [3, 1]
 
 
-def test_the_scripts_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scripts_have_limits_and_dependencies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     typed = [SHAPES, "training.seed=1,2,3", "name=n", f"runs_dir={tmp_path}", "cluster=slurm"]
     typed += ["training.global_batch_size=8", "cluster.dry_run=true"]
     assert run.sweep(compose_points([*typed, "cluster.max_running=6"])) == 0
@@ -68,7 +68,7 @@ def test_the_scripts_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a limit of four, two are taken; then all, and what is new waits for their end."""
+    """Two of a limit of four are in use; then all four, and new points wait for their end."""
     own = points(tmp_path, "training.seed=1,2,3,4,5,6,7,8")
     jobs = {point.run_dir: job for point, job in own}
     for point, job in own:
@@ -76,10 +76,10 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
         RunFolder(point.run_dir).plan(job, point.overrides)
     tickets = [Ticket("before", index, f"77_{index}") for index in range(4)]
     waiting = [
-        Seen(point, "pending", ticket=ticket, job_id=ticket.job_id)
+        PointState(point, "pending", ticket=ticket, job_id=ticket.job_id)
         for (point, _), ticket in zip(own[:4], tickets, strict=True)
     ]
-    wanted = [Seen(point, "planned") for point, _ in own[4:]]
+    wanted = [PointState(point, "planned") for point, _ in own[4:]]
     asked = []
 
     def submit(submission: run.Submission, folders: list[RunFolder], overrides: list[list[str]]) -> list[str]:
@@ -100,13 +100,13 @@ def test_points_of_another_command_for_the_same_sweep_count(
     Registry(tmp_path / "n").add([point for point, _ in before], [])
     taken = {str(point.run_dir): f"77_{index}" for index, (point, _) in enumerate(before)}
 
-    def look_at(point: Point) -> Seen:
+    def read_state(point: Point) -> PointState:
         ident = taken.get(str(point.run_dir))
         if ident is None:
-            return Seen(point, "planned")
-        return Seen(point, "running", ticket=Ticket("n"), job_id=ident)
+            return PointState(point, "planned")
+        return PointState(point, "running", ticket=Ticket("n"), job_id=ident)
 
-    monkeypatch.setattr(run, "look_at_all", lambda asked: [look_at(point) for point in asked])
+    monkeypatch.setattr(run, "look_at_all", lambda asked: [read_state(point) for point in asked])
     typed = ["cluster=slurm", "training.global_batch_size=8", f"runs_dir={tmp_path}", "name=n"]
     typed += ["training.seed=3,4,5", "cluster.max_running=3", "cluster.dry_run=true"]
     assert run.sweep(compose_points(typed)) == 0

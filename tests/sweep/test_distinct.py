@@ -1,4 +1,4 @@
-"""Points that are one job: equal ones run once, and those that differ in labels only are refused."""
+"""Duplicate points run once, and points that differ in labels only are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.compose import compose_job, compose_points
 from harness.errors import UserError
 from harness.run_folder import RunFolder
 from harness.sweep import run
-from harness.sweep.distinct import one_of_each
+from harness.sweep.distinct import unique_points
 from harness.sweep.registry import Point, Registry, Skipped, labels
 
 
@@ -33,12 +33,14 @@ def test_labels_make_no_second_run(axis: str, field: str, tmp_path: Path) -> Non
     works = f"name=n-${{{field}}}"
     with pytest.raises(UserError) as caught:
         run.sweep(compose_points(typed))
-    assert str(caught.value).startswith(f"{field}: labels make no other run, and {field}={first} and ")
+    assert str(caught.value).startswith(
+        f"{field}: labels do not change the run folder, so {field}={first} and "
+    )
     assert str(caught.value).endswith(f"would work: '{works}', a folder for each")
-    assert f"{field}={second} would share the run folder {tmp_path}/n/" in str(caught.value)
+    assert f"{field}={second} would share {tmp_path}/n/" in str(caught.value)
     assert not list(tmp_path.iterdir())
-    # What is named works: four run folders, told apart in every table.
-    found = one_of_each(compose_points([*typed[1:], works]))
+    # The suggested value works: four run folders, with different names in every table.
+    found = unique_points(compose_points([*typed[1:], works]))
     assert len({point.run_dir for point, _ in found}) == 4
     registry = Registry(tmp_path)
     registry.add([point for point, _ in found], [])
@@ -48,7 +50,7 @@ def test_labels_make_no_second_run(axis: str, field: str, tmp_path: Path) -> Non
 
 def test_equal_jobs_are_one_point(tmp_path: Path) -> None:
     typed = ["cluster.ranks=2", "cluster.device=cpu", "training.global_batch_size=4", f"runs_dir={tmp_path}"]
-    [(point, _)] = one_of_each(compose_points([*typed, "parallelism.dp_shard=2,-1"]))
+    [(point, _)] = unique_points(compose_points([*typed, "parallelism.dp_shard=2,-1"]))
     assert "parallelism.dp_shard=2" in point.overrides
 
 
@@ -59,7 +61,7 @@ def test_labels_added_to_the_command_count_nothing_twice(tmp_path: Path) -> None
         skipped = [Skipped([f"parallelism.tp={n}", *more], "cannot be") for n in (3, 5)]
         registry.add(points, skipped)
         assert len(registry.points()) == len(registry.skipped()) == 2
-    # A file that has them twice is read as well.
+    # A file with duplicates is read too.
     rows = [
         {"skipped": "no", "overrides": ["parallelism.tp=3", *more]} for more in ([], ["cluster.wait=true"])
     ]

@@ -1,4 +1,4 @@
-"""Points of a sweep on SLURM: how often SLURM is asked, and what is written for jobs that are over."""
+"""Points of a sweep on SLURM: the number of queries, and the rows of jobs that ended without one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POINTS = 12
 
 
 class FakeSlurm:
-    """Commands of SLURM that print what a test says and note how they were called."""
+    """Mocked SLURM commands that print given output and record their calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class FakeSlurm:
         (self.folder / f"{command}.{file}").write_text("".join(f"{line}\n" for line in lines))
 
     def calls(self) -> list[str]:
-        """The calls since the last time this was asked."""
+        """Return the calls since the last call of this method."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr("harness.sweep.lost.LAST_WORDS_SECONDS", 0.0)
+    monkeypatch.setattr("harness.sweep.lost.LAST_WRITES_SECONDS", 0.0)
     return FakeSlurm(folder)
 
 
@@ -71,7 +71,7 @@ def sweep(tmp_path: Path) -> Registry:
 def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[str, str]:
-    """What ``python -m harness.sweep`` prints to stdout and stderr."""
+    """Return stdout and stderr of ``python -m harness.sweep``."""
     monkeypatch.setattr("sys.argv", ["sweep", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -80,13 +80,13 @@ def run(
     return shown.out, shown.err
 
 
-def test_slurm_is_asked_once_whatever_the_number_of_points(
+def test_slurm_is_queried_once_for_any_number_of_points(
     fake_slurm: FakeSlurm,
     sweep: Registry,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # One waits, one failed lately, one is another user's, three are in accounting, the others nowhere.
+    # One waits, one failed recently, one is another user's, three are in accounting, the others unknown.
     fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
     fake_slurm.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
     fake_slurm.prints("sacct", "7_3|NODE_FAIL", "7_4|CANCELLED by 1000", "7_5|TIMEOUT")
@@ -102,7 +102,7 @@ def test_slurm_is_asked_once_whatever_the_number_of_points(
     row = json.loads((sweep.points()[3].run_dir / "result.json").read_text())
     assert (row["error.kind"], row["exit_reason"]) == ("node", "failed")
     assert "SLURM says NODE_FAIL" in row["error.message"]
-    # The others' rows are written; only the job of another user is asked for again.
+    # The others' rows are written; only the other user's job is queried again.
     out, err = run(monkeypatch, capsys, "status", str(sweep.path))
     assert [call.split()[0] for call in fake_slurm.calls()] == ["squeue", "squeue"] and not err
 
@@ -132,7 +132,7 @@ def test_a_sweep_is_cancelled_by_one_command_and_its_points_have_not_failed(
     assert out.splitlines()[-1] == f"{POINTS} cancelled" and not err
 
 
-def test_a_job_that_cannot_be_cancelled_is_an_error_and_one_that_is_over_is_not(
+def test_cancel_fails_unless_the_job_has_ended(
     fake_slurm: FakeSlurm,
     sweep: Registry,
     monkeypatch: pytest.MonkeyPatch,
@@ -161,7 +161,11 @@ def test_without_slurm_nothing_is_said_of_jobs_that_may_run(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     out, err = run(monkeypatch, capsys, "status", str(sweep.path))
-    assert out.splitlines()[-1] == f"{POINTS} running" and "there is no SLURM here to ask" in out and not err
+    assert (
+        out.splitlines()[-1] == f"{POINTS} running"
+        and "no SLURM here to read its state from" in out
+        and not err
+    )
     monkeypatch.setattr("sys.argv", ["sweep", "cancel", str(sweep.path)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -183,7 +187,7 @@ def test_a_point_that_another_process_submits_again_is_left_alone(
     folder.release()
 
 
-def test_a_damaged_point_is_told_and_hides_no_other(
+def test_a_damaged_point_is_reported_and_hides_no_other(
     fake_slurm: FakeSlurm,
     sweep: Registry,
     monkeypatch: pytest.MonkeyPatch,
@@ -237,6 +241,6 @@ def test_single_runs_have_the_same_verbs(
     assert "job 7_0 waits: Resources" in out and out.endswith("1 pending\n")
     out, _ = run(monkeypatch, capsys, "cancel", str(sweep.path / "p0"))
     assert out == "cancelled 1 of 1 points\n" and fake_slurm.calls()[-1] == "scancel 7_[0]"
-    # All runs of a name.
+    # A folder of all runs of one name.
     out, _ = run(monkeypatch, capsys, "status", str(sweep.path))
     assert out.splitlines()[-1].startswith("1 pending, 1 running")

@@ -1,4 +1,4 @@
-"""Sweeps whose points are a list: one a line under ``hydra.sweeper.params.points``."""
+"""Sweeps with a list of points: one per line under ``hydra.sweeper.params.points``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ hydra:
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A configuration tree with a sweep of its own."""
+    """A configuration tree with a sweep."""
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     monkeypatch.setenv("HARNESS_CONF_DIR", str(tmp_path / "conf"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -57,14 +57,14 @@ def test_points_are_listed_and_axes_multiply_them(conf: Path) -> None:
     ]
 
 
-def test_only_what_differs_from_the_point_before_is_composed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sweep over options of groups, which otherwise takes most of its time to copy them."""
+def test_only_changed_options_are_composed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sweep over options of groups, copying unchanged options would take most of the time."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     axes = ["model=llama3_tiny,qwen3_debug", "optimizer=adamw", "schedule=cosine,linear", "compile=on,off"]
     put = DictConfig.__setitem__
     with mock.patch.object(DictConfig, "__setitem__", autospec=True, side_effect=put) as asked:
         points = compose_points([*axes, "training.seed=3,4", "data=synthetic", "tokenizer=bytes"])
-    # Hydra itself puts each of them equally often; the last axis changes most.
+    # Hydra uses each option equally often; the last axis changes most often.
     calls = [call.args for call in asked.call_args_list if isinstance(call.args[2], DictConfig)]
     times = Counter(key for into, key, _ in calls if "runs_dir" in into)
     assert times["optimizer"] < times["model"] < times["schedule"] < times["compile"]
@@ -72,7 +72,7 @@ def test_only_what_differs_from_the_point_before_is_composed_anew(monkeypatch: p
     assert all(point.job == compose_job(point.overrides) for point in points)
 
 
-def test_what_is_typed_wins_and_can_be_an_axis(conf: Path) -> None:
+def test_the_command_line_wins_and_can_be_an_axis(conf: Path) -> None:
     assert facts("training.steps=8,9", "training.seed=3") == [
         (2, 1, 8, False, 3),
         (2, 1, 9, False, 3),
@@ -91,7 +91,7 @@ def test_a_typo_in_a_point_is_named(conf: Path) -> None:
         compose_points(["sweep=listed"])
 
 
-def test_a_point_that_cannot_be_says_why(conf: Path) -> None:
+def test_an_invalid_point_has_a_reason(conf: Path) -> None:
     points = compose_points(["sweep=listed", "training.seed=1", "parallelism.tp=3"])
     assert [point.job for point in points] == [None, None]
     assert all("parallelism.tp=3" in point.reason for point in points)

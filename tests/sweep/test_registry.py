@@ -1,4 +1,4 @@
-"""A sweep's record: appended to, survives torn writes, moves with its folder."""
+"""A sweep's registry is append-only, survives torn writes, and can be moved with its folder."""
 
 from __future__ import annotations
 

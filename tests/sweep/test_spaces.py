@@ -1,4 +1,4 @@
-"""The spaces of sweeps/: what README says of them, and how long a large one takes to plan."""
+"""The spaces of sweeps/: their descriptions in the README, and the time to plan a large one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPACES = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
 
 @functools.cache
 def jobs_of(space: str, *overrides: str) -> tuple[list[Job], list[str]]:
-    """The jobs of a space, and why its other points are none."""
+    """Return the jobs of a space, and the reasons of its skipped points."""
     points = compose_points([f"sweep={space}", *overrides])
     return [each.job for each in points if each.job], [each.reason for each in points if not each.job]
 
@@ -75,7 +75,7 @@ def test_spaces_of_layouts_compute_one_thing(space: str) -> None:
 def test_points_are_what_composing_each_of_them_gives() -> None:
     typed = ["model=llama3_8b,llama3_tiny", "parallelism={tp:2},{pp:3}", "cluster.env.A=x"]
     typed = [*typed, "training.seed=1,2"]
-    # Groups by their options and by values, with experiments that write into other groups.
+    # Set groups by option and by value, with experiments that set fields of other groups.
     groups = ["precision=bf16,fp32", "cluster=slurm_h100,local", "experiment=quickstart", "compile=on"]
     shown: list[tuple[int, int]] = []
     twice = ["data=python_stdlib", "data=synthetic"]
@@ -103,13 +103,13 @@ def test_options_are_composed_once_whatever_they_are_combined_with(monkeypatch: 
             for precision in ("bf16", "fp32"):
                 for schedule in ("cosine", "wsd"):
                     composer.job([f"model={model}", f"precision={precision}", f"schedule={schedule}"])
-    # The first job as a whole, the base, six options.
+    # The complete first job, the base, and six options.
     assert counted.call_count == 8
     compose_job(["model=llama3_8b", "precision=bf16"])
     assert counted.call_count == 8
 
 
-def test_a_file_that_has_changed_is_composed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_file_is_composed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(conf_dir(), tmp_path / "conf")
     monkeypatch.setenv("HARNESS_CONF_DIR", str(tmp_path / "conf"))
     seeds = []
@@ -122,7 +122,7 @@ def test_a_file_that_has_changed_is_composed_anew(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "message"),
     [
         (
             "sweep=degrees",
@@ -135,9 +135,9 @@ def test_a_file_that_has_changed_is_composed_anew(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_a_space_is_no_job(
-    typed: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    typed: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A point of it is: what a report prints as the command of one."""
+    """A single point is a job, by the command that a report prints for it."""
     given = ["data=synthetic", "tokenizer=bytes", "cluster=slurm_cpu", *typed.split()]
     monkeypatch.setattr(sys, "argv", ["train", *given])
     ran: list[Job] = []
@@ -148,9 +148,9 @@ def test_a_space_is_no_job(
 
     with pytest.raises(SystemExit) as ended:
         run_verb(verb, sweep=lambda points: 0)
-    assert ended.value.code == (2 if told else 0)
-    assert len(ran) == (0 if told else 1)
-    assert capsys.readouterr().err.startswith(f"error: {told}" if told else "")
+    assert ended.value.code == (2 if message else 0)
+    assert len(ran) == (0 if message else 1)
+    assert capsys.readouterr().err.startswith(f"error: {message}" if message else "")
 
 
 def test_a_mistake_in_every_point_is_one_mistake() -> None:

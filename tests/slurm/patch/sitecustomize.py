@@ -1,10 +1,9 @@
-"""Read by Python at its start: changes the training steps of a rank as ``TEST_PATCH`` says.
+"""Read by Python at its start: changes the training steps of a rank, by the variable ``TEST_PATCH``.
 
-``slow``: every step takes a quarter of a second longer. ``killed``, ``segfault``, ``lags``, ``hangs``: what
-rank 1 does in the third step; rank 0 then takes seconds to close its loader. ``faults``: ranks of some points
-of a sweep fail, once, in the third step; which point is which is told by its job: the seed says whether it
-fails, the layout says how. ``starved``: the first node of a job's first attempt has no memory left when it is
-checked.
+``slow``: every step takes a quarter of a second longer. ``killed``, ``segfault``, ``lags``, ``hangs``: the
+fault of rank 1 in the third step; rank 0 then takes seconds to close its loader. ``faults``: ranks of some
+points of a sweep fail, once, in the third step; the job's seed decides whether the point fails, and its
+layout how. ``starved``: the first node of a job's first attempt has no free memory when it is checked.
 """
 
 import importlib.abc

@@ -1,10 +1,10 @@
-"""What a rank cannot have in a rehearsal, and what stands in for it.
+"""Substitutes for what a rank needs and a rehearsal does not have.
 
 * **Other ranks.** Between GPUs NCCL's calls lead nowhere (library/nccl.cpp). In host memory torch's fake
-  process group leaves every tensor as it is. ``LoneStore`` answers for ranks that are not there.
-* **Values.** All of the device's memory is zeros. Where the code asks for a number and goes on from it, it
-  still asks, and is then given what this file says: rows travel to experts evenly (or skewed, as
-  ``rehearse.skew`` says), documents are a quarter of a sequence, stages agree that shapes are known.
+  process group leaves every tensor as it is. ``LoneStore`` answers for the missing ranks.
+* **Values.** All of the device's memory is zeros. Where the code reads a number from the device
+  and depends on it, it still reads, and then gets a plausible one from this file: rows are routed to experts
+  evenly (or skewed by ``rehearse.skew``), a sequence has four documents, stages agree that shapes are known.
 * **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no workspace.
 """
 
@@ -31,12 +31,12 @@ from harness.rehearse.gpu import VirtualGpu
 
 NCCL_ID_BYTES = 128
 DOCUMENTS = 4
-"""Documents of a sequence, where they are told apart."""
+"""Documents in a sequence, for jobs that do not attend across documents."""
 
 
 @contextmanager
-def alone(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
-    """Everything that is missing is stood in for."""
+def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
+    """Put the substitutes in place while a rank is rehearsed."""
     with ExitStack() as undo:
         if job.world_size > 1:
             undo.enter_context(patch.object(setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"))
@@ -51,10 +51,10 @@ def alone(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
 
 
 class LoneStore(dist.Store):
-    """A store whose other ranks have always just set what is asked for.
+    """A store in which every key exists, as if other ranks had just set it.
 
-    An id of NCCL is the key that it stands under, so the library's communicators are called as they are
-    here. Of its symmetric memory another rank tells what this one does.
+    The value of a missing key is made from the key, so the id of an NCCL communicator names its group. For
+    symmetric memory the other ranks' values are this rank's own.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class LoneStore(dist.Store):
         self._timeout = dist.default_pg_timeout
 
     def group_of(self, communicator: str) -> str:
-        """The key under which the id of a communicator stands, as the library calls it."""
+        """Return the key that holds a communicator's id."""
         for key, value in self._values.items():
             if value.rstrip(b"\0") == communicator.encode():
                 return key
@@ -76,12 +76,12 @@ class LoneStore(dist.Store):
         if key not in self._values and (mine := self._under_own_number(key)) is not None:
             return mine
         if key not in self._values:
-            # Names of communicators are told apart by their ends.
+            # The ends of keys differ, and an id has room for 128 bytes.
             self._values[key] = key.encode()[-NCCL_ID_BYTES + 1 :].ljust(NCCL_ID_BYTES, b"\0")
         return self._values[key]
 
     def _under_own_number(self, key: str) -> bytes | None:
-        """What this rank has told of its symmetric memory, as another tells it; None of other keys."""
+        """Return this rank's entry for symmetric memory with another rank's number; None for other keys."""
         head, _, number = key.rpartition("/")
         own = next((value for k, value in self._values.items() if k.rpartition("/")[0] == head), None)
         if "SymmetricMemory" not in head or own is None:
@@ -120,7 +120,7 @@ class LoneStore(dist.Store):
 
 
 class Tokens(Loader):
-    """Batches of the job's shape; tokens are all alike, because nothing is computed."""
+    """Batches of the job's shape. All tokens are 0, because nothing is computed."""
 
     samples_per_epoch = None
 
@@ -149,15 +149,15 @@ _init_process_group = dist.init_process_group
 
 
 def _without_device(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
-    """Groups cannot be split from the world, which the fake process group cannot do; each is made anew.
+    """Initialize without a device: the fake process group cannot split groups from the world.
 
-    NCCL's communicators are made when they are first used.
+    So each group makes an NCCL communicator of its own when it is first used.
     """
     _init_process_group(*args, **kwargs)
 
 
 def rows_by_rank(rows: int, ranks: int, skew: float) -> list[int]:
-    """How many of a rank's rows go to each rank of a group: evenly, but for what is skewed to the first."""
+    """Return how many of a rank's rows go to each rank of a group; the first one gets more by ``skew``."""
     first = round(rows / ranks * (1 + skew)) if ranks > 1 else rows
     left, others = rows - first, max(1, ranks - 1)
     return [first, *(left // others + (place < left % others) for place in range(ranks - 1))]
@@ -169,7 +169,7 @@ def _lengths(skew: float) -> Any:
     def lengths(
         exchange: ExpertExchange, given: Tensor, got: Tensor, rows: int
     ) -> tuple[list[int], list[int]]:
-        asked(exchange, given, got, rows)  # as in training, with whatever waiting that takes
+        asked(exchange, given, got, rows)  # as in training, with with the same waits for the device
         sent = rows_by_rank(rows, exchange.ranks, skew)
         return sent, [sent[exchange.group.rank()]] * exchange.ranks
 
@@ -182,7 +182,7 @@ _asked_mask = VarlenKernel.mask
 def _mask(
     kernel: VarlenKernel, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
 ) -> Tensor | None:
-    """Where documents (or chunks) begin, as many as there would be."""
+    """Return offsets of documents (or chunks): zeros, but as many as in training."""
     if _asked_mask(kernel, documents_BT, batch, length, device) is None:
         return None
     pieces = DOCUMENTS if documents_BT is not None else 1
@@ -195,14 +195,14 @@ _vote = getattr(PipelineStage, "_warmup_backward_result", None)
 
 
 def _shapes_are_known(stage: Any, received_result: Tensor | None = None) -> Tensor:
-    """Every stage has said its shapes (harness/parallelism/pipeline.py), so the vote is 1."""
+    """Return the vote 1: all stages know their shapes (harness/parallelism/pipeline.py)."""
     assert _vote is not None
     _vote(stage, received_result=received_result)
     return torch.ones(1, dtype=torch.int32)
 
 
 def _cudnn_attention(gpu: VirtualGpu) -> Any:
-    """torch's two operators of cuDNN's attention."""
+    """Replace torch's two operators of cuDNN's attention."""
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, p: float = 0.0,

@@ -1,4 +1,4 @@
-"""A rehearsed rank beside its plan (no torch)."""
+"""Comparison of a rehearsed rank with its plan (no torch)."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ from dataclasses import dataclass
 from harness.job import Job
 from harness.model.operations import block_operations
 from harness.parallelism.stages import split_modules, stages_of_rank
+from harness.plan.machine import machine_of
 from harness.plan.memory import CUBLAS_WORKSPACE
 from harness.plan.parameters import parameters_of
 from harness.plan.plan import Plan
+from harness.plan.speed import StepModel
 from harness.rehearse.figures import RankFigures
 
 HOST_KINDS = {"exchange": "all_to_all"}
-"""What the plan calls a collective that NCCL knows as something else."""
+"""NCCL's names of collectives, and the plan's."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One figure, rehearsed and planned."""
+    """One quantity, rehearsed and planned."""
 
     name: str
     unit: str
     """``bytes``, ``FLOPs``, ``count`` or ``seconds``."""
     rehearsed: float
     planned: float | None
-    """None: the plan says nothing of it."""
+    """None if the plan does not predict it."""
 
     @property
     def difference(self) -> float | None:
-        """What was rehearsed over the plan's figure, less one; None where there is nothing to compare."""
+        """Rehearsed over planned, less one; None if nothing was planned."""
         return self.rehearsed / self.planned - 1 if self.planned else None
 
 
 def memory_lines(figures: RankFigures, plan: Plan) -> list[Line]:
-    """Memory of the device: what stays, and the peaks."""
+    """Compare the device memory: parameters, gradients, optimizer state and the peaks."""
     kinds = plan.memory[figures.pp_rank].kinds
     peak = plan.memory[figures.pp_rank].peak
     planned = {
@@ -52,7 +54,7 @@ def memory_lines(figures: RankFigures, plan: Plan) -> list[Line]:
 
 
 def work_lines(figures: RankFigures, plan: Plan) -> list[Line]:
-    """Launches and FLOPs of a step, and the host's time beside the plan's time of the GPU."""
+    """Compare launches and FLOPs of a step, and the host's time with the planned time of the GPU."""
     step = None if plan.speed is None else plan.speed.step_seconds
     return [
         Line("kernels", "count", figures.launches, None),
@@ -64,31 +66,29 @@ def work_lines(figures: RankFigures, plan: Plan) -> list[Line]:
 
 
 def traffic_lines(figures: RankFigures, plan: Plan) -> list[Line]:
-    """Collectives and their bytes, by axis and kind.
-
-    The plan is of the busiest rank, whose figures other stages of a pipeline need not reach.
-    """
+    """Compare collectives and their bytes by axis and kind, as planned for the rank's pipeline rank."""
     here: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for each in figures.collectives:
         found = here[each.axis, HOST_KINDS.get(each.kind, each.kind)]
         found[0] += each.count
         found[1] += each.bytes
     planned: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for said in plan.traffic:
-        planned[said.axis, said.collective][0] += said.count
-        planned[said.axis, said.collective][1] += said.bytes
+    machine = machine_of(plan.job)
+    for expected in [] if machine is None else StepModel(plan.job, machine).traffic(figures.pp_rank):
+        planned[expected.axis, expected.collective][0] += expected.count
+        planned[expected.axis, expected.collective][1] += expected.bytes
     lines = []
     for key in sorted({*here, *planned}):
         for place, unit in enumerate(("count", "bytes")):
-            expected = planned[key][place] if key in planned else None
-            lines.append(Line(" ".join(key), unit, here[key][place], expected))
+            value = planned[key][place] if key in planned else None
+            lines.append(Line(" ".join(key), unit, here[key][place], value))
     return lines
 
 
 def product_flops(job: Job, pp_rank: int) -> float:
-    """FLOPs of a rank's products that cuBLAS computes, forward and backward, without what is recomputed.
+    """Return the FLOPs of a rank's cuBLAS products, forward and backward, without recomputation.
 
-    Attention and experts have kernels of their own.
+    Attention and experts run in other kernels.
     """
     layout, model = job.parallelism, job.model
     modules = split_modules(layout, model.n_layers)

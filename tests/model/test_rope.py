@@ -1,0 +1,43 @@
+"""Rotation of queries and keys, against complex numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.model.rope import rope_table, rotate, signed_table
+from harness.model.rope_config import RopeConfig
+
+B, T, H, D = 2, 16, 3, 8
+
+
+def complex_rotation(x_BTHD: Tensor, table_2TD: Tensor, *, interleaved: bool) -> Tensor:
+    """Multiply pairs as complex numbers; real parts come out in the first half."""
+    pairs = x_BTHD.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    turned = torch.complex(first, second) * torch.complex(*table_2TD.unsqueeze(2))
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("config", [RopeConfig(), RopeConfig(scaling="yarn", factor=4.0)])
+def test_rotation_and_its_gradient(interleaved: bool, config: RopeConfig) -> None:
+    table_2TD = rope_table(config, D, T)
+    ours, theirs = (torch.randn(B, T, H, D, generator=torch.manual_seed(0), requires_grad=True) for _ in "12")
+    out = rotate(ours, signed_table(table_2TD), interleaved=interleaved)
+    expected = complex_rotation(theirs, table_2TD, interleaved=interleaved)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    expected.backward(grad)
+    assert ours.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_narrow_inputs_are_rotated_in_float32() -> None:
+    table_2TD = rope_table(RopeConfig(), D, T)
+    x_BTHD = torch.randn(B, T, H, D).bfloat16()
+    out = rotate(x_BTHD, signed_table(table_2TD))
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, complex_rotation(x_BTHD.float(), table_2TD, interleaved=False).bfloat16())

@@ -1,0 +1,76 @@
+"""``harness.train`` on virtual GPUs: launcher, loop, checkpoints, traces and failures of a job for CUDA.
+
+Every rank is a process of its own, as on a node. NCCL's calls return without moving anything; losses are 0.
+The jobs are in float32, because the library has no cuDNN attention (harness/rehearse/substitutes.py).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.checkpoint.catalog import CheckpointFolder
+from harness.rehearse.build import library
+from harness.rehearse.server import environment
+
+pytestmark = pytest.mark.rehearsal
+
+BASE = [
+    *("model=llama3_debug", "data=synthetic", "tokenizer=bytes", "precision=fp32", "parallelism=fsdp"),
+    *("training.steps=4", "parallelism.dp_shard=2"),
+]
+EXIT_FAILED = 3
+
+
+def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "harness.train", *BASE, f"runs_dir={folder}", *overrides]
+    return subprocess.run(command, env=environment(library()), capture_output=True, text=True, timeout=300)
+
+
+def run_folder(folder: Path) -> Path:
+    [found] = (path.parent for path in folder.glob("*/*/job.json"))
+    return found
+
+
+def result(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((run_folder(folder) / "result.json").read_text()))
+
+
+def test_a_run_saves_asynchronously_traces_and_resumes(tmp_path: Path) -> None:
+    watching = ["profiling=on", "profiling.interval=4", "profiling.memory_snapshot=true"]
+    saving = [
+        "checkpoint=async_pinned",
+        "checkpoint.interval=2",
+        "validation.interval=2",
+        "validation.steps=1",
+    ]
+    done = train(tmp_path, *watching, *saving)
+    assert done.returncode == 0, done.stderr
+    row = result(tmp_path)
+    assert (row["exit_reason"], row["step"], row["world_size"]) == ("completed", 4, 2)
+    assert row["device"] == "NVIDIA H100 80GB HBM3" and row["memory_gib"] > 0
+    run = run_folder(tmp_path)
+    checkpoints = CheckpointFolder(str(run / "checkpoints"))
+    assert [found.step for found in checkpoints.complete()[0]] == [4, 2]
+    assert "step-2 in the background" in done.stdout + done.stderr
+    snapshot = pickle.loads((run / "profile" / "step-4" / "memory" / "rank0.pickle").read_bytes())
+    assert snapshot["segments"] and snapshot["device_traces"][0]
+    assert (run / "profile" / "step-4" / "rank0.json.gz").is_file()
+    again = train(tmp_path / "again", f"checkpoint.initial_load_path={run}/checkpoints/step-4", *saving)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_run_out_of_memory_says_so_and_leaves_a_snapshot(tmp_path: Path) -> None:
+    large = ["training.seq_len=8192", "training.local_batch_size=256", "training.global_batch_size=512"]
+    done = train(tmp_path, *large, "profiling=on", "profiling.interval=4", "profiling.memory_snapshot=true")
+    assert done.returncode == EXIT_FAILED, done.stderr
+    row = result(tmp_path)
+    assert (row["exit_reason"], row["error.kind"]) == ("failed", "out_of_memory")
+    [snapshot] = run_folder(tmp_path).glob("profile/*/memory/rank0-out-of-memory.pickle")
+    assert pickle.loads(snapshot.read_bytes())["segments"]
