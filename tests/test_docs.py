@@ -26,6 +26,8 @@ from harness.job import Job
 from harness.metrics import columns
 from harness.parity import ParityJob
 from harness.plan.config import PlanJob
+from harness.plan.make import make_plan
+from harness.plan.render import render
 from harness.rehearse.config import RehearseJob
 from harness.report.__main__ import _parser as _report_parser
 from harness.sweep.__main__ import _parser as _sweep_parser
@@ -61,8 +63,8 @@ class Command:
     page: Path
     line: str
     section: str
-    output: str
-    """The line below it, where it is shown with its output."""
+    output: list[str]
+    """The lines below it, where it is shown with its output."""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}: {self.line}"
@@ -77,12 +79,13 @@ def commands_of(page: Path) -> Iterator[Command]:
     ):
         section = part[1] or section
         lines = re.sub(r"\\\n\s*", "", part[3] or "").splitlines()
-        for line, after in itertools.zip_longest(lines, lines[1:], fillvalue=""):
+        for place, line in enumerate(lines):
             if part[2] == "console" and not line.startswith("$ "):
                 continue
             command = re.sub(r"(^|\s+)#.*", "", line.strip().removeprefix("$ ")).strip()
+            shown = itertools.takewhile(lambda each: not each.startswith("$ "), lines[place + 1 :])
             if command:
-                yield Command(page, command, section, after)
+                yield Command(page, command, section, list(shown) if part[2] == "console" else [])
 
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
@@ -128,10 +131,10 @@ def _check_harness(command: Command, verb: str, words: list[str]) -> None:
         assert words and all(word.startswith("runs/") for word in words)
         return
     line = arguments.parse(words, own=["--json"] if verb in ("plan", "rehearse") else [])
-    if command.output.startswith("error: "):
+    if command.output and command.output[0].startswith("error: "):
         with pytest.raises(ConfigError) as refused:
             compose_job(line.overrides, config_name=verb, schema=SCHEMAS[verb])
-        assert f"error: {refused.value}" == command.output
+        assert f"error: {refused.value}" == command.output[0]
     elif line.is_multirun:
         points = compose_points(line.overrides, config_name=verb, schema=SCHEMAS[verb])
         reasons = {point.reason for point in points if point.job is None}
@@ -139,6 +142,59 @@ def _check_harness(command: Command, verb: str, words: list[str]) -> None:
         assert "sweep=" in command.line or "parallelism.tp=" in command.line or not reasons
     else:
         compose_job(line.overrides, config_name=verb, schema=SCHEMAS[verb])
+
+
+PLANNED = [command for command in COMMANDS if "-m harness.plan " in command.line and command.output]
+
+
+@pytest.mark.parametrize("command", PLANNED, ids=str)
+def test_shown_plans_are_what_the_plan_prints(command: Command) -> None:
+    printed = plan_of(shlex.split(command.line)[3:]).splitlines()
+    for line in command.output:
+        assert line == "..." or line in printed
+
+
+def plan_of(overrides: list[str]) -> str:
+    """What harness.plan prints of a job."""
+    return render(make_plan(compose_job(overrides, config_name="plan", schema=PlanJob).plain, None))
+
+
+@pytest.mark.parametrize("cluster", ["slurm_h100", "slurm_h200"])
+def test_the_first_hour_has_what_the_plan_says(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "first_hour.md"
+    found = 0
+    for command in commands_of(page):
+        on_one = command.section == "One GPU"
+        words = shlex.split(command.line)[3:]
+        if "model=llama3_8b" not in words or "checkpoint=disabled" not in words:
+            continue
+        if not on_one and cluster == "slurm_h200":
+            continue  # only planned for H100
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS[command.section])
+        extra = [f"cluster={cluster}", f"cluster.ranks_per_node={1 if on_one else 8}"]
+        layouts = next(word for word in words if word.startswith("parallelism="))
+        for layout in layouts.partition("=")[2].split(","):
+            rest = [word for word in words if not word.startswith(("parallelism=", "-m"))]
+            plan = plan_of([*rest, f"parallelism={layout}", *extra])
+            [rate] = re.findall(r"^throughput  ([\d,]+) tokens", plan, re.MULTILINE)
+            [peak] = re.findall(r"rank takes ([\d.]+) of", plan)
+            assert f"| {rate} |" in page.read_text(), command.line
+            assert f"| {float(peak):.1f} |" in page.read_text(), command.line
+            found += 1
+    assert found == (8 if cluster == "slurm_h100" else 3)
+
+
+def test_readme_shows_the_report_of_published_rows() -> None:
+    tables = (ROOT / "experiments" / "llama3_h100" / "tables.md").read_text()
+    table = README.split("| run | tokens/s/GPU, published |")[1].split("\n\n")[0]
+    rows = [row.split(" | ", 1)[1].rstrip(" |") for row in table.splitlines()[2:]]
+    *rows, _ = rows
+    assert len(rows) == 5
+    for row in rows:
+        assert f" | {row} |" in tables, row
+    of_all = tables.split("| **all** |")[1].split("\n")[0]
+    for error in re.findall(r"[\d.]+%", table.splitlines()[-1]):
+        assert error in of_all
 
 
 def test_readme_is_a_page_with_what_a_newcomer_types() -> None:
