@@ -274,10 +274,10 @@ MODELS = [
     mistake("model.head_dim=5", "model.head_dim=5: must be even", "model.head_dim=4", "model.head_dim=6"),
     mistake("model.head_dim=0", "model.head_dim=0: must be even", "model.head_dim=2"),
     mistake("model.dim=48", "model.head_dim=3: must be even", "model.dim=48 model.head_dim=4"),
-    mistake("model.norm_eps=0", "model.norm_eps=0.0: must be positive"),
-    mistake("model.rope.scaling=ntk", "model.rope.scaling=ntk: no such scaling", "model.rope.scaling=yarn"),
-    mistake("model.rope.factor=0", "model.rope.factor=0.0: must be positive"),
-    mistake("model.rope.theta=-1", "model.rope.theta=-1.0: must be positive"),
+    mistake("model.norm_eps=0", "model.norm_eps=0.0: must be above 0"),
+    mistake("model.rope.scaling=ntk", "model.rope.scaling=ntk: no such choice", "model.rope.scaling=yarn"),
+    mistake("model.rope.factor=0", "model.rope.factor=0.0: must be above 0"),
+    mistake("model.rope.theta=-1", "model.rope.theta=-1.0: must be above 0"),
     mistake(
         "model.rope.low_freq_factor=5",
         "model.rope.low_freq_factor=5.0: must be below model.rope.high_freq_factor=4.0",
@@ -341,9 +341,9 @@ LAYOUTS = [
         "activation_checkpoint.mode=full",
         "compile=off",
     ),
-    mistake("model.family=gemma", "model.family=gemma: no such family", "model.family=llama"),
-    mistake("model.activation=gelu", "model.activation=gelu: no such activation", "model.activation=swiglu"),
-    mistake("model.attention.kind=mha", "model.attention.kind=mha: no such kind", "model.attention.kind=gqa"),
+    mistake("model.family=gemma", "model.family=gemma: no such choice", "model.family=llama"),
+    mistake("model.activation=gelu", "model.activation=gelu: no such choice", "model.activation=swiglu"),
+    mistake("model.attention.kind=mha", "model.attention.kind=mha: no such choice", "model.attention.kind=gqa"),
     mistake(
         "model.attention.window=8 model.attention.chunk=8",
         "model.attention.chunk=8: is one way to attend locally, and model.attention.window another",
@@ -358,7 +358,7 @@ LAYOUTS = [
         "model.attention.kv_lora_rank=8: is of latent attention, and model.attention.kind is gqa",
     ),
     mistake(f"{MIXTURE} model.moe.top_k=9", "model.moe.top_k=9: must not exceed the 8 experts"),
-    mistake("model.mtp.depth=2", "model.mtp.depth=2: must be 0 or 1; would work: 0, 1"),
+    mistake("model.mtp.depth=2", "model.mtp.depth=2: no such choice; would work: 0, 1"),
     mistake(
         "model.mtp.depth=1 model.mtp.loss_weight=0",
         "model.mtp.loss_weight=0.0: must be positive; would work: 0.3, or model.mtp.depth=0",
@@ -375,7 +375,7 @@ LAYOUTS = [
         f"{MIXTURE} model.moe.num_groups=3", "model.moe.num_groups=3: must divide model.moe.num_experts=8"
     ),
     mistake(
-        f"{MIXTURE} model.moe.score=tanh", "model.moe.score=tanh: no such score", "model.moe.score=sigmoid"
+        f"{MIXTURE} model.moe.score=tanh", "model.moe.score=tanh: no such choice", "model.moe.score=sigmoid"
     ),
     mistake(
         f"{MIXTURE} model.moe.first_dense_layers=4",

@@ -46,39 +46,39 @@ class Span:
 class AttentionConfig:
     """Self-attention; the defaults are Llama's."""
 
-    kind: str = numerics("gqa")
+    kind: str = numerics("gqa", choices=KINDS)
     """``gqa``: grouped queries (arXiv:2305.13245); ``mla``: multi-head latents (arXiv:2405.04434)."""
     qkv_bias: bool = numerics(False)
     """Whether the projections to queries, keys and values have biases."""
     output_bias: bool = numerics(False)
     """Whether the output projection has a bias."""
-    qk_norm: str = numerics("none")
+    qk_norm: str = numerics("none", choices=QK_NORMS)
     """``none``; ``learned``: RMSNorm of each query and key head before rotation (Qwen 3); ``l2``: the same
     without weights and after rotation, in rotated layers only (Llama 4)."""
     sinks: bool = numerics(False)
     """Whether each head has an attention sink, a score without a value (GPT-OSS; arXiv:2309.17453)."""
-    window: int | None = numerics(None)
+    window: int | None = numerics(None, least=1)
     """Positions that a local layer attends to, itself included; null: all."""
-    chunk: int | None = numerics(None)
+    chunk: int | None = numerics(None, least=1)
     """Length of the chunks within which a local layer attends; null: no chunks."""
-    global_every_nth_layer: int | None = numerics(None)
+    global_every_nth_layer: int | None = numerics(None, least=1)
     """Every n-th layer (n - 1, 2n - 1, ...) attends globally; null: all layers use window or chunk."""
-    nope_every_nth_layer: int | None = numerics(None)
+    nope_every_nth_layer: int | None = numerics(None, least=1)
     """Every n-th layer (n - 1, 2n - 1, ...) does not rotate (Llama 4's iRoPE); null: all do."""
     nope_temperature: float = numerics(0.0)
     """Layers that do not rotate scale query t by 1 + this x log(1 + floor((t + 1) / nope_temperature_floor))
     (arXiv:2501.19399); 0: not at all."""
-    nope_temperature_floor: int = numerics(8192)
+    nope_temperature_floor: int = numerics(8192, least=1)
     """Positions per step of that scale."""
-    q_lora_rank: int | None = numerics(None)
+    q_lora_rank: int | None = numerics(None, least=1)
     """``mla``: width of the latent of queries; null: queries come from the residual stream."""
-    kv_lora_rank: int = numerics(0)
+    kv_lora_rank: int = numerics(0, least=0)
     """``mla``: width of the latent of keys and values."""
-    qk_nope_head_dim: int = numerics(0)
+    qk_nope_head_dim: int = numerics(0, least=0)
     """``mla``: width of the unrotated part of a query and key head."""
-    qk_rope_head_dim: int = numerics(0)
+    qk_rope_head_dim: int = numerics(0, least=0)
     """``mla``: width of the rotated part; keys of all heads share it."""
-    v_head_dim: int = numerics(0)
+    v_head_dim: int = numerics(0, least=0)
     """``mla``: width of a value head."""
 
     @property
@@ -95,14 +95,7 @@ class AttentionConfig:
         return not _is_nth(layer, self.nope_every_nth_layer)
 
     def validate(self, n_heads: int, n_kv_heads: int, head_width: int) -> None:
-        """Raise ConfigError for unknown choices or values that contradict each other."""
-        for name, choices in (("kind", KINDS), ("qk_norm", QK_NORMS)):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"model.attention.{name}", getattr(self, name), "no such kind", choices)
-        optional = ("window", "chunk", "global_every_nth_layer", "nope_every_nth_layer", "q_lora_rank")
-        for name in (*optional, "nope_temperature_floor"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"model.attention.{name}", getattr(self, name), "must be at least 1")
+        """Raise ConfigError for fields that contradict each other."""
         if self.window is not None and self.chunk is not None:
             rule = "is one way to attend locally, and model.attention.window another"
             raise ConfigError("model.attention.chunk", self.chunk, rule, "one of them null")

@@ -24,7 +24,6 @@ FAMILIES = (
     "llama4",
 )
 ACTIVATIONS = ("swiglu", "swiglu_clamped")
-_POSITIVE = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_hidden_dim", "max_seq_len")
 
 
 @dataclass
@@ -35,31 +34,31 @@ class ModelConfig:
     """Name of the model: the name of its file under conf/model."""
     path: str | None = label(None)
     """With model=from_config: the config.json to read, or its folder."""
-    family: str = label("llama")
+    family: str = label("llama", choices=FAMILIES)
     """Family of checkpoints to exchange with, by transformers' name of the model type."""
-    vocab_size: int = numerics("???")
+    vocab_size: int = numerics("???", least=1)
     """Rows of the embedding table."""
-    dim: int = numerics("???")
+    dim: int = numerics("???", least=1)
     """Width of the residual stream."""
-    n_layers: int = numerics("???")
+    n_layers: int = numerics("???", least=1)
     """Number of decoder blocks."""
-    n_heads: int = numerics("???")
+    n_heads: int = numerics("???", least=1)
     """Query heads."""
-    n_kv_heads: int = numerics("???")
+    n_kv_heads: int = numerics("???", least=1)
     """Key and value heads; each serves n_heads / n_kv_heads query heads."""
     head_dim: int | None = numerics(None)
     """Width of a head, with latent attention of a query head; null means dim / n_heads."""
-    ffn_hidden_dim: int = numerics("???")
+    ffn_hidden_dim: int = numerics("???", least=1)
     """Width of the dense feed-forward's hidden layer."""
-    activation: str = numerics("swiglu")
+    activation: str = numerics("swiglu", choices=ACTIVATIONS)
     """Activation of the feed-forward: ``swiglu`` (arXiv:2002.05202), or ``swiglu_clamped`` (GPT-OSS)."""
-    norm_eps: float = numerics(1e-5)
+    norm_eps: float = numerics(1e-5, above=0)
     """Added to the mean square inside RMSNorm."""
     tied_embeddings: bool = numerics(False)
     """Whether the output projection is the embedding table."""
-    embedding_std: float = numerics(1.0)
+    embedding_std: float = numerics(1.0, above=0)
     """Standard deviation of the embedding table's initial values, if it is not tied."""
-    max_seq_len: int = numerics("???")
+    max_seq_len: int = numerics("???", least=1)
     """Longest sequence, in tokens, that the model supports."""
     rope: RopeConfig = part(RopeConfig)
     """Rotary position embedding."""
@@ -72,7 +71,6 @@ class ModelConfig:
 
     def resolve(self) -> None:
         """Fill in fields that follow from others."""
-        self._require_positive()
         if self.head_dim is None and self.attention.is_latent:
             self.head_dim = self.attention.qk_nope_head_dim + self.attention.qk_rope_head_dim
         if self.head_dim is None:
@@ -88,11 +86,6 @@ class ModelConfig:
 
     def validate(self) -> None:
         """Raise ConfigError when the fields do not describe a decoder."""
-        self._require_positive()
-        if self.family not in FAMILIES:
-            raise ConfigError("model.family", self.family, "no such family", FAMILIES)
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError("model.activation", self.activation, "no such activation", ACTIVATIONS)
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 "model.n_kv_heads",
@@ -105,18 +98,10 @@ class ModelConfig:
             width = self.rotated_width
             works = [width - 1, width + 1] if width > 1 else [2]
             raise ConfigError(f"model.{field}", width, "must be even: RoPE rotates pairs", works)
-        for name in ("norm_eps", "embedding_std"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"model.{name}", getattr(self, name), "must be positive")
         self.rope.validate()
         self.attention.validate(self.n_heads, self.n_kv_heads, self.head_width)
         self.moe.validate(self.n_layers)
         self.mtp.validate()
-
-    def _require_positive(self) -> None:
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name}", getattr(self, name), "must be at least 1")
 
     @property
     def head_width(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
+from harness.config import check_rules
 from harness.errors import ConfigError, UserError
 from harness.model.config import ModelConfig
 from harness.model.families import ALL, Family
@@ -44,6 +45,7 @@ def model_from_config(path: str) -> ModelConfig:
         model = _read(family, decoder_part(family, content))
         model.name = re.sub(r"[^\w.-]+", "_", file.resolve().parent.name) or "from_config"
         model.path = path
+        check_rules(model, "model.")
         model.resolve()
         model.validate()
         check_hf_config(model, content)

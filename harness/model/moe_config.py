@@ -18,40 +18,40 @@ class MoEConfig:
     No tokens are dropped: there is no capacity limit, as in MegaBlocks (arXiv:2211.15841).
     """
 
-    num_experts: int = numerics(0)
+    num_experts: int = numerics(0, least=0)
     """Routed experts per mixture; 0: all feed-forwards are dense."""
-    top_k: int = numerics(1)
+    top_k: int = numerics(1, least=1)
     """Experts per token."""
-    hidden_dim: int = numerics(0)
+    hidden_dim: int = numerics(0, least=0)
     """Width of an expert's hidden layer."""
-    shared_hidden_dim: int = numerics(0)
+    shared_hidden_dim: int = numerics(0, least=0)
     """Hidden width of all shared experts together; 0: there are none."""
-    first_dense_layers: int = numerics(0)
+    first_dense_layers: int = numerics(0, least=0)
     """Number of blocks at the beginning with a dense feed-forward."""
-    every_nth_layer: int = numerics(1)
+    every_nth_layer: int = numerics(1, least=1)
     """Every n-th of the other blocks (n - 1, 2n - 1, ...) has experts."""
-    score: str = numerics("softmax")
+    score: str = numerics("softmax", choices=SCORES)
     """Scores of the router's logits: ``softmax`` over all experts, or ``sigmoid`` of each."""
     normalize_scores: bool = numerics(False)
     """Whether the scores of the chosen experts are divided by their sum."""
-    score_scale: float = numerics(1.0)
+    score_scale: float = numerics(1.0, above=0)
     """Factor of the scores, after normalization."""
     score_before_experts: bool = numerics(False)
     """Whether an expert's input is multiplied by its score (Llama 4), instead of its output."""
-    num_groups: int = numerics(1)
+    num_groups: int = numerics(1, least=1)
     """Number of groups of experts; a token goes to experts in top_groups of them (DeepSeek)."""
-    top_groups: int = numerics(1)
+    top_groups: int = numerics(1, least=1)
     """Number of groups that a token's experts are chosen from."""
-    group_score: str = numerics("max")
+    group_score: str = numerics("max", choices=GROUP_SCORES)
     """Score of a group: that of its best expert (``max``), or the sum of its best two (``top2_sum``)."""
     router_bias: bool = numerics(False)
     """Whether the router has biases (GPT-OSS)."""
     expert_bias: bool = numerics(False)
     """Whether the experts' projections have biases (GPT-OSS)."""
-    balance_coeff: float = numerics(0.0)
+    balance_coeff: float = numerics(0.0, least=0)
     """Amount by which every expert's balancing bias moves towards the mean load after each step; the bias is
     used for the choice only (arXiv:2408.15664). 0: no biases."""
-    aux_loss_coeff: float = numerics(0.0)
+    aux_loss_coeff: float = numerics(0.0, least=0)
     """Weight of the sequence-wise auxiliary loss (arXiv:2412.19437, equation 17), a mean over the sequences
     of the global batch. It changes gradients and is not part of the logged loss. 0: no auxiliary loss."""
     force_balance: bool = numerics(False)
@@ -70,18 +70,8 @@ class MoEConfig:
         """Raise ConfigError for fields that do not describe a mixture."""
         if not self.enabled:
             return
-        for name in ("top_k", "hidden_dim", "every_nth_layer", "num_groups", "top_groups"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.moe.{name}", getattr(self, name), "must be at least 1")
-        least_zero = ("first_dense_layers", "shared_hidden_dim", "balance_coeff", "aux_loss_coeff")
-        for name in (*least_zero, "num_experts"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"model.moe.{name}", getattr(self, name), "must not be negative")
-        for name, choices in (("score", SCORES), ("group_score", GROUP_SCORES)):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"model.moe.{name}", getattr(self, name), "no such score", choices)
-        if not self.score_scale > 0:
-            raise ConfigError("model.moe.score_scale", self.score_scale, "must be positive")
+        if self.hidden_dim < 1:
+            raise ConfigError("model.moe.hidden_dim", self.hidden_dim, "must be at least 1")
         if not any(self.is_at(layer) for layer in range(n_layers)):
             rule = f"leaves no block of model.n_layers={n_layers} with experts"
             raise ConfigError("model.moe.first_dense_layers", self.first_dense_layers, rule, [0])

@@ -15,24 +15,24 @@ SCALINGS = ("none", "linear", "llama3", "yarn")
 class RopeConfig:
     """Rotary position embedding (RoFormer, arXiv:2104.09864)."""
 
-    theta: float = numerics(10000.0)
+    theta: float = numerics(10000.0, above=0)
     """Base of the geometric series of wavelengths."""
     interleaved: bool = numerics(False)
     """Whether elements (2i, 2i + 1) of a head are rotated as a pair; else (i, i + width / 2)."""
-    scaling: str = numerics("none")
+    scaling: str = numerics("none", choices=SCALINGS)
     """``none``; ``linear`` stretches all wavelengths (arXiv:2306.15595); ``llama3``, the frequency-dependent
     stretching of Llama 3.1; ``yarn`` (arXiv:2309.00071)."""
-    factor: float = numerics(8.0)
+    factor: float = numerics(8.0, above=0)
     """Factor by which the longest wavelengths (``linear``: all) are stretched."""
-    low_freq_factor: float = numerics(1.0)
+    low_freq_factor: float = numerics(1.0, above=0)
     """``llama3``: wavelengths longer than original_max_position / this are fully stretched."""
-    high_freq_factor: float = numerics(4.0)
+    high_freq_factor: float = numerics(4.0, above=0)
     """``llama3``: wavelengths shorter than original_max_position / this are unchanged."""
-    original_max_position: int = numerics(8192)
+    original_max_position: int = numerics(8192, above=0)
     """Context length, in tokens, that the model was first trained with."""
-    beta_fast: float = numerics(32.0)
+    beta_fast: float = numerics(32.0, above=0)
     """``yarn``: pairs that turn more often than this within the original context are unchanged."""
-    beta_slow: float = numerics(1.0)
+    beta_slow: float = numerics(1.0, above=0)
     """``yarn``: pairs that turn less often than this are fully stretched."""
     truncate: bool = numerics(True)
     """``yarn``: whether the ends of the ramp between them are rounded to integers."""
@@ -43,12 +43,6 @@ class RopeConfig:
 
     def validate(self) -> None:
         """Raise ConfigError when no frequencies can be computed."""
-        if self.scaling not in SCALINGS:
-            raise ConfigError("model.rope.scaling", self.scaling, "no such scaling", SCALINGS)
-        positive = ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position")
-        for name in (*positive, "beta_fast", "beta_slow"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"model.rope.{name}", getattr(self, name), "must be positive")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             least, most = getattr(self, low), getattr(self, high)
             if least > most or (least == most and low == "beta_slow"):
