@@ -7,12 +7,11 @@ round. The first steps of a run do not count (``metrics.warmup_steps``).
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ FACTS = (
 GROUPS_OF_FACTS = ("error.", "job.", "code.", "host.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class BenchConfig:
     """Number of rounds, variants and output file of a measurement."""
 
@@ -67,7 +66,7 @@ class BenchConfig:
             raise ConfigError(f"bench.variants.{BASE}", self.variants[BASE], rule, "another name")
 
 
-@dataclass
+@dataclass(frozen=True)
 class BenchJob(Job):
     """A job plus the options of the measurement."""
 
@@ -139,12 +138,11 @@ def compose_variants(config: BenchConfig, overrides: list[str]) -> dict[str, Var
         own = [*common, *additional.split()]
         try:
             composed = compose_job(own, config_name="bench", schema=BenchJob)
-            job = Job(**{field.name: getattr(composed, field.name) for field in dataclasses.fields(Job)})
-            check_measurable(job)
+            check_measurable(composed)
         except UserError as error:
             raise error if name == BASE else UserError(f"bench.variants.{name}: {error}") from error
-        job.runs_dir = str(Path(job.runs_dir) / "bench")
-        variants[name] = Variant(job, own)
+        runs_dir = str(Path(composed.runs_dir) / "bench")
+        variants[name] = Variant(replace(composed.plain, runs_dir=runs_dir), own)
     return variants
 
 

@@ -43,8 +43,21 @@ POINTS = "points"
 def register_schema(schema: type = Job) -> None:
     """Register a dataclass with Hydra as ``job_schema``, which every primary config starts from."""
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name="job_schema", node=schema)
+    node = OmegaConf.structured(schema)
+    _unlock(node)
+    ConfigStore.instance().store(name="job_schema", node=node)
+
+
+def _unlock(node: Any) -> None:
+    """Let Hydra change a schema: OmegaConf makes nodes of frozen dataclasses read-only."""
+    from omegaconf import DictConfig
+
+    node._set_flag("readonly", None)
+    for name in node:
+        if isinstance(child := node._get_node(name), DictConfig):
+            _unlock(child)
 
 
 def register_model(overrides: Iterable[str]) -> str | None:

@@ -13,10 +13,25 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
-from typing import Any, TypedDict, Union, Unpack, cast, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    TypedDict,
+    TypeVar,
+    Union,
+    Unpack,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from harness.errors import ConfigError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Part = TypeVar("Part", bound="DataclassInstance")
 NUMERICS, EXECUTION, LABEL = "numerics", "execution", "label"
 LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER = 3.4e38
@@ -77,6 +92,13 @@ def part(kind: type) -> Any:
     return dataclasses.field(default_factory=kind)
 
 
+def with_value(config: Part, name: str, value: Any) -> Part:
+    """Return a copy of a config dataclass in which the field with this dotted name has another value."""
+    first, _, rest = name.partition(".")
+    changed = with_value(getattr(config, first), rest, value) if rest else value
+    return dataclasses.replace(config, **{first: changed})
+
+
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order.
 
@@ -131,11 +153,13 @@ def check_rules(config: Any, prefix: str = "") -> None:
         ConfigError: naming the field.
     """
     for name, field, value in leaf_fields(config, prefix):
+        if value is None or isinstance(value, bool):
+            continue
         for number in _numbers(value):
             _check_number(name, value, number)
         rule = field.metadata
         for each in value if isinstance(value, list) else [value]:
-            if each is None or not _breaks(each, rule):
+            if not _breaks(each, rule):
                 continue
             shown = "''" if each == "" else each
             if "choices" not in rule:

@@ -41,7 +41,7 @@ FORMATS = ("dcp", "hf", "torch", "torchtitan")
 _SETS_ANY_GROUP = ("experiment", "sweep")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ConvertConfig:
     """Source, target and format of a conversion."""
 
@@ -89,7 +89,7 @@ class ConvertConfig:
             raise ConfigError("convert.target", target, "already exists", "a path that does not exist")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ConvertJob(Job):
     """A job plus the options of a conversion."""
 

@@ -8,13 +8,13 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from harness.checkpoint import CheckpointConfig
 from harness.cluster.config import ClusterConfig, count_gpus
 from harness.config import LABEL, NUMERICS, check_rules, from_dict, label, leaves, part
 from harness.data import DataConfig, TokenizerConfig
-from harness.errors import ConfigError, UserError, divisors
+from harness.errors import ConfigError, UserError
 from harness.loop.config import DebugConfig, TrainingConfig, ValidationConfig
 from harness.metrics import MetricsConfig, ProfilingConfig
 from harness.metrics.encoding import parse_object, read_object
@@ -33,7 +33,7 @@ LONGEST_NAME = 255
 """Maximum bytes in a folder's name on Linux file systems."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Job:
     """Configuration of one training run. Each part is documented in the package that it configures."""
 
@@ -103,8 +103,8 @@ class Job:
         """Forward and backward passes per optimizer step."""
         return self.global_batch_size // (self.local_batch_size * self.parallelism.data_parallel)
 
-    def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Job:
-        """Fill in derived fields and check every rule; return the job itself.
+    def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
+        """Return the job with derived fields set, after a check of every rule.
 
         Args:
             launched_ranks: number of ranks that torchrun started, if it did.
@@ -117,56 +117,37 @@ class Job:
         check_rules(self)
         self._validate_folder()
         self.cluster.validate()
-        self.model.resolve()
-        self.model.validate()
+        model = self.model.resolve()
+        model.validate()
         here = self.cluster.kind == "local"
         if gpus is None:
             gpus = count_gpus() if here and self.cluster.device != "cpu" else 0
         default = self.cluster.default_world_size or gpus or None
-        self.parallelism.resolve(launched_ranks or self.cluster.world_size, default)
+        layout = self.parallelism.resolve(launched_ranks or self.cluster.world_size, default)
         if launched_ranks is None:
-            self.cluster.nodes_for(self.world_size)
+            self.cluster.nodes_for(layout.world_size)
             if here:
-                self.cluster.validate_gpus(gpus, self.world_size)
-        self._resolve_batch()
-        self.optimizer.resolve(self.precision.master_dtype)
-        self._validate()
-        on_cpu = self.cluster.device == "cpu" or (here and gpus == 0)
-        self._validate_async_tp(on_cpu=on_cpu)
-        self.validate_device(on_cpu=on_cpu)
-        self._validate_heads_of_flex()
-        experts = self.precision.linear != "none" and sort_linears(self.model, self.precision).has_experts
-        require_hardware(self.precision, self.cluster, gpus if here else None, experts=experts)
-        return self
+                self.cluster.validate_gpus(gpus, layout.world_size)
+        job = dataclasses.replace(
+            self,
+            model=model,
+            parallelism=layout,
+            training=self.training.resolve(layout.data_parallel),
+            optimizer=self.optimizer.resolve(self.precision.master_dtype),
+        )
+        job._validate()
+        on_cpu = job.cluster.device == "cpu" or (here and gpus == 0)
+        job._validate_async_tp(on_cpu=on_cpu)
+        job.validate_device(on_cpu=on_cpu)
+        job._validate_heads_of_flex()
+        experts = job.precision.linear != "none" and sort_linears(model, job.precision).has_experts
+        require_hardware(job.precision, job.cluster, gpus if here else None, experts=experts)
+        return job
 
-    def _resolve_batch(self) -> None:
-        """Derive the batch sizes that are null."""
-        training, replicas = self.training, self.parallelism.data_parallel
-        if training.global_batch_size is None:
-            training.local_batch_size = training.local_batch_size or 8
-            training.global_batch_size = training.local_batch_size * replicas
-        if training.global_batch_size % replicas:
-            unit = replicas * (training.local_batch_size or 1)
-            below = training.global_batch_size // unit * unit
-            works = [size for size in (below, below + unit) if size]
-            ranks = ", ".join(map(str, divisors(training.global_batch_size)))
-            raise ConfigError(
-                "training.global_batch_size",
-                training.global_batch_size,
-                f"must be a multiple of the data-parallel ranks, dp_replicate x dp_shard = {replicas}",
-                f"{', '.join(map(str, works))}, or {ranks} data-parallel ranks",
-            )
-        share = training.global_batch_size // replicas
-        if training.local_batch_size is None:
-            training.local_batch_size = share
-        if share % training.local_batch_size:
-            raise ConfigError(
-                "training.local_batch_size",
-                training.local_batch_size,
-                f"must divide training.global_batch_size={training.global_batch_size} / "
-                f"{replicas} data-parallel ranks = {share}",
-                divisors(share),
-            )
+    @property
+    def plain(self) -> Job:
+        """The job without the options of a verb."""
+        return Job(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)})
 
     def _validate_folder(self) -> None:
         """Check that the run folder is inside runs_dir."""

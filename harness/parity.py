@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from harness.app import run_verb
 from harness.compose import Composer
 from harness.compositions import random_job
-from harness.config import label, part
+from harness.config import label, part, with_value
 from harness.errors import EXIT_OK, ConfigError
 from harness.job import Job, differing_numerics
 from harness.model.spec import BALANCE_BIAS, block_prefix
@@ -32,7 +32,7 @@ KEPT_REFERENCES = 8
 TOLERANCES = {"float32": (1e-5, 1e-4), "bfloat16": (1e-3, 5e-2), "float8": (1e-3, 2e-1)}
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParityConfig:
     """Layouts to compare, and tolerances."""
 
@@ -65,7 +65,7 @@ class ParityConfig:
             raise ConfigError("parity.layouts", self.layouts, rule, "parity.random=0, or no parity.layouts")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParityJob(Job):
     """A job plus the options of the comparison."""
 
@@ -235,9 +235,7 @@ def is_low_precision(job: Job) -> bool:
 
 def in_float32(job: Job) -> Job:
     """Return a copy of a job that computes in float32."""
-    copied = Job.from_json(job.to_json())
-    copied.precision = type(job.precision)()
-    return copied.resolve(gpus=0)
+    return dataclasses.replace(job, precision=type(job.precision)()).resolve(gpus=0)
 
 
 def tolerances_of(job: Job, config: ParityConfig) -> tuple[float, float]:
@@ -259,9 +257,7 @@ def comparisons(job: Job) -> list[Job]:
     """
     if not is_low_precision(job) or not job.model.moe.enabled or job.model.moe.force_balance:
         return [job]
-    balanced = Job.from_json(job.to_json())
-    balanced.model.moe.force_balance = True
-    return [in_float32(job), balanced.resolve(gpus=0)]
+    return [in_float32(job), with_value(job, "model.moe.force_balance", True).resolve(gpus=0)]
 
 
 def parity(job: ParityJob, overrides: list[str]) -> int:
@@ -326,7 +322,7 @@ def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[Row]:
     with Composer("parity", ParityJob) as composer:
         for seed in range(config.seed, config.seed + config.random):
             composed, job = random_job(composer, seed, config.world_size, fixed)
-            yield Row(f"parity.seed={seed}", job_of(job), " ".join(composed))
+            yield Row(f"parity.seed={seed}", job.plain, " ".join(composed))
 
 
 HEADER = f"{'layout':<28} {'ranks':>5} {'loss':>9} {'gradient':>9} {'norm':>9}  verdict  worst parameter\n"
@@ -356,18 +352,13 @@ def compose_layouts(
     jobs: dict[str, tuple[int, Job]] = {}
     with Composer("parity", ParityJob) as composer:
         for name in config.layouts or matrix:
-            job = job_of(composer.job([*overrides, *matrix[name].split()]))
+            job = composer.job([*overrides, *matrix[name].split()]).plain
             first = next(iter(jobs.values()), (0, job))[1]
             differing = differing_numerics(first, job)
             if differing:
                 raise ConfigError("parity.matrix", name, f"changes the numerics: {', '.join(differing)}")
             jobs[name] = (job.world_size, job)
     return jobs
-
-
-def job_of(job: Job) -> Job:
-    """Return the job without the ``parity`` options."""
-    return Job(**{field.name: getattr(job, field.name) for field in dataclasses.fields(Job)})
 
 
 def single_process(job: Job) -> Job:
@@ -381,7 +372,7 @@ def single_process(job: Job) -> Job:
         rows = layout.pp_microbatch_size if layout.pp > 1 else job.local_batch_size
     training = dataclasses.replace(job.training, local_batch_size=rows, loss_chunks=1)
     plain = {name: type(getattr(job, name))() for name in ("parallelism", "activation_checkpoint", "compile")}
-    return dataclasses.replace(Job.from_json(job.to_json()), training=training, **plain).resolve(gpus=0)
+    return dataclasses.replace(job, training=training, **plain).resolve(gpus=0)
 
 
 def _largest(expected: list[float], found: list[list[float]]) -> float:

@@ -45,13 +45,14 @@ def composed(overrides: tuple[str, ...], launched: tuple[str | None, ...]) -> Jo
 
 def unresolved(**layout: Any) -> Job:
     """A tiny job before resolve, with these fields of layout, training or cluster."""
-    made = from_dict(Job, job().to_dict())
-    made.cluster.device = "auto"
-    made.training.global_batch_size = made.training.local_batch_size = None
+    made = job().to_dict()
+    made["cluster"]["device"] = "auto"
+    made["training"] |= {"global_batch_size": None, "local_batch_size": None}
     for name, value in layout.items():
-        owner = next(part for part in (made.parallelism, made.training, made.cluster) if hasattr(part, name))
-        setattr(owner, name, value)
-    return made
+        part = next(part for part in ("parallelism", "training", "cluster") if name in made[part])
+        made[part][name] = value
+    read: Job = from_dict(Job, made)
+    return read
 
 
 # --- identity

@@ -16,6 +16,7 @@ from tiers import rest_is_thorough
 
 from harness import parity
 from harness.cluster.pool import RankFailed, RankPool
+from harness.config import with_value
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.parity import ParityConfig, ParityJob, Trace, compare, compose_layouts, single_process, trace
@@ -384,11 +385,11 @@ def test_verb_prints_a_table_and_fails_where_one_differs(capsys: pytest.CaptureF
     job = ParityJob(
         **vars(layout("fsdp")), parity=ParityConfig(matrix=MATRIX, layouts=["ddp", "tp4"], steps=2)
     )
-    job.parity.world_size = 2
+    job = with_value(job, "parity.world_size", 2)
     assert parity.parity(job, ["data.mask_fraction=0.3"]) == 0
     out = capsys.readouterr().out
     assert "1 of 1 layouts agree" in out
     assert "skipped: parity.world_size=2" in out
-    job.parity.gradient_tolerance = 0.0
+    job = with_value(job, "parity.gradient_tolerance", 0.0)
     assert parity.parity(job, ["data.mask_fraction=0.3"]) == parity.EXIT_DIFFERS
     assert "DIFFERS" in capsys.readouterr().out

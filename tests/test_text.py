@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from harness.cluster.slurm import Submission
 from harness.compose import compose_job, compose_points
-from harness.config import leaves
+from harness.config import leaves, with_value
 from harness.download import DownloadJob
 from harness.errors import EXIT_OK, EXIT_USER, ConfigError, UserError
 from harness.job import Job
@@ -32,17 +31,6 @@ def composed() -> Job:
     return compose_job(SMALL)
 
 
-def with_value(name: str, value: object) -> Job:
-    changed = deepcopy(composed())
-    owner: object = changed
-    *path, last = name.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    assert hasattr(owner, last)
-    setattr(owner, last, value)
-    return changed
-
-
 def test_control_characters_are_refused_in_every_text() -> None:
     """Fields that are null here are strings too."""
     texts = [name for name, _, value in leaves(composed()) if isinstance(value, str)]
@@ -59,7 +47,7 @@ def test_control_characters_are_refused_in_every_text() -> None:
     ]
     for name in [*texts, *(f"cluster.{field}" for field in fields)]:
         with pytest.raises(ConfigError) as caught:
-            with_value(name, INJECTED).resolve(gpus=0)
+            with_value(composed(), name, INJECTED).resolve(gpus=0)
         assert str(caught.value) == (
             f"{name}=x\\ntouch F #: must be one line of printable text, and holds U+000A"
         )
@@ -82,7 +70,7 @@ def test_control_characters_are_refused_inside_lists_and_mappings(
     name: str, value: object, says: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        validate_texts(with_value(name, value))
+        validate_texts(with_value(composed(), name, value))
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
 
@@ -119,7 +107,7 @@ SECRETS = [
 @pytest.mark.parametrize(("name", "value"), SECRETS)
 def test_secrets_are_refused_and_not_repeated(name: str, value: object) -> None:
     with pytest.raises(SecretError) as caught:
-        with_value(name, value).resolve(gpus=0)
+        with_value(composed(), name, value).resolve(gpus=0)
     assert SECRET not in str(caught.value)
     assert str(caught.value).startswith(name)
     assert "environment" in str(caught.value) or "in the shell that starts the job" in str(caught.value)
@@ -138,7 +126,7 @@ NO_SECRETS = [
 
 @pytest.mark.parametrize(("name", "value"), NO_SECRETS)
 def test_what_is_no_secret_is_taken(name: str, value: object) -> None:
-    validate_texts(with_value(name, value))
+    validate_texts(with_value(composed(), name, value))
 
 
 def test_a_sweep_does_not_write_down_points_with_secrets() -> None:

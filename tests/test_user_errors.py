@@ -343,7 +343,9 @@ LAYOUTS = [
     ),
     mistake("model.family=gemma", "model.family=gemma: no such choice", "model.family=llama"),
     mistake("model.activation=gelu", "model.activation=gelu: no such choice", "model.activation=swiglu"),
-    mistake("model.attention.kind=mha", "model.attention.kind=mha: no such choice", "model.attention.kind=gqa"),
+    mistake(
+        "model.attention.kind=mha", "model.attention.kind=mha: no such choice", "model.attention.kind=gqa"
+    ),
     mistake(
         "model.attention.window=8 model.attention.chunk=8",
         "model.attention.chunk=8: is one way to attend locally, and model.attention.window another",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harness.compose import compose_job
+from harness.config import with_value
 from harness.job import Job
 from harness.metrics.memory import GIB
 from harness.model.accounting import block_parameters
@@ -152,7 +153,7 @@ def layers_that_fit(case: Case, memory_bytes: float, *, whole_logits: bool) -> i
     """The most layers of a case's model whose estimate leaves a twelfth of the memory free; 0: not one."""
     job = case.with_layers(None).job()
     for n_layers in range(job.model.n_layers, 0, -1):
-        job.model.n_layers = n_layers
-        if estimated_bytes(job, whole_logits=whole_logits) <= memory_bytes * 11 / 12:
+        fewer = with_value(job, "model.n_layers", n_layers)
+        if estimated_bytes(fewer, whole_logits=whole_logits) <= memory_bytes * 11 / 12:
             return n_layers
     return 0

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gpu_cases as cases
 from gpu_table import render
 
+from harness.config import with_value
 from harness.errors import UserError
 from harness.metrics.memory import GIB
 from harness.metrics.mfu import peak_of, utilization
@@ -298,7 +299,7 @@ def dry_lines(arguments: argparse.Namespace, facts: Row, shape: str, checkpointi
             continue
         n_layers = layers_to_begin_with(arguments, facts, case)
         if n_layers:
-            case, job.model.n_layers = case.with_layers(n_layers), n_layers
+            case, job = case.with_layers(n_layers), with_value(job, "model.n_layers", n_layers)
         needed = cases.estimated_bytes(job, whole_logits=False) / GIB
         size = f"{job.model.n_layers} layers, about {needed:.1f} of {facts['memory'] / GIB:.1f} GiB"
         left_out = "; would be left out" if n_layers == 0 else ""

@@ -12,7 +12,7 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 PARTS = ("optimizer", "lr_scheduler", "data_loader", "train_state", "rng")
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointConfig:
     """Names and meanings follow torchtitan's ``[checkpoint]`` section where it has the field."""
 

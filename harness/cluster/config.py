@@ -20,7 +20,7 @@ DEVICES = ("auto", "cpu", "cuda")
 NODE_CHECKS = ("off", "fail", "exclude")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClusterConfig:
     """Where a job runs: on this machine, or on nodes of a SLURM cluster."""
 

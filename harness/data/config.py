@@ -27,7 +27,7 @@ _READ_ONLY_BY = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     """Source of the documents, held-out documents, and packing into samples."""
 
@@ -172,7 +172,7 @@ class DataConfig:
             )
 
 
-@dataclass
+@dataclass(frozen=True)
 class TokenizerConfig:
     """How text becomes token ids."""
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.config import execution, label, numerics
-from harness.errors import ConfigError
+from harness.errors import ConfigError, divisors
 
 NON_FINITE = ("stop", "skip")
 ATTENTION = ("sdpa", "flex", "varlen")
 MATMUL_PRECISIONS = ("highest", "high")
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingConfig:
     """Length, batch and seed of a run."""
 
@@ -39,8 +39,41 @@ class TrainingConfig:
     gc_interval: int = execution(50, least=0)
     """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to collect."""
 
+    def resolve(self, replicas: int) -> TrainingConfig:
+        """Return the options with the batch sizes set.
 
-@dataclass
+        Args:
+            replicas: data-parallel ranks.
+
+        Raises:
+            ConfigError: the batch cannot be split evenly.
+        """
+        local, size = self.local_batch_size, self.global_batch_size
+        if size is None:
+            size = (local or 8) * replicas
+        if size % replicas:
+            unit = replicas * (local or 1)
+            below = size // unit * unit
+            works = [each for each in (below, below + unit) if each]
+            raise ConfigError(
+                "training.global_batch_size",
+                size,
+                f"must be a multiple of the data-parallel ranks, dp_replicate x dp_shard = {replicas}",
+                f"{', '.join(map(str, works))}, or {', '.join(map(str, divisors(size)))} data-parallel ranks",
+            )
+        share = size // replicas
+        local = local or share
+        if share % local:
+            raise ConfigError(
+                "training.local_batch_size",
+                local,
+                f"must divide training.global_batch_size={size} / {replicas} data-parallel ranks = {share}",
+                divisors(share),
+            )
+        return replace(self, local_batch_size=local, global_batch_size=size)
+
+
+@dataclass(frozen=True)
 class ValidationConfig:
     """Loss on held-out samples."""
 
@@ -50,7 +83,7 @@ class ValidationConfig:
     """Global batches per validation."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class DebugConfig:
     """Determinism, checks that cost speed, and the reaction to numbers that are not finite."""
 

@@ -11,7 +11,7 @@ CONSOLES = ("auto", "rich", "plain", "none")
 WANDB_MODES = ("online", "offline", "disabled")
 
 
-@dataclass
+@dataclass(frozen=True)
 class MetricsConfig:
     """Which metrics are written, how often, and where. Every field is a label: none changes the results."""
 
@@ -46,7 +46,7 @@ class MetricsConfig:
     """Also write TensorBoard event files into the ``tensorboard`` folder of the run."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProfilingConfig:
     """Traces of complete steps by torch's profiler, and snapshots of GPU memory."""
 

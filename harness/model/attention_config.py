@@ -42,7 +42,7 @@ class Span:
         return min(seq_len, self.window or seq_len, self.chunk or seq_len)
 
 
-@dataclass
+@dataclass(frozen=True)
 class AttentionConfig:
     """Self-attention; the defaults are Llama's."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.config import label, numerics, part
 from harness.errors import ConfigError, divisors
@@ -26,7 +26,7 @@ FAMILIES = (
 ACTIVATIONS = ("swiglu", "swiglu_clamped")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelConfig:
     """A pre-norm decoder: attention and a feed-forward, dense or a mixture of experts, in every block."""
 
@@ -69,20 +69,21 @@ class ModelConfig:
     mtp: MTPConfig = part(MTPConfig)
     """Multi-token prediction: one more block, which predicts the token after the next."""
 
-    def resolve(self) -> None:
-        """Fill in fields that follow from others."""
-        if self.head_dim is None and self.attention.is_latent:
-            self.head_dim = self.attention.qk_nope_head_dim + self.attention.qk_rope_head_dim
-        if self.head_dim is None:
-            if self.dim % self.n_heads:
-                fits = [d for d in divisors(self.dim) if d % self.n_kv_heads == 0 and self.dim // d % 2 == 0]
-                raise ConfigError(
-                    "model.n_heads",
-                    self.n_heads,
-                    f"must divide model.dim={self.dim} when model.head_dim is null",
-                    [*fits, "or model.head_dim set"] if fits else "model.head_dim set",
-                )
-            self.head_dim = self.dim // self.n_heads
+    def resolve(self) -> ModelConfig:
+        """Return the model with head_dim set."""
+        if self.head_dim is not None:
+            return self
+        if self.attention.is_latent:
+            return replace(self, head_dim=self.attention.qk_nope_head_dim + self.attention.qk_rope_head_dim)
+        if self.dim % self.n_heads:
+            fits = [d for d in divisors(self.dim) if d % self.n_kv_heads == 0 and self.dim // d % 2 == 0]
+            raise ConfigError(
+                "model.n_heads",
+                self.n_heads,
+                f"must divide model.dim={self.dim} when model.head_dim is null",
+                [*fits, "or model.head_dim set"] if fits else "model.head_dim set",
+            )
+        return replace(self, head_dim=self.dim // self.n_heads)
 
     def validate(self) -> None:
         """Raise ConfigError when the fields do not describe a decoder."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-from harness.config import check_rules
+from harness.config import check_rules, with_value
 from harness.errors import ConfigError, UserError
 from harness.model.config import ModelConfig
 from harness.model.families import ALL, Family
@@ -43,10 +43,10 @@ def model_from_config(path: str) -> ModelConfig:
     try:
         family = _family(content)
         model = _read(family, decoder_part(family, content))
-        model.name = re.sub(r"[^\w.-]+", "_", file.resolve().parent.name) or "from_config"
-        model.path = path
+        name = re.sub(r"[^\w.-]+", "_", file.resolve().parent.name) or "from_config"
+        model = dataclasses.replace(model, name=name, path=path)
         check_rules(model, "model.")
-        model.resolve()
+        model = model.resolve()
         model.validate()
         check_hf_config(model, content)
     except UserError as error:
@@ -65,35 +65,32 @@ def _family(content: Mapping[str, Any]) -> Family:
 
 def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
     """Read the model, without resolving it."""
-    model = ModelConfig()
-    model.family = family.name
-    for field in dataclasses.fields(ModelConfig):
-        if getattr(model, field.name) == "???" and field.name != "name":
-            setattr(model, field.name, 1)  # config_fields needs a value
+    unknown = [each.name for each in dataclasses.fields(ModelConfig) if each.default == "???"]
+    numbers: dict[str, Any] = {name: 1 for name in unknown if name != "name"}  # config_fields needs a value
+    model = ModelConfig(family=family.name, **numbers)
     for name, value in family.requires.items():
-        _set(model, name, value, name)
+        model = _set(model, name, value, name)
     for _ in range(_MOST_ROUNDS):
-        before = dataclasses.asdict(model)
-        _read_fields(family, found, model)
-        if dataclasses.asdict(model) == before:
+        before, model = model, _read_fields(family, found, model)
+        if model == before:
             break
     for theirs, ours in family.trained.items():
         if isinstance(found.get(theirs), int | float):
-            _set(model, ours, found[theirs], theirs)
+            model = _set(model, ours, found[theirs], theirs)
     for name, value in (family.assumed(model) if family.assumed else {}).items():
-        _set(model, name, value, name)
+        model = _set(model, name, value, name)
     rope = found_rope(family, found)
-    _set(model, "rope.theta", rope.theta, "rope_theta")
+    model = _set(model, "rope.theta", rope.theta, "rope_theta")
     if rope.scaling not in list(STRETCHING):  # it may be a list or an object
         known = [name if name != "none" else "default" for name in STRETCHING]
         raise UserError(f"it has rope_type {rope.scaling!r}; would work: {', '.join(known)}")
-    model.rope.scaling = str(rope.scaling)
+    model = with_value(model, "rope.scaling", str(rope.scaling))
     for name, (theirs, value) in rope.values().items():
-        _set(model, f"rope.{name}", value, theirs)
+        model = _set(model, f"rope.{name}", value, theirs)
     return model
 
 
-def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -> None:
+def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     for field in family.config_fields(model):
         if field.ours is None:
             continue
@@ -103,14 +100,15 @@ def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -
             raise UserError(f"it has {error}, which no value of model.{field.ours} matches") from None
         # Null is a value of nullable fields; else a config.json without a value leaves the field as it is.
         if value is not None or (field.nullable and field.to_ours is None):
-            _set(model, field.ours, value, field.theirs)
+            model = _set(model, field.ours, value, field.theirs)
         elif field.to_ours is None:
             follows = ", and fields of its default are missing or invalid" if callable(field.default) else ""
             raise UserError(f"it has no {field.theirs}{follows}")
+    return model
 
 
-def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> None:
-    """Set a field by its dotted name.
+def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> ModelConfig:
+    """Return the model with a field, by its dotted name, set.
 
     Raises:
         UserError: the value has another type, or is out of range for any model.
@@ -136,7 +134,7 @@ def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> None:
     if type(value) not in kinds:
         wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
         raise UserError(f"it has {theirs} {value!r} instead of a value of type {wanted}")
-    setattr(owner, last, value)
+    return with_value(model, name, value)
 
 
 def model_node(path: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("max", "top2_sum")
 
 
-@dataclass
+@dataclass(frozen=True)
 class MoEConfig:
     """A mixture of experts (arXiv:1701.06538): each token goes to top_k of num_experts.
 

@@ -10,7 +10,7 @@ from harness.errors import ConfigError
 DEPTHS = (0, 1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class MTPConfig:
     """Multi-token prediction as in DeepSeek V3 (arXiv:2412.19437, section 2.2).
 

@@ -11,7 +11,7 @@ from harness.errors import ConfigError
 SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
-@dataclass
+@dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding (RoFormer, arXiv:2104.09864)."""
 

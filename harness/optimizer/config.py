@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.config import execution, numerics
 from harness.errors import ConfigError
@@ -16,7 +16,7 @@ LARGEST_BFLOAT16_BETA = 0.99
 DECAYS = ("linear", "sqrt", "cosine")
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW (arXiv:1711.05101)."""
 
@@ -46,9 +46,9 @@ class OptimizerConfig:
     the gradients of the full model are never in memory. Needs training.max_norm=0, one pass per step, no
     pipeline and debug.non_finite=stop."""
 
-    def resolve(self, master_dtype: str) -> None:
-        """Set state_dtype if it is null."""
-        self.state_dtype = self.state_dtype or master_dtype
+    def resolve(self, master_dtype: str) -> OptimizerConfig:
+        """Return the options with state_dtype set."""
+        return replace(self, state_dtype=self.state_dtype or master_dtype)
 
     def validate(self, master_dtype: str = "float32") -> None:
         """Raise ConfigError for an option that the parameters' or the state's format does not allow."""
@@ -73,7 +73,7 @@ class OptimizerConfig:
                 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScheduleConfig:
     """Warm-up, a stable phase, and a decay (WSD, arXiv:2404.06395); cosine has no stable phase."""
 

@@ -14,7 +14,7 @@ BACKENDS = ("inductor", "aot_eager", "eager", "aot_eager_decomp_partition", "cud
 COMPONENTS = ("blocks", "loss")
 
 
-@dataclass
+@dataclass(frozen=True)
 class CompileConfig:
     """torch.compile, block by block: equal blocks share compiled code, so depth adds no compile time."""
 
@@ -50,7 +50,7 @@ def _installed_backends() -> set[str]:
     return {entry.name for entry in entry_points(group="torch_dynamo_backends")}
 
 
-@dataclass
+@dataclass(frozen=True)
 class ActivationCheckpointConfig:
     """Activations that are recomputed in backward instead of saved (arXiv:1604.06174)."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from math import lcm, prod
 
@@ -22,7 +22,7 @@ CP_METHODS = ("ring", "ulysses")
 CP_ROTATE_METHODS = ("allgather", "alltoall")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelismConfig:
     """A layout. The product of dp_replicate, dp_shard, cp, tp and pp is the world size."""
 
@@ -162,8 +162,8 @@ class ParallelismConfig:
         """Whether residuals are split along the sequence."""
         return self.tp > 1 and self.sequence_parallel
 
-    def resolve(self, world_size: int | None, default_world: int | None) -> None:
-        """Resolve dp_shard=-1 and check the product of the degrees.
+    def resolve(self, world_size: int | None, default_world: int | None) -> ParallelismConfig:
+        """Check the product of the degrees; return the layout with dp_shard and the schedule's digest set.
 
         Args:
             world_size: number of ranks, if determined outside the layout.
@@ -180,7 +180,7 @@ class ParallelismConfig:
                     f"{named} does not divide the world size {world}",
                     f"a world size that is a multiple of {others}, or degrees that divide {world}",
                 )
-            self.dp_shard = world // others
+            return replace(self, dp_shard=world // others).resolve(world_size, default_world)
         if world_size is not None and self.world_size != world_size:
             named = " x ".join(f"{axis}={degree}" for axis, degree in self.degrees.items() if degree > 1)
             others = self.world_size // self.dp_shard
@@ -196,6 +196,9 @@ class ParallelismConfig:
                 f"but there are {world_size} ranks",
                 f"{rest}, or {self.world_size} ranks",
             )
+        if self.pp == 1 or self.pp_schedule_csv is None:
+            return self
+        return replace(self, pp_schedule_csv_digest=read_csv_schedule(self.pp_schedule_csv, self.pp).digest)
 
     def validate(self, model: ModelConfig, seq_len: int, local_batch_size: int, share: int) -> None:
         """Check the layout against the model, the sequence and the batch.
@@ -348,8 +351,7 @@ class ParallelismConfig:
         check_stages(self, model.n_layers)
         per_rank = stages_per_rank(self, model.n_layers)
         if self.pp_schedule_csv is not None:
-            read = read_csv_schedule(self.pp_schedule_csv, self.pp)
-            self.pp_schedule_csv_digest, scheduled = read.digest, read.num_microbatches
+            scheduled = read_csv_schedule(self.pp_schedule_csv, self.pp).num_microbatches
             rule = f"{self.pp_schedule_csv} runs {scheduled} microbatches"
             self._validate_microbatches(local_batch_size, share, scheduled.__eq__, rule)
             return

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from harness.cluster.hardware import find_accelerator
+from harness.config import with_value
 from harness.errors import UserError
 from harness.job import Job
 from harness.plan.constants import Calibration, Constants
@@ -156,8 +157,8 @@ def calibrate(folder: Path) -> tuple[Calibration, list[Measured], str]:
     left_out = f"{len(rows) - len(measured)} rows without a throughput left out"
     known = find_accelerator(device)
     if known is not None:
-        for one in measured:
-            one.job.cluster.accelerator = known.name
+        named = [with_value(one.job, "cluster.accelerator", known.name) for one in measured]
+        measured = [replace(one, job=job) for one, job in zip(measured, named, strict=True)]
         start, names, expected = Calibration(START, source=source), FITTED, (PRIOR, NOISE)
     elif "CPU" in device:
         on_cores = replace(CPU_START, cores=len(os.sched_getaffinity(0)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from harness.job import Job
 from harness.rehearse.config import put_on_virtual_gpus
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlanJob(Job):
     """A job plus planner options."""
 
@@ -45,15 +44,10 @@ class PlanJob(Job):
         self._validate_plan()
         if self.search or self.calibrate is not None:
             return self
+        job = self
         if self.rehearse:
-            gpus = put_on_virtual_gpus(self)
-        super().resolve(launched_ranks=launched_ranks, gpus=gpus)
-        return self
-
-    @property
-    def plain(self) -> Job:
-        """The job without planner options."""
-        return Job(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)})
+            job, gpus = put_on_virtual_gpus(self)
+        return Job.resolve(job, launched_ranks=launched_ranks, gpus=gpus)
 
     def _validate_plan(self) -> None:
         if self.search and self.verify:

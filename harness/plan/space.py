@@ -135,7 +135,7 @@ class Space:
                 batch size is unknown.
         """
         base.cluster.validate()
-        base.model.resolve()
+        base = replace(base, model=base.model.resolve())
         base.model.validate()
         if base.training.global_batch_size is None:
             rule = "a search compares layouts at one batch, and null gives every layout its own"

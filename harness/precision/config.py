@@ -15,7 +15,7 @@ GROUPED = ("float8_rowwise", "mxfp8")
 DEFAULT_FILTER = ("output",)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrecisionConfig:
     """Number formats of the parameters, of computation and of the products of linears."""
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from harness.config import label, part
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.rehearse.device import DEFAULT, GPUS, VIRTUAL
 
+AnyJob = TypeVar("AnyJob", bound=Job)
 
-@dataclass
+
+@dataclass(frozen=True)
 class RehearseConfig:
     """Which ranks are rehearsed, and how."""
 
@@ -38,7 +40,7 @@ class RehearseConfig:
             raise ConfigError("rehearse.ranks", "[]", "must name a rank", "null, or [0]")
 
 
-@dataclass
+@dataclass(frozen=True)
 class RehearseJob(Job):
     """A job with options of its rehearsal."""
 
@@ -47,32 +49,25 @@ class RehearseJob(Job):
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> RehearseJob:
         """Resolve the job as on a machine that has the virtual GPUs."""
-        gpus = put_on_virtual_gpus(self)
-        super().resolve(launched_ranks=launched_ranks, gpus=gpus)
-        self.rehearse.validate(self.world_size)
-        return self
-
-    @property
-    def plain(self) -> Job:
-        """The job without the options."""
-        return Job(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)})
+        job, gpus = put_on_virtual_gpus(self)
+        job = Job.resolve(job, launched_ranks=launched_ranks, gpus=gpus)
+        job.rehearse.validate(job.world_size)
+        return job
 
 
-def put_on_virtual_gpus(job: Job) -> int:
-    """Set the device of an unresolved job to virtual GPUs; return how many a local job finds.
+def put_on_virtual_gpus(job: AnyJob) -> tuple[AnyJob, int]:
+    """Return an unresolved job with virtual GPUs as its device, and how many of them a local job finds.
 
     Raises:
         ConfigError: the job is for a CPU, or there is no virtual GPU of its kind.
     """
     if job.cluster.device == "cpu":
         raise ConfigError("cluster.device", "cpu", "rehearsals are for jobs on GPUs", ["cuda", "auto"])
-    job.cluster.device = "cuda"
-    job.cluster.accelerator = job.cluster.accelerator or DEFAULT
-    if job.cluster.accelerator not in VIRTUAL:
-        raise ConfigError(
-            "cluster.accelerator", job.cluster.accelerator, "there is no virtual GPU of this kind", VIRTUAL
-        )
-    return job.cluster.ranks or GPUS
+    kind = job.cluster.accelerator or DEFAULT
+    if kind not in VIRTUAL:
+        raise ConfigError("cluster.accelerator", kind, "there is no virtual GPU of this kind", VIRTUAL)
+    cluster = replace(job.cluster, device="cuda", accelerator=kind)
+    return replace(job, cluster=cluster), cluster.ranks or GPUS
 
 
 def ranks_to_rehearse(job: Job, config: RehearseConfig) -> list[int]:

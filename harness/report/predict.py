@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.cluster.hardware import find_accelerator
+from harness.config import with_value
 from harness.job import Job
 from harness.metrics.memory import GIB
 from harness.plan.constants import Calibration
@@ -32,8 +32,7 @@ def predicted(job: Job, accelerator: str | None = None, calibration: Calibration
     from harness.plan.make import make_plan
 
     if accelerator is not None:
-        job = copy.deepcopy(job)
-        job.cluster.accelerator = accelerator
+        job = with_value(job, "cluster.accelerator", accelerator)
     if calibration is not None and calibration.accelerator is not None and accelerator is not None:
         calibration = None
     plan = make_plan(job, calibration)

@@ -16,6 +16,7 @@ from harness.cluster.queue import SlurmError
 from harness.cluster.slurm import Submission, shape_of
 from harness.cluster.submit import confirm, cost_in_words, submit
 from harness.compose import Composed
+from harness.config import with_value
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
 from harness.job import Job
 from harness.metrics.views import log_sweep
@@ -40,11 +41,11 @@ def sweep(composed: Sequence[Composed]) -> int:
     if not jobs:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
         raise UserError(f"none of the {len(composed)} points is a valid job:\n{reasons}".rstrip())
-    tasks = unique_points(legal)
     registry = Registry(folder_of(jobs))
-    for _, job in tasks:
-        if job.metrics.wandb_group is None:
-            job.metrics.wandb_group = registry.name
+    tasks = [
+        (point, with_value(job, "metrics.wandb_group", job.metrics.wandb_group or registry.name))
+        for point, job in unique_points(legal)
+    ]
     points = [point for point, _ in tasks]
     by_folder = {point.run_dir: job for point, job in tasks}
     if jobs[0].cluster.dry_run:

@@ -13,6 +13,7 @@ from harness.cluster.attempt import srun_command
 from harness.cluster.slurm import Submission, shape_of
 from harness.cluster.submit import confirm, cost_in_words
 from harness.compose import compose_job
+from harness.config import with_value
 from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.loop.setup import pick_device
@@ -114,7 +115,7 @@ def test_a_time_limit_that_is_not_given_is_the_partitions(
     assert (
         cost_in_words([job("cluster.time=null", "cluster.partition='free,long'")]) == "at most 8760 GPU-hours"
     )
-    made.cluster.partition = "long"
+    made = with_value(made, "cluster.partition", "long")
     assert cost_in_words([made]) == "at most 24 GPU-hours"
     queue.partition_minutes.cache_clear()
 

@@ -9,6 +9,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from harness.config import from_dict
 from harness.model.accounting import account, block_parameters
 from harness.model.config import ModelConfig
 from harness.model.decoder import Block, Decoder
@@ -53,10 +54,10 @@ DEBUG = [
 
 
 def shipped(name: str) -> ModelConfig:
-    merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(MODELS / f"{name}.yaml"))
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, ModelConfig)
-    config.resolve()
+    read: ModelConfig = from_dict(
+        ModelConfig, OmegaConf.to_container(OmegaConf.load(MODELS / f"{name}.yaml"))
+    )
+    config = read.resolve()
     config.validate()
     return config
 

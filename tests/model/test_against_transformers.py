@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from typing import Any
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harness.config import with_value
 from harness.model.attention_config import KINDS, QK_NORMS
 from harness.model.config import ACTIVATIONS, ModelConfig
 from harness.model.decoder import Decoder
@@ -107,19 +107,15 @@ WORDS = {
 
 def with_another(config: ModelConfig, field: str) -> ModelConfig:
     """The same model but for one field, named as in ``model.attention.sinks``; it may be no valid one."""
-    *path, name = field.split(".")
-    changed = copy.deepcopy(config)
-    part: Any = changed
-    for each in path:
-        part = getattr(part, each)
-    before = getattr(part, name)
+    before = functools.reduce(getattr, field.split("."), config)
+    value: object
     if isinstance(before, bool):
-        setattr(part, name, not before)
+        value = not before
     elif isinstance(before, str):
-        setattr(part, name, next(word for word in WORDS[name] if word != before))
+        value = next(word for word in WORDS[field.split(".")[-1]] if word != before)
     else:
-        setattr(part, name, 7 if before != 7 else 8)
-    return changed
+        value = 7 if before != 7 else 8
+    return with_value(config, field, value)
 
 
 def theirs(config: ModelConfig, model: Decoder) -> torch.nn.Module:
@@ -163,8 +159,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_gradients(variant: str) -> None:
-    config = dataclasses.replace(VARIANTS[variant])
-    config.resolve()
+    config = VARIANTS[variant].resolve()
     config.validate()
     model = ours(config, seq_len=48)
     reference = theirs(config, model)
@@ -191,8 +186,7 @@ def test_the_variants_differ() -> None:
     for first, second in (("plain", "llama3_rope"), ("plain", "large_eps")):
         made = []
         for variant in (first, second):
-            config = dataclasses.replace(VARIANTS[variant])
-            config.resolve()
+            config = VARIANTS[variant].resolve()
             made.append(ours(config, 48)(tokens))
         assert (made[0] - made[1]).abs().max() > 1e-2
 
@@ -214,8 +208,7 @@ def test_scaling_changes_long_wavelengths_only() -> None:
 
 def test_a_part_continues_where_the_other_ends() -> None:
     """Two halves of a model, each built alone, compute what the whole computes."""
-    config = dataclasses.replace(VARIANTS["grouped_query"])
-    config.resolve()
+    config = VARIANTS["grouped_query"].resolve()
     whole = ours(config, 16)
     tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(1))
     halves = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "norm", "output"]]
@@ -230,8 +223,7 @@ def test_a_part_continues_where_the_other_ends() -> None:
 
 
 def test_no_position_sees_a_later_one() -> None:
-    config = dataclasses.replace(VARIANTS["grouped_query"])
-    config.resolve()
+    config = VARIANTS["grouped_query"].resolve()
     model = ours(config, 16)
     tokens = torch.randint(96, (1, 16), generator=torch.Generator().manual_seed(1))
     changed = tokens.clone()

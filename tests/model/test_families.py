@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
 from harness.checkpoint.pieces import fill, full_ranges
+from harness.config import with_value
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.families import ALL
@@ -36,14 +36,9 @@ def changed(name: str, **fields: Any) -> ModelConfig:
 
 def set_fields(model: ModelConfig, **fields: Any) -> ModelConfig:
     """The same model with other numbers, ``moe__top_k=2`` say."""
-    config = copy.deepcopy(model)
     for field, value in fields.items():
-        *path, last = field.split("__")
-        part: Any = config
-        for each in path:
-            part = getattr(part, each)
-        setattr(part, last, value)
-    config.resolve()
+        model = with_value(model, field.replace("__", "."), value)
+    config = model.resolve()
     config.validate()
     return config
 

@@ -27,8 +27,7 @@ ALL = {**VARIANTS, "theta": dataclasses.replace(VARIANTS["plain"], rope=RopeConf
 
 
 def variant(name: str) -> ModelConfig:
-    config = dataclasses.replace(ALL[name])
-    config.resolve()
+    config = ALL[name].resolve()
     config.validate()
     return config
 

@@ -23,8 +23,7 @@ def config(tied: bool = False, **numbers: int) -> ModelConfig:
     made = ModelConfig(
         "small", ffn_hidden_dim=256, max_seq_len=64, tied_embeddings=tied, **{**shape, **numbers}
     )
-    made.resolve()
-    return made
+    return made.resolve()
 
 
 def values(made: ModelConfig, modules: list[str] | None = None, seed: int = 42) -> dict[str, Tensor]:

@@ -30,8 +30,7 @@ CONFIGS = {
     "wide_heads": dataclasses.replace(VARIANTS["plain"], n_kv_heads=2, head_dim=24),
     "llama31": dataclasses.replace(VARIANTS["plain"], n_kv_heads=2, rope=STRETCHED),
 }
-for _config in CONFIGS.values():
-    _config.resolve()
+CONFIGS = {name: config.resolve() for name, config in CONFIGS.items()}
 
 
 def meta_weights(config: ModelConfig) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from harness.checkpoint.distributed import DistributedSource, write_plain
 from harness.checkpoint.torchtitan import Torchtitan, torchtitan_arguments
+from harness.config import with_value
 from harness.errors import ConfigError
 from harness.model.attention_config import AttentionConfig
 from harness.model.config import ModelConfig
@@ -49,8 +50,7 @@ def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
 
 
 def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
-    config = dataclasses.replace(VARIANTS["plain"], tied_embeddings=True)
-    config.resolve()
+    config = dataclasses.replace(VARIANTS["plain"], tied_embeddings=True).resolve()
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)
     write_plain(source, tmp_path)
@@ -60,9 +60,8 @@ def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
 
 
 def test_rows_of_qwen3_stay_where_they_are() -> None:
-    config = dataclasses.replace(VARIANTS["plain"], family="qwen3")
-    config.attention = dataclasses.replace(config.attention, qk_norm="learned")
-    config.resolve()
+    config = dataclasses.replace(VARIANTS["plain"], family="qwen3").resolve()
+    config = with_value(config, "attention.qk_norm", "learned")
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)
     assert all(torch.equal(source.read(name), tensor) for name, tensor in ours.items())

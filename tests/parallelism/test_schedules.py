@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from harness.parallelism.stages import stages_of_rank
 def stages(layout: ParallelismConfig, per_rank: int, rank: int = 0) -> list[Any]:
     """Stand-ins for one rank's stages, with the attributes that a schedule's constructor reads."""
     total = layout.pp * per_rank
-    layout.pp_layers_per_stage = 1
+    layout = replace(layout, pp_layers_per_stage=1)
     indices = stages_of_rank(layout, total - 2, rank)
     assert len(indices) == per_rank
     return [

@@ -9,6 +9,7 @@ import pytest
 
 from harness.cluster.ticket import Ticket
 from harness.compose import compose_points
+from harness.config import with_value
 from harness.job import Job
 from harness.run_folder import RunFolder
 from harness.sweep import run
@@ -69,10 +70,12 @@ def test_the_scripts_have_limits_and_dependencies(tmp_path: Path, capsys: pytest
 
 def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of a limit of four are in use; then all four, and new points wait for their end."""
-    own = points(tmp_path, "training.seed=1,2,3,4,5,6,7,8")
+    own = [
+        (point, with_value(job, "cluster.max_running", 4))
+        for point, job in points(tmp_path, "training.seed=1,2,3,4,5,6,7,8")
+    ]
     jobs = {point.run_dir: job for point, job in own}
     for point, job in own:
-        job.cluster.max_running = 4
         RunFolder(point.run_dir).plan(job, point.overrides)
     tickets = [Ticket("before", index, f"77_{index}") for index in range(4)]
     waiting = [
