@@ -24,7 +24,7 @@ import yaml
 
 from harness import arguments, errors, failures
 from harness.compose import shown_config
-from harness.config import type_hints
+from harness.config import rules_of, type_hints
 from harness.job import Job
 from harness.metrics import columns
 
@@ -163,7 +163,7 @@ def field_rows(cls: type, composed: Any, prefix: str) -> Iterator[tuple[str, lis
         role, text = field.metadata["role"], plain(texts.get(field.name))
         yield (
             prefix.rstrip("."),
-            [f"`{name}`", type_name(hint), shown(value), role, text],
+            [f"`{name}`", type_name(hint), plain(rules_of(field)), shown(value), role, text],
         )
 
 
@@ -180,7 +180,7 @@ def groups_of(cls: type, composed: Any, prefix: str = "") -> dict[str, list[list
     return groups
 
 
-FIELD_HEADER = ("field", "type", "default", "role", "meaning")
+FIELD_HEADER = ("field", "type", "rule", "default", "role", "meaning")
 
 
 def fields_page() -> str:

@@ -43,21 +43,22 @@ POINTS = "points"
 def register_schema(schema: type = Job) -> None:
     """Register a dataclass with Hydra as ``job_schema``, which every primary config starts from."""
     from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
 
-    node = OmegaConf.structured(schema)
-    _unlock(node)
-    ConfigStore.instance().store(name="job_schema", node=node)
+    ConfigStore.instance().store(name="job_schema", node=schema_node(schema))
 
 
-def _unlock(node: Any) -> None:
-    """Let Hydra change a schema: OmegaConf makes nodes of frozen dataclasses read-only."""
-    from omegaconf import DictConfig
+def schema_node(schema: type) -> Any:
+    """Return a dataclass as a config that can be changed: OmegaConf makes frozen ones read-only."""
+    from omegaconf import DictConfig, OmegaConf
 
-    node._set_flag("readonly", None)
-    for name in node:
-        if isinstance(child := node._get_node(name), DictConfig):
-            _unlock(child)
+    def unlock(node: DictConfig) -> DictConfig:
+        node._set_flag("readonly", None)
+        for name in node:
+            if isinstance(child := node._get_node(name), DictConfig):
+                unlock(child)
+        return node
+
+    return unlock(OmegaConf.structured(schema))
 
 
 def register_model(overrides: Iterable[str]) -> str | None:
@@ -386,7 +387,8 @@ def help_text(overrides: list[str], *, config_name: str = "train", schema: type 
 def _with_rules(shown: str, schema: type) -> str:
     """Add every field's rule to its line of YAML, as a comment."""
     rules = {name: rules_of(field) for name, field, _ in leaf_fields(schema())}
-    lines, path = [], []
+    lines: list[str] = []
+    path: list[str] = []
     for line in shown.splitlines():
         if match := re.match(r"( *)(\w+):", line):
             path = [*path[: len(match[1]) // 2], match[2]]

@@ -77,7 +77,7 @@ def test_control_characters_are_refused_inside_lists_and_mappings(
 
 def test_what_people_write_is_not_refused() -> None:
     for value in ("Zürich 東京 👩‍🔬", "a 'b' \"c\" $HOME #", "data/**/*.txt"):
-        validate_texts(with_value("name", value))
+        validate_texts(with_value(composed(), "name", value))
 
 
 def test_other_verbs_check_their_texts() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
+from harness.config import with_value
 from harness.job import Job
 
 TURNS = 3
@@ -77,8 +78,8 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
         return time.perf_counter() - started
 
     def saver_in(name: str, mode: str) -> Saver:
-        own = Job.from_json(job_json)
-        own.checkpoint.folder, own.checkpoint.async_mode = str(root / name), mode
+        own = with_value(Job.from_json(job_json), "checkpoint.folder", str(root / name))
+        own = with_value(own, "checkpoint.async_mode", mode)
         return Saver(own, root, engine, loader, together, lambda _: None)
 
     def clear() -> None:
@@ -108,8 +109,7 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
             dcp.load(state(), checkpoint_id=bare, process_group=together.group)  # noqa: B023
 
         def load_ours() -> None:
-            own = Job.from_json(job_json)
-            own.checkpoint.folder = str(root / "ours")
+            own = with_value(Job.from_json(job_json), "checkpoint.folder", str(root / "ours"))
             started_from = Starter(own, root, engine, loader, together).start()
             assert started_from.path is not None
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.config import check_rules, from_dict, leaves
+from harness.compose import schema_node
+from harness.config import check_rules, leaves
 from harness.data import DataConfig, TokenizerConfig
 from harness.errors import ConfigError
 
@@ -20,7 +21,7 @@ STREAMED = {"kind": "hub", "dataset": "d", "streaming": True, "shuffle": False}
 
 
 def load(config_class, file):
-    return from_dict(config_class, OmegaConf.to_container(OmegaConf.load(file)))
+    return OmegaConf.to_object(OmegaConf.merge(schema_node(config_class), OmegaConf.load(file)))
 
 
 def test_import_is_light():

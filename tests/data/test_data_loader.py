@@ -253,7 +253,7 @@ def test_one_sample_is_enough():
 
 
 def test_validation_without_a_source(corpus):
-    corpus.validation_fraction = 0.0
+    corpus = dataclasses.replace(corpus, validation_fraction=0.0)
     with pytest.raises(ConfigError, match=r"^data.validation_fraction=0.0: .*data.validation_paths"):
         loader(corpus, split="validation")
 

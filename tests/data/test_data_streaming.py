@@ -155,7 +155,7 @@ def test_validation_and_reset(data):
     assert "validation" in BYTES.decode(tokens_of_row(first, 0))
     validation.reset()
     assert same(first, global_steps([validation], 5))
-    data.validation_split = None
+    data = dataclasses.replace(data, validation_split=None)
     with pytest.raises(ConfigError, match=r"data\.validation_split"):
         loader(data, split="validation")
 

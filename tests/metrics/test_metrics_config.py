@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.config import check_rules, from_dict, leaves
+from harness.compose import schema_node
+from harness.config import check_rules, leaves
 from harness.errors import ConfigError
 from harness.metrics import MetricsConfig
 
@@ -17,9 +18,9 @@ CONF = Path(__file__).parents[2] / "conf" / "metrics"
 
 
 def shipped(name: str) -> MetricsConfig:
-    config: MetricsConfig = from_dict(
-        MetricsConfig, OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
-    )
+    merged = OmegaConf.merge(schema_node(MetricsConfig), OmegaConf.load(CONF / f"{name}.yaml"))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, MetricsConfig)
     check_rules(config)
     return config
 

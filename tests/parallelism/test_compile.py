@@ -9,6 +9,7 @@ import torch
 
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
+from harness.config import with_value
 from harness.data.loader import Batch
 from harness.errors import ConfigError
 from harness.job import Job
@@ -169,8 +170,8 @@ def fused_calls(job_json: str) -> tuple[int, int, float]:
 @pytest.mark.thorough
 def test_async_tensor_parallel_is_in_the_graph(pool: RankPool) -> None:
     job = compose_job([*TINY, "parallelism=tp", "compile.backend=inductor", "model.n_layers=2"])
-    for_fallback = Job.from_json(job.to_json())
-    for_fallback.parallelism.async_tp = True  # set here, because it is refused on a CPU
+    # Set here, because it is refused on a CPU.
+    for_fallback = with_value(job, "parallelism.async_tp", True)
     fused = pool.run(2, fused_calls, for_fallback.to_json())
     plain = pool.run(2, fused_calls, job.to_json())
     for gathers, scatters, norm in fused:
