@@ -1,5 +1,6 @@
-"""Fields of the typed job: each declares whether it changes the numbers that a run computes.
+"""Fields of the typed job: each declares its rule, and whether it changes the numbers that a run computes.
 
+A rule is a range or a list of choices. Rules between fields are code, in the ``validate`` of a dataclass.
 Three roles (law 2 of docs/architecture.md):
 
 * ``numerics``: another value is another experiment (learning rate, model, data order).
@@ -53,7 +54,7 @@ class Rule(TypedDict, total=False):
     """A value that is allowed outside the range."""
     choices: Iterable[object]
     """The allowed values; of a list, the allowed elements."""
-    filled: bool
+    nonempty: bool
     """An empty text is not allowed; the default would work."""
     works: str
     """What would work, for the error, if the rule does not say it."""
@@ -139,7 +140,7 @@ def _range_in_words(rule: Any) -> str:
         return f"in {low}, {high}"
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below", "also": "or"}
     shown = [f"{word} {rule[name]}" for name, word in words.items() if name in rule]
-    return ", ".join(["non-empty"] if rule.get("filled") else shown)
+    return ", ".join(["non-empty"] if rule.get("nonempty") else shown)
 
 
 def check_rules(config: Any, prefix: str = "") -> None:
@@ -163,7 +164,7 @@ def check_rules(config: Any, prefix: str = "") -> None:
                 continue
             shown = "''" if each == "" else each
             if "choices" not in rule:
-                works = rule.get("works", field.default if "filled" in rule else "")
+                works = rule.get("works", field.default if "nonempty" in rule else "")
                 raise ConfigError(name, shown, f"must be {rules_of(field)}", works)
             null = ["null"] if str(field.type).endswith("None") else []
             raise ConfigError(name, shown, "no such choice", [*rule["choices"], *null])
@@ -173,7 +174,7 @@ def _breaks(value: Any, rule: Any) -> bool:
     if "choices" in rule:
         return value not in rule["choices"]
     if isinstance(value, str):
-        return not value and "filled" in rule
+        return not value and "nonempty" in rule
     if "also" in rule and value == rule["also"]:
         return False
     # NaN compares false.

@@ -39,7 +39,7 @@ class Job:
 
     name: str = label("???")
     """Folder inside runs_dir that holds the run folders of jobs with this name."""
-    runs_dir: str = label("runs", filled=True)
+    runs_dir: str = label("runs", nonempty=True)
     """Folder in which run folders are created."""
     training: TrainingConfig = part(TrainingConfig)
     validation: ValidationConfig = part(ValidationConfig)

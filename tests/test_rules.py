@@ -26,7 +26,7 @@ class Fields:
     most: float = numerics(0.5, most=1)
     mode: str | None = execution(None, choices=("fast", "slow"))
     parts: list[str] = execution(factory=list, choices=("a", "b"))
-    folder: str = label("runs", filled=True)
+    folder: str = label("runs", nonempty=True)
     number: float = label(0.0)
     lists: list[list[float]] = label(factory=list)
 

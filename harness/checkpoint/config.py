@@ -19,7 +19,7 @@ class CheckpointConfig:
     enable: bool = label(True)
     """Whether to save checkpoints, and to look for one when a run starts."""
 
-    folder: str = label("checkpoints", filled=True)
+    folder: str = label("checkpoints", nonempty=True)
     """Folder of the checkpoints ``step-<n>``: relative to the run folder, or an absolute path or fsspec URL
     (``s3://bucket/run``), which jobs of different layouts can share."""
 

@@ -51,7 +51,7 @@ class DataConfig:
     `replace` substitutes U+FFFD for each wrong byte, `skip` leaves the document out. result.json has the
     number of such documents."""
 
-    text_field: str = numerics("text", filled=True)
+    text_field: str = numerics("text", nonempty=True)
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
 
     validation_paths: list[str] = numerics(factory=list)
@@ -96,7 +96,7 @@ class DataConfig:
     prefetch: int = execution(2, least=0)
     """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is needed."""
 
-    cache_dir: str = label("~/.cache/harness", filled=True)
+    cache_dir: str = label("~/.cache/harness", nonempty=True)
     """Folder of the token caches; all ranks must see it."""
 
     def validate(self) -> None:
