@@ -9,6 +9,7 @@ import functools
 import inspect
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -324,6 +325,24 @@ def test_resolve_twice_changes_nothing() -> None:
     made = unresolved(dp_shard=-1, tp=2).resolve(launched_ranks=8)
     before = made.to_json()
     assert made.resolve(launched_ranks=8).to_json() == before
+
+
+def test_resolve_returns_a_new_job() -> None:
+    made = unresolved(dp_shard=-1, tp=2)
+    before = made.to_json()
+    assert made.resolve(launched_ranks=8).parallelism.dp_shard == 4
+    assert made.to_json() == before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.training.steps = 3  # type: ignore[misc]
+
+
+def test_another_csv_schedule_is_another_job(tmp_path: Path) -> None:
+    file, ids = tmp_path / "schedule.csv", set()
+    for last in ("1F0,1B0,1F1,1B1", "1F0,1F1,1B0,1B1"):
+        file.write_text(f"0F0,0F1,0B0,0B1\n{last}\n")
+        csv = f"parallelism.pp_schedule_csv={file}"
+        ids.add(compose_job([*TINY, "parallelism.pp=2", "training.global_batch_size=2", csv]).id)
+    assert len(ids) == 2
 
 
 def test_validation_needs_held_out_documents() -> None:
