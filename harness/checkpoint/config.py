@@ -38,7 +38,7 @@ class CheckpointConfig:
     """Whether the same command resumes from the newest complete checkpoint. If false, it starts over
     and moves existing checkpoints to ``superseded/``."""
 
-    load_step: int = label(-1, least=-1)
+    load_step: int = label(-1, least=0, also=-1)
     """Step of the checkpoint to resume from; -1 is the newest. Later ones are moved to ``superseded/``."""
 
     initial_load_path: str | None = numerics(None)

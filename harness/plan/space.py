@@ -135,7 +135,8 @@ class Space:
                 batch size is unknown.
         """
         base.cluster.validate()
-        base = replace(base, model=base.model.resolve())
+        optimizer = base.optimizer.resolve(base.precision.master_dtype)
+        base = replace(base, model=base.model.resolve(), optimizer=optimizer)
         base.model.validate()
         if base.training.global_batch_size is None:
             rule = "a search compares layouts at one batch, and null gives every layout its own"

@@ -512,7 +512,7 @@ def test_unknown_protocol(tmp_path: Path) -> None:
         ("checkpoint.export_dtype=bfloat16", "checkpoint.export_dtype=bfloat16: only a model-only last"),
         ("checkpoint.last_save_in_hf=true", "checkpoint.last_save_in_hf=true: Hugging Face's format holds"),
         ("checkpoint.exclude_from_loading=[model]", "checkpoint.exclude_from_loading=model: no such choice"),
-        ("checkpoint.load_step=-2", "checkpoint.load_step=-2: must be a step, or -1"),
+        ("checkpoint.load_step=-2", "checkpoint.load_step=-2: must be at least 0, or -1"),
         ("checkpoint.keep_latest_k=-1", "checkpoint.keep_latest_k=-1: must be at least 0"),
         ("checkpoint.initial_load_in_hf=true", "checkpoint.initial_load_path=null: must be given"),
     ],
