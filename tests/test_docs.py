@@ -268,7 +268,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows_of(page: Path) -> list[list[str]]:
     """Rows of the tables of a page, without their meaning."""
     lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
-    width = {"fields": 4, "columns": 2}.get(page.stem, 1)
+    width = {"fields": 5, "columns": 2}.get(page.stem, 1)
     return [line.strip("| ").split(" | ")[:width] for line in lines]
 
 

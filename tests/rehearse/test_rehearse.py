@@ -57,8 +57,8 @@ def test_a_virtual_gpu_says_what_the_driver_would(name: str) -> None:
         ),
         ("rehearse.ranks=[0,8]", "rehearse.ranks=[0, 8]: the job has 8 ranks; would work: ranks from 0 to 7"),
         ("rehearse.ranks=[]", "rehearse.ranks=[]: must name a rank; would work: null, or [0]"),
-        ("rehearse.steps=1", "rehearse.steps=1: the first step is unlike the others; would work: at least 2"),
-        ("rehearse.skew=1.0", "rehearse.skew=1.0: must be at least 0 and below 1; would work: 0.25"),
+        ("rehearse.steps=1", "rehearse.steps=1: must be at least 2"),
+        ("rehearse.skew=1.0", "rehearse.skew=1.0: must be in [0, 1)"),
         ("rehearse.timeout_seconds=0", "rehearse.timeout_seconds=0: must be at least 1"),
     ],
 )
