@@ -26,6 +26,7 @@ class Hub:
         tokens: valid tokens.
         requests: method, path and headers of every request.
         sent: files whose content was requested, each with the range.
+        is_listed: whether the tree of a commit can be listed; otherwise the answer is HTTP 400.
         mishap: may act instead of sending the content of a file: it is given the handler and the content
             from where it was asked for, and returns whether it did.
     """
@@ -37,6 +38,7 @@ class Hub:
     tokens: set[str] = field(default_factory=set)
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     sent: list[tuple[str, str]] = field(default_factory=list)
+    is_listed: bool = True
     mishap: Callable[[Any, bytes], bool] = lambda handler, content: False
     url: str = ""
 
@@ -122,6 +124,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
     def list_tree(self, repo: str, revision: str, token: str) -> None:
+        if not self.hub.is_listed:
+            self.refuse(400, None, "Bad request")
+            return
         files = self.find(repo, revision, token)
         if files is None:
             return

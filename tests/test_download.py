@@ -89,7 +89,12 @@ def hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     """A public hub with one repository, which a new process finds through its environment."""
     server.repos = {REPO: {"main": dict(FILES)}}
     server.gated, server.private, server.members, server.tokens = set(), set(), set(), set()
-    server.requests, server.sent, server.mishap = [], [], lambda handler, content: False
+    server.requests, server.sent, server.is_listed, server.mishap = (
+        [],
+        [],
+        True,
+        lambda handler, content: False,
+    )
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
@@ -308,6 +313,19 @@ def test_damage_is_noticed(here: Hub, tmp_path: Path) -> None:
     here.mishap = lambda handler, content: False
     run(f"repo={REPO}", "what=[config,weights]", "to=out")
     assert same(tmp_path / "out", files)
+
+
+@repeats
+def test_a_hub_that_fails_after_the_first_answer(
+    here: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library then only warns, because there are other files in the folder."""
+    here.is_listed = False
+    said = refused(MachineError, f"repo={REPO}", "what=config", "to=out")
+    assert said == f"{here.url} did not send config.json; the same command downloads the missing files"
+    here.is_listed = True
+    run(f"repo={REPO}", "what=config", "to=out")
+    assert same(tmp_path / "out")
 
 
 def test_a_disk_that_is_too_small(here: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
