@@ -122,7 +122,7 @@ def _download(repository: Repository, files: list[RemoteFile], target: Path) -> 
     # A process that was killed leaves the files that it was writing; their random names are not used again.
     for partial in (target / CACHE).rglob("*.????????.incomplete"):
         if time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
-            partial.unlink()
+            partial.unlink(missing_ok=True)
     with _hub_errors(repository.name, repository.commit):
         snapshot_download(
             repository.name,
