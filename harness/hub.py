@@ -52,13 +52,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository at one commit.
-
-    Attributes:
-        name: ``owner/name``.
-        commit: the full hash.
-        files: all files.
-    """
+    """A repository at one commit, named by its full hash, with all files."""
 
     name: str
     commit: str
@@ -88,11 +82,6 @@ def look_up(repo: str, revision: str) -> Repository:
 def fetch(repository: Repository, files: list[RemoteFile], target: Path) -> list[RemoteFile]:
     """Download files into a folder, under their names in the repository; skip files that exist.
 
-    Args:
-        repository: the repository.
-        files: the files to download.
-        target: the folder; created if missing.
-
     Returns:
         The files that were downloaded.
 
@@ -115,22 +104,34 @@ def fetch(repository: Repository, files: list[RemoteFile], target: Path) -> list
 
 def _download(repository: Repository, files: list[RemoteFile], target: Path) -> None:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import tqdm
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    bars: list[Any] = []
+
+    class Bar(tqdm):
+        """A progress bar that is removed at the end; snapshot_download leaves some of its bars open."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": not sys.stderr.isatty(), "leave": False})
+            bars.append(self)
+
     # A process that was killed leaves the files that it was writing; their random names are not used again.
     for partial in (target / CACHE).rglob("*.????????.incomplete"):
         if time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
             partial.unlink(missing_ok=True)
-    with _hub_errors(repository.name, repository.commit):
-        snapshot_download(
-            repository.name,
-            revision=repository.commit,
-            local_dir=target,
-            allow_patterns=[glob.escape(file.name) for file in files],
-            max_workers=_WORKERS,
-        )
+    try:
+        with _hub_errors(repository.name, repository.commit):
+            snapshot_download(
+                repository.name,
+                revision=repository.commit,
+                local_dir=target,
+                allow_patterns=[glob.escape(file.name) for file in files],
+                max_workers=_WORKERS,
+                tqdm_class=Bar,
+            )
+    finally:
+        for bar in reversed(bars):
+            bar.close()
 
 
 def _check(files: list[RemoteFile], target: Path) -> None:
