@@ -93,12 +93,13 @@ def fetch(repository: Repository, files: list[RemoteFile], target: Path) -> list
         (target / CACHE).mkdir(parents=True, exist_ok=True)
         record = _read_record(target, repository.name)
         missing = [file for file in files if not _is_there(target, file, record)]
+        _require_space(target, missing)
+        _write_record(target, repository, record)
         if missing:
-            _require_space(target, missing)
             _download(repository, missing, target)
             _check(missing, target)
-        record |= {file.name: _facts(target / file.name, file.checksum) for file in missing}
-        _write_record(target, repository, record)
+            record |= {file.name: _facts(target / file.name, file.checksum) for file in missing}
+            _write_record(target, repository, record)
     return missing
 
 

@@ -288,6 +288,7 @@ def test_an_interrupted_download_goes_on(sent: signal.Signals, hub: Hub, tmp_pat
     go_on.set()
     assert process.returncode == (-sent if sent == signal.SIGKILL else EXIT_INTERRUPTED), err
     assert err == "" and names(tmp_path / "out") == [WEIGHTS[1]]
+    assert json.loads((tmp_path / "out/download.json").read_text())["repo"] == REPO
     [part] = parts(tmp_path / "out")
 
     hub.mishap = lambda handler, content: False
