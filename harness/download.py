@@ -8,6 +8,7 @@ Files go to ``assets/hf/<repo>``, where conf/tokenizer expects them; existing fi
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from harness.app import run_verb
 from harness.compose import option_values
 from harness.config import label
-from harness.errors import EXIT_OK, ConfigError, UserError
+from harness.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
 from harness.job import from_dict
 from harness.model.config import ModelConfig
 from harness.model.from_config import model_from_config
@@ -249,8 +250,9 @@ def _print(text: str) -> None:
 
 def main() -> None:
     """Entry point of ``python -m harness.download`` and of the console script."""
-    # Handle a scheduler's SIGTERM like ^C: downloaded parts are kept.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # On an exception huggingface_hub would wait for the files that it is downloading.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, frame: os._exit(EXIT_INTERRUPTED))
     run_verb(download, config_name="download", schema=DownloadJob)
 
 

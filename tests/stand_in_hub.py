@@ -25,6 +25,8 @@ class Hub:
         members: tokens with access.
         tokens: valid tokens.
         requests: method, path and headers of every request.
+        sent: files whose content was requested, each with the range.
+        is_listed: whether the tree of a commit can be listed; otherwise the answer is HTTP 400.
         mishap: may act instead of sending the content of a file: it is given the handler and the content
             from where it was asked for, and returns whether it did.
     """
@@ -35,16 +37,10 @@ class Hub:
     members: set[str] = field(default_factory=set)
     tokens: set[str] = field(default_factory=set)
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    sent: list[tuple[str, str]] = field(default_factory=list)
+    is_listed: bool = True
     mishap: Callable[[Any, bytes], bool] = lambda handler, content: False
     url: str = ""
-
-    def downloads(self) -> list[tuple[str, str]]:
-        """Names of the requested files, each with the range."""
-        return [
-            (path.split("/resolve/")[1].split("/", 1)[1], headers.get("range", ""))
-            for method, path, headers in self.requests
-            if "/resolve/" in path and method == "GET"
-        ]
 
 
 def commit_of(files: dict[str, bytes]) -> str:
@@ -66,6 +62,12 @@ def sibling(name: str, content: bytes) -> dict[str, Any]:
     return facts
 
 
+def etag(name: str, content: bytes) -> str:
+    """Header of a file: SHA-256 of a large one, git's hash of others."""
+    facts = sibling(name, content)
+    return f'"{facts["lfs"]["sha256"] if "lfs" in facts else facts["blobId"]}"'
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
@@ -80,6 +82,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         if token and token not in self.hub.tokens | self.hub.members:
             self.refuse(401, None, "Invalid credentials in Authorization header")
+        elif "/tree/" in path:
+            repo, _, revision = path.removeprefix("/api/models/").partition("/tree/")
+            self.list_tree(repo, revision, token)
         elif path.startswith("/api/models/"):
             repo, _, revision = path.removeprefix("/api/models/").partition("/revision/")
             self.list_files(repo, revision or "main", token)
@@ -118,6 +123,22 @@ class _Handler(BaseHTTPRequestHandler):
         found |= {"downloads": 0, "likes": 0, "tags": []}
         self.answer(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
+    def list_tree(self, repo: str, revision: str, token: str) -> None:
+        if not self.hub.is_listed:
+            self.refuse(400, None, "Bad request")
+            return
+        files = self.find(repo, revision, token)
+        if files is None:
+            return
+        found = []
+        for name, content in files.items():
+            facts = sibling(name, content)
+            entry = {"type": "file", "path": name, "size": facts["size"], "oid": facts["blobId"]}
+            if "lfs" in facts:
+                entry["lfs"] = {"oid": facts["lfs"]["sha256"], "size": facts["size"], "pointerSize": 134}
+            found.append(entry)
+        self.answer(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+
     def send_file(self, repo: str, revision: str, name: str, token: str) -> None:
         files = self.find(repo, revision, token)
         if files is None:
@@ -135,13 +156,15 @@ class _Handler(BaseHTTPRequestHandler):
         # Large files are on another host, which must not see the token.
         port = self.hub.url.rpartition(":")[2]
         location = f"http://localhost:{port}/cdn/{repo}/blobs/{commit_of(files)}/{name}"
-        self.answer(302, b"", {"Location": location, "X-Repo-Commit": commit_of(files)})
+        headers = {"Location": location, "X-Repo-Commit": commit_of(files)}
+        headers |= {"X-Linked-Size": str(len(files[name])), "X-Linked-ETag": etag(name, files[name])}
+        self.answer(302, b"", headers)
 
     def send_content(self, files: dict[str, bytes], name: str) -> None:
         content, asked = files[name], self.headers.get("Range")
-        sha = sibling(name, content)
-        headers = {"X-Repo-Commit": commit_of(files), "Accept-Ranges": "bytes"}
-        headers["ETag"] = f'"{sha["lfs"]["sha256"] if "lfs" in sha else sha["blobId"]}"'
+        if self.command == "GET":
+            self.hub.sent.append((name, asked or ""))
+        headers = {"X-Repo-Commit": commit_of(files), "Accept-Ranges": "bytes", "ETag": etag(name, content)}
         start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
         if asked:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"

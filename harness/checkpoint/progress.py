@@ -1,4 +1,4 @@
-"""Progress of a conversion or download: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a conversion: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

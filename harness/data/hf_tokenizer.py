@@ -1,9 +1,14 @@
 """Export of a tokenizer to transformers, so that an exported model keeps its token ids.
 
-The export gives exactly the ids of ``harness.data.tokenizer``, with one exception: Meta's code for Llama 3
-cuts a text every 400,000 characters, and runs of more than 25,000 characters with or without whitespace.
-transformers does not, so ids around such a cut may differ. Text that looks like a special token is encoded as
-plain text (``split_special_tokens``); turn that off when adding a chat template.
+A tokenizer.json is copied, also the one that came with a tiktoken file. Where there is none it is made: of
+bytes, of a tiktoken file alone (Meta's, OpenAI's), and of a sentencepiece model. transformers reads
+sentencepiece models too, but as LlamaTokenizer, which gives other ids for a leading space and for the runs of
+spaces of python_2k.
+
+A tokenizer.json that is made gives exactly the ids of ``harness.data.tokenizer``, with one exception: Meta's
+code for Llama 3 cuts a text every 400,000 characters, and runs of more than 25,000 characters with or without
+whitespace. transformers does not, so ids around such a cut may differ. Text that looks like a special token
+is encoded as plain text (``split_special_tokens``); turn that off when adding a chat template.
 """
 
 from __future__ import annotations
@@ -19,11 +24,12 @@ from harness.data.config import TokenizerConfig
 from harness.data.tiktoken_sets import SETS
 from harness.data.tokenizer import (
     SentencePieceTokenizer,
+    Tokenizer,
     _parse_ranks,
     _read,
     build_tokenizer,
 )
-from harness.data.tokenizer_json import copy_tokenizer
+from harness.data.tokenizer_json import TOKENIZER, copy_tokenizer
 from harness.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -34,6 +40,9 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _ADDED = (_CONTROL, _USER_DEFINED)
 _BPE = 2
 _SPACE_MARK = "▁"
+
+# Text to compare two tokenizers: indentation, digits, a contraction, and characters of several bytes.
+_SAMPLE = "def f(x):\n\treturn  x + 12345  # don't\r\n\n    é ☃ 𝔘𝔫𝔦 \u3000 Ωmega"
 
 # Bytes that map to themselves in GPT-2's byte alphabet (encoder.py of openai/gpt-2), which the ByteLevel
 # parts of the tokenizers library use. The other bytes map to characters from 256 on.
@@ -54,10 +63,10 @@ class _Export:
 def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     """Write a folder for ``transformers.AutoTokenizer.from_pretrained(folder)``.
 
-    A tokenizer.json is copied with the files that belong to it. For other kinds, the files are
-    tokenizer.json, tokenizer_config.json, special_tokens_map.json and, if the tokenizer has a file, its copy
-    as tokenizer.model. Encoding puts the bos token first, as is usual for Llama; with
-    ``add_special_tokens=False`` it gives the ids of our ``encode``.
+    A tokenizer.json is copied with the files that belong to it. One that is made has a
+    tokenizer_config.json, a special_tokens_map.json and, if the tokenizer has a file, its copy as
+    tokenizer.model; encoding puts the bos token first, as is usual for Llama. With
+    ``add_special_tokens=False`` encoding gives the ids of our ``encode``.
 
     Args:
         config: the tokenizer.
@@ -71,10 +80,10 @@ def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
         raise UserError(
             "writing a tokenizer for transformers needs its tokenizers library: pip install transformers"
         )
-    if config.kind == "huggingface":
-        copy_tokenizer(config, folder)
+    published = _published(config, build_tokenizer(config))
+    if published is not None:
+        copy_tokenizer(published, folder)
         return
-    build_tokenizer(config)  # raises if the file is invalid
     build = {"bytes": _of_bytes, "sentencepiece": _of_sentencepiece, "tiktoken": _of_tiktoken}[config.kind]
     export = build(config)
     _put_bos_first(export)
@@ -86,6 +95,24 @@ def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     _write_json(folder / "tokenizer_config.json", {**_transformers_config(export), **specials})
     if config.kind != "bytes":
         (folder / "tokenizer.model").write_bytes(_read(config.file))
+
+
+def _published(config: TokenizerConfig, ours: Tokenizer) -> TokenizerConfig | None:
+    """The tokenizer.json that came with the tokenizer's file, if it gives the same ids."""
+    if config.kind != "tiktoken":
+        return config if config.kind == "huggingface" else None
+    folder = config.file.parent
+    file = (folder.parent if folder.name == "original" else folder) / TOKENIZER  # original/ is Meta's
+    if not file.is_file():
+        return None
+    special = SETS[config.special]
+    found = TokenizerConfig("huggingface", str(file), bos=special.bos, eos=special.eos)
+    try:
+        theirs = build_tokenizer(found)
+    except DataError:
+        return None  # of another tokenizer
+    same = [(each.vocab_size, each.bos_id, each.eos_id, each.encode(_SAMPLE)) for each in (ours, theirs)]
+    return found if same[0] == same[1] else None
 
 
 def _transformers_config(export: _Export) -> dict[str, Any]:

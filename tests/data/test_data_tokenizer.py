@@ -2,15 +2,19 @@
 
 import base64
 import re
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+
+import python_tokenizer
+
 import harness.data.tokenizer as tokenizers
 from harness.data import TokenizerConfig, long_text
 from harness.data.tokenizer import TiktokenTokenizer, _cut_long_runs, build_tokenizer
-from harness.data.train_tokenizer import main as train_tokenizer
 from harness.data.vocabulary import vocabulary_size
 from harness.errors import DataError
 
@@ -191,34 +195,14 @@ def test_bad_tiktoken(tmp_path, content, says):
 
 
 def test_training_gives_a_lossless_model(tmp_path):
-    (tmp_path / "a.py").write_bytes((STDLIB / "keyword.py").read_bytes())
-    (tmp_path / "skip.py").write_bytes(b"\xff")
     out = tmp_path / "x.model"
-    source, skipped = str(tmp_path / "*.py"), str(tmp_path / "skip.py")
-    options = ["--input", source, "--exclude", skipped, "--vocab-size", "340", "--output", str(out)]
-    train_tokenizer(options)
+    python_tokenizer.train([(STDLIB / "keyword.py").read_text()], 340, out)
     first = out.read_bytes()
     tokenizer = build_tokenizer(TokenizerConfig("sentencepiece", str(out)))
     assert tokenizer.vocab_size == 340
     assert tokenizer.decode(tokenizer.encode("def ☃(▁):\n\t  return\n")) == "def ☃(▁):\n\t  return\n"
-    train_tokenizer(options)
+    python_tokenizer.train([(STDLIB / "keyword.py").read_text()], 340, out)
     assert out.read_bytes() == first, "the same input gives the same file"
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--input", "nothing/*.py"], "no file matches"),
-        (["--input", "bad.py"], r"bad.py: not UTF-8 at byte 1"),
-        (["--input", "few.py", "--vocab-size", "4000"], "cannot train 4000 pieces"),
-    ],
-)
-def test_training_says_what_is_wrong(tmp_path, monkeypatch, options, says):
-    monkeypatch.chdir(tmp_path)
-    Path("bad.py").write_bytes(b"a\xff")
-    Path("few.py").write_text("a b c d e f")
-    with pytest.raises(DataError, match=says):
-        train_tokenizer([*options, "--output", "x.model"])
 
 
 @pytest.mark.parametrize("text", [*AWKWARD, "x" * 25_000 + " ", "x" * 25_001, "ab " * 300_000], ids=len)

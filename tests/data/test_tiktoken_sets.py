@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,34 @@ def test_encoding_and_export(name: str, tmp_path: Path) -> None:
     for text in [WORDS, *sources(20)]:
         assert ours.decode(ours.encode(text)) == text
         assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+
+
+@pytest.mark.parametrize("folder", ["original", "."])
+def test_the_tokenizer_json_that_came_with_it_is_exported(folder: str, tmp_path: Path) -> None:
+    """Also with its chat template; but not the tokenizer.json of another tokenizer."""
+    file = tmp_path / folder / "tokenizer.model"
+    file.parent.mkdir(exist_ok=True)
+    write_tiktoken(file, merges_of(sources(50), 1000))
+    config = TokenizerConfig("tiktoken", str(file), "llama4")
+    export_tokenizer(config, tmp_path / "made")
+    published = json.loads((tmp_path / "made" / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(published))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eot|>"}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    export_tokenizer(config, tmp_path / "out")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / name).read_bytes()
+    # The tokens that the model was trained with.
+    special = {"bos_token": SETS["llama4"].bos, "eos_token": SETS["llama4"].eos}
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == special
+    for other in (
+        {**published, "model": {**published["model"], "merges": published["model"]["merges"][:300]}},
+        {**published, "added_tokens": published["added_tokens"][:-1]},
+        {},
+    ):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+        export_tokenizer(config, tmp_path / "again")
+        assert json.loads((tmp_path / "again" / "tokenizer.json").read_text()) == published
 
 
 def test_words_are_split_as_o200k_does() -> None:
