@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from harness.cluster.hardware import find_accelerator
+from harness.hardware import find_accelerator
 
 
 class FlopsPerToken(Protocol):

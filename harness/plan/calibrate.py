@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from harness.cluster.hardware import find_accelerator
 from harness.errors import UserError
+from harness.hardware import find_accelerator
 from harness.job import Job
 from harness.plan.constants import Calibration, Constants
 from harness.plan.cpu import measure_cpu

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from harness.cluster.hardware import Accelerator
+from harness.hardware import Accelerator
 from harness.metrics.memory import GIB
 
 # A product that exceeds the caches of one core, and a copy that exceeds all caches.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from harness.cluster.hardware import ACCELERATORS
+from harness.hardware import ACCELERATORS
 from harness.job import Job
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from harness.cluster.hardware import ACCELERATORS
 from harness.errors import ConfigError, UserError
+from harness.hardware import ACCELERATORS
 from harness.plan.bound import Bounds
 from harness.plan.constants import Calibration
 from harness.plan.floor import Floors

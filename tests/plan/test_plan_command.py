@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from harness.cluster.hardware import ACCELERATORS
 from harness.compose import compose_job
 from harness.errors import ConfigError
+from harness.hardware import ACCELERATORS
 from harness.metrics.encoding import dumps, loads
 from harness.model.accounting import account
 from harness.parallelism.config import ParallelismConfig
