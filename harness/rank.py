@@ -162,6 +162,7 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
     with process_group(job, device, store):
         from harness.loop.engine import Engine
         from harness.loop.trainer import Trainer
+        from harness.metrics.rows import shown_summary
 
         if rank == 0:
             folder.set_status("running")
@@ -176,8 +177,9 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
         code = EXIT_OK if reason == "completed" else stopped
         if run.recorder is not None:
             with stop_signals_ignored():
-                folder.conclude(job, reason, code, run.trainer.result())
-                run.recorder.close({**run.trainer.shown_summary(), "run folder": str(folder.path)})
+                row = run.trainer.result()
+                folder.conclude(job, reason, code, row)
+                run.recorder.close({**shown_summary(row), "run folder": str(folder.path)})
         return code
 
 

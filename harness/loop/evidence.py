@@ -1,4 +1,4 @@
-"""Save the batch and the gradient norms of a step whose loss or gradients are not finite."""
+"""Stop or skip when a step is not finite, and save its batch and gradient norms."""
 
 from __future__ import annotations
 
@@ -8,9 +8,52 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from harness.data.loader import Batch
-from harness.loop.engine import StepOutcome
+from harness.errors import NonFiniteError
+from harness.loop.config import DebugConfig
+from harness.loop.engine import Engine, StepOutcome
+from harness.loop.steps import Step
+
+
+class NonFinitePolicy:
+    """What ``debug.non_finite`` does with a step whose loss or gradients are not finite: stop or skip.
+
+    Every rank has the same sums and does the same.
+
+    Args:
+        debug: the policy.
+        folder: the evidence is saved into its ``evidence`` folder.
+        engine: names the parameters.
+    """
+
+    def __init__(self, debug: DebugConfig, folder: Path, engine: Engine) -> None:
+        self._debug, self._folder, self._engine = debug, folder / "evidence", engine
+        self._in_a_row = 0
+
+    def check(self, step: Step) -> str | None:
+        """Return None if the step is finite; else save the evidence and describe the skipped update.
+
+        The update was not applied (see ``Engine.update``).
+
+        Raises:
+            NonFiniteError: the policy is to stop, or too many updates in a row were skipped.
+        """
+        if step.outcome.is_finite:
+            self._in_a_row = 0
+            return None
+        self._in_a_row += 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        names = [name for name, _ in self._engine.named_parameters()]
+        saved = save_evidence(self._folder, rank, step.number, step.outcome, step.batch, names)
+        loss, norm = step.outcome.loss, step.outcome.grad_norm
+        text = f"step {step.number}: loss {loss}, gradient norm {norm}; {saved}"
+        if self._debug.non_finite == "stop":
+            raise NonFiniteError(text)
+        if self._in_a_row > self._debug.max_skipped_steps:
+            raise NonFiniteError(f"{text}; {self._in_a_row} updates in a row skipped")
+        return f"skipped the update of {text}"
 
 
 def save_evidence(
