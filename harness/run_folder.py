@@ -25,6 +25,7 @@ from typing import IO, Any
 from harness.checkpoint.resume import CONTINUES, can_resume, unfinished_siblings
 from harness.errors import DISK_FULL, UserError
 from harness.failures import CONSEQUENCES, SHOWN_OF_ERROR, describe_failure
+from harness.files import write_atomically
 from harness.job import Job
 from harness.locks import Held, lock
 from harness.metrics.encoding import parse_object
@@ -143,8 +144,8 @@ class RunFolder:
         """Write job, overrides and code version; create the folders that ranks write into."""
         for name in ("errors", "logs"):
             (self.path / name).mkdir(exist_ok=True)
-        write_text_atomically(self.path / "job.json", job.to_json())
-        write_text_atomically(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides))
+        write_atomically(self.path / "job.json", job.to_json().encode())
+        write_atomically(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides).encode())
         write_json_atomically(self.path / "code.json", _code())
 
     def release(self) -> None:
@@ -398,10 +399,3 @@ class RunFolder:
 def _code() -> dict[str, Any]:
     """Commit and package versions of this process's code; cached, because git is slow."""
     return {**git_commit(Path(__file__).parent), "versions": versions()}
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write a text file atomically: a reader sees the old or the new content, never a part."""
-    from harness.metrics.atomic import write_atomically
-
-    write_atomically(path, text.encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from harness.config import NUMERICS, leaves
 from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import Job
 from harness.metrics.encoding import read_object
+from harness.metrics.result import flat_items
 
 # Lists checkpoint folders of the same experiment on other layouts, from which a run may resume.
 CONTINUES = "continues.json"
@@ -262,7 +262,7 @@ def _numerics(job: Job) -> dict[str, Any]:
 
 
 def _saved(checkpoint: Checkpoint) -> dict[str, Any]:
-    return dict(_flat({"model": checkpoint.manifest.get("model") or {}, **(checkpoint.job or {})}))
+    return dict(flat_items({"model": checkpoint.manifest.get("model") or {}, **(checkpoint.job or {})}))
 
 
 def _from_load_step(job: Job, own: list[Checkpoint], folder: str) -> list[Checkpoint]:
@@ -335,14 +335,6 @@ def _single(path: str) -> Checkpoint:
     except DamagedCheckpoint as error:
         works = f"a folder step-<n> with a {MANIFEST}, or a run folder"
         raise ConfigError(name, path, f"not a checkpoint: {error}", works) from None
-
-
-def _flat(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in plain.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _step(path: str) -> int:

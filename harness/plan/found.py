@@ -10,7 +10,7 @@ from typing import Any
 
 import harness
 from harness.errors import ConfigError
-from harness.metrics.atomic import write_atomically
+from harness.files import write_atomically
 from harness.paths import conf_dir
 from harness.plan.plan import Plan
 from harness.plan.render import (

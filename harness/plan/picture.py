@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.metrics.atomic import write_atomically
+from harness.files import write_atomically
 from harness.plan.plan import KINDS, Action, Plan, Speed
 from harness.plan.render import GIB, devices, mesh_of, schedule_of, seconds
 
