@@ -30,6 +30,7 @@ from harness.loop import process
 from harness.loop.signals import ignore_stop_signals, stop_signals_ignored, stop_signals_interrupt
 from harness.model.accounting import account
 from harness.run_folder import RunFolder
+from harness.tables import degrees_in_words
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -217,10 +218,7 @@ def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
 
 def describe(job: Job, folder: RunFolder, device: Any) -> str:
     """Return the first lines of a run's output: its model, layout, batch and run folder."""
-    layout = job.parallelism
-    degrees = (
-        " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
-    )
+    degrees = degrees_in_words(job.parallelism.degrees)
     counted = account(job.model, job.training.seq_len)
     return (
         f"{job.name}: {counted.parameters:,} parameters, {degrees} on {device.type}, "

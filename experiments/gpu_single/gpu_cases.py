@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from harness.compose import compose_job
 from harness.job import Job
-from harness.metrics.memory import GIB
 from harness.model.accounting import block_parameters
+from harness.tables import GIB
 
 WARMUP_STEPS = 5
 LOSS_CHUNKS = 8

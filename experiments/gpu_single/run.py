@@ -32,10 +32,10 @@ import gpu_cases as cases
 from gpu_table import render
 
 from harness.errors import UserError
-from harness.metrics.memory import GIB
 from harness.metrics.mfu import peak_of, utilization
 from harness.metrics.result import git_commit, versions
 from harness.model.accounting import account
+from harness.tables import GIB
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from harness.hardware import Accelerator
-from harness.metrics.memory import GIB
+from harness.tables import GIB
 
 # A product that exceeds the caches of one core, and a copy that exceeds all caches.
 ROWS, WIDTH = 1024, 1024

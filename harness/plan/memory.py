@@ -19,8 +19,8 @@ from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus
 from harness.plan.order import pipeline_order
 from harness.plan.parameters import RankParameters, parameters_of, shapes_by_module
 from harness.plan.plan import KINDS, Action, RankMemory
+from harness.tables import GIB
 
-GIB = 2**30
 MIB = 2**20
 
 FRAGMENTATION, FRAGMENTATION_OF_PIPELINES = 0.10, 0.02

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from harness.hardware import ACCELERATORS
 from harness.job import Job
-from harness.plan.memory import CUDA_CONTEXT, GIB, HBM_LEFT, NCCL_COMMUNICATOR
+from harness.plan.memory import CUDA_CONTEXT, HBM_LEFT, NCCL_COMMUNICATOR
+from harness.tables import GIB
 
 DEFAULT = "H100 SXM"
 """Accelerator of jobs that do not name one."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from harness.hardware import find_accelerator
 from harness.job import Job
-from harness.metrics.memory import GIB
 from harness.plan.constants import Calibration
 from harness.report.rows import job_of
 from harness.report.statistics import delta
+from harness.tables import GIB
 
 Row = dict[str, Any]
 CALIBRATION = "calibration.json"

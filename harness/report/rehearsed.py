@@ -12,9 +12,9 @@ from typing import Any
 from harness.compose import compose_job
 from harness.errors import UserError
 from harness.files import write_atomically
-from harness.metrics.memory import GIB
 from harness.rehearse.config import RehearseJob, ranks_to_rehearse
 from harness.rehearse.server import Rehearsals, require_no_gpu
+from harness.tables import GIB
 
 FILE = "rehearsed.json"
 RESERVED = "memory_gib"

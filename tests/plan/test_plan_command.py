@@ -20,7 +20,8 @@ from harness.parallelism.config import ParallelismConfig
 from harness.plan.config import PlanJob
 from harness.plan.order import _is_complete, _read, pipeline_order
 from harness.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed, Traffic
-from harness.plan.render import as_dict, counted, figure, gib, render, seconds
+from harness.plan.render import as_dict, render
+from harness.tables import counted, figure, gib, seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
