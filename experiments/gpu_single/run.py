@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gpu_cases as cases
 from gpu_table import render
 
+from harness.bench import order_of
 from harness.errors import UserError
 from harness.metrics.mfu import peak_of, utilization
 from harness.metrics.result import git_commit, versions
@@ -195,7 +196,7 @@ def run_rounds(arguments: argparse.Namespace, facts: Row, sized: dict[str, cases
     pairs = [(mode, side) for mode in sized for side in sides]
     failed: set[tuple[str, str]] = set()
     for number in range(arguments.rounds):
-        for mode, side in pairs if number % 2 == 0 else reversed(pairs):
+        for mode, side in order_of(pairs, number):
             if (mode, side) in failed:
                 continue
             run = run_harness if side == "harness" else run_torchtitan
