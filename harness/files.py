@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from io import IOBase
 from pathlib import Path
 from typing import IO
 
@@ -30,7 +31,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def sync_file(file: IO[bytes]) -> None:
+def sync_file(file: IOBase | IO[bytes]) -> None:
     """Make the content of a file survive a power failure."""
     file.flush()
     os.fsync(file.fileno())

@@ -44,13 +44,7 @@ def shortened(text: str, length: int) -> str:
 
 
 def degrees_in_words(degrees: Mapping[str, int], *, between: str = " ", none: str = "one rank") -> str:
-    """Format the degrees above 1: ``pp 8 x dp_shard 8 x tp 8``.
-
-    Args:
-        degrees: degree by axis, in the order to show.
-        between: text between an axis and its degree.
-        none: text without a degree above 1.
-    """
+    """Format the degrees above 1: ``pp 8 x dp_shard 8 x tp 8``; ``none`` if there are none."""
     return " x ".join(f"{axis}{between}{degree}" for axis, degree in degrees.items() if degree > 1) or none
 
 
@@ -79,13 +73,7 @@ def aligned(rows: Sequence[Mapping[str, str]], left: Collection[str] = (), *, in
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Format a table as Markdown, without a newline at the end.
-
-    Args:
-        headings: of the columns.
-        rows: cells as text.
-        right: indices of the columns to align right.
-    """
+    """Format a table as Markdown; columns with an index in ``right`` are aligned right."""
     marks = ["---:" if index in right else "---" for index in range(len(headings))]
     cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     return "\n".join(

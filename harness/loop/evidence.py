@@ -20,12 +20,7 @@ from harness.loop.steps import Step
 class NonFinitePolicy:
     """What ``debug.non_finite`` does with a step whose loss or gradients are not finite: stop or skip.
 
-    Every rank has the same sums and does the same.
-
-    Args:
-        debug: the policy.
-        folder: the evidence is saved into its ``evidence`` folder.
-        engine: names the parameters.
+    Every rank has the same sums and does the same. The evidence is saved in the run folder.
     """
 
     def __init__(self, debug: DebugConfig, folder: Path, engine: Engine) -> None:

@@ -76,13 +76,9 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def garbage_collection(interval: int) -> Iterator[Callable[[int], None]]:
-    """Collect garbage at the same steps on all ranks, because every step waits for the slowest rank.
+    """Collect garbage every ``interval`` steps (0: when Python decides); call what it yields at each step.
 
-    Args:
-        interval: steps between collections; 0 leaves them to Python.
-
-    Yields:
-        A function to call with the number of each step.
+    All ranks collect at the same steps, because every step waits for the slowest rank.
     """
     if interval == 0:
         yield lambda step: None

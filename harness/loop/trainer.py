@@ -32,7 +32,7 @@ from harness.metrics.memory import peak_memory_gib
 from harness.metrics.mfu import describe_inputs
 from harness.metrics.profiler import Profiler
 from harness.metrics.recorder import Recorder
-from harness.metrics.rows import Efficiency, Row, result_row, step_row, validation_row
+from harness.metrics.rows import Efficiency, Row, result_row, step_row
 from harness.metrics.window import StepTimer, Window
 from harness.model.accounting import account
 from harness.parallelism.compile import CompileWatch
@@ -62,6 +62,7 @@ class Trainer:
         self.unread = StepQueue(engine.device.type)
         self.compiler = CompileWatch()
         device = engine.device
+        self.device_name = device_name(device)
         self.timer = StepTimer(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
         accounting = account(job.model, job.training.seq_len)
         self.efficiency = Efficiency(accounting, device_peak(job, device), job.world_size)
@@ -215,17 +216,7 @@ class Trainer:
 
     def result(self) -> Row:
         """Return the trainer's fields of result.json (``result_row``)."""
-        return result_row(
-            self.progress,
-            self.window,
-            self.efficiency,
-            self.compiler,
-            resumed_from=self.resumed_from,
-            saved=self.is_saved,
-            checkpoint=self.saver.account,
-            damaged_documents=self.loader.damaged_documents,
-            device=device_name(self.engine.device),
-        )
+        return result_row(self)
 
     def _watch(self, step: int) -> None:
         """Tell the watchdogs which step starts."""
@@ -306,9 +297,8 @@ class Trainer:
         loss_max, self.progress.memory_gib = self.engine.world_max(
             [local, peak_memory_gib(self.engine.device.type)]
         )
-        interval, balance = self.window.interval(), self.engine.balance.figures()
+        row = step_row(step, self, loss_max)
         if self.recorder is not None:
-            row = step_row(step, self.progress, interval, self.efficiency, loss_max=loss_max, balance=balance)
             self.recorder.log(row)
 
     def _validate(self, step: int) -> None:
@@ -322,7 +312,7 @@ class Trainer:
             self.progress.validation_loss = losses / max(1, tokens)
             self.compiler.settle()  # compiling a graph without gradients is expected
         if self.recorder is not None:
-            self.recorder.log(validation_row(step, self.progress))
+            self.recorder.log({"step": step, "validation_loss": self.progress.validation_loss})
 
     def _message(self, text: str) -> None:
         if self.recorder is not None:

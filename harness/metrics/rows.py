@@ -1,21 +1,17 @@
-"""Rows of metrics: of a training step, of a validation, and the trainer's fields of result.json."""
+"""Rows of metrics: of a training step, and the trainer's fields of result.json."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics.mfu import Peak, utilization
-from harness.metrics.window import Window
 from harness.model.accounting import Accounting
 
 if TYPE_CHECKING:
-    from harness.checkpoint.save import Account
-    from harness.loop.progress import Progress
     from harness.loop.steps import Step
-    from harness.parallelism.compile import CompileWatch
+    from harness.loop.trainer import Trainer
 
 Row = dict[str, Any]
 _SHOWN = ("step", "tokens", "loss", "validation_loss", "tokens_per_second_per_rank", "mfu", "memory_gib")
@@ -35,26 +31,9 @@ class Efficiency:
         return {"tokens_per_second_per_rank": per_rank, **utilization(per_rank, self.accounting, self.peak)}
 
 
-def step_row(
-    step: Step,
-    progress: Progress,
-    interval: Row,
-    efficiency: Efficiency,
-    *,
-    loss_max: float,
-    balance: Mapping[str, float],
-) -> Row:
-    """Return the row of a training step.
-
-    Args:
-        step: the step; its values are read.
-        progress: the progress after it.
-        interval: ``Window.interval()``.
-        efficiency: of the job.
-        loss_max: maximum over the ranks of the mean loss of their rows.
-        balance: statistics of the experts' loads.
-    """
-    outcome = step.outcome
+def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
+    """Return the row of a training step; ``loss_max`` is the largest mean loss of a rank's rows."""
+    outcome, progress, interval = step.outcome, trainer.progress, trainer.window.interval()
     return {
         "step": step.number,
         "loss": outcome.loss,
@@ -65,44 +44,29 @@ def step_row(
         "valid_tokens": outcome.valid_tokens,
         **({} if outcome.mtp_loss is None else {"mtp_loss": outcome.mtp_loss}),
         **interval,
-        **efficiency.fields(interval["tokens_per_second"]),
+        **trainer.efficiency.fields(interval["tokens_per_second"]),
         "memory_gib": progress.memory_gib,
         "skipped_steps": progress.skipped_steps,
-        **balance,
+        **trainer.engine.balance.figures(),
         "time": time.time(),
     }
 
 
-def validation_row(step: int, progress: Progress) -> Row:
-    """Return the row of a validation after ``step``."""
-    return {"step": step, "validation_loss": progress.validation_loss}
-
-
-def result_row(
-    progress: Progress,
-    window: Window,
-    efficiency: Efficiency,
-    compiler: CompileWatch,
-    *,
-    resumed_from: str | None,
-    saved: bool,
-    checkpoint: Account,
-    damaged_documents: int,
-    device: str,
-) -> Row:
+def result_row(trainer: Trainer) -> Row:
     """Return the trainer's fields of result.json: progress, speed and memory."""
-    summary, accounting, peak = window.summary(), efficiency.accounting, efficiency.peak
+    progress, compiler, window = trainer.progress, trainer.compiler, trainer.window.summary()
+    accounting, peak = trainer.efficiency.accounting, trainer.efficiency.peak
     return {
         "step": progress.step,
         "start_step": progress.start_step,
-        "resumed_from": resumed_from,
-        "saved": saved,
-        "checkpoint": asdict(checkpoint),
+        "resumed_from": trainer.resumed_from,
+        "saved": trainer.is_saved,
+        "checkpoint": asdict(trainer.saver.account),
         "tokens": progress.tokens,
         "loss": progress.loss,
         "validation_loss": progress.validation_loss,
         "skipped_steps": progress.skipped_steps,
-        "damaged_documents": damaged_documents,
+        "damaged_documents": trainer.loader.damaged_documents,
         "first_step_seconds": progress.first_step_seconds,
         "compile_seconds": compiler.seconds,
         "recompiles": compiler.recompiles,
@@ -111,9 +75,9 @@ def result_row(
         "flops_per_token_causal": accounting.flops_per_token_causal,
         "peak_flops": peak.flops,
         "peak_origin": peak.origin,
-        "device": device,
-        "window": summary,
-        **efficiency.fields(summary["tokens_per_second"]),
+        "device": trainer.device_name,
+        "window": window,
+        **trainer.efficiency.fields(window["tokens_per_second"]),
         "memory_gib": progress.memory_gib,
     }
 
