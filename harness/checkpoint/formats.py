@@ -24,7 +24,7 @@ from torch import Tensor
 from harness.errors import DISK_FULL, MachineError, UserError
 from harness.failures import chain_of
 from harness.files import require_space, sync_folder
-from harness.model.shapes import is_buffer
+from harness.model.spec import is_buffer
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 NAMES_SHOWN = 3  # in a warning
