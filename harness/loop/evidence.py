@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from harness.data.loader import Batch
 from harness.errors import NonFiniteError
 from harness.loop.config import DebugConfig
-from harness.loop.engine import Engine, StepOutcome
+from harness.loop.engine import Engine
 from harness.loop.steps import Step
 
 
@@ -39,9 +37,7 @@ class NonFinitePolicy:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        names = [name for name, _ in self._engine.named_parameters()]
-        saved = save_evidence(self._folder, rank, step.number, step.outcome, step.batch, names)
+        saved = save_evidence(self._folder, step, [name for name, _ in self._engine.named_parameters()])
         loss, norm = step.outcome.loss, step.outcome.grad_norm
         text = f"step {step.number}: loss {loss}, gradient norm {norm}; {saved}"
         if self._debug.non_finite == "stop":
@@ -51,9 +47,7 @@ class NonFinitePolicy:
         return f"skipped the update of {text}"
 
 
-def save_evidence(
-    folder: Path, rank: int, step: int, outcome: StepOutcome, batch: Batch, names: Iterable[str]
-) -> str:
+def save_evidence(folder: Path, step: Step, names: list[str]) -> str:
     """Write ``step<step>-rank<rank>.pt`` (this rank's rows) and ``.json`` (gradients that are not finite).
 
     The gradients themselves may be freed by now; this rank's share of each norm is still known.
@@ -62,14 +56,15 @@ def save_evidence(
         A message: where the files are, or why they could not be written. A full disk must not hide that the
         numbers were not finite.
     """
+    rank, outcome, batch = dist.get_rank() if dist.is_initialized() else 0, step.outcome, step.batch
     wrong = [
         {"parameter": name, "norm": str(square**0.5)}
         for name, square in zip(names, outcome.squares.tolist(), strict=True)
         if not math.isfinite(square)
     ]
-    stem = folder / f"step{step}-rank{rank}"
+    stem = folder / f"step{step.number}-rank{rank}"
     row = {
-        "step": step,
+        "step": step.number,
         "rank": rank,
         "loss": str(outcome.loss),
         "grad_norm": str(outcome.grad_norm),

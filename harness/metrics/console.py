@@ -116,28 +116,26 @@ class RichConsole(PlainConsole):
         if "validation_loss" in row:
             self.message(row_line(row, self._total_steps))
             return
-        self._progress.update(self._task, completed=row["step"], metrics=metrics_text(_beside_the_bar(row)))
+        beside = metrics_text({key: row.get(key) for key in _BESIDE_THE_BAR})
+        self._progress.update(self._task, completed=row["step"], metrics=beside)
         if self._clock() >= self._next_line or row["step"] == self._total_steps:
             self._next_line = self._clock() + _SECONDS_BETWEEN_LINES
             self.message(row_line(row, self._total_steps))
 
-    def message(self, text: str) -> None:
-        self._write(text)
-
     def warn(self, text: str) -> None:
-        self._write(f"warning: {text}", style="yellow")
+        self.message(f"warning: {text}", style="yellow")
 
     def summary(self, title: str, values: Mapping[str, Any]) -> None:
         heading, *lines = summary_lines(title, values)
-        self._write(heading, style="bold")
+        self.message(heading, style="bold")
         for line in lines:
-            self._write(line)
+            self.message(line)
 
     def close(self) -> None:
         self._progress.stop()
 
-    def _write(self, text: str, style: str | None = None) -> None:
-        """Print without markup: text in brackets is not a style."""
+    def message(self, text: str, style: str | None = None) -> None:
+        # Without markup: text in brackets is not a style.
         self._terminal.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -146,7 +144,3 @@ def make_console(kind: str, total_steps: int) -> PlainConsole:
     if kind == "auto":
         kind = "rich" if sys.stdout.isatty() else "plain"
     return {"rich": RichConsole, "none": SilentConsole, "plain": PlainConsole}[kind](total_steps)
-
-
-def _beside_the_bar(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: row.get(key) for key in _BESIDE_THE_BAR}

@@ -62,12 +62,9 @@ def write_csv(path: Path, seen: Sequence[PointState], results: Sequence[dict[str
         writer = csv.writer(file)
         writer.writerow(["point", "state", "kind", *known])
         for name, each, result in zip(names, seen, results, strict=True):
-            writer.writerow([name, each.state, each.kind or "", *(_plain(result.get(key)) for key in known)])
+            # The writer writes None as an empty cell.
+            writer.writerow([name, each.state, each.kind, *(result.get(key) for key in known)])
 
 
 def _number(value: float | None, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) else ""
-
-
-def _plain(value: Any) -> Any:
-    return "" if value is None else value
