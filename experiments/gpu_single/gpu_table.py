@@ -1,4 +1,4 @@
-"""The table of what was measured on a GPU, and which targets it meets."""
+"""The table of the measurements on a GPU, and the targets that they meet."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADER = (
 
 
 def render(facts: Row, rows: Sequence[Row]) -> str:
-    """Markdown: what was measured on, the table, and the targets with the best that was reached."""
+    """Markdown: the machine, the table, and each target with the best value."""
     table: list[list[str]] = []
     best: dict[str, float] = {}
     for group in groups_of(rows):
@@ -80,7 +80,7 @@ def figures(group: Sequence[Row], mode: str, side: str, name: str) -> dict[int, 
 
 
 def line_of(group: Sequence[Row], mode: str) -> tuple[list[str], dict[str, float]]:
-    """The cells of one mode, and what it has reached of each target that applies to it."""
+    """The cells of one mode, and its value for each target that applies."""
     own = {
         name: figures(group, mode, "harness", name)
         for name in ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_seconds")
@@ -119,7 +119,7 @@ def line_of(group: Sequence[Row], mode: str) -> tuple[list[str], dict[str, float
 
 
 def judged(target: str, figure: float) -> str:
-    """What was reached of a target, and whether that is enough."""
+    """Format the best value for a target, and whether it is enough."""
     wanted = getattr(Targets(), target)
     shown = {"mfu": f"MFU {figure:.1%} of {wanted:.0%}"}.get(target, f"{target} {figure:.3f} of {wanted:.2f}")
     return f"{shown}: {'yes' if figure >= wanted else 'no'}"
@@ -144,9 +144,9 @@ def failures(rows: Sequence[Row]) -> list[Row]:
 
 
 def failure(group: Sequence[Row], mode: str, side: str) -> str:
-    """How a mode failed, in two words; empty when it did not."""
-    told = [row["failed"] for row in failures(group) if (row["mode"], row["side"]) == (mode, side)]
-    return told[0].replace("_", " ") if told else ""
+    """How a mode failed, in two words; empty if it did not."""
+    found = [row["failed"] for row in failures(group) if (row["mode"], row["side"]) == (mode, side)]
+    return found[0].replace("_", " ") if found else ""
 
 
 def row_name(row: Row) -> str:
