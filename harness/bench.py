@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.app import run_verb
 from harness.compose import compose_job
@@ -28,6 +28,7 @@ from harness.run_folder import RunFolder
 EXIT_FAILED = 1
 BASE = "base"
 Row = dict[str, Any]
+Name = TypeVar("Name")
 
 RATE = "tokens_per_second"
 # Measured quantities: label on the screen, name in the file, field of a run's row, number format.
@@ -163,7 +164,7 @@ def check_measurable(job: Job) -> None:
         )
 
 
-def order_of(names: Sequence[str], number: int) -> list[str]:
+def order_of(names: Sequence[Name], number: int) -> list[Name]:
     """The order of jobs in a round: as given in even rounds, reversed in odd ones."""
     return list(names) if number % 2 == 0 else list(reversed(names))
 
@@ -218,9 +219,13 @@ def completed(rows: Mapping[int, Row]) -> dict[int, Row]:
 
 def ratios(rows: Mapping[int, Row], base: Mapping[int, Row]) -> list[float]:
     """Tokens per second relative to the base, for every round that both completed."""
-    ours, theirs = completed(rows), completed(base)
-    field = FIELDS[RATE]
-    return [ours[number][field] / theirs[number][field] for number in ours if number in theirs]
+    ours, theirs = ({n: row[FIELDS[RATE]] for n, row in completed(each).items()} for each in (rows, base))
+    return ratios_by_round(ours, theirs)
+
+
+def ratios_by_round(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """Ratio of one quantity, for every round that has both."""
+    return [ours[number] / theirs[number] for number in ours if number in theirs]
 
 
 def summary(name: str, rows: Mapping[str, Mapping[int, Row]], overrides: list[str]) -> Row:

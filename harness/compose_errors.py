@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from harness.config import describe_type
 from harness.errors import ConfigError, UserError
+from harness.failures import chain_of
 from harness.job import Job
 from harness.overrides import OVERRIDE, fields_of, unknown_field
 from harness.paths import conf_dir
@@ -35,7 +36,7 @@ def to_user_error(error: BaseException, schema: type = Job) -> UserError:
     from hydra.errors import MissingConfigException, OverrideParseException
     from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
-    chain = _chain(error)
+    chain = chain_of(error, suppressed=True)
     text = "; ".join(dict.fromkeys(part for each in chain[:2] for part in _lines(each)))
     typed = OVERRIDE.match(_after(text, "Error merging override ", "; "))
     place = _after(text, "In '", "'")
@@ -125,16 +126,6 @@ def _files_of_conf() -> Iterator[Path]:
     """All YAML files of conf/, also in linked folders."""
     for folder, _, names in os.walk(conf_dir(), followlinks=True):
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".yaml"))
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """The error and its causes, outermost first."""
-    chain: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in chain:
-        chain.append(current)
-        current = current.__cause__ or current.__context__
-    return chain
 
 
 def _lines(error: BaseException) -> list[str]:

@@ -91,13 +91,19 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
     return row
 
 
-def chain_of(error: BaseException) -> list[BaseException]:
-    """Return an exception and its causes and contexts, outermost first."""
+def chain_of(error: BaseException, *, suppressed: bool = False) -> list[BaseException]:
+    """Return an exception and its causes and contexts, outermost first.
+
+    Args:
+        error: the exception.
+        suppressed: also follow contexts that ``raise ... from None`` suppresses.
+    """
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
         chain.append(current)
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        hidden = current.__suppress_context__ and not suppressed
+        current = current.__cause__ or (None if hidden else current.__context__)
     return chain
 
 

@@ -30,6 +30,7 @@ from harness.loop import process
 from harness.loop.signals import ignore_stop_signals, stop_signals_ignored, stop_signals_interrupt
 from harness.model.accounting import account
 from harness.run_folder import RunFolder
+from harness.tables import degrees_in_words
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -162,6 +163,7 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
     with process_group(job, device, store):
         from harness.loop.engine import Engine
         from harness.loop.trainer import Trainer
+        from harness.metrics.rows import shown_summary
 
         if rank == 0:
             folder.set_status("running")
@@ -176,8 +178,9 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
         code = EXIT_OK if reason == "completed" else stopped
         if run.recorder is not None:
             with stop_signals_ignored():
-                folder.conclude(job, reason, code, run.trainer.result())
-                run.recorder.close({**run.trainer.shown_summary(), "run folder": str(folder.path)})
+                row = run.trainer.result()
+                folder.conclude(job, reason, code, row)
+                run.recorder.close({**shown_summary(row), "run folder": str(folder.path)})
         return code
 
 
@@ -215,10 +218,7 @@ def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
 
 def describe(job: Job, folder: RunFolder, device: Any) -> str:
     """Return the first lines of a run's output: its model, layout, batch and run folder."""
-    layout = job.parallelism
-    degrees = (
-        " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
-    )
+    degrees = degrees_in_words(job.parallelism.degrees)
     counted = account(job.model, job.training.seq_len)
     return (
         f"{job.name}: {counted.parameters:,} parameters, {degrees} on {device.type}, "

@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from harness.checkpoint.resume import CONTINUES, can_resume, unfinished_siblings
+from harness.checkpoint.catalog import CheckpointFolder
+from harness.checkpoint.resume import CONTINUES, can_resume
 from harness.errors import DISK_FULL, UserError
 from harness.failures import CONSEQUENCES, SHOWN_OF_ERROR, describe_failure
+from harness.files import write_atomically
 from harness.job import Job
 from harness.locks import Held, lock
 from harness.metrics.encoding import parse_object
@@ -75,7 +77,7 @@ class RunFolder:
             UserError: the same job is running in the folder, or the folder cannot be written.
         """
         with self._locked(job):
-            others = unfinished_siblings(job) if adopt else []
+            others = _unfinished_siblings(job) if adopt else []
             self._archive_earlier_attempt(job, (*DESCRIPTION, *PER_ATTEMPT))
             self._describe(job, overrides)
             if others:
@@ -143,8 +145,8 @@ class RunFolder:
         """Write job, overrides and code version; create the folders that ranks write into."""
         for name in ("errors", "logs"):
             (self.path / name).mkdir(exist_ok=True)
-        write_text_atomically(self.path / "job.json", job.to_json())
-        write_text_atomically(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides))
+        write_atomically(self.path / "job.json", job.to_json().encode())
+        write_atomically(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides).encode())
         write_json_atomically(self.path / "code.json", _code())
 
     def release(self) -> None:
@@ -394,14 +396,35 @@ class RunFolder:
             shutil.copy2(curve, target)
 
 
+def _unfinished_siblings(job: Job) -> list[str]:
+    """Checkpoint folders of stopped runs of the same experiment on other layouts.
+
+    These have the same name and numerics, and another id. Completed and running ones are left out.
+    """
+    config, runs = job.checkpoint, job.run_dir.parent
+    if not config.enable or not config.resume or config.folder != type(config)().folder or not runs.is_dir():
+        return []
+    found = []
+    for path in sorted(runs.iterdir()):
+        folder, checkpoints = RunFolder(path), path / config.folder
+        if path.name == job.id or not checkpoints.is_dir() or folder.state in ("completed", None):
+            continue
+        if folder.may_be_running or _numerics_id(path) != job.numerics_id:
+            continue
+        if CheckpointFolder(str(checkpoints)).complete(1)[0]:
+            found.append(str(checkpoints.resolve()))
+    return found
+
+
+def _numerics_id(run_dir: Path) -> str | None:
+    """``numerics_id`` of the job in a run folder; None if this version cannot read it."""
+    try:
+        return Job.read(run_dir / "job.json").numerics_id
+    except (FileNotFoundError, UserError):
+        return None
+
+
 @functools.cache
 def _code() -> dict[str, Any]:
     """Commit and package versions of this process's code; cached, because git is slow."""
     return {**git_commit(Path(__file__).parent), "versions": versions()}
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write a text file atomically: a reader sees the old or the new content, never a part."""
-    from harness.metrics.atomic import write_atomically
-
-    write_atomically(path, text.encode())

@@ -26,8 +26,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from loop_overhead import measure
+
+from harness.bench import Spread, order_of, ratios_by_round
+from harness.tables import markdown
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -52,7 +56,7 @@ def main() -> None:
     for number in range(arguments.rounds):
         for layout in arguments.layouts:
             sides = sides_of(layout, with_torchtitan=arguments.titan_python is not None)
-            for side in sides if number % 2 == 0 else reversed(sides):
+            for side in order_of(sides, number):
                 rows.append({"round": number, "layout": layout, "side": side, **run(side, layout, arguments)})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     overhead = measure(["experiment=cpu_baseline/shape", "metrics.log_interval=1"], arguments.steps)
@@ -145,26 +149,21 @@ def table(rows: list[dict[str, Any]], layouts: list[str]) -> str:
     """Medians of all sides, and the median and range of the rounds' ratios, ours over each other one's."""
     present = [side for side in OTHERS if any(row["side"] == side for row in rows)]
     heads = [cell for side in present for cell in (OTHERS[side], "ratio, median (range)")]
-    lines = [
-        f"| {' | '.join(['layout', 'figure', 'harness', *heads])} |",
-        f"|{'---|' * (3 + len(heads))}",
-    ]
+    lines: list[list[str]] = []
     for layout in layouts:
         for figure, unit in FIGURES:
             ours = by_round(rows, layout, "harness", figure)
             cells = [layout, unit, f"{statistics.median(ours.values()):.1f}"]
             for side in present:
                 theirs = by_round(rows, layout, side, figure)
-                if not theirs:
+                spread = Spread.of(ratios_by_round(ours, theirs))
+                if spread is None:
                     cells += ["-", "-"]
                     continue
-                ratios = [ours[n] / theirs[n] for n in ours]
-                cells += [
-                    f"{statistics.median(theirs.values()):.1f}",
-                    f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
-                ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+                median, between = spread.shown(".3f")
+                cells += [f"{statistics.median(theirs.values()):.1f}", f"{median} ({between})"]
+            lines.append(cells)
+    return markdown(["layout", "figure", "harness", *heads], lines)
 
 
 def against_the_best(rows: list[dict[str, Any]], layouts: list[str]) -> list[str]:
@@ -177,7 +176,7 @@ def against_the_best(rows: list[dict[str, Any]], layouts: list[str]) -> list[str
             continue
         best = max(medians, key=medians.__getitem__)
         ours = by_round(rows, layout, "harness", "tokens_per_second")
-        ratio = statistics.median(ours[n] / others[best][n] for n in ours)
+        ratio = statistics.median(ratios_by_round(ours, others[best]))
         met = "yes" if ratio >= 1 else "no"
         lines.append(f"{layout}: {ratio:.3f} of the best other side ({OTHERS[best]}); at least 1.0: {met}")
     return lines

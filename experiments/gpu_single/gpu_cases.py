@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from harness.compose import compose_job
 from harness.config import with_value
 from harness.job import Job
-from harness.metrics.memory import GIB
 from harness.model.accounting import block_parameters
+from harness.tables import GIB
 
 WARMUP_STEPS = 5
 LOSS_CHUNKS = 8
@@ -45,7 +45,7 @@ ACTIVATION_CHECKPOINTS = ("none", "selective_op", "full")
 
 @dataclass(frozen=True)
 class Targets:
-    """What the project asks of itself on an H200, at the shape of Llama 3 8B."""
+    """The project's targets on an H200, at the shape of Llama 3 8B."""
 
     device: str = "H200"
     mfu: float = 0.55
@@ -117,7 +117,7 @@ def estimated_bytes(job: Job, *, whole_logits: bool) -> float:
     tables = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2)
     # Masters, gradients and both moments of AdamW, all float32.
     state = 16 * (model.n_layers * block + tables)
-    # bfloat16 copies of what computes, and their gradients: the tables, and two blocks in flight.
+    # bfloat16 copies of the parameters in use, and their gradients: the tables, and two blocks in flight.
     copies = (2 + 2) * (tables + 2 * block)
     # Logits in bfloat16, their float32 copy, log-probabilities and gradient (harness/parallelism/loss.py).
     chunks = 1 if whole_logits else job.training.loss_chunks

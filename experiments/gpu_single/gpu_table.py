@@ -1,4 +1,4 @@
-"""The table of what was measured on a GPU, and which targets it meets."""
+"""The table of the measurements on a GPU, and the targets that they meet."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpu_cases import BASELINE, TARGET_SHAPE, Targets
+
+from harness.bench import Spread, ratios_by_round
+from harness.tables import GIB, markdown
 
 Row = dict[str, Any]
 HEADER = (
@@ -23,17 +26,23 @@ HEADER = (
 
 
 def render(facts: Row, rows: Sequence[Row]) -> str:
-    """Markdown: what was measured on, the table, and the targets with the best that was reached."""
-    lines = [about(facts), "", f"| {' | '.join(HEADER)} |", f"|{'---|' * len(HEADER)}"]
+    """Markdown: the machine, the table, and each target with the best value."""
+    table: list[list[str]] = []
     best: dict[str, float] = {}
     for group in groups_of(rows):
         for mode in dict.fromkeys(row["mode"] for row in group):
             cells, reached = line_of(group, mode)
-            lines.append(f"| {' | '.join(cells)} |")
+            table.append(cells)
             for target, figure in reached.items():
                 best[target] = max(figure, best.get(target, figure))
     origins = sorted({row["peak_origin"] for row in rows if "peak_origin" in row})
-    lines += ["", f"MFU is against bfloat16 in every mode: {'; '.join(origins) or 'nothing ran'}."]
+    lines = [
+        about(facts),
+        "",
+        markdown(HEADER, table),
+        "",
+        f"MFU is against bfloat16 in every mode: {'; '.join(origins) or 'nothing ran'}.",
+    ]
     lines += [*targets_in_words(facts, best), ""]
     lines += [f"{row_name(row)}: {row['failed']}: {row.get('message', '')}" for row in failures(rows)]
     return "\n".join(lines).rstrip()
@@ -48,7 +57,7 @@ def about(facts: Row) -> str:
         f"commit {facts['commit'][:10]}{' and changes' if facts['dirty'] else ''}" if facts["commit"] else ""
     )
     return (
-        f"{facts['device']}, {facts['memory'] / 2**30:.1f} GiB, {platform}; {packages}; {commit}; "
+        f"{facts['device']}, {facts['memory'] / GIB:.1f} GiB, {platform}; {packages}; {commit}; "
         f"{facts['rounds']} rounds of {facts['steps']} steps, batch {facts['batch']}."
     )
 
@@ -70,21 +79,16 @@ def figures(group: Sequence[Row], mode: str, side: str, name: str) -> dict[int, 
     return {row["round"]: row[name] for row in chosen if row.get(name) is not None}
 
 
-def ratios(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
-    """Ours over theirs, of every round that has both."""
-    return [ours[number] / theirs[number] for number in ours if number in theirs]
-
-
 def line_of(group: Sequence[Row], mode: str) -> tuple[list[str], dict[str, float]]:
-    """The cells of one mode, and what it has reached of each target that applies to it."""
+    """The cells of one mode, and its value for each target that applies."""
     own = {
         name: figures(group, mode, "harness", name)
         for name in ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_seconds")
     }
     rate = own["tokens_per_second"]
     theirs = figures(group, mode, "torchtitan", "tokens_per_second")
-    over_titan = ratios(rate, theirs)
-    over_baseline = ratios(rate, figures(group, BASELINE, "harness", "tokens_per_second"))
+    over_titan = ratios_by_round(rate, theirs)
+    over_baseline = ratios_by_round(rate, figures(group, BASELINE, "harness", "tokens_per_second"))
     reached: dict[str, float] = {}
     if group[0]["shape"] == TARGET_SHAPE:
         if mode == BASELINE and own["mfu"]:
@@ -115,7 +119,7 @@ def line_of(group: Sequence[Row], mode: str) -> tuple[list[str], dict[str, float
 
 
 def judged(target: str, figure: float) -> str:
-    """What was reached of a target, and whether that is enough."""
+    """Format the best value for a target, and whether it is enough."""
     wanted = getattr(Targets(), target)
     shown = {"mfu": f"MFU {figure:.1%} of {wanted:.0%}"}.get(target, f"{target} {figure:.3f} of {wanted:.2f}")
     return f"{shown}: {'yes' if figure >= wanted else 'no'}"
@@ -140,9 +144,9 @@ def failures(rows: Sequence[Row]) -> list[Row]:
 
 
 def failure(group: Sequence[Row], mode: str, side: str) -> str:
-    """How a mode failed, in two words; empty when it did not."""
-    told = [row["failed"] for row in failures(group) if (row["mode"], row["side"]) == (mode, side)]
-    return told[0].replace("_", " ") if told else ""
+    """How a mode failed, in two words; empty if it did not."""
+    found = [row["failed"] for row in failures(group) if (row["mode"], row["side"]) == (mode, side)]
+    return found[0].replace("_", " ") if found else ""
 
 
 def row_name(row: Row) -> str:
@@ -151,12 +155,14 @@ def row_name(row: Row) -> str:
 
 
 def median(values: dict[int, float], form: str) -> str:
-    return format(statistics.median(values.values()), form) if values else "-"
+    found = Spread.of(list(values.values()))
+    return format(found.median, form) if found else "-"
 
 
 def spread(values: Sequence[float], form: str) -> str:
     """The median, with the range behind it where there are several."""
-    if not values:
+    found = Spread.of(values)
+    if found is None:
         return "-"
-    middle = format(statistics.median(values), form)
-    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
+    middle, between = found.shown(form)
+    return middle if len(values) == 1 else f"{middle} ({between})"

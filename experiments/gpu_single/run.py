@@ -31,12 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gpu_cases as cases
 from gpu_table import render
 
+from harness.bench import order_of
 from harness.config import with_value
 from harness.errors import UserError
-from harness.metrics.memory import GIB
 from harness.metrics.mfu import peak_of, utilization
 from harness.metrics.result import git_commit, versions
 from harness.model.accounting import account
+from harness.tables import GIB
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -72,8 +73,10 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--steps", type=int, default=20, help=f"of a run; the first {cases.WARMUP_STEPS} do not count"
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences of a step")
-    parser.add_argument("--memory", type=float, help="GiB to plan for, instead of what the device has")
-    parser.add_argument("--layers", type=int, help="of shapes that are not whole, instead of what fits")
+    parser.add_argument("--memory", type=float, help="GiB to plan for, instead of the device's")
+    parser.add_argument(
+        "--layers", type=int, help="layers of shapes that are cut, instead of the number that fits"
+    )
     parser.add_argument("--titan-python", help="interpreter of an environment with torchtitan 0.2.2")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_single")
@@ -196,7 +199,7 @@ def run_rounds(arguments: argparse.Namespace, facts: Row, sized: dict[str, cases
     pairs = [(mode, side) for mode in sized for side in sides]
     failed: set[tuple[str, str]] = set()
     for number in range(arguments.rounds):
-        for mode, side in pairs if number % 2 == 0 else reversed(pairs):
+        for mode, side in order_of(pairs, number):
             if (mode, side) in failed:
                 continue
             run = run_harness if side == "harness" else run_torchtitan
@@ -270,7 +273,7 @@ def titan_command(arguments: argparse.Namespace, case: cases.Case, output: Path)
 
 
 def run_process(command: list[str], timeout: float, device: str) -> str:
-    """Runs a command; returns the end of what it said on stderr if it failed."""
+    """Run a command; if it fails, return the last line of its stderr."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     try:
         done = subprocess.run(

@@ -71,7 +71,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def torchtitan_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
-    """torchtitan's command line for the measured job: its defaults, but for what is said here."""
+    """torchtitan's command line for the measured job: its defaults, except the options set here."""
     settings = {
         "job.dump_folder": folder,
         "model.name": MODEL_NAME,

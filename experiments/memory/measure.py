@@ -88,7 +88,8 @@ def measure_pass(job: Job) -> dict[str, float]:
     from harness.loop.batches import loader_of
     from harness.loop.engine import Engine
     from harness.loop.setup import process_group, set_up_process
-    from harness.metrics.memory import GIB, peak_memory_gib
+    from harness.metrics.memory import peak_memory_gib
+    from harness.tables import GIB
 
     device = torch.device("cpu")
     set_up_process(job)

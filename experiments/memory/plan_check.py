@@ -29,8 +29,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.compose import compose_job
-from harness.plan.memory import GIB, rank_memory
+from harness.plan.memory import rank_memory
 from harness.plan.plan import RankMemory
+from harness.tables import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 0.10

@@ -6,7 +6,6 @@ Uses DCP's planners and storage directly, one tensor at a time, in a single proc
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from harness.checkpoint.metadata import first_line
 from harness.checkpoint.storage import Reader, Writer
 from harness.checkpoint.torchtitan import from_torchtitan
 from harness.errors import UserError
+from harness.files import sync_file
 from harness.model.config import ModelConfig
 from harness.model.spec import tensor_shapes
 
@@ -174,8 +174,7 @@ class _OneByOne(FileSystemWriter):
                 torch.save(planner.resolve_data(item), stream)
                 length = stream.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(file, start, length)))
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync_file(stream)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from harness.errors import DISK_FULL, MachineError, UserError
+from harness.failures import chain_of
+from harness.files import require_space, sync_folder
 from harness.model.spec import is_buffer
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
@@ -199,7 +201,7 @@ def atomic_target(target: Path, nbytes: int) -> Iterator[Path]:
     try:
         with _storage_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            _require_space(target, nbytes)
+            require_space(target, nbytes)
             yield temporary
             os.rename(temporary, target)
             sync_folder(target.parent)
@@ -218,7 +220,7 @@ def _storage_errors(target: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         # torch.save hides an exception of the stream, ^C too, behind "unexpected pos".
-        chain = list(_chain(error))
+        chain = chain_of(error, suppressed=True)
         if any(isinstance(each, KeyboardInterrupt) for each in chain):
             raise KeyboardInterrupt from error
         cause = next((each for each in chain if isinstance(each, OSError) and each.errno is not None), None)
@@ -231,32 +233,8 @@ def _storage_errors(target: Path) -> Iterator[None]:
         raise UserError(f"{target}: cannot be written: {place}: {cause.strerror}") from error
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of that, ..."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _require_space(target: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < nbytes:
-        raise MachineError(
-            f"{target}: needs {nbytes / 1e9:.3f} GB, and the disk has {free / 1e9:.3f} GB left"
-        )
-
-
 def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):  # it does not exist, or was removed above
         path.unlink()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power failure (fsync)."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

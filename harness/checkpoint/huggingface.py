@@ -8,11 +8,10 @@ It is written here because the library's writers need two copies of a shard in m
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +24,6 @@ from harness.checkpoint.formats import (
     TensorFacts,
     bytes_view,
     refuse_untied,
-    sync_folder,
     total_bytes,
 )
 from harness.checkpoint.pieces import HuggingFaceNames, fill, full_ranges
@@ -33,6 +31,7 @@ from harness.data.config import TokenizerConfig
 from harness.data.hf_tokenizer import export_tokenizer
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError, UserError
+from harness.files import sync_file, sync_folder
 from harness.model.config import ModelConfig
 from harness.model.huggingface import HEAD as THEIR_HEAD
 from harness.model.huggingface import (
@@ -314,15 +313,10 @@ def _write_safetensors(source: Source, names: list[str], file: Path) -> None:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:
             stream.write(bytes_view(source.read(name)))
-        _sync(stream)
+        sync_file(stream)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     with file.open("wb") as stream:
         stream.write(json.dumps(content, indent=2).encode() + b"\n")
-        _sync(stream)
-
-
-def _sync(stream: IO[bytes]) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
+        sync_file(stream)

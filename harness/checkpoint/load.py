@@ -34,6 +34,7 @@ from harness.errors import MachineError, UserError
 from harness.job import Job
 from harness.loop.engine import Engine
 from harness.model.spec import tensor_shapes
+from harness.tables import degrees_in_words
 
 
 @dataclass(frozen=True)
@@ -222,5 +223,4 @@ def _ranks(checkpoint: Checkpoint) -> str:
     """The layout that wrote a checkpoint, for messages."""
     layout = (checkpoint.job or {}).get("parallelism", {})
     axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
-    degrees = {axis: layout[axis] for axis in axes if isinstance(layout.get(axis), int)}
-    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"
+    return degrees_in_words({axis: layout[axis] for axis in axes if isinstance(layout.get(axis), int)})

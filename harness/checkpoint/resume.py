@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from harness.config import NUMERICS, leaves
 from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import Job
 from harness.metrics.encoding import read_object
+from harness.metrics.result import flat_items, read_result
 
 # Lists checkpoint folders of the same experiment on other layouts, from which a run may resume.
 CONTINUES = "continues.json"
@@ -157,9 +157,10 @@ def is_finished(job: Job, run_dir: Path) -> bool:
     """Whether the job has completed in its run folder and its last checkpoint still exists."""
     if not job.checkpoint.enable or not job.checkpoint.resume or job.checkpoint.load_step >= 0:
         return False
-    from harness.run_folder import RunFolder
-
-    if RunFolder(run_dir).row.get("exit_reason") != "completed":
+    try:
+        if read_result(run_dir).get("exit_reason") != "completed":
+            return False
+    except (OSError, ValueError):  # no result, or a damaged one
         return False
     try:
         return CheckpointFolder(folder_of(job, run_dir)).find(job.training.steps).step == job.training.steps
@@ -182,36 +183,6 @@ def can_resume(job: Job, run_dir: Path) -> bool:
     if not config.enable or not config.resume:
         return False
     return bool(CheckpointFolder(folder_of(job, run_dir)).complete(1)[0])
-
-
-def unfinished_siblings(job: Job) -> list[str]:
-    """Checkpoint folders of stopped runs of the same experiment on other layouts.
-
-    These have the same name and numerics, and another id. Completed and running ones are left out.
-    """
-    from harness.run_folder import RunFolder
-
-    config, runs = job.checkpoint, job.run_dir.parent
-    if not config.enable or not config.resume or config.folder != type(config)().folder or not runs.is_dir():
-        return []
-    found = []
-    for path in sorted(runs.iterdir()):
-        folder, checkpoints = RunFolder(path), path / config.folder
-        if path.name == job.id or not checkpoints.is_dir() or folder.state in ("completed", None):
-            continue
-        if folder.may_be_running or _numerics_id(path) != job.numerics_id:
-            continue
-        if CheckpointFolder(str(checkpoints)).complete(1)[0]:
-            found.append(str(checkpoints.resolve()))
-    return found
-
-
-def _numerics_id(run_dir: Path) -> str | None:
-    """``numerics_id`` of the job in a run folder; None if this version cannot read it."""
-    try:
-        return Job.read(run_dir / "job.json").numerics_id
-    except (FileNotFoundError, UserError):
-        return None
 
 
 def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> None:
@@ -262,7 +233,7 @@ def _numerics(job: Job) -> dict[str, Any]:
 
 
 def _saved(checkpoint: Checkpoint) -> dict[str, Any]:
-    return dict(_flat({"model": checkpoint.manifest.get("model") or {}, **(checkpoint.job or {})}))
+    return dict(flat_items({"model": checkpoint.manifest.get("model") or {}, **(checkpoint.job or {})}))
 
 
 def _from_load_step(job: Job, own: list[Checkpoint], folder: str) -> list[Checkpoint]:
@@ -335,14 +306,6 @@ def _single(path: str) -> Checkpoint:
     except DamagedCheckpoint as error:
         works = f"a folder step-<n> with a {MANIFEST}, or a run folder"
         raise ConfigError(name, path, f"not a checkpoint: {error}", works) from None
-
-
-def _flat(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in plain.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _step(path: str) -> int:

@@ -39,6 +39,7 @@ from harness.checkpoint.catalog import METADATA, DamagedCheckpoint, check_files,
 from harness.checkpoint.entry import Entry
 from harness.checkpoint.manifest import CHECKSUM, MANIFEST, encode_manifest
 from harness.checkpoint.metadata import parse_metadata
+from harness.files import sync_file, sync_folder
 
 
 @dataclass
@@ -215,22 +216,13 @@ def write_last(fs: FileSystemBase, folder: str | os.PathLike, name: str, content
     temporary, final = fs.concat_path(folder, f"{name}.tmp"), fs.concat_path(folder, name)
     with fs.create_stream(temporary, "wb") as stream:
         stream.write(content)  # type: ignore[attr-defined]
-        stream.flush()
         if isinstance(folder, Path):
-            os.fsync(stream.fileno())
+            sync_file(stream)
     if isinstance(folder, Path):
-        _sync_folder(folder)  # the names of the data files must be durable before this file's name
+        sync_folder(folder)  # the names of the data files must be durable before this file's name
     fs.rename(temporary, final)
     if isinstance(folder, Path):
-        _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync_folder(folder)
 
 
 class Reader(FileSystemReader):

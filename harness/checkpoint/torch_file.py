@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from harness.checkpoint.formats import EMBEDDING, HEAD, Source, bytes_view
+from harness.files import sync_file
 
 
 def write_torch(source: Source, file: Path, *, tied: bool) -> None:
@@ -41,5 +41,4 @@ def write_torch(source: Source, file: Path, *, tied: bool) -> None:
         for name in source.tensors:
             stream.seek(offsets[name].untyped_storage()._checkpoint_offset)
             stream.write(bytes_view(source.read(name)))
-        stream.flush()
-        os.fsync(stream.fileno())
+        sync_file(stream)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.cluster.hardware import ACCELERATORS
 from harness.cluster.options import check_sbatch, check_srun
 from harness.config import execution, label
 from harness.errors import ConfigError
+from harness.hardware import ACCELERATORS
 
 KINDS = ("local", "slurm")
 DEVICES = ("auto", "cpu", "cuda")
@@ -35,7 +35,7 @@ class ClusterConfig:
     device: str = execution("auto", choices=DEVICES)
     """Device of every rank: cpu, cuda, or auto (cuda if available)."""
     accelerator: str | None = label(None, choices=tuple(ACCELERATORS))
-    """Accelerator of the nodes: a name in harness/cluster/hardware.py (``H100 SXM``); null means unknown."""
+    """Accelerator of the nodes: a name in harness/hardware.py (``H100 SXM``); null means unknown."""
     network_gbps: float | None = label(None, above=0)
     """Network bandwidth between nodes per device, in Gbit/s; null means unknown."""
     threads_per_rank: int | None = label(None, least=1)

@@ -23,8 +23,8 @@ from harness.cluster.queue import partition_minutes, require_slurm, submit_scrip
 from harness.cluster.snapshot import snapshot_path, take_snapshot
 from harness.cluster.ticket import Ticket
 from harness.errors import ConfigError
+from harness.files import write_atomically
 from harness.job import Job
-from harness.metrics.atomic import write_atomically
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from harness.metrics.atomic import write_atomically
+from harness.files import write_atomically
 from harness.metrics.encoding import parse_object
 
 META = "meta.json"

@@ -26,9 +26,9 @@ from harness.data.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     _parse_ranks,
-    _read,
     build_tokenizer,
 )
+from harness.data.tokenizer_base import read_tokenizer
 from harness.data.tokenizer_json import TOKENIZER, copy_tokenizer
 from harness.errors import DataError, UserError
 
@@ -94,7 +94,7 @@ def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     _write_json(folder / "special_tokens_map.json", specials)
     _write_json(folder / "tokenizer_config.json", {**_transformers_config(export), **specials})
     if config.kind != "bytes":
-        (folder / "tokenizer.model").write_bytes(_read(config.file))
+        (folder / "tokenizer.model").write_bytes(read_tokenizer(config.file))
 
 
 def _published(config: TokenizerConfig, ours: Tokenizer) -> TokenizerConfig | None:
@@ -155,7 +155,7 @@ def _of_bytes(config: TokenizerConfig) -> _Export:
 
 
 def _of_tiktoken(config: TokenizerConfig) -> _Export:
-    ranks = _parse_ranks(_read(config.file), config.file)
+    ranks = _parse_ranks(read_tokenizer(config.file), config.file)
     alphabet = _byte_alphabet()
     spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
@@ -212,7 +212,7 @@ def _splits(token: Any, parts: Mapping[Any, int]) -> list[tuple[Any, Any]]:
 def _of_sentencepiece(config: TokenizerConfig) -> _Export:
     from sentencepiece import sentencepiece_model_pb2
 
-    content = _read(config.file)
+    content = read_tokenizer(config.file)
     ours = SentencePieceTokenizer(content, config.file)
     proto = vars(sentencepiece_model_pb2)["ModelProto"].FromString(content)
     for reason in _unsupported_features(proto):

@@ -4,53 +4,16 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from harness.data.config import TokenizerConfig
-from harness.data.long_text import PIECE_CHARS, split_long_text
+from harness.data.long_text import PIECE_CHARS
 from harness.data.tiktoken_sets import SETS
+from harness.data.tokenizer_base import NUM_THREADS, Tokenizer, decode_known, fingerprint_of, read_tokenizer
+from harness.data.tokenizer_json import HuggingFaceTokenizer
 from harness.errors import DataError
-
-_NUM_THREADS = 4  # enough to be fast, few enough not to slow down a node's other ranks
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-
-
-class Tokenizer(Protocol):
-    """Maps text to ids in ``range(vocab_size)`` and back.
-
-    Text that looks like a special token is encoded as plain text, so that a document cannot contain its own
-    end.
-    """
-
-    vocab_size: int
-    bos_id: int | None
-    """Id put before every document, or None."""
-    eos_id: int | None
-    """Id put after every document, or None."""
-    fingerprint: str
-    """Hash of everything that determines how text is encoded."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, without special tokens."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """``[encode(text) for text in texts]``, in parallel where that is faster."""
-        ...
-
-    def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
-        """Yield ``encode(text)`` in consecutive pieces, which needs less memory for a long text."""
-        for piece in split_long_text(text, self.encode):
-            yield self.encode(piece)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; invalid UTF-8 and ids outside the vocabulary become U+FFFD."""
-        ...
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -61,14 +24,12 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """
     if config.kind == "bytes":
         return BytesTokenizer()
-    content = _read(config.file)
+    content = read_tokenizer(config.file)
     if config.kind == "sentencepiece":
         return SentencePieceTokenizer(content, config.file)
     if config.kind == "tiktoken":
         return TiktokenTokenizer(content, config.file, config.special)
     if config.kind == "huggingface":
-        from harness.data.tokenizer_json import HuggingFaceTokenizer
-
         return HuggingFaceTokenizer(content, config)
     raise ValueError(f"unknown tokenizer kind {config.kind}")
 
@@ -99,7 +60,7 @@ class BytesTokenizer(Tokenizer):
             yield text[start : start + PIECE_CHARS].encode("utf-8")
 
     def decode(self, ids: Sequence[int]) -> str:
-        return _decode_known(ids, range(self.vocab_size), _decode_bytes)
+        return decode_known(ids, range(self.vocab_size), _decode_bytes)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -120,7 +81,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f"tokenizer file {file} is not a sentencepiece model") from error
         self.bos_id = _none_if_negative(self._model.bos_id())
         self.eos_id = _none_if_negative(self._model.eos_id())
-        self.fingerprint = _fingerprint("sentencepiece", content)
+        self.fingerprint = fingerprint_of("sentencepiece", content)
         self._space_mark_ids = self._spell_space_mark()
 
     def encode(self, text: str) -> list[int]:
@@ -135,10 +96,10 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._space_mark_ids is not None and any("▁" in text for text in texts):
             return [self.encode(text) for text in texts]
-        return self._model.encode(list(texts), num_threads=_NUM_THREADS)
+        return self._model.encode(list(texts), num_threads=NUM_THREADS)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return _decode_known(ids, range(self.vocab_size), self._model.decode)
+        return decode_known(ids, range(self.vocab_size), self._model.decode)
 
     def _spell_space_mark(self) -> list[int] | None:
         """Byte pieces of U+2581; None if the model has no byte pieces or prefixes the text with a space."""
@@ -176,7 +137,7 @@ class TiktokenTokenizer(Tokenizer):
         self.vocab_size = len(ranks) + len(special_ids)
         self.bos_id = special_ids[special_set.bos]
         self.eos_id = special_ids[special_set.eos]
-        self.fingerprint = _fingerprint(f"tiktoken/{special}", content)
+        self.fingerprint = fingerprint_of(f"tiktoken/{special}", content)
 
     def encode(self, text: str) -> list[int]:
         return [i for part in _cut_long_runs(text) for i in self._encoding.encode_ordinary(part)]
@@ -184,14 +145,14 @@ class TiktokenTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         parts = [list(_cut_long_runs(text)) for text in texts]
         flat = [part for text_parts in parts for part in text_parts]
-        encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=_NUM_THREADS))
+        encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=NUM_THREADS))
         return [[i for _ in text_parts for i in next(encoded)] for text_parts in parts]
 
     def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
         return map(self._encoding.encode_ordinary, _cut_long_runs(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return _decode_known(ids, range(self.vocab_size), self._encoding.decode)
+        return decode_known(ids, range(self.vocab_size), self._encoding.decode)
 
 
 def _parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
@@ -231,32 +192,8 @@ def _cut_long_runs(text: str) -> Iterator[str]:
         yield piece[begin:]
 
 
-def _decode_known(ids: Sequence[int], vocabulary: Container[int], decode: Callable[[list[int]], str]) -> str:
-    """Decode ids; those outside the vocabulary (a model's vocabulary may be padded) become U+FFFD."""
-    parts = []
-    for known, group in groupby((int(i) for i in ids), key=lambda i: i in vocabulary):
-        group_ids = list(group)
-        parts.append(decode(group_ids) if known else _UNKNOWN * len(group_ids))
-    return "".join(parts)
-
-
 def _decode_bytes(ids: list[int]) -> str:
     return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-
-def _read(file: Path) -> bytes:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        reason = error.strerror or "cannot be read"
-        raise DataError(f"tokenizer file {file}: {reason}; set tokenizer.path to the file") from error
-    if not content.strip():
-        raise DataError(f"tokenizer file {file} is empty")
-    return content
-
-
-def _fingerprint(kind: str, content: bytes) -> str:
-    return f"{kind}/{hashlib.sha256(content).hexdigest()}"
 
 
 def _none_if_negative(token_id: int) -> int | None:

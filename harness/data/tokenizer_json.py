@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.data.config import TokenizerConfig
-from harness.data.tokenizer import _NUM_THREADS, Tokenizer, _decode_known, _fingerprint, _read
+from harness.data.tokenizer_base import NUM_THREADS, Tokenizer, decode_known, fingerprint_of, read_tokenizer
 from harness.errors import DataError
 
 TOKENIZER, CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -45,7 +45,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, content: bytes, config: TokenizerConfig) -> None:
         # The library reads it once, when it starts its threads. A value set by the user takes precedence.
-        os.environ.setdefault("RAYON_NUM_THREADS", str(_NUM_THREADS))
+        os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_THREADS))
         import tokenizers
 
         try:
@@ -71,7 +71,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(self._known) + 1
         self.bos_id = ids[bos] if bos else None
         self.eos_id = ids[eos] if eos else None
-        self.fingerprint = _fingerprint(f"huggingface/{bos}/{eos}", content)
+        self.fingerprint = fingerprint_of(f"huggingface/{bos}/{eos}", content)
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
@@ -81,7 +81,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return _decode_known(ids, self._known, self._decode)
+        return decode_known(ids, self._known, self._decode)
 
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids, skip_special_tokens=False)
@@ -168,7 +168,7 @@ def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     Raises:
         DataError: the tokenizer is invalid.
     """
-    content = _read(config.file)
+    content = read_tokenizer(config.file)
     HuggingFaceTokenizer(content, config)  # raises if the file is invalid
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TOKENIZER).write_bytes(content)

@@ -6,7 +6,8 @@ from functools import cache
 
 from harness.data.config import TokenizerConfig
 from harness.data.tiktoken_sets import SETS
-from harness.data.tokenizer import BytesTokenizer, SentencePieceTokenizer, _parse_ranks, _read
+from harness.data.tokenizer import BytesTokenizer, SentencePieceTokenizer, _parse_ranks
+from harness.data.tokenizer_base import read_tokenizer
 from harness.errors import ConfigError
 from harness.job import Job
 
@@ -40,7 +41,7 @@ def vocabulary_size(config: TokenizerConfig) -> int | None:
         return BytesTokenizer.vocab_size
     if not config.file.is_file():
         return None
-    content = _read(config.file)
+    content = read_tokenizer(config.file)
     if config.kind == "tiktoken":
         return len(_parse_ranks(content, config.file)) + len(SETS[config.special].tokens)
     if config.kind == "huggingface":

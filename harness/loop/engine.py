@@ -119,7 +119,9 @@ class Engine:
         self.balance = Balance(job, self.parts, device)
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
         self._parameters = [list(part.parameters()) for part in self.parts]
-        self.parameters = [parameter for parameters in self._parameters for parameter in parameters]
+        self.parameters: list[Tensor] = [
+            parameter for parameters in self._parameters for parameter in parameters
+        ]
         self.optimizer = build_optimizer(job.optimizer, self.named_parameters())
         in_backward = job.optimizer.in_backward
         self.updater = (

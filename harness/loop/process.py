@@ -1,4 +1,5 @@
-"""Settings of a rank's process: environment variables that torch and NCCL read once, and malloc.
+"""Settings of a rank's process: environment variables that torch and NCCL read once, malloc, and garbage
+collection.
 
 Imports no torch, because torch reads some of them at import. Variables that the user has set win.
 """
@@ -6,7 +7,10 @@ Imports no torch, because torch reads some of them at import. Variables that the
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from harness.job import Job
@@ -68,6 +72,28 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # No block gets its own mapping, and the top of the heap is never trimmed. mallopt returns 1 on success.
     return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+@contextmanager
+def garbage_collection(interval: int) -> Iterator[Callable[[int], None]]:
+    """Collect garbage every ``interval`` steps (0: when Python decides); call what it yields at each step.
+
+    All ranks collect at the same steps, because every step waits for the slowest rank.
+    """
+    if interval == 0:
+        yield lambda step: None
+        return
+
+    def collect(step: int) -> None:
+        if step % interval == 0:
+            gc.collect(1)
+
+    gc.disable()
+    gc.collect()
+    try:
+        yield collect
+    finally:
+        gc.enable()
 
 
 def describe(job: Job, device_type: str, *, keeps_memory: bool = False) -> str:

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from harness.metrics.lines import metrics_text, row_line, summary_lines
 
@@ -21,80 +21,51 @@ _BESIDE_THE_BAR = ("loss", "mfu", "tokens_per_second", "memory_gib")
 _REFRESH_PER_SECOND = 2
 
 
-class Console(Protocol):
-    """Shows progress, metrics and messages of a run."""
+class PlainConsole:
+    """Shows progress, metrics and messages of a run: one flushed line per row, for log files and pipes."""
+
+    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+        self._total_steps = total_steps
+        self._stream = stream or sys.stdout
 
     def start_at(self, step: int) -> None:
         """Set the last step already done; the remaining time is estimated from later steps."""
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Show one row of metrics; it has a ``step``."""
+        self.message(row_line(row, self._total_steps))
 
     def message(self, text: str) -> None:
         """Show a line of text."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
 
     def warn(self, text: str) -> None:
         """Show a warning."""
+        self.message(f"warning: {text}")
 
     def summary(self, title: str, values: Mapping[str, Any]) -> None:
         """Show the final values of a run; None is left out."""
+        self.message("\n".join(summary_lines(title, values)))
 
     def close(self) -> None:
         """Restore the terminal."""
 
 
-def make_console(kind: str, total_steps: int) -> Console:
-    """Make the console that ``metrics.console`` names: auto, rich, plain or none."""
-    if kind == "auto":
-        kind = "rich" if sys.stdout.isatty() else "plain"
-    if kind == "none":
-        return SilentConsole()
-    return RichConsole(total_steps) if kind == "rich" else PlainConsole(total_steps)
-
-
-class SilentConsole:
+class SilentConsole(PlainConsole):
     """Shows nothing. Warnings still go to the log of the process, because requested output was lost."""
-
-    def start_at(self, step: int) -> None: ...
 
     def log(self, row: Mapping[str, Any]) -> None: ...
 
     def message(self, text: str) -> None: ...
 
+    def summary(self, title: str, values: Mapping[str, Any]) -> None: ...
+
     def warn(self, text: str) -> None:
         _logger.warning(text)
 
-    def summary(self, title: str, values: Mapping[str, Any]) -> None: ...
 
-    def close(self) -> None: ...
-
-
-class PlainConsole:
-    """One flushed line per row, for log files and pipes."""
-
-    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
-        self._total_steps = total_steps
-        self._stream = stream or sys.stdout
-
-    def start_at(self, step: int) -> None: ...
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        self.message(row_line(row, self._total_steps))
-
-    def message(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
-
-    def warn(self, text: str) -> None:
-        self.message(f"warning: {text}")
-
-    def summary(self, title: str, values: Mapping[str, Any]) -> None:
-        self.message("\n".join(summary_lines(title, values)))
-
-    def close(self) -> None: ...
-
-
-class RichConsole:
+class RichConsole(PlainConsole):
     """A progress bar with the newest metrics at the bottom of the terminal, and a line above it now and then.
 
     Args:
@@ -112,7 +83,8 @@ class RichConsole:
         from rich import progress, table
         from rich.console import Console as Terminal
 
-        self._total_steps, self._clock = total_steps, clock
+        super().__init__(total_steps)
+        self._clock = clock
         self._terminal = terminal or Terminal()
         self._next_line = clock()
 
@@ -144,30 +116,31 @@ class RichConsole:
         if "validation_loss" in row:
             self.message(row_line(row, self._total_steps))
             return
-        self._progress.update(self._task, completed=row["step"], metrics=metrics_text(_beside_the_bar(row)))
+        beside = metrics_text({key: row.get(key) for key in _BESIDE_THE_BAR})
+        self._progress.update(self._task, completed=row["step"], metrics=beside)
         if self._clock() >= self._next_line or row["step"] == self._total_steps:
             self._next_line = self._clock() + _SECONDS_BETWEEN_LINES
             self.message(row_line(row, self._total_steps))
 
-    def message(self, text: str) -> None:
-        self._write(text)
-
     def warn(self, text: str) -> None:
-        self._write(f"warning: {text}", style="yellow")
+        self.message(f"warning: {text}", style="yellow")
 
     def summary(self, title: str, values: Mapping[str, Any]) -> None:
         heading, *lines = summary_lines(title, values)
-        self._write(heading, style="bold")
+        self.message(heading, style="bold")
         for line in lines:
-            self._write(line)
+            self.message(line)
 
     def close(self) -> None:
         self._progress.stop()
 
-    def _write(self, text: str, style: str | None = None) -> None:
-        """Print without markup: text in brackets is not a style."""
+    def message(self, text: str, style: str | None = None) -> None:
+        # Without markup: text in brackets is not a style.
         self._terminal.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _beside_the_bar(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: row.get(key) for key in _BESIDE_THE_BAR}
+def make_console(kind: str, total_steps: int) -> PlainConsole:
+    """Make the console that ``metrics.console`` names: auto, rich, plain or none."""
+    if kind == "auto":
+        kind = "rich" if sys.stdout.isatty() else "plain"
+    return {"rich": RichConsole, "none": SilentConsole, "plain": PlainConsole}[kind](total_steps)

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from harness.errors import UserError
-from harness.metrics.atomic import write_atomically
+from harness.files import write_atomically
 from harness.metrics.encoding import dumps, loads
 
 Row = dict[str, Any]

@@ -7,7 +7,8 @@ import resource
 import sys
 from pathlib import Path
 
-GIB = 2**30
+from harness.tables import GIB
+
 _STATUS = Path("/proc/self/status")
 _PEAK = re.compile(rb"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 

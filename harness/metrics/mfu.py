@@ -13,21 +13,9 @@ Hardware that is not in the table has no MFU, because its peak is unknown.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from harness.cluster.hardware import find_accelerator
-
-
-class FlopsPerToken(Protocol):
-    """FLOPs of one token, forward and backward, as the model package counts them."""
-
-    @property
-    def flops_per_token_full(self) -> float:
-        """FLOPs with the full square of attention scores."""
-
-    @property
-    def flops_per_token_causal(self) -> float:
-        """FLOPs with half of the square."""
+from harness.hardware import find_accelerator
+from harness.model.accounting import Accounting
 
 
 @dataclass(frozen=True)
@@ -53,13 +41,6 @@ def peak_of(device_name: str, dtype: str) -> Peak:
     return Peak(accelerator.peak_flops[dtype], f"{accelerator.name}, dense {dtype}, {accelerator.source}")
 
 
-def tflops_per_device(tokens_per_second_per_device: float | None, flops_per_token: float) -> float | None:
-    """TFLOP/s of one device for the model's arithmetic; None without a throughput."""
-    if tokens_per_second_per_device is None:
-        return None
-    return tokens_per_second_per_device * flops_per_token / 1e12
-
-
 def mfu(
     tokens_per_second_per_device: float | None, flops_per_token: float | None, peak_flops: float | None
 ) -> float | None:
@@ -70,18 +51,18 @@ def mfu(
 
 
 def utilization(
-    tokens_per_second_per_device: float | None, flops: FlopsPerToken, peak: Peak
+    tokens_per_second_per_device: float | None, flops: Accounting, peak: Peak
 ) -> dict[str, float | None]:
     """Fields of a row: ``tflops_per_device`` and ``mfu`` (full attention), ``mfu_causal`` (half)."""
     rate = tokens_per_second_per_device
     return {
-        "tflops_per_device": tflops_per_device(rate, flops.flops_per_token_full),
+        "tflops_per_device": None if rate is None else rate * flops.flops_per_token_full / 1e12,
         "mfu": mfu(rate, flops.flops_per_token_full, peak.flops),
         "mfu_causal": mfu(rate, flops.flops_per_token_causal, peak.flops),
     }
 
 
-def describe_inputs(flops: FlopsPerToken, peak: Peak) -> str:
+def describe_inputs(flops: Accounting, peak: Peak) -> str:
     """Describe the inputs of the MFU on one line, for the start of a run."""
     full, causal = flops.flops_per_token_full / 1e9, flops.flops_per_token_causal / 1e9
     work = f"{full:,.4g} GFLOP/token (full attention), {causal:,.4g} (causal half)"

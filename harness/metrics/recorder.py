@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.metrics.config import MetricsConfig
-from harness.metrics.console import Console, SilentConsole, make_console
+from harness.metrics.console import PlainConsole, SilentConsole, make_console
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.views import TensorBoardView, View, WandbView
 
@@ -40,7 +40,7 @@ class Recorder:
         total_steps: int,
     ) -> None:
         self._config, self._run_dir, self._run_id, self._name, self._job = config, run_dir, run_id, name, job
-        self._console = make_console(config.console, total_steps)
+        self._console: PlainConsole = make_console(config.console, total_steps)
         self._file: MetricsFile | None = None
         self._views: list[View] = []
         self._closed = False
@@ -69,7 +69,7 @@ class Recorder:
             self._add_view("tensorboard", lambda: TensorBoardView(run_dir, self._job, start_step))
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Write the row of a training step; it has a ``step``. None means unknown, and views leave it out.
+        """Write the row of a step or a validation; it has a ``step``. Views leave out None, which is unknown.
 
         Raises:
             OSError: metrics.jsonl cannot be written.
@@ -79,14 +79,6 @@ class Recorder:
         self._show_notes()
         self._tell(lambda console: console.log(row))
         self._show(lambda view: view.log(row))
-
-    def log_validation(self, row: Mapping[str, Any]) -> None:
-        """Write the row of a validation: a ``step`` and a ``validation_loss``.
-
-        Raises:
-            OSError: metrics.jsonl cannot be written.
-        """
-        self.log(row)
 
     def message(self, text: str) -> None:
         """Show a line on the console without breaking the progress bar."""
@@ -111,12 +103,12 @@ class Recorder:
         while self._file is not None and self._file.notes:
             self.message(self._file.notes.pop(0))
 
-    def _tell(self, tell: Callable[[Console], None]) -> None:
+    def _tell(self, tell: Callable[[PlainConsole], None]) -> None:
         """The console is a view too: standard output may be a pipe that nobody reads any more."""
         try:
             tell(self._console)
         except Exception as error:  # see _switched_off
-            self._console = SilentConsole()
+            self._console = SilentConsole(0)
             self._switched_off("console", error)
 
     def _add_view(self, name: str, make: Callable[[], View]) -> None:

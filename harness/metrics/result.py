@@ -6,11 +6,12 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import harness
-from harness.metrics.atomic import write_atomically
+from harness.files import write_atomically
 from harness.metrics.encoding import dumps, parse_object
 
 _PACKAGES = ("torch", "torchao", "triton", "numpy", "wandb", "hydra-core")
@@ -63,20 +64,27 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     return row
 
 
-def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(nested: dict[str, Any]) -> dict[str, Any]:
     """Flatten ``{"a": {"b": 1}}`` to ``{"a.b": 1}``. Lists stay lists; empty dicts disappear.
 
     Raises:
         ValueError: two values would get the same name.
     """
     flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        name = f"{prefix}{key}"
-        for leaf, item in (flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}).items():
-            if leaf in flat:
-                raise ValueError(f"two values are called {leaf}")
-            flat[leaf] = item
+    for name, value in flat_items(nested):
+        if name in flat:
+            raise ValueError(f"two values are called {name}")
+        flat[name] = value
     return flat
+
+
+def flat_items(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each leaf."""
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            yield from flat_items(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def versions() -> dict[str, str | None]:

@@ -13,6 +13,7 @@ from harness.model.config import ModelConfig
 from harness.model.spec import TensorSpec
 from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
 from harness.parallelism.stages import check_stages, check_weights, fitting_layers_per_stage, stages_per_rank
+from harness.tables import degrees_in_words
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: ranks of the last axis have the fastest links."""
@@ -173,7 +174,7 @@ class ParallelismConfig:
             others = prod(degree for axis, degree in self.degrees.items() if axis != "dp_shard")
             world = world_size or default_world or 2 * others
             if world % others:
-                named = " x ".join(f"{a}={d}" for a, d in self.degrees.items() if d > 1)
+                named = degrees_in_words(self.degrees, between="=", none="")
                 raise ConfigError(
                     "parallelism.dp_shard",
                     -1,
@@ -182,7 +183,7 @@ class ParallelismConfig:
                 )
             return replace(self, dp_shard=world // others).resolve(world_size, default_world)
         if world_size is not None and self.world_size != world_size:
-            named = " x ".join(f"{axis}={degree}" for axis, degree in self.degrees.items() if degree > 1)
+            named = degrees_in_words(self.degrees, between="=", none="")
             others = self.world_size // self.dp_shard
             rest = (
                 f"{world_size // others}, -1"

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from harness.cluster.hardware import find_accelerator
 from harness.config import with_value
 from harness.errors import UserError
+from harness.hardware import find_accelerator
 from harness.job import Job
 from harness.plan.constants import Calibration, Constants
 from harness.plan.cpu import measure_cpu
 from harness.plan.machine import machine_of
 from harness.plan.speed import StepModel
+from harness.tables import degrees_in_words
 
 # Constants that a fit changes, and the start of the fit of the defaults. The other constants come from data
 # sheets and papers: rows of one cluster seldom determine them.
@@ -113,7 +114,7 @@ def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
     for row in rows:
         planned = predicted_rate(row.job, calibration)
         errors.append(planned / row.tokens_per_second_per_rank - 1)
-        axes = " x ".join(f"{a} {d}" for a, d in row.job.parallelism.degrees.items() if d > 1) or "single"
+        axes = degrees_in_words(row.job.parallelism.degrees, none="single")
         words = f"{axes}, {row.job.parallelism.pp_schedule}" if row.job.parallelism.pp > 1 else axes
         measured = row.tokens_per_second_per_rank
         lines.append(f"  {measured:>10,.1f} {planned:>10,.1f} {errors[-1]:>+7.1%}  {words}")

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.cluster.hardware import Accelerator
 from harness.config import from_dict
 from harness.errors import ConfigError, UserError
+from harness.hardware import Accelerator
 from harness.metrics.encoding import parse_object
 
 

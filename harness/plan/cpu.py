@@ -8,8 +8,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from harness.cluster.hardware import Accelerator
-from harness.metrics.memory import GIB
+from harness.hardware import Accelerator
+from harness.tables import GIB
 
 # A product that exceeds the caches of one core, and a copy that exceeds all caches.
 ROWS, WIDTH = 1024, 1024

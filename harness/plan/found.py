@@ -10,24 +10,20 @@ from typing import Any
 
 import harness
 from harness.errors import ConfigError
-from harness.metrics.atomic import write_atomically
+from harness.files import write_atomically
 from harness.paths import conf_dir
 from harness.plan.plan import Plan
 from harness.plan.render import (
-    aligned,
     as_dict,
-    counted,
     devices,
-    figure,
-    gib,
     mesh_of,
     part_name,
     schedule_of,
-    seconds,
     tokens_per_step,
 )
 from harness.plan.search import Candidate, Rejected, SearchResult
 from harness.plan.space import Point
+from harness.tables import aligned, counted, figure, gib, seconds, shortened
 
 # Reasons that are shown one by one; the others are summed.
 _SHOWN = 6
@@ -95,7 +91,7 @@ def _losers(found: SearchResult) -> str:
     rows = [
         (count, "illegal", rejected.rules[field]) for field, count in rejected.illegal.most_common(_SHOWN)
     ]
-    lines = [f"  {count:>9,}  {what}: {_shortened(str(rule))}" for count, what, rule in rows]
+    lines = [f"  {count:>9,}  {what}: {shortened(str(rule), 150)}" for count, what, rule in rows]
     others = sum(rejected.illegal.values()) - sum(count for count, _, _ in rows)
     if others:
         lines.append(f"  {others:>9,}  illegal by {len(rejected.illegal) - len(rows)} other rules")
@@ -115,10 +111,6 @@ def _describe_point(found: SearchResult, point: Point) -> str:
     batch = f"{point.local_batch_size // point.microbatch_size} x {point.microbatch_size}"
     pipeline = f"{point.schedule}, {batch}" if point.schedule else f"{point.local_batch_size} at once"
     return f"{layout}, {pipeline}, {point.mode}"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 150 else f"{text[:149]}…"
 
 
 def found_as_dict(found: SearchResult) -> dict[str, Any]:

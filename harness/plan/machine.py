@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from harness.cluster.hardware import ACCELERATORS, Accelerator
+from harness.hardware import ACCELERATORS, Accelerator
 from harness.job import Job
 from harness.parallelism.config import AXES
 from harness.plan.constants import Calibration, Constants

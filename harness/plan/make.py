@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.cluster.hardware import ACCELERATORS
+from harness.hardware import ACCELERATORS
 from harness.job import Job
 from harness.model.accounting import account
 from harness.plan.constants import Calibration

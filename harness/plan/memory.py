@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.cluster.hardware import ACCELERATORS
+from harness.hardware import ACCELERATORS
 from harness.job import Job
 from harness.parallelism.config import ParallelismConfig
 from harness.plan.memory_activations import ActivationBytes, on_cpu
@@ -19,8 +19,8 @@ from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus
 from harness.plan.order import pipeline_order
 from harness.plan.parameters import RankParameters, parameters_of, tensors_by_module
 from harness.plan.plan import KINDS, Action, RankMemory
+from harness.tables import GIB
 
-GIB = 2**30
 MIB = 2**20
 
 FRAGMENTATION, FRAGMENTATION_OF_PIPELINES = 0.10, 0.02
@@ -32,7 +32,7 @@ CUBLAS_WORKSPACE = 32 * MIB
 """Workspace of cuBLAS on Hopper, per stream with matrix products (docs.nvidia.com/cuda/cublas,
 cublasSetWorkspace)."""
 HBM_LEFT = 0.99
-"""Fraction of HBM that the driver leaves to programs (``cluster/hardware.py``, memory_gib)."""
+"""Fraction of HBM that the driver leaves to programs (``hardware.py``, memory_gib)."""
 CUDA_CONTEXT = 0.5 * GIB
 """CUDA context and kernels of a process with torch's libraries loaded; not part of the allocator's memory."""
 NCCL_COMMUNICATOR = 0.1 * GIB

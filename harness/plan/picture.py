@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.metrics.atomic import write_atomically
+from harness.files import write_atomically
 from harness.plan.plan import KINDS, Action, Plan, Speed
-from harness.plan.render import GIB, devices, mesh_of, schedule_of, seconds
+from harness.plan.render import devices, mesh_of, schedule_of
+from harness.tables import GIB, seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

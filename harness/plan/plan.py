@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from harness.cluster.hardware import Accelerator
+from harness.hardware import Accelerator
 from harness.job import Job
 from harness.model.accounting import Accounting
 

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from harness.cluster.hardware import ACCELERATORS
+from harness.hardware import ACCELERATORS
 from harness.job import Job
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages
 from harness.plan.plan import KINDS, PARTS, Plan, RankMemory, Traffic
+from harness.tables import aligned, aligned_facts, counted, degrees_in_words, figure, gib, seconds
 
-GIB = 2**30
 _WORDS = {"compute": "computing", "bubble": "pipeline bubble", "optimizer": "update"}
 
 
@@ -82,9 +82,8 @@ def devices(plan: Plan, count: int) -> str:
 
 def mesh_of(layout: ParallelismConfig) -> str:
     """Degrees above 1, outermost first: ``pp 8 x dp_shard 8 x tp 8``."""
-    used = [f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1]
     experts = f", experts over ep {layout.ep}" if layout.ep > 1 else ""
-    return (" x ".join(used) or "1 rank") + experts
+    return degrees_in_words(layout.degrees, none="1 rank") + experts
 
 
 def schedule_of(job: Job) -> str:
@@ -95,58 +94,9 @@ def schedule_of(job: Job) -> str:
     return f"{layout.pp_schedule_csv or layout.pp_schedule}, {stages} stages{each}"
 
 
-def seconds(value: float | None) -> str:
-    """Format a time with three digits; empty if unknown, ``-`` if zero."""
-    if value is None:
-        return ""
-    if value == 0:
-        return "-"
-    # A value that would round to 1000 of a unit is shown as 1 of the next.
-    unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("us", 1e-6))
-    amount = value / size
-    digits = 0 if amount >= 99.95 else 1 if amount >= 9.995 else 2
-    return f"{amount:,.{digits}f} {unit}"
-
-
-def counted(value: float) -> str:
-    """Format a count: ``405.9 B``, ``999``."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if value >= size:
-            return f"{value / size:.4g} {unit}"
-    return f"{value:,.0f}"
-
-
-def gib(value: float) -> str:
-    """Format bytes in GiB with two decimals; zero is ``-``."""
-    return "-" if value == 0 else f"{value / GIB:,.2f}" if value >= 0.005 * GIB else f"{value / GIB:.1g}"
-
-
 def part_name(part: str) -> str:
     """Display name of one of ``PARTS``."""
     return _WORDS.get(part, f"{part} communication, exposed")
-
-
-def aligned_facts(facts: Sequence[tuple[str, str]]) -> str:
-    """Format pairs of name and text as aligned lines."""
-    width = max(len(name) for name, _ in facts)
-    return "".join(f"{name:<{width}}  {text}\n" for name, text in facts)
-
-
-def aligned(rows: Sequence[dict[str, str]], left: set[str]) -> str:
-    """Format a table for the terminal; empty columns are left out.
-
-    Args:
-        rows: cells as text, all rows with the same columns.
-        left: columns to align left; the others are aligned right.
-    """
-    columns = [name for name in rows[0] if any(row[name] for row in rows)]
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
-
-    def line(cells: dict[str, str]) -> str:
-        placed = [cells[c].ljust(widths[c]) if c in left else cells[c].rjust(widths[c]) for c in columns]
-        return "  " + "  ".join(placed).rstrip() + "\n"
-
-    return line({name: name for name in columns}) + "".join(line(row) for row in rows)
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
@@ -315,8 +265,3 @@ def _fits(plan: Plan) -> str:
     room = plan.memory_limit - plan.peak
     usage = f"the fullest rank takes {gib(plan.peak)} of {gib(plan.memory_limit)} GiB"
     return f"yes: {usage}, {gib(room)} GiB left" if room >= 0 else f"NO: {usage}, {gib(-room)} GiB too many"
-
-
-def figure(value: float) -> str:
-    """Format a rate or an amount: an integer from 100 on, three digits below."""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"

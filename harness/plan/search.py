@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from harness.cluster.hardware import ACCELERATORS
 from harness.errors import ConfigError, UserError
+from harness.hardware import ACCELERATORS
 from harness.plan.bound import Bounds
 from harness.plan.constants import Calibration
 from harness.plan.floor import Floors
@@ -22,8 +22,9 @@ from harness.plan.legality import Legality
 from harness.plan.machine import machine_of
 from harness.plan.make import make_plan
 from harness.plan.plan import PARTS, Plan
-from harness.plan.render import gib, mesh_of
+from harness.plan.render import mesh_of
 from harness.plan.space import MODES, Point, Space
+from harness.tables import gib
 
 MOST_LAYOUTS, MOST_POINTS = 20_000, 1_000_000
 """Limits of a search: a few minutes."""

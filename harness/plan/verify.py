@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.job import Job
 from harness.loop.setup import silence_known_noise
-from harness.metrics.memory import GIB, peak_memory_gib
+from harness.metrics.memory import peak_memory_gib
 from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes
 from harness.optimizer.build import build_optimizer
@@ -34,6 +34,7 @@ from harness.plan.meter import WORLD
 from harness.plan.parameters import HeldTensor, RankParameters, parameters_of
 from harness.plan.plan import Plan
 from harness.precision.swap import plain
+from harness.tables import GIB, aligned
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,7 @@ def render_verified(verified: Verified, plan: Plan) -> list[str]:
         header += ["between steps", "peak alive", "planned peak", "TFLOPs"]
         header += [f"{axis} sent" for axis in axes]
     rows = [_row(rank, said.peak, axes) for rank, said in zip(verified.ranks, plan.memory, strict=True)]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        lines.append("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    lines += aligned([dict(zip(header, row, strict=True)) for row in rows]).splitlines()
     if axes:
         lines.append("  a step on fake tensors; planned peaks have what an allocator and a process add")
     return [*lines, "  in GiB", *(f"  note: {note}" for note in verified.notes)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.cluster.config import ClusterConfig
-from harness.cluster.hardware import ACCELERATORS, Accelerator
 from harness.errors import ConfigError
+from harness.hardware import ACCELERATORS, Accelerator
 from harness.precision.config import PrecisionConfig
 
 if TYPE_CHECKING:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.cluster.hardware import ACCELERATORS
+from harness.hardware import ACCELERATORS
 from harness.job import Job
-from harness.plan.memory import CUDA_CONTEXT, GIB, HBM_LEFT, NCCL_COMMUNICATOR
+from harness.plan.memory import CUDA_CONTEXT, HBM_LEFT, NCCL_COMMUNICATOR
+from harness.tables import GIB
 
 DEFAULT = "H100 SXM"
 """Accelerator of jobs that do not name one."""
@@ -32,7 +33,7 @@ _KNOWN: dict[str, tuple[str, tuple[int, int]]] = {
     "L4": ("NVIDIA L4", (8, 9)),
 }
 VIRTUAL = tuple(_KNOWN)
-"""Accelerators that can be rehearsed on, by their names in ``cluster/hardware.py``."""
+"""Accelerators that can be rehearsed on, by their names in ``hardware.py``."""
 # KiB of shared memory of a multiprocessor (CUDA C++ programming guide, table of compute capabilities).
 _SHARED_KIB = {(8, 0): 164, (8, 6): 100, (8, 9): 100, (9, 0): 228, (10, 0): 228}
 

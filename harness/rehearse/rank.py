@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cluster.lifeline import end_with_parent
+from harness.failures import chain_of
 from harness.job import Job
 from harness.loop.process import set_environment
 from harness.rehearse.device import virtual_device
@@ -265,9 +266,7 @@ def _failure(error: BaseException, step: int | None) -> Failure:
     import torch
 
     # torch's pipelines raise their own error from the original one.
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
-        chain.append(cause)
+    chain = chain_of(error, suppressed=True)
     error = next((each for each in chain if isinstance(each, torch.OutOfMemoryError)), error)
     package, own = str(Path(__file__).parent.parent), str(Path(__file__).parent)
     # Tracebacks of the chained errors lead down to the place of the first one.

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from harness.metrics.memory import GIB
 from harness.plan.plan import Plan
-from harness.plan.render import aligned, gib, mesh_of, seconds
+from harness.plan.render import mesh_of
 from harness.rehearse.comparison import Line, memory_lines, traffic_lines, work_lines
 from harness.rehearse.figures import OUT_OF_MEMORY, RankFigures
+from harness.tables import GIB, aligned, gib, seconds
 
 SHOWN = 6
 """Products and kernels that are listed."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.app import run_parsed
 from harness.arguments import Parser
 from harness.errors import EXIT_OK, UserError
-from harness.metrics.atomic import write_atomically
+from harness.files import write_atomically
 from harness.plan.constants import Calibration
 from harness.report import experiment, gpu_single, of_runs, of_tables, rehearsed
 from harness.report.document import Report, as_csv, markdown

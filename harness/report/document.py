@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness import tables
 from harness.report.words import formatted
 
 Row = dict[str, Any]
@@ -97,17 +98,14 @@ def _paragraphs(text: Sequence[str]) -> str:
 
 def table_markdown(table: Table) -> str:
     """Format a table as Markdown."""
-    columns = table.shown
-    lines = [
-        f"| {' | '.join(each.heading for each in columns)} |",
-        f"|{'|'.join('---:' if each.is_number else '---' for each in columns)}|",
-    ]
+    columns, rows = table.shown, []
     for row in table.rows:
-        cells = [each.cell(row).replace("|", "\\|").replace("\n", " ") for each in columns]
+        cells = [each.cell(row) for each in columns]
         if table.marked is not None and row.get("point") == table.marked:
             cells[0] = f"**{cells[0]}**"
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    right = [index for index, each in enumerate(columns) if each.is_number]
+    return tables.markdown([each.heading for each in columns], rows, right)
 
 
 def as_csv(report: Report) -> str:

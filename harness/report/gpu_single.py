@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.cluster.hardware import find_accelerator
 from harness.compose import compose_job
+from harness.hardware import find_accelerator
 from harness.metrics.mfu import peak_of
 from harness.metrics.result import flatten
 

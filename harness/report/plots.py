@@ -9,7 +9,7 @@ from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.metrics.atomic import write_atomically
+from harness.files import write_atomically
 from harness.report.words import NOT_MEASURED
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.cluster.hardware import find_accelerator
 from harness.config import with_value
+from harness.hardware import find_accelerator
 from harness.job import Job
-from harness.metrics.memory import GIB
 from harness.plan.constants import Calibration
 from harness.report.rows import job_of
 from harness.report.statistics import delta
+from harness.tables import GIB
 
 Row = dict[str, Any]
 CALIBRATION = "calibration.json"
@@ -24,7 +24,7 @@ def predicted(job: Job, accelerator: str | None = None, calibration: Calibration
 
     Args:
         job: the job.
-        accelerator: accelerator of the nodes, by its name in ``harness/cluster/hardware.py``; None means the
+        accelerator: accelerator of the nodes, by its name in ``harness/hardware.py``; None means the
             job's.
         calibration: calibrated constants in place of the defaults. A calibration with its own accelerator is
             ignored if ``accelerator`` is given.

@@ -50,7 +50,7 @@ class Published:
     memory_gib: float
     """Peak memory per rank, GiB."""
     accelerator: str
-    """Name in ``harness/cluster/hardware.py``."""
+    """Name in ``harness/hardware.py``."""
     layout: str
     """As published, e.g. ``FSDP8 TP8 PP8``."""
     table: str

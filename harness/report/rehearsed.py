@@ -11,10 +11,10 @@ from typing import Any
 
 from harness.compose import compose_job
 from harness.errors import UserError
-from harness.metrics.atomic import write_atomically
-from harness.metrics.memory import GIB
+from harness.files import write_atomically
 from harness.rehearse.config import RehearseJob, ranks_to_rehearse
 from harness.rehearse.server import Rehearsals, require_no_gpu
+from harness.tables import GIB
 
 FILE = "rehearsed.json"
 RESERVED = "memory_gib"

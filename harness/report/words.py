@@ -43,10 +43,3 @@ def formatted(value: Any, form: str = "") -> str:
 def percent(value: float | None) -> str:
     """Format a fraction as a signed percentage."""
     return formatted(value, "+.1%")
-
-
-def seconds(value: float | None) -> str:
-    """Format a time in milliseconds or seconds."""
-    if value is None:
-        return MISSING
-    return f"{value * 1000:,.0f} ms" if value < 10 else f"{value:,.1f} s"

@@ -17,7 +17,7 @@ from harness.sweep.lost import record_lost
 from harness.sweep.registry import Registry, labels
 from harness.sweep.run import log_table, resume
 from harness.sweep.state import BUSY, PointState, look_at_all, points_in
-from harness.sweep.table import aligned, markdown, rows_of, write_csv
+from harness.sweep.table import rows_of, table_markdown, table_text, write_csv
 from harness.verify import verify_all
 
 
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 def status(arguments: argparse.Namespace) -> int:
     """Show the table of a sweep, or of single runs."""
     seen = record_lost(points_in(arguments.folder))
-    sys.stdout.write(aligned(rows_of(seen)))
+    sys.stdout.write(table_text(rows_of(seen)))
     skipped = len(Registry(arguments.folder).skipped())
     counts = {
         state: sum(each.state == state for each in seen) for state in dict.fromkeys(s.state for s in seen)
@@ -87,7 +87,7 @@ def collect(arguments: argparse.Namespace) -> int:
     rows = rows_of(seen, full_reasons=True)
     write_csv(registry.path / "table.csv", seen, [RunFolder(each.point.run_dir).row for each in seen])
     (registry.path / "table.md").write_text(
-        f"# {registry.name}\n\n{markdown(rows)}{_skipped_in_words(registry)}"
+        f"# {registry.name}\n\n{table_markdown(rows)}{_skipped_in_words(registry)}"
     )
     written = ["table.csv", "table.md", *(["plot.png"] if _draw(registry) else [])]
     log_table(registry, seen, [each.point.job for each in seen])

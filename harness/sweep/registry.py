@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.config import LABEL, leaves
 from harness.errors import UserError
+from harness.files import sync_file
 from harness.job import Job
 from harness.locks import Held, lock
 
@@ -189,8 +190,7 @@ class Registry:
                 if file.read(1) != b"\n":
                     text = b"\n" + text
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
 
 
 def folder_of(jobs: Sequence[Job]) -> Path:

@@ -26,7 +26,7 @@ from harness.sweep.distinct import unique_points
 from harness.sweep.lost import record_lost
 from harness.sweep.registry import Point, Registry, Skipped, folder_of, labels
 from harness.sweep.state import BUSY, PointState, look_at_all
-from harness.sweep.table import aligned, rows_of
+from harness.sweep.table import rows_of, table_text
 
 SKIPPED_SHOWN = 10
 # Interval between queries of the queue: short after a change, then increasing.
@@ -304,7 +304,7 @@ def _follow(points: Sequence[Point]) -> bool:
 def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], stopped: bool) -> int:
     """Show the table and the points that did not complete; return the exit code."""
     seen = look_at_all(points)
-    sys.stdout.write(aligned(rows_of(seen)))
+    sys.stdout.write(table_text(rows_of(seen)))
     sys.stdout.flush()
     left = [each for each in seen if each.state not in ("completed", *BUSY)]
     if left:

@@ -30,7 +30,7 @@ from harness.report.rows import completed
 from harness.run_folder import RunFolder
 from harness.sweep.registry import Point
 from harness.sweep.state import look_at_all
-from harness.sweep.table import aligned, rows_of
+from harness.sweep.table import rows_of, table_text
 
 REMOVED = object()
 # Replacements for a value.
@@ -226,7 +226,7 @@ def look(job: Job, folder: RunFolder) -> None:
     if error is not None:
         account_of(error, 1, folder)
     [seen] = look_at_all([Point(job.id, folder.path, [])])
-    aligned(rows_of([seen]))
+    table_text(rows_of([seen]))
     completed({"world_size": 1, **folder.row, "state": "completed"})
 
 

@@ -14,7 +14,7 @@ from harness.compose import compose_job
 from harness.errors import EXIT_NON_FINITE
 from harness.job import Job
 from harness.loop.engine import Engine
-from harness.loop.trainer import LATE_STEPS
+from harness.loop.steps import LATE_STEPS
 from harness.metrics.jsonl import read_metrics
 from harness.rank import run_rank
 from harness.run_folder import RunFolder
@@ -236,9 +236,7 @@ def test_collections_happen_at_fixed_steps_only(tmp_path: Path, monkeypatch: pyt
         return original(self, batch, **options)
 
     monkeypatch.setattr(Engine, "gradients", gradients)
-    monkeypatch.setattr(
-        "harness.loop.trainer.gc.collect", lambda generation=2: generations.append(generation)
-    )
+    monkeypatch.setattr(gc, "collect", lambda generation=2: generations.append(generation))
     run(tmp_path, "training.gc_interval=2")
     assert generations == [2, 1, 1, 1]  # once before the first step, then at steps 2, 4 and 6
     assert enabled == [False] * 6

@@ -41,7 +41,7 @@ def test_rows_console_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
     recorder = record(tmp_path)
     recorder.message("hello")
     recorder.log({"step": 1, "loss": 2.0})
-    recorder.log_validation({"step": 1, "validation_loss": 3.0})
+    recorder.log({"step": 1, "validation_loss": 3.0})
     recorder.close({"exit": "done"})
     recorder.close({"exit": "done"})
     assert read_metrics(tmp_path / "metrics.jsonl") == [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import harness
-from harness.metrics import atomic
+from harness import files
 from harness.metrics.result import flatten, git_commit, versions, write_json_atomically, write_result
 
 
@@ -44,7 +44,7 @@ def test_a_crash_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def fail(handle: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(atomic.os, "fsync", fail)
+    monkeypatch.setattr(files.os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         write_json_atomically(path, {"state": "new"})
     assert json.loads(path.read_text()) == {"state": "old"}

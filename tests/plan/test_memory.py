@@ -23,11 +23,12 @@ from harness.compose import compose_job
 from harness.job import Job
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
-from harness.plan.memory import GIB, memory_limit, rank_memory
+from harness.plan.memory import memory_limit, rank_memory
 from harness.plan.memory_activations import ActivationBytes
 from harness.plan.parameters import parameters_of
 from harness.plan.plan import KINDS
 from harness.rehearse.config import RehearseJob
+from harness.tables import GIB
 
 MIB = 2**20
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "checkpoint=disabled", "cluster.device=cpu")

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from harness.cluster.hardware import ACCELERATORS
 from harness.compose import compose_job
 from harness.errors import ConfigError
+from harness.hardware import ACCELERATORS
 from harness.metrics.encoding import dumps, loads
 from harness.model.accounting import account
 from harness.parallelism.config import ParallelismConfig
 from harness.plan.config import PlanJob
 from harness.plan.order import _is_complete, _read, pipeline_order
 from harness.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed, Traffic
-from harness.plan.render import as_dict, counted, figure, gib, render, seconds
+from harness.plan.render import as_dict, render
+from harness.tables import counted, figure, gib, seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

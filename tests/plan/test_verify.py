@@ -17,11 +17,11 @@ from tiers import rest_is_thorough
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from harness.cluster.hardware import H100_SXM
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
 from harness.data.loader import Batch
 from harness.errors import UserError
+from harness.hardware import H100_SXM
 from harness.job import Job
 from harness.model.accounting import account
 from harness.model.decoder import Decoder

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.hardware import ACCELERATORS, find_accelerator
 from harness.compose import compose_job
 from harness.errors import ConfigError, UserError
+from harness.hardware import ACCELERATORS, find_accelerator
 from harness.plan.make import make_plan
 from harness.rehearse import build, server
 from harness.rehearse.comparison import memory_lines, product_flops, traffic_lines

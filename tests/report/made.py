@@ -10,10 +10,10 @@ from typing import Any
 
 from harness.compose import Composed, compose_points
 from harness.job import Job
-from harness.metrics.memory import GIB
 from harness.metrics.result import write_result
 from harness.model.accounting import account
 from harness.sweep.registry import Point, Registry, Skipped
+from harness.tables import GIB
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 SPACE = [

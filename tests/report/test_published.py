@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from harness.cluster.hardware import ACCELERATORS
 from harness.compose import Composed, compose_points
 from harness.errors import UserError
+from harness.hardware import ACCELERATORS
 from harness.parallelism.stages import num_stages, split_modules
 from harness.report import experiment, published
 from harness.report.published import find, recipe_of

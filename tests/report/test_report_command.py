@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from made import DEVICE, leave, make_sweep, plan_of, rate_of, result
 
-from harness.cluster.hardware import ACCELERATORS
 from harness.compose import compose_points
+from harness.hardware import ACCELERATORS
 from harness.job import Job
 from harness.metrics.result import flatten
 from harness.metrics.window import THROUGHPUT

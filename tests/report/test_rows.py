@@ -19,7 +19,7 @@ from harness.metrics.window import THROUGHPUT, Window
 from harness.report.rows import KEPT, command_of, completed, job_of, keep, load, of_points, shortened
 from harness.sweep.registry import Registry
 from harness.sweep.state import look_at_all
-from harness.sweep.table import aligned, markdown, rows_of
+from harness.sweep.table import rows_of, table_markdown, table_text
 
 RATE = "tokens_per_second_per_rank"
 
@@ -97,7 +97,7 @@ def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
     shown = rows_of(look_at_all(points))[0]
     assert shown["tokens/s"] == f"{5 * 4096 / 38.7:,.0f}"
     assert shown["tokens/s/rank"] == f"{5 * 4096 / 38.7 / world:,.1f}"
-    assert aligned([shown]).endswith(f"{THROUGHPUT}\n") and THROUGHPUT in markdown([shown])
+    assert table_text([shown]).endswith(f"{THROUGHPUT}\n") and THROUGHPUT in table_markdown([shown])
     # Percentiles of rates are computed from those of seconds if the row has none.
     old = {key: value for key, value in own.items() if "_second_p" not in key and "measured" not in key}
     assert completed(old)["measured.low"] == pytest.approx(4096 / own["window.step_seconds_p90"] / world)

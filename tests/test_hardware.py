@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from harness.cluster.hardware import ACCELERATORS, find_accelerator
+from harness.hardware import ACCELERATORS, find_accelerator
 
 KNOWN = {
     "NVIDIA A100-SXM4-40GB": ("A100 SXM 40GB", 312e12, 40),
@@ -73,5 +73,5 @@ def test_peaks_are_consistent(accelerator) -> None:
 
 
 def test_needs_no_torch() -> None:
-    check = "import sys, harness.cluster.hardware; sys.exit('torch' in sys.modules)"
+    check = "import sys, harness.hardware; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

@@ -54,11 +54,17 @@ _H100_PAPER = "NVIDIA H100 architecture whitepaper v1.04, table 2, dense"
 _H100_SHEET = "NVIDIA H100 datasheet, nvidia.com/en-us/data-center/h100, halved: printed with sparsity"
 _H200_SHEET = "NVIDIA H200 datasheet, nvidia.com/en-us/data-center/h200, halved: printed with sparsity"
 _BLACKWELL_SHEET = "NVIDIA Blackwell datasheet 3384703, halved: printed with sparsity"
+_L40S_SHEET = "NVIDIA L40S datasheet, nvidia.com/en-us/data-center/l40s, dense"
+_A10_SHEET = "NVIDIA A10 datasheet, nvidia.com/en-us/data-center/products/a10-gpu, dense"
+_L4_SHEET = "NVIDIA L4 datasheet, nvidia.com/en-us/data-center/l4, halved: printed with sparsity"
 _MI300X_SHEET = "AMD Instinct MI300X datasheet, amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
 
 _A100_PEAKS = _peaks(half=312, tf32=156, float32=19.5)
 _HOPPER_SXM_PEAKS = _peaks(half=989.4, tf32=494.7, float32=66.9, float8=1978.9)
 _HOPPER_NVL_PEAKS = _peaks(half=835.5, tf32=417.5, float32=60, float8=1670.5)
+_B200_PEAKS = _peaks(half=2250, tf32=1100, float32=75, float8=4500, mxfp8=4500)
+_GB200_PEAKS = _peaks(half=2500, tf32=1250, float32=80, float8=5000, mxfp8=5000)
+_MI300X_PEAKS = _peaks(half=1307.4, tf32=653.7, float32=163.4, float8=2614.9)
 
 A100_SXM_40 = Accelerator("A100 SXM 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 300e9, 108)
 A100_SXM_80 = Accelerator("A100 SXM 80GB", _A100_PEAKS, 80, 2.039e12, _A100_SHEET, 300e9, 108)
@@ -76,59 +82,15 @@ H100_NVL = Accelerator("H100 NVL", _HOPPER_NVL_PEAKS, 94, 3.9e12, _H100_SHEET, 6
 # The H200 has the H100's peak FLOP/s (its sheet rounds to 1,979 and 3,958); only its memory differs.
 H200_SXM = Accelerator("H200 SXM", _HOPPER_SXM_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132)
 H200_NVL = Accelerator("H200 NVL", _HOPPER_NVL_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132)
-B200 = Accelerator(
-    "B200",
-    _peaks(half=2250, tf32=1100, float32=75, float8=4500, mxfp8=4500),
-    180,
-    7.7e12,
-    _BLACKWELL_SHEET + ", HGX B200",
-    900e9,
-    148,
-)
-GB200 = Accelerator(
-    "GB200",
-    _peaks(half=2500, tf32=1250, float32=80, float8=5000, mxfp8=5000),
-    186,
-    8.0e12,
-    _BLACKWELL_SHEET + ", GB200",
-    900e9,
-    148,
-)
-MI300X = Accelerator(
-    "MI300X",
-    _peaks(half=1307.4, tf32=653.7, float32=163.4, float8=2614.9),
-    192,
-    5.3e12,
-    _MI300X_SHEET,
-    448e9,
-    304,
-)
+B200 = Accelerator("B200", _B200_PEAKS, 180, 7.7e12, _BLACKWELL_SHEET + ", HGX B200", 900e9, 148)
+GB200 = Accelerator("GB200", _GB200_PEAKS, 186, 8.0e12, _BLACKWELL_SHEET + ", GB200", 900e9, 148)
+MI300X = Accelerator("MI300X", _MI300X_PEAKS, 192, 5.3e12, _MI300X_SHEET, 448e9, 304)
 L40S = Accelerator(
-    "L40S",
-    _peaks(half=362.05, tf32=183, float32=91.6, float8=733),
-    48,
-    0.864e12,
-    "NVIDIA L40S datasheet, nvidia.com/en-us/data-center/l40s, dense",
-    31.5e9,
-    142,
+    "L40S", _peaks(half=362.05, tf32=183, float32=91.6, float8=733), 48, 0.864e12, _L40S_SHEET, 31.5e9, 142
 )
-A10 = Accelerator(
-    "A10",
-    _peaks(half=125, tf32=62.5, float32=31.2),
-    24,
-    0.6e12,
-    "NVIDIA A10 datasheet, nvidia.com/en-us/data-center/products/a10-gpu, dense",
-    31.5e9,
-    72,
-)
+A10 = Accelerator("A10", _peaks(half=125, tf32=62.5, float32=31.2), 24, 0.6e12, _A10_SHEET, 31.5e9, 72)
 L4 = Accelerator(
-    "L4",
-    _peaks(half=121, tf32=60, float32=30.3, float8=242.5),
-    24,
-    0.3e12,
-    "NVIDIA L4 datasheet, nvidia.com/en-us/data-center/l4, halved: printed with sparsity",
-    31.5e9,
-    58,
+    "L4", _peaks(half=121, tf32=60, float32=30.3, float8=242.5), 24, 0.3e12, _L4_SHEET, 31.5e9, 58
 )
 
 # Match full device names: a partial match would take an "A100" for an "A10", a "GH200" for an "H200", and

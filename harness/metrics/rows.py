@@ -1,0 +1,89 @@
+"""Rows of metrics: of a training step, and the trainer's fields of result.json."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from harness.metrics.mfu import Peak, utilization
+from harness.model.accounting import Accounting
+
+if TYPE_CHECKING:
+    from harness.loop.steps import Step
+    from harness.loop.trainer import Trainer
+
+Row = dict[str, Any]
+_SHOWN = ("step", "tokens", "loss", "validation_loss", "tokens_per_second_per_rank", "mfu", "memory_gib")
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Convert the throughput of a job to its speed per rank and MFU."""
+
+    accounting: Accounting
+    peak: Peak
+    world_size: int
+
+    def fields(self, tokens_per_second: float | None) -> Row:
+        """Return the fields for a throughput of all ranks; None is unknown."""
+        per_rank = None if tokens_per_second is None else tokens_per_second / self.world_size
+        return {"tokens_per_second_per_rank": per_rank, **utilization(per_rank, self.accounting, self.peak)}
+
+
+def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
+    """Return the row of a training step; ``loss_max`` is the largest mean loss of a rank's rows."""
+    outcome, progress, interval = step.outcome, trainer.progress, trainer.window.interval()
+    return {
+        "step": step.number,
+        "loss": outcome.loss,
+        "loss_max": loss_max,
+        "grad_norm": outcome.grad_norm,
+        "lr": step.lr,
+        "tokens": progress.tokens,
+        "valid_tokens": outcome.valid_tokens,
+        **({} if outcome.mtp_loss is None else {"mtp_loss": outcome.mtp_loss}),
+        **interval,
+        **trainer.efficiency.fields(interval["tokens_per_second"]),
+        "memory_gib": progress.memory_gib,
+        "skipped_steps": progress.skipped_steps,
+        **trainer.engine.balance.figures(),
+        "time": time.time(),
+    }
+
+
+def result_row(trainer: Trainer) -> Row:
+    """Return the trainer's fields of result.json: progress, speed and memory."""
+    progress, compiler, window = trainer.progress, trainer.compiler, trainer.window.summary()
+    accounting, peak = trainer.efficiency.accounting, trainer.efficiency.peak
+    return {
+        "step": progress.step,
+        "start_step": progress.start_step,
+        "resumed_from": trainer.resumed_from,
+        "saved": trainer.is_saved,
+        "checkpoint": asdict(trainer.saver.account),
+        "tokens": progress.tokens,
+        "loss": progress.loss,
+        "validation_loss": progress.validation_loss,
+        "skipped_steps": progress.skipped_steps,
+        "damaged_documents": trainer.loader.damaged_documents,
+        "first_step_seconds": progress.first_step_seconds,
+        "compile_seconds": compiler.seconds,
+        "recompiles": compiler.recompiles,
+        "parameters": accounting.parameters,
+        "flops_per_token_full": accounting.flops_per_token_full,
+        "flops_per_token_causal": accounting.flops_per_token_causal,
+        "peak_flops": peak.flops,
+        "peak_origin": peak.origin,
+        "device": trainer.device_name,
+        "window": window,
+        **trainer.efficiency.fields(window["tokens_per_second"]),
+        "memory_gib": progress.memory_gib,
+    }
+
+
+def shown_summary(result: Row) -> Row:
+    """Return the fields of ``result_row`` that the console shows at the end."""
+    shown = {name: result[name] for name in _SHOWN if result[name] is not None}
+    rate = result["window"]["tokens_per_second"]
+    return {**shown, "tokens_per_second": rate} if rate is not None else shown
