@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tiers import THOROUGH
+from uses import uses
 
 # Before torch is imported: with many processes on few cores, more threads make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,12 +48,14 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-# First, because pytest-xdist reads the groups in the same hook.
+# First, because pytest-xdist reads the groups, and -m the marks, in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
         item.user_properties.append(("group", _group(item)))
+        for mark in uses(item):
+            item.add_marker(mark)
         if item.get_closest_marker("gpu") and not count_gpus():
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and there is none"))
         if item.get_closest_marker("thorough") and not THOROUGH:
