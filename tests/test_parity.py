@@ -103,7 +103,7 @@ def test_csv_schedule_changed_behind_the_job(pool: RankPool, tmp_path: Path) -> 
     job = compose_layouts(ParityConfig(matrix=matrix), [])["csv"][1]
     schedule.write_text("0F0,,,0I0,0W0\n,1F0,1I0,1W0\n")
     assert compose_layouts(ParityConfig(matrix=matrix), [])["csv"][1].id != job.id
-    with pytest.raises(RankFailed, match="not the one the job was composed with"):
+    with pytest.raises(RankFailed, match="the file changed after the job was composed"):
         pool.run(2, trace, job.to_json(), 1)
 
 
