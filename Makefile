@@ -4,9 +4,10 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REHEARSAL := .venv-rehearsal
+DOCS := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train unit test thorough lint format parity bench rehearsal rehearse soak clean
+.PHONY: help install lock train unit test thorough lint format parity bench rehearsal rehearse soak docs reference pictures clean
 
 help:  ## show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -80,5 +81,21 @@ soak: $(READY)  ## kill training runs at random moments and inject faults into c
 	$(BIN)/python experiments/checkpoint/soak.py
 	$(BIN)/python experiments/checkpoint/faults.py
 
+# MkDocs has an environment of its own, so that its packages and the harness's need not agree.
+$(DOCS)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --no-deps --require-hashes -r docs/requirements.txt
+	$(DOCS)/bin/python -m pip check
+	@touch $@
+
+docs: $(DOCS)/.ready reference  ## build the documentation into site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+reference: $(READY)  ## write docs/reference from the code
+	$(BIN)/python docs/reference.py
+
+pictures: $(READY)  ## draw docs/pictures
+	$(BIN)/python docs/pictures.py
+
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) $(REHEARSAL) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(REHEARSAL) $(DOCS) site build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -20,7 +20,7 @@ from harness.compositions import random_job
 from harness.config import label, part
 from harness.errors import EXIT_OK, ConfigError
 from harness.job import Job, differing_numerics
-from harness.model.shapes import BALANCE_BIAS, block_prefix
+from harness.model.spec import BALANCE_BIAS, block_prefix
 
 if TYPE_CHECKING:
     from torch import Tensor

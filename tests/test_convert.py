@@ -44,7 +44,7 @@ from harness.model.decoder import Decoder
 from harness.model.families.llama import hf_name
 from harness.model.huggingface import hf_config
 from harness.model.llama_original import shard_dim
-from harness.model.shapes import parameter_shapes
+from harness.model.spec import parameter_shapes
 
 transformers = pytest.importorskip("transformers")
 

@@ -23,7 +23,7 @@ from harness.convert import ConvertJob, WeightFolder, convert, model_manifest
 from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
-from harness.model.shapes import is_buffer, tensor_shapes
+from harness.model.spec import is_buffer, tensor_shapes
 
 ROOT = Path(__file__).parents[1]
 MTP = ["model=deepseek_v3_debug", "model.mtp.depth=1"]

@@ -52,8 +52,8 @@ def three_steps(device: str, *overrides: str) -> tuple[list[float], list[dict[st
 def test_gpu_computes_what_a_cpu_computes(
     precision: str, more: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drawn_on_the_cpu(name, shape, config, seed, device):  # type: ignore[no-untyped-def]
-        return init.draw(name, shape, config, seed, torch.device("cpu")).to(device)
+    def drawn_on_the_cpu(name, shape, how, seed, device):  # type: ignore[no-untyped-def]
+        return init.draw(name, shape, how, seed, torch.device("cpu")).to(device)
 
     # Generators of CPUs and GPUs are different ones.
     monkeypatch.setattr("harness.parallelism.materialize.draw", drawn_on_the_cpu)

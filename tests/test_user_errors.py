@@ -358,7 +358,7 @@ LAYOUTS = [
         "model.attention.kv_lora_rank=8: is of latent attention, and model.attention.kind is gqa",
     ),
     mistake(f"{MIXTURE} model.moe.top_k=9", "model.moe.top_k=9: must not exceed the 8 experts"),
-    mistake("model.mtp.depth=2", "model.mtp.depth=2: one token more can be predicted; would work: 0, 1"),
+    mistake("model.mtp.depth=2", "model.mtp.depth=2: must be 0 or 1; would work: 0, 1"),
     mistake(
         "model.mtp.depth=1 model.mtp.loss_weight=0",
         "model.mtp.loss_weight=0.0: must be positive; would work: 0.3, or model.mtp.depth=0",

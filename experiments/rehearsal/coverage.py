@@ -27,7 +27,8 @@ def main() -> None:
     """Run the tests with tracing, and write the table."""
     with tempfile.TemporaryDirectory() as scratch:
         trace = Path(scratch) / "lines"
-        environment = os.environ | {"HARNESS_TRACE": str(trace), "PYTHONPATH": str(FOLDER / "tracing")}
+        paths = os.pathsep.join([str(FOLDER / "tracing"), str(ROOT)])
+        environment = os.environ | {"HARNESS_TRACE": str(trace), "PYTHONPATH": paths}
         tests = [sys.executable, "-m", "pytest", "-q", "-m", "rehearsal", "tests/rehearse"]
         subprocess.run(tests, cwd=ROOT, env=environment, check=True)
         ran: dict[Path, set[int]] = defaultdict(set)

@@ -28,7 +28,7 @@ from harness.checkpoint.storage import Reader, Writer
 from harness.checkpoint.torchtitan import from_torchtitan
 from harness.errors import UserError
 from harness.model.config import ModelConfig
-from harness.model.shapes import tensor_shapes
+from harness.model.spec import tensor_shapes
 
 _SHOWN = 3  # names in one line of error
 

@@ -23,7 +23,7 @@ from harness.checkpoint.together import Together
 from harness.errors import UserError
 from harness.job import Job
 from harness.model.config import ModelConfig
-from harness.model.shapes import is_buffer, tensor_shapes
+from harness.model.spec import is_buffer, tensor_shapes
 from harness.parallelism.materialize import local_ranges
 
 MAX_SHARD_GB = 5.0  # transformers' own default

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from harness.errors import DISK_FULL, MachineError, UserError
-from harness.model.shapes import is_buffer
+from harness.model.spec import is_buffer
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 NAMES_SHOWN = 3  # in a warning

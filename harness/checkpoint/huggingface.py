@@ -44,7 +44,7 @@ from harness.model.huggingface import (
     own_name,
     read_object,
 )
-from harness.model.shapes import is_buffer, tensor_shapes
+from harness.model.spec import is_buffer, tensor_shapes
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 

@@ -16,7 +16,7 @@ from harness.errors import UserError
 from harness.model.config import ModelConfig
 from harness.model.huggingface import read_object
 from harness.model.llama_original import is_buffer, merge
-from harness.model.shapes import parameter_shapes
+from harness.model.spec import parameter_shapes
 
 PATTERN, PARAMS = "consolidated.*.pth", "params.json"
 _SHOWN = 3  # names in one line of error

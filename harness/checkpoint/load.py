@@ -33,7 +33,7 @@ from harness.data.loader import Loader
 from harness.errors import MachineError, UserError
 from harness.job import Job
 from harness.loop.engine import Engine
-from harness.model.shapes import tensor_shapes
+from harness.model.spec import tensor_shapes
 
 
 @dataclass(frozen=True)

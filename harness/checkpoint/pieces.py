@@ -11,7 +11,7 @@ from harness.checkpoint.formats import Source, TensorFacts
 from harness.model.config import ModelConfig
 from harness.model.families.core import Piece, Shape
 from harness.model.huggingface import hf_tensors
-from harness.model.shapes import tensor_shapes
+from harness.model.spec import tensor_shapes
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
 """Reads a slice of a Hugging Face tensor: (name, slice of each dimension)."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from harness.loop.engine import Engine
-from harness.model.shapes import is_buffer
+from harness.model.spec import is_buffer
 from harness.parallelism.mesh import Mesh
 from harness.precision.swap import plain
 

@@ -1,14 +1,11 @@
-"""Closed forms of a decoder's parameters and FLOPs, from its numbers alone (no torch)."""
+"""Parameters and FLOPs of a decoder, computed from its config (no torch)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from harness.model.config import ModelConfig
-from harness.model.shapes import block_shapes, is_buffer, is_expert, parameter_shapes
-
-TABLE = "tok_embeddings.weight"
+from harness.model.spec import block_tensors, tensors
 
 
 @dataclass(frozen=True)
@@ -18,45 +15,50 @@ class Accounting:
     parameters: int
     """All parameters; a tied table counts once."""
     active_parameters: int
-    """Those that one token meets: of the experts top_k, and all of everything else, both tables included."""
+    """Parameters that one token uses: top_k of the experts, and all others, both tables included."""
     flops_per_token_full: float
-    """FLOPs of forward and backward per token, attention counted over the whole square (or band)."""
+    """FLOPs of forward and backward per token, with attention over the full square (or band) of scores."""
     flops_per_token_causal: float
-    """The same with attention counted over the positions that are seen."""
+    """The same, with attention over the positions that are attended to."""
 
 
 def block_parameters(model: ModelConfig, layer: int = 0) -> int:
     """Parameters of one decoder block."""
-    return sum(prod(shape) for name, shape in block_shapes(model, layer).items() if not is_buffer(name))
+    return sum(block_weights(model, layer))
+
+
+def block_weights(model: ModelConfig, layer: int) -> tuple[int, int]:
+    """Parameters of a block's experts, and all its others."""
+    parameters = [tensor for tensor in block_tensors(model, layer) if not tensor.is_buffer]
+    experts = sum(tensor.size for tensor in parameters if tensor.is_expert)
+    return experts, sum(tensor.size for tensor in parameters) - experts
+
+
+def attention_flops(model: ModelConfig, reach: float) -> float:
+    """Forward FLOPs of a token in attention: scores with ``reach`` positions, and the sum of values."""
+    return 2.0 * model.n_heads * (model.head_width + model.value_width) * reach
 
 
 def account(model: ModelConfig, seq_len: int) -> Accounting:
-    """Counts parameters and FLOPs.
+    """Count parameters and FLOPs.
 
     FLOPs per token are 6 per multiplied parameter (2 forward, 4 backward) plus attention's
     6 * L * H * (d_qk + d_v) * T, the convention of PaLM (arXiv:2204.02311, appendix B) that torchtitan
-    follows; vendors halve the attention term because half of the causal square is masked. Of experts, those
-    count that a token goes to. A layer that attends locally has a band in the place of the square. A tied
-    table is multiplied by once, in the head, so it counts once; with multi-token prediction the head is
-    multiplied by once more. Documents that do not see each other count as if they did.
+    follows; vendors halve the attention term because half of the causal square is masked. Only the experts
+    that a token goes to count. A layer with local attention has a band instead of the square. A tied table
+    counts once, as the head; with multi-token prediction the head counts once more. Attention is counted as
+    if documents attended to each other.
     """
-    shapes = parameter_shapes(model)
-    total = sum(prod(shape) for shape in shapes.values())
-    active = sum(_active(model, name, shape) for name, shape in shapes.items())
-    table = prod(shapes[TABLE])
+    parameters = [tensor for tensor in tensors(model).values() if not tensor.is_buffer]
+    active, table = sum(tensor.active_size for tensor in parameters), model.vocab_size * model.dim
     multiplied = active - (0 if model.tied_embeddings else table) + model.mtp.depth * table
     spans = [model.span(layer) for layer in range(model.num_blocks)]
-    widths = 6.0 * model.n_heads * (model.head_width + model.value_width)
-    # A whole triangle is half of its square, as the convention has it: the diagonal does not count.
+    # By convention a full triangle is half of its square: the diagonal does not count.
     causal = (seq_len / 2 if span.is_whole else span.mean_reach(seq_len) for span in spans)
     return Accounting(
-        parameters=total,
+        parameters=sum(tensor.size for tensor in parameters),
         active_parameters=active,
-        flops_per_token_full=6.0 * multiplied + widths * sum(span.most_reach(seq_len) for span in spans),
-        flops_per_token_causal=6.0 * multiplied + widths * sum(causal),
+        flops_per_token_full=6.0 * multiplied
+        + 3 * attention_flops(model, sum(span.most_reach(seq_len) for span in spans)),
+        flops_per_token_causal=6.0 * multiplied + 3 * attention_flops(model, sum(causal)),
     )
-
-
-def _active(model: ModelConfig, name: str, shape: tuple[int, ...]) -> int:
-    size = prod(shape)
-    return size // model.moe.num_experts * model.moe.top_k if is_expert(name) else size

@@ -1,9 +1,9 @@
-"""What each part of a decoder keeps of a token for its backward pass (no torch).
+"""The activations that each part of a decoder saves for its backward pass, per token (no torch).
 
-Every part declares its tensors beside each other: how many numbers of a token, in which format, and what of
-the layout cuts them. The sums are those of Korthikanti et al. (arXiv:2205.05198, section 4), taken apart by
-what this code really saves: grouped queries, gated feed-forwards, norms without a mean, no dropout. What the
-declarations say of eager blocks is compared in tests with what autograd saves of a real block.
+Every tensor is declared with its width, format, and how the layout splits it. This is the method of
+Korthikanti et al. (arXiv:2205.05198, section 4), applied to what this code saves: grouped queries, gated
+feed-forwards, norms without a mean, no dropout. Tests compare the declarations of eager blocks with what
+autograd saves for a real block.
 
 A tensor that two operations save is declared once. Parameters and the rotation table are not activations.
 """
@@ -14,75 +14,74 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from harness.model.config import ModelConfig
+from harness.model.spec import Split, block_tensors
 
 LSE = "log-sum-exp"
 
 
 class Cut(StrEnum):
-    """What divides a tensor, besides the batch and context parallel, which divide all."""
+    """How tensor parallelism splits an activation. The batch and context parallel split all of them."""
 
     STREAM = "stream"
-    """On the residual stream: by tensor parallel where that splits the sequence."""
+    """On the residual stream: split when the sequence is."""
     WHOLE = "whole"
-    """Gathered by a region's linears: every tensor-parallel rank has it whole."""
+    """Gathered for a region's linears: every rank has the full tensor."""
     PARTIAL = "partial"
-    """Whole, and a summand of what the ranks sum into the stream."""
+    """Full size; the ranks' partial results are summed into the stream."""
     INNER = "inner"
-    """Heads or hidden features: by tensor parallel."""
+    """Heads or hidden features: split."""
     ROUTED = "routed"
-    """Of the tokens that a rank routes, or their rows: by tensor parallel unless it splits experts."""
+    """Tokens that a rank routes, or their rows: split unless experts are."""
     ROUTED_INNER = "routed inner"
-    """Of the hidden features of experts: by tensor parallel either way, for it has a part of the rows or of
-    the features."""
+    """Hidden features of experts: split either way, by rows or by features."""
 
 
 class Keeper(StrEnum):
-    """Which implementations keep a tensor."""
+    """Which implementations save a tensor."""
 
     ALL = "all"
     EAGER = "eager"
-    """Eager blocks; a compiled one computes it again within the kernel that needs it."""
+    """Eager blocks; compiled ones recompute it in the kernel that needs it."""
     COMPOSITE_NORM = "composite norm"
-    """Eager blocks on CPUs, whose RMSNorm is made of single operations; CUDA has one kernel for it."""
+    """Eager blocks on CPUs, where RMSNorm consists of single operations; CUDA has one kernel for it."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that is kept for backward."""
+    """A tensor that is saved for backward."""
 
     name: str
     width: float
-    """Numbers of one token."""
+    """Values per token."""
     cut: Cut
     dtype: str = "compute"
-    """``compute`` (precision.param_dtype), ``float32``, ``int64``; ``widened``: a copy in float32, of what is
-    not computed in that; ``norm``: float32 where a norm is made of single operations."""
+    """``compute`` (precision.param_dtype), ``float32``, ``int64``; ``widened``: a float32 copy, if the
+    original is not float32; ``norm``: float32 where a norm consists of single operations."""
     by: Keeper = Keeper.ALL
 
 
 @dataclass(frozen=True)
 class PartActivations:
-    """What a block, or another part, does to memory."""
+    """Activations of a block or another part."""
 
     kept: tuple[Kept, ...]
-    """For backward, without recomputation."""
+    """Saved for backward, without recomputation."""
     products: tuple[Kept, ...] = ()
-    """Results of matrix products, in the order in which they are computed; some may be kept by recomputation
-    of single operations."""
+    """Results of matrix products in the order of computation; selective recomputation may save some."""
     dear: tuple[Kept, ...] = ()
-    """Results that this always keeps: those of attention and collectives."""
+    """Results that selective recomputation always saves: those of attention."""
     choices: tuple[Kept, ...] = ()
-    """Results that no recomputation may take another time: chosen experts."""
+    """Results that are saved under any recomputation: the choice of experts."""
     forward: tuple[Kept, ...] = ()
-    """What stands at the fullest moment of forward when nothing is kept."""
+    """Alive at the peak of forward when nothing is saved."""
     backward: tuple[Kept, ...] = ()
-    """Gradients that stand beside everything kept at the fullest moment of backward."""
+    """Gradients alive at the peak of backward, beside everything saved."""
     late_backward: tuple[Kept, ...] = field(default=())
-    """What stands, kept and gradients, when backward is in attention and behind the feed-forward."""
+    """Alive while backward is in attention, past the feed-forward: saved tensors and gradients."""
 
 
 def block_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
-    """What one decoder block keeps, its input included.
+    """Activations of one block, its input included.
 
     Args:
         config: the model.
@@ -90,11 +89,11 @@ def block_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartA
         on_cpu: whether kernels are those of CPUs.
     """
     dim = config.dim
-    attention = _latent(config, on_cpu) if config.attention.is_latent else _attention(config, layer)
+    attention = _latent(config, layer, on_cpu) if config.attention.is_latent else _attention(config, layer)
     mixed = config.has_experts(layer)
     inner = _mixture(config) if mixed else _feed_forward(config.ffn_hidden_dim, dim, "feed_forward")
     norm_1, norm_2 = _norm("attention_norm", dim), _norm("ffn_norm", dim)
-    # A mixture copies rows and keeps what its router scored; only shared experts keep the input itself.
+    # A mixture copies rows and saves its router's input; only shared experts save the input itself.
     needs_whole = not mixed or config.moe.shared_hidden_dim > 0
     gathered = (
         Kept("ffn_norm.out", dim, Cut.WHOLE) if needs_whole else Kept("router.in", dim, Cut.ROUTED, "float32")
@@ -114,7 +113,7 @@ def block_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartA
 
 
 def head_activations(config: ModelConfig) -> PartActivations:
-    """The final norm and what the output projection takes; logits are counted apart."""
+    """The final norm and the output projection's input; logits are counted separately."""
     out = Kept("norm.out", config.dim, Cut.WHOLE)
     return PartActivations(
         (*_norm("norm", config.dim), out), backward=(Kept("grad of norm.out", config.dim, Cut.WHOLE),)
@@ -122,7 +121,7 @@ def head_activations(config: ModelConfig) -> PartActivations:
 
 
 def prediction_activations(config: ModelConfig) -> PartActivations:
-    """What multi-token prediction adds around its block: norms of both streams, joined and projected."""
+    """Multi-token prediction without its block: norms of both streams, concatenated and projected."""
     dim = config.dim
     return PartActivations(
         kept=(
@@ -137,9 +136,9 @@ def prediction_activations(config: ModelConfig) -> PartActivations:
 
 
 def _norm(name: str, width: int, cut: Cut = Cut.STREAM, heads: float = 1) -> tuple[Kept, ...]:
-    """RMSNorm: its input, and one over the root of each mean square; its result belongs to who takes it.
+    """RMSNorm: its input and the reciprocal root mean squares; its output is counted with its consumer.
 
-    Of single operations, the input is kept as float32, and so is the normed input before the weight.
+    With single operations, the input and the normalized input before the weight are saved as float32.
     """
     return (
         Kept(f"{name}.in", heads * width, cut, "norm"),
@@ -169,12 +168,7 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
         out = (Kept("attended", q, Cut.INNER), Kept(LSE, heads, Cut.INNER, "float32"))
     return PartActivations(
         kept=(*extra, *tensors, *out),
-        products=(
-            Kept("wq", q, Cut.INNER),
-            Kept("wk", k, Cut.INNER),
-            Kept("wv" if of.sinks else "v", k, Cut.INNER),
-            Kept("wo", config.dim, Cut.PARTIAL),
-        ),
+        products=_attention_products(config, layer),
         dear=out,
         backward=(
             Kept("grad of attended", q, Cut.INNER),
@@ -184,23 +178,31 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
 
 
 def _bare_norm(name: str, width: int, heads: int) -> tuple[Kept, ...]:
-    """A norm without a weight, whose result attention has."""
+    """A norm without a weight; its output is counted with attention."""
     return (
         Kept(f"{name}.in", heads * width, Cut.INNER, "norm"),
         Kept(f"{name}.rstd", heads, Cut.INNER, "float32"),
     )
 
 
-def _latent(config: ModelConfig, on_cpu: bool) -> PartActivations:
-    of, heads, dim = config.attention, config.n_heads, config.dim
+def _attention_products(config: ModelConfig, layer: int) -> tuple[Kept, ...]:
+    """Results of attention's linears."""
+    cuts = {Split.COLUMN: Cut.INNER, Split.ROW: Cut.PARTIAL, Split.WHOLE: Cut.WHOLE}
+    linears = [t for t in block_tensors(config, layer) if t.is_matrix and ".attention." in t.name]
+    # Without a sink's padding, attention saves the result of wv itself.
+    names = {} if config.attention.sinks else {"wv": "v"}
+    leaves = [(linear.module.rpartition(".")[2], linear) for linear in linears]
+    return tuple(Kept(names.get(leaf, leaf), linear.outputs, cuts[linear.split]) for leaf, linear in leaves)
+
+
+def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
+    of, heads = config.attention, config.n_heads
     wide, value, rank = heads * config.head_width, heads * of.v_head_dim, of.kv_lora_rank
     up = heads * (of.qk_nope_head_dim + of.v_head_dim)
     down = rank + of.qk_rope_head_dim
     kept: tuple[Kept, ...] = ()
-    products: tuple[Kept, ...] = (Kept("wq", wide, Cut.INNER),)
     if of.q_lora_rank is not None:
         kept += (*_norm("q_norm", of.q_lora_rank, Cut.WHOLE), Kept("q_norm.out", of.q_lora_rank, Cut.WHOLE))
-        products = (Kept("wq_a", of.q_lora_rank, Cut.WHOLE), Kept("wq_b", wide, Cut.INNER))
     # The norm's input is a view of the latents and the rotated key together.
     kept += (
         Kept("latents", down, Cut.WHOLE),
@@ -209,24 +211,19 @@ def _latent(config: ModelConfig, on_cpu: bool) -> PartActivations:
         Kept("q", wide, Cut.INNER),
         Kept("k", wide, Cut.INNER),
     )
-    products += (
-        Kept("wkv_a", down, Cut.WHOLE),
-        Kept("wkv_b", up, Cut.INNER),
-        Kept("wo", dim, Cut.PARTIAL),
-    )
     padded = on_cpu and value != wide
     out = (
         Kept("attended", wide if padded else value, Cut.INNER),
         Kept(LSE, heads, Cut.INNER, "float32"),
     )
-    # Values are a view of keys and values together, unless a CPU's kernel wants them as wide as keys.
+    # Values are a view of the result of wkv_b, unless a CPU's kernel needs them padded to the width of keys.
     kept += (Kept("v", wide if padded else up, Cut.INNER), *out)
     kept += (Kept("wo.in", value, Cut.INNER),) if padded else ()
     backward = (
         Kept("grad of attended", value, Cut.INNER),
         Kept("grads of q, k, v", 2 * wide + up, Cut.INNER),
     )
-    return PartActivations(kept, products, dear=out, backward=backward)
+    return PartActivations(kept, _attention_products(config, layer), dear=out, backward=backward)
 
 
 def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:
@@ -237,7 +234,7 @@ def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:
         kept=(inner("gate"), inner("up"), inner("silu", by=Keeper.EAGER), inner("product")),
         products=(inner("gate"), inner("up"), Kept(f"{name}.w2", dim, Cut.PARTIAL)),
         forward=(inner("gate, up, silu, product", 4),),
-        # Backward multiplies the product's gradient by both factors while these stand; the product is gone.
+        # Backward multiplies the product's gradient by both factors; the product itself is freed by then.
         backward=(inner("grads", 2),),
     )
 
@@ -263,7 +260,7 @@ def _mixture(config: ModelConfig) -> PartActivations:
     )
     kept += (routed("normalized", 1, "float32"),) if of.normalize_scores else ()
     plain = config.activation == "swiglu"
-    # The clamped gate keeps its bounded factors and their products; a bias is added out of place.
+    # The clamped gate saves its clamped factors and their products; a bias is added out of place.
     kept += (
         (inner("gate", hidden), inner("up", hidden), inner("silu", hidden, Keeper.EAGER))
         if plain

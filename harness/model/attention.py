@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,31 +11,21 @@ from torch import Tensor, nn
 from harness.model.config import ModelConfig
 from harness.model.kernels import Kernel, Reach, SdpaKernel
 from harness.model.rope import rotate
-from harness.model.sharding import Split, as_plain, own_part
+from harness.model.sharding import as_plain, own_part
 
 # B: batch, T: sequence, C: residual width, H: heads of this rank, D: head width, E: head width of values
 
 
 def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
-    """The attention of one block."""
+    """Build the attention of one block."""
     return LatentAttention(config, layer) if config.attention.is_latent else Attention(config, layer)
 
 
 class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245); under tensor parallel each rank holds some of the heads.
 
-    What becomes of queries, keys and values is up to ``inner``, which can be exchanged.
+    ``inner`` is the attention operation; parallelism can replace it.
     """
-
-    sharding: ClassVar[dict[str, Split]] = {
-        "wq": Split.COLUMN,
-        "wk": Split.COLUMN,
-        "wv": Split.COLUMN,
-        "wo": Split.ROW,
-        "q_norm": Split.HEAD_NORM,
-        "k_norm": Split.HEAD_NORM,
-    }
-    parameter_sharding: ClassVar[dict[str, Split]] = {"sinks": Split.HEADS}
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -63,11 +53,11 @@ class Attention(nn.Module):
         Args:
             x_BTC: normed residual stream.
             rope_2TD: cosines and sines of the positions.
-            mask: what ``inner`` made of the documents; None when they see each other.
+            mask: result of ``inner.mask``.
             positions_T: the positions, for layers whose temperature depends on them.
 
         Returns:
-            What is added to the residual stream, [B, T, C].
+            The summand for the residual stream, [B, T, C].
         """
         B, T, _ = x_BTC.shape
         # -1 and not n_heads: a tensor-parallel rank sees only its own heads.
@@ -82,14 +72,14 @@ class Attention(nn.Module):
         if self.normed_eps is not None:
             q_BTHD, k_BTHD = (F.rms_norm(x, x.shape[-1:], eps=self.normed_eps) for x in (q_BTHD, k_BTHD))
         if self.temperature:
-            assert positions_T is not None, "the temperature is one of positions"
+            assert positions_T is not None, "the temperature depends on positions"
             q_BTHD = q_BTHD * self._temperatures(positions_T)[:, None, None].type_as(q_BTHD)
         sinks_H = None if self.sinks is None else own_part(self, "sinks")
         out_BTHD = self.inner(q_BTHD, k_BTHD, v_BTHD, mask, sinks_H)
         return self.wo(out_BTHD.reshape(B, T, -1))
 
     def _temperatures(self, positions_T: Tensor) -> Tensor:
-        """Scale of the queries of layers that do not rotate (arXiv:2501.19399, as Llama 4 has it), [T]."""
+        """Scale of the queries in layers without rotation (arXiv:2501.19399, as in Llama 4), [T]."""
         steps = torch.floor((positions_T.float() + 1) / self.temperature_floor)
         return 1 + self.temperature * torch.log1p(steps)
 
@@ -97,20 +87,9 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    Keys and values come from a narrow latent, and one key for all heads carries the rotation. The latents are
-    computed alike on all tensor-parallel ranks; heads are split.
+    Keys and values are projected from a low-rank latent, and one rotated key is shared by all heads. Under
+    tensor parallelism every rank computes the full latents and some of the heads.
     """
-
-    sharding: ClassVar[dict[str, Split]] = {
-        "wq": Split.COLUMN,
-        "wq_a": Split.WHOLE,
-        "q_norm": Split.WHOLE,
-        "wq_b": Split.COLUMN,
-        "wkv_a": Split.WHOLE,
-        "kv_norm": Split.WHOLE,
-        "wkv_b": Split.COLUMN,
-        "wo": Split.ROW,
-    }
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -134,7 +113,7 @@ class LatentAttention(nn.Module):
     def forward(
         self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
     ) -> Tensor:
-        """Attends; arguments and result are those of ``Attention``."""
+        """Attend; arguments and result as in ``Attention``."""
         B, T, _ = x_BTC.shape
         q_BTHD = self._queries(x_BTC).view(B, T, -1, self.nope + self.rotated)
         latents = self.wkv_a(x_BTC)
@@ -158,4 +137,4 @@ class LatentAttention(nn.Module):
 
 
 LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever model.norm_eps is (DeepseekV2RMSNorm's default in DeepSeek's code)."""
+"""Epsilon of the latents' norms, independent of model.norm_eps (DeepseekV2RMSNorm's default)."""

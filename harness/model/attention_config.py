@@ -1,4 +1,4 @@
-"""What attention does beyond grouped queries: latents, norms, biases, sinks, and how far it reaches."""
+"""Config of attention: latents, norms, biases, sinks, and local attention."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 @dataclass(frozen=True)
 class Span:
-    """Which positions before its own, in the same document, one position attends to.
+    """The positions that a position attends to, besides the causal mask and documents.
 
     Attributes:
-        window: the last so many, itself included; None: all.
-        chunk: only those of its own chunk of so many positions; None: all.
+        window: only the last ``window`` positions, its own included; None: all.
+        chunk: only its own chunk of ``chunk`` positions; None: all.
     """
 
     window: int | None = None
@@ -26,7 +26,7 @@ class Span:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all positions are reached."""
+        """Whether attention is global."""
         return self.window is None and self.chunk is None
 
     def mean_reach(self, seq_len: int) -> float:
@@ -38,7 +38,7 @@ class Span:
         return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
 
     def most_reach(self, seq_len: int) -> int:
-        """The most positions that a position attends to: the width of the square or band of scores."""
+        """The largest number of positions that one attends to: the width of the square or band of scores."""
         return min(seq_len, self.window or seq_len, self.chunk or seq_len)
 
 
@@ -51,33 +51,33 @@ class AttentionConfig:
     qkv_bias: bool = numerics(False)
     """Whether the projections to queries, keys and values have biases."""
     output_bias: bool = numerics(False)
-    """Whether the projection back to the residual stream has one."""
+    """Whether the output projection has a bias."""
     qk_norm: str = numerics("none")
-    """``none``; ``learned``: RMSNorm of each head of queries and keys before they are rotated (Qwen 3);
-    ``l2``: the same without weights and after rotation, in rotated layers only (Llama 4)."""
+    """``none``; ``learned``: RMSNorm of each query and key head before rotation (Qwen 3); ``l2``: the same
+    without weights and after rotation, in rotated layers only (Llama 4)."""
     sinks: bool = numerics(False)
-    """Whether each head has a learned score that takes attention to nowhere (GPT-OSS; arXiv:2309.17453)."""
+    """Whether each head has an attention sink, a score without a value (GPT-OSS; arXiv:2309.17453)."""
     window: int | None = numerics(None)
     """Positions that a local layer attends to, itself included; null: all."""
     chunk: int | None = numerics(None)
-    """A local layer attends within chunks of so many positions; null: everywhere."""
+    """Length of the chunks within which a local layer attends; null: no chunks."""
     global_every_nth_layer: int | None = numerics(None)
-    """Every n-th layer (n - 1, 2n - 1, ...) is not local; null: all layers are as window and chunk say."""
+    """Every n-th layer (n - 1, 2n - 1, ...) attends globally; null: all layers use window or chunk."""
     nope_every_nth_layer: int | None = numerics(None)
     """Every n-th layer (n - 1, 2n - 1, ...) does not rotate (Llama 4's iRoPE); null: all do."""
     nope_temperature: float = numerics(0.0)
     """Layers that do not rotate scale query t by 1 + this x log(1 + floor((t + 1) / nope_temperature_floor))
     (arXiv:2501.19399); 0: not at all."""
     nope_temperature_floor: int = numerics(8192)
-    """Positions after which that begins."""
+    """Positions per step of that scale."""
     q_lora_rank: int | None = numerics(None)
-    """``mla``: width of the latent that queries come from; null: they come from the residual stream."""
+    """``mla``: width of the latent of queries; null: queries come from the residual stream."""
     kv_lora_rank: int = numerics(0)
-    """``mla``: width of the latent that keys and values come from."""
+    """``mla``: width of the latent of keys and values."""
     qk_nope_head_dim: int = numerics(0)
-    """``mla``: part of a query and key head that is not rotated."""
+    """``mla``: width of the unrotated part of a query and key head."""
     qk_rope_head_dim: int = numerics(0)
-    """``mla``: part of it that is; keys of all heads share it."""
+    """``mla``: width of the rotated part; keys of all heads share it."""
     v_head_dim: int = numerics(0)
     """``mla``: width of a value head."""
 
@@ -87,7 +87,7 @@ class AttentionConfig:
         return self.kind == "mla"
 
     def span(self, layer: int) -> Span:
-        """What a block's attention reaches."""
+        """The span of a block's attention."""
         return Span() if _is_nth(layer, self.global_every_nth_layer) else Span(self.window, self.chunk)
 
     def is_rotated(self, layer: int) -> bool:
@@ -95,7 +95,7 @@ class AttentionConfig:
         return not _is_nth(layer, self.nope_every_nth_layer)
 
     def validate(self, n_heads: int, n_kv_heads: int, head_width: int) -> None:
-        """Raises ConfigError for words that are not known or numbers that do not go together."""
+        """Raise ConfigError for unknown choices or values that contradict each other."""
         for name, choices in (("kind", KINDS), ("qk_norm", QK_NORMS)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"model.attention.{name}", getattr(self, name), "no such kind", choices)

@@ -1,4 +1,4 @@
-"""The numbers that make a decoder; a new decoder of a known kind is a new YAML of these."""
+"""Config of a decoder; a new decoder of a known kind is a new YAML of these fields."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ModelConfig:
     """A pre-norm decoder: attention and a feed-forward, dense or a mixture of experts, in every block."""
 
     name: str = label("???")
-    """Name of the model, as its file under conf/model is called."""
+    """Name of the model: the name of its file under conf/model."""
     path: str | None = label(None)
-    """With model=from_config: config.json, or its folder, that the numbers are read from."""
+    """With model=from_config: the config.json to read, or its folder."""
     family: str = label("llama")
-    """Whose checkpoints it is exchanged with, by transformers' name of the model type."""
+    """Family of checkpoints to exchange with, by transformers' name of the model type."""
     vocab_size: int = numerics("???")
     """Rows of the embedding table."""
     dim: int = numerics("???")
@@ -48,30 +48,30 @@ class ModelConfig:
     n_kv_heads: int = numerics("???")
     """Key and value heads; each serves n_heads / n_kv_heads query heads."""
     head_dim: int | None = numerics(None)
-    """Width of a head; null means dim / n_heads, with multi-head latent attention that of a query."""
+    """Width of a head, with latent attention of a query head; null means dim / n_heads."""
     ffn_hidden_dim: int = numerics("???")
     """Width of the dense feed-forward's hidden layer."""
     activation: str = numerics("swiglu")
-    """Of the feed-forward: ``swiglu`` (arXiv:2002.05202), or ``swiglu_clamped`` as GPT-OSS has it."""
+    """Activation of the feed-forward: ``swiglu`` (arXiv:2002.05202), or ``swiglu_clamped`` (GPT-OSS)."""
     norm_eps: float = numerics(1e-5)
     """Added to the mean square inside RMSNorm."""
     tied_embeddings: bool = numerics(False)
     """Whether the output projection is the embedding table."""
     embedding_std: float = numerics(1.0)
-    """Standard deviation of the embedding table's initial values, where it is not tied."""
+    """Standard deviation of the embedding table's initial values, if it is not tied."""
     max_seq_len: int = numerics("???")
-    """Longest sequence, in tokens, that the model is made for."""
+    """Longest sequence, in tokens, that the model supports."""
     rope: RopeConfig = part(RopeConfig)
     """Rotary position embedding."""
     attention: AttentionConfig = part(AttentionConfig)
-    """What attention does beyond grouped queries."""
+    """Attention."""
     moe: MoEConfig = part(MoEConfig)
-    """The mixture of experts in the place of some dense feed-forwards."""
+    """Mixture of experts, instead of some dense feed-forwards."""
     mtp: MTPConfig = part(MTPConfig)
-    """Multi-token prediction: a block behind the last one that predicts a token further."""
+    """Multi-token prediction: one more block, which predicts the token after the next."""
 
     def resolve(self) -> None:
-        """Fills in what follows from the rest."""
+        """Fill in fields that follow from others."""
         self._require_positive()
         if self.head_dim is None and self.attention.is_latent:
             self.head_dim = self.attention.qk_nope_head_dim + self.attention.qk_rope_head_dim
@@ -87,7 +87,7 @@ class ModelConfig:
             self.head_dim = self.dim // self.n_heads
 
     def validate(self) -> None:
-        """Raises ConfigError when the numbers do not make a decoder."""
+        """Raise ConfigError when the fields do not describe a decoder."""
         self._require_positive()
         if self.family not in FAMILIES:
             raise ConfigError("model.family", self.family, "no such family", FAMILIES)
@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def rotated_width(self) -> int:
-        """How much of a query or key is rotated."""
+        """Width of the rotated part of a query or key head."""
         return self.attention.qk_rope_head_dim if self.attention.is_latent else self.head_width
 
     @property
@@ -135,18 +135,18 @@ class ModelConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks there are: the decoder's, and the one of multi-token prediction, number n_layers."""
+        """Number of blocks: the decoder's, and that of multi-token prediction, number n_layers."""
         return self.n_layers + self.mtp.depth
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a block's feed-forward is a mixture of experts; behind the last one, what that one's is."""
+        """Whether a block has experts; multi-token prediction's is like the decoder's last."""
         return self.moe.enabled and self.moe.is_at(min(layer, self.n_layers - 1))
 
     @property
     def expert_layers(self) -> list[int]:
-        """The blocks with experts, that of multi-token prediction among them."""
+        """The blocks with experts, including multi-token prediction's."""
         return [layer for layer in range(self.num_blocks) if self.has_experts(layer)]
 
     def span(self, layer: int) -> Span:
-        """What the attention of a block reaches."""
+        """The span of a block's attention."""
         return self.attention.span(layer)

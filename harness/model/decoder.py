@@ -1,9 +1,9 @@
-"""The decoder: embedding, blocks, final norm, output projection; or the part that one stage holds."""
+"""The decoder: embedding, blocks, final norm, output projection; or one pipeline stage of it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,12 @@ from harness.model.kernels import Kernel, Reach
 from harness.model.moe import MoE
 from harness.model.mtp import MTP
 from harness.model.rope import rope_table, signed_table
-from harness.model.sharding import Split
 
 # B: batch, T: sequence (of this rank, when it is split), C: residual width, V: vocabulary
 
 
 class Block(nn.Module):
     """Pre-norm decoder block."""
-
-    sharding: ClassVar[dict[str, Split]] = {
-        "attention_norm": Split.NORM,
-        "attention": Split.REGION,
-        "ffn_norm": Split.NORM,
-        "feed_forward": Split.REGION,
-        "moe": Split.MIXTURE,
-    }
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -49,7 +40,7 @@ class Block(nn.Module):
         """Maps the residual stream [B, T, C] to the next block's.
 
         Returns:
-            The stream, and how many tokens went to each expert, where there are experts.
+            The stream, and the number of tokens per expert, None without experts.
         """
         x_BTC = self.attend(x_BTC, rope_2TD, mask, positions_T)
         normed_BTC = self.ffn_norm(x_BTC)
@@ -60,29 +51,23 @@ class Block(nn.Module):
         return x_BTC + out_BTC, load_E
 
     def attend(self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor | None) -> Tensor:
-        """The first half of a block: what attention adds to the stream."""
+        """The first half of a block: attention with its residual sum."""
         return x_BTC + self.attention(self.attention_norm(x_BTC), rope_2TD, mask, positions_T)
 
 
 class Decoder(nn.Module):
-    """A decoder, whole or in part.
+    """A decoder, or a part of one.
 
-    Modules are named after their place in the whole model (``layers.7``), so parameter names, and with
-    them initial values, gradients and checkpoints, do not depend on how the model is split.
+    A part's modules have the names of the full model (``layers.7``), so parameter names, and with them
+    initial values, gradients and checkpoints, do not depend on how the model is split.
     """
 
-    sharding: ClassVar[dict[str, Split]] = {
-        "tok_embeddings": Split.VOCABULARY,
-        "norm": Split.NORM,
-        "output": Split.HEAD,
-    }
-
     def __init__(self, config: ModelConfig, seq_len: int, modules: Collection[str] | None = None) -> None:
-        """Builds the named modules on the current default device (use ``torch.device("meta")``).
+        """Build the named modules on the current default device (use ``torch.device("meta")``).
 
         Args:
-            config: the model's numbers.
-            seq_len: positions to make the rotation table for.
+            config: the model.
+            seq_len: length of the rotation table.
             modules: names among tok_embeddings, layers.<i>, norm, output; None means all.
         """
         super().__init__()
@@ -97,7 +82,7 @@ class Decoder(nn.Module):
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if has("norm") else None
         self.output = Head(config.dim, config.vocab_size, bias=False) if has("output") else None
-        # It uses both tables, so no pipeline can have it.
+        # It uses both tables, so a pipeline stage cannot have it.
         whole = self.tok_embeddings is not None and self.output is not None
         self.mtp = MTP(config, Block(config, config.n_layers)) if config.mtp.depth and whole else None
         self.tie_embeddings()
@@ -112,44 +97,44 @@ class Decoder(nn.Module):
         return whole if self._share is None else whole[:, self._share.to(device)]
 
     def take_positions(self, positions_T: Tensor) -> None:
-        """Says which positions of the sequence this decoder sees, in their order; without it, all of them.
+        """Set the positions of the sequence that this decoder computes, in order; by default all.
 
         Call it before ``materialize_buffers``.
         """
         self._share = positions_T
 
     def use_kernel(self, kernel: type[Kernel]) -> None:
-        """Says how attention is computed."""
+        """Set the attention backend."""
         for block in self.blocks.values():
             block.attention.inner = kernel(block.attention.inner.reach)
 
     @property
     def blocks(self) -> dict[int, Block]:
-        """The blocks this part holds, by number in the whole model; multi-token prediction's is the last."""
+        """This part's blocks, by number in the full model; multi-token prediction's is the last."""
         blocks: dict[int, Any] = {int(name): block for name, block in self.layers.items()}
         return blocks if self.mtp is None else blocks | {self.config.n_layers: self.mtp.block}
 
     @property
     def mixtures(self) -> dict[int, MoE]:
-        """The mixtures of experts this part holds, by the block's number in the whole model."""
+        """This part's mixtures of experts, by the block's number in the full model."""
         return {layer: block.moe for layer, block in self.blocks.items() if block.moe is not None}
 
     def take_loads(self) -> dict[int, Tensor]:
-        """How many tokens went to each expert in the passes with gradients since the last call, by layer."""
+        """Tokens per expert in the passes with gradients since the last call, by layer."""
         taken, self.loads = self.loads, {}
         return taken
 
     def tie_embeddings(self) -> None:
-        """Makes the output projection the embedding table, where the model says so.
+        """Make the output projection the embedding table, if ``tied_embeddings``.
 
-        Called again after every step that replaces parameters one module at a time (tensor parallel,
-        materialization), which would silently leave two tables.
+        Call it again after every step that replaces parameters module by module (tensor parallel,
+        materialization): it would silently leave two tables.
         """
         if self.config.tied_embeddings and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = self.tok_embeddings.weight
 
     def materialize_buffers(self, device: torch.device) -> None:
-        """Computes the buffers, which ``to_empty`` leaves without values."""
+        """Compute the buffers, which ``to_empty`` leaves uninitialized."""
         positions = torch.arange(self.seq_len, device=device)
         self.positions = positions if self._share is None else self._share.to(device)
         self.rope = self._rope_table(device)
@@ -164,25 +149,25 @@ class Decoder(nn.Module):
         later_BT: Tensor | None = None,
         later_labels_BT: Tensor | None = None,
     ) -> Tensor:
-        """Runs the modules this part holds.
+        """Run this part's modules.
 
         Args:
             x: token ids [B, T] for a part with the embedding, else the residual stream [B, T, C].
             labels_BT: labels, for a part whose output projection computes the loss.
-            documents_BT: number of each position's document, where documents do not see each other. They
-                keep their positions: a rotation depends on the distance of two tokens only.
-            later_BT: tokens one position later, for multi-token prediction; without them there is none.
-            later_labels_BT: what follows those, where there are labels.
+            documents_BT: the document number of each position, if documents do not attend to each other.
+                Positions do not restart: rotation depends on the distance of two tokens only.
+            later_BT: tokens one position later, for multi-token prediction; None: run without it.
+            later_labels_BT: labels of ``later_BT``, if there are labels.
 
         Returns:
-            Logits [B, T, V] from a part with the output projection, or the loss where there are labels; else
-            the residual stream [B, T, C]. With multi-token prediction, its logits behind them [2B, T, V], or
-            both losses [2].
+            Logits [B, T, V] from a part with the output projection, or the loss if there are labels; else the
+            residual stream [B, T, C]. With multi-token prediction, its logits are appended [2B, T, V], or
+            both losses are returned [2].
         """
         later_BTC = None
         if later_BT is not None:
-            # Tables are used once a pass, for FSDP gathers them, and reduces their gradients, at every use.
-            assert self.tok_embeddings is not None and self.mtp is not None, "who looks ahead has all modules"
+            # Each table is used once per pass: FSDP gathers it and reduces its gradient at every use.
+            assert self.tok_embeddings is not None and self.mtp is not None, "later_BT needs model.mtp"
             x, later_BTC = self.tok_embeddings(torch.cat((x, later_BT))).chunk(2)
         elif self.tok_embeddings is not None:
             x = self.tok_embeddings(x)
@@ -204,11 +189,11 @@ class Decoder(nn.Module):
             x = torch.cat((x, further_BTC))
         if self.output is None:
             return x
-        # One that was swapped for another format takes no labels.
+        # A float8 output projection takes no labels.
         return self.output(x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None))
 
     def _masks(self, documents_BT: Tensor | None, x: Tensor) -> dict[Reach, Any | None]:
-        """What attention needs to know of documents and reach, made once for blocks of equal reach."""
+        """Attention masks, one for all blocks of equal ``reach``."""
         kernels = {block.attention.inner.reach: block.attention.inner for block in self.blocks.values()}
         return {
             reach: kernel.mask(documents_BT, x.shape[0], self.seq_len, x.device)
@@ -216,7 +201,7 @@ class Decoder(nn.Module):
         }
 
     def _count(self, layer: int, load_E: Tensor | None) -> None:
-        """Adds to a block's loads; outside of it nothing is done twice when activations are recomputed."""
+        """Add to a block's loads. Outside of the block, so that recomputation does not count twice."""
         if load_E is None or not torch.is_grad_enabled():
             return
         before = self.loads.get(layer)

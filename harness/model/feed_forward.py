@@ -1,26 +1,22 @@
-"""Gated feed-forwards: SwiGLU (arXiv:2002.05202) and its relative in GPT-OSS."""
+"""Gated feed-forwards: SwiGLU (arXiv:2002.05202) and GPT-OSS's variant."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.model.sharding import Split
-
 ALPHA, LIMIT = 1.702, 7.0
-"""GPT-OSS: slope of the gate and bound of both factors (openai/gpt-oss, gpt_oss/torch/model.py, swiglu)."""
+"""GPT-OSS: slope of the gate and limit of both factors (openai/gpt-oss, gpt_oss/torch/model.py, swiglu)."""
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """What stands between the projections of a feed-forward.
+    """The gated activation between the projections.
 
     Args:
         gate: w1 x.
         up: w3 x.
-        activation: by the names of model.activation.
+        activation: a name of model.activation.
     """
     if activation == "swiglu":
         return F.silu(gate) * up
@@ -29,9 +25,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x), or another activation in the place of it."""
-
-    sharding: ClassVar[dict[str, Split]] = {"w1": Split.COLUMN, "w3": Split.COLUMN, "w2": Split.ROW}
+    """w2(silu(w1 x) * w3 x), or with another activation."""
 
     def __init__(self, dim: int, hidden_dim: int, activation: str) -> None:
         super().__init__()
@@ -41,5 +35,5 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """Maps the normed residual stream [B, T, C] to what is added to it, [B, T, C]."""
+        """Map the normed residual stream [B, T, C] to its summand, [B, T, C]."""
         return self.w2(gated(self.w1(x_BTC), self.w3(x_BTC), self.activation))

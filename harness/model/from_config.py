@@ -1,4 +1,4 @@
-"""The numbers of a model out of a config.json of Hugging Face's (no torch)."""
+"""Read a ModelConfig from a config.json of Hugging Face (no torch)."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from typing import Any, get_args, get_type_hints
 from harness.errors import ConfigError, UserError
 from harness.model.config import ModelConfig
 from harness.model.families import ALL, Family
-from harness.model.huggingface import check_hf_config, own_part, read_object
+from harness.model.huggingface import check_hf_config, decoder_part, read_object
 from harness.model.huggingface_rope import STRETCHING, found_rope
 
 CONFIG = "config.json"
 
-# Fields of one table may follow from fields of another; two rounds are enough for the families there are.
+# Some config fields depend on others; two rounds are enough for the existing families.
 _MOST_ROUNDS = 5
 _MAY_BE_ZERO = ("moe.first_dense_layers", "moe.shared_hidden_dim", "moe.num_experts")
 _MOST, _MOST_OF_ANY = {"n_layers": 10_000}, 2**40
 
 
 def model_from_config(path: str) -> ModelConfig:
-    """The model that a config.json describes, resolved and checked against it.
+    """Read the model that a config.json describes, resolved and checked against it.
 
     Args:
-        path: the file, or the folder that holds it.
+        path: the file, or its folder.
 
     Raises:
-        UserError: it describes none that the decoder can be.
+        UserError: the file cannot be read, or the decoder cannot be this model.
     """
     file = Path(path) / CONFIG if os.path.isdir(path) else Path(path)
-    # A device may have no end.
+    # Reading a device file may never end.
     if os.path.exists(file) and not os.path.isfile(file):
-        raise UserError(f"{file}: is no file")
+        raise UserError(f"{file}: is not a regular file")
     content = read_object(file)
     try:
         family = _family(content)
-        model = _read(family, own_part(family, content))
+        model = _read(family, decoder_part(family, content))
         model.name = re.sub(r"[^\w.-]+", "_", file.resolve().parent.name) or "from_config"
         model.path = path
         model.resolve()
@@ -58,21 +58,21 @@ def _family(content: Mapping[str, Any]) -> Family:
         if model_type in (family.model_type, family.nested and family.nested.model_type):
             return family
     known = ", ".join(family.model_type for family in ALL.values())
-    raise UserError(f"model_type {model_type!r} is no family that is read; would work: {known}")
+    raise UserError(f"model_type {model_type!r} is not supported; would work: {known}")
 
 
 def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
-    """The model before it is resolved."""
+    """Read the model, without resolving it."""
     model = ModelConfig()
     model.family = family.name
     for field in dataclasses.fields(ModelConfig):
         if getattr(model, field.name) == "???" and field.name != "name":
-            setattr(model, field.name, 1)  # the table is written from a model
+            setattr(model, field.name, 1)  # config_fields needs a value
     for name, value in family.requires.items():
         _set(model, name, value, name)
     for _ in range(_MOST_ROUNDS):
         before = dataclasses.asdict(model)
-        _take_said(family, found, model)
+        _read_fields(family, found, model)
         if dataclasses.asdict(model) == before:
             break
     for theirs, ours in family.trained.items():
@@ -91,27 +91,27 @@ def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
     return model
 
 
-def _take_said(family: Family, found: Mapping[str, Any], model: ModelConfig) -> None:
-    for says in family.says(model):
-        if says.ours is None:
+def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -> None:
+    for field in family.config_fields(model):
+        if field.ours is None:
             continue
         try:
-            value = says.our_value(found)
+            value = field.our_value(found)
         except ValueError as error:
-            raise UserError(f"it has {error}, which no model.{says.ours} stands for") from None
-        # Null is a value of fields that can be null; else a field that decides nothing is left as it is.
-        if value is not None or (says.nullable and says.to_ours is None):
-            _set(model, says.ours, value, says.theirs)
-        elif says.to_ours is None:
-            follows = ", and what it follows from is missing or wrong" if callable(says.default) else ""
-            raise UserError(f"it has no {says.theirs}{follows}")
+            raise UserError(f"it has {error}, which no value of model.{field.ours} matches") from None
+        # Null is a value of nullable fields; else a config.json without a value leaves the field as it is.
+        if value is not None or (field.nullable and field.to_ours is None):
+            _set(model, field.ours, value, field.theirs)
+        elif field.to_ours is None:
+            follows = ", and fields of its default are missing or invalid" if callable(field.default) else ""
+            raise UserError(f"it has no {field.theirs}{follows}")
 
 
 def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> None:
-    """Sets a field by its dotted name.
+    """Set a field by its dotted name.
 
     Raises:
-        UserError: the value is of another type, or out of range whatever the model.
+        UserError: the value has another type, or is out of range for any model.
     """
     *groups, last = name.split(".")
     owner: Any = model
@@ -133,25 +133,25 @@ def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> None:
         raise UserError(f"it has {theirs} {value!r}, which is out of range")
     if type(value) not in kinds:
         wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise UserError(f"it has {theirs} {value!r} where a value of type {wanted} belongs")
+        raise UserError(f"it has {theirs} {value!r} instead of a value of type {wanted}")
     setattr(owner, last, value)
 
 
 def model_node(path: str) -> dict[str, Any]:
-    """The same as plain values, an option of the group ``model``."""
+    """``model_from_config`` as plain values, an option of the config group ``model``."""
     return dataclasses.asdict(model_from_config(path))
 
 
 def require_read(path: str | None, read_from: str | None) -> None:
-    """Refuses a model.path that nothing was read from.
+    """Check that the model was read from model.path.
 
     Args:
-        path: the job's.
-        read_from: where the model was read from when the job was composed.
+        path: the job's model.path.
+        read_from: the path that was read when the job was composed.
 
     Raises:
         ConfigError: they differ.
     """
     if path is not None and path != read_from:
-        rule = "is read where it is typed beside model=from_config"
+        rule = "is read only together with model=from_config"
         raise ConfigError("model.path", path, rule, f"model=from_config model.path={path}")

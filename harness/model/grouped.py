@@ -1,8 +1,8 @@
-"""Products of groups of rows with a matrix each: what experts multiply.
+"""Grouped products: each group of rows times its own matrix, as experts need.
 
-On GPUs that is torch's grouped product, one kernel for all groups. It takes bfloat16 there only, and even its
-shape function does, so CPUs and other formats have operators of their own, which multiply one group after
-another and can be traced as well.
+On GPUs this is torch's grouped product, one kernel for all groups. It takes bfloat16 only, and so does its
+shape function. CPUs and other formats have custom operators, which multiply one group after another and can
+be traced.
 
 In bfloat16 groups begin at any row. The kernel wants a group's first element at a multiple of 16 bytes and
 checks it where rows lie along the contiguous dimension only (torch 2.13, aten/src/ATen/native/cuda/
@@ -27,12 +27,12 @@ BLACKWELL = 10
 
 
 def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiplies each group of rows by its own matrix, [R, O].
+    """Multiply each group of rows by its own matrix, [R, O].
 
     Args:
         x_RI: rows, group after group.
         weight_EOI: a matrix [output width, input width] for each group.
-        ends_E: before which row each group ends, int32; the last is R.
+        ends_E: end row of each group (exclusive), int32; the last is R.
     """
     if _has_kernel(x_RI):
         if _leaves_gradients_unwritten(x_RI.device):
@@ -46,19 +46,19 @@ def _has_kernel(x_RI: Tensor) -> bool:
 
 
 def ends_for_linear(x_RI: Tensor, ends_E: Tensor) -> Tensor:
-    """The ends where ``grouped_linear`` looks for them, asked for once for all products of these rows.
+    """``ends_E`` where ``grouped_linear`` reads it, copied once for all products of these rows.
 
-    The kernel does on the device. Where one group is multiplied after another, the host has to know them: in
-    their place on the device it would wait for each product, forward and backward.
+    The kernel reads them on the device. Without it, the host multiplies one group after another and needs
+    them: reading them from the device would block at every product, forward and backward.
     """
     return on_host(ends_E) if x_RI.device.type != "cpu" and not _has_kernel(x_RI) else ends_E
 
 
 @torch.library.custom_op("harness::on_host", mutates_args=())
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, for which the host waits.
+    """Copy to host memory; blocks the host.
 
-    An operation of its own, because blocks that are recomputed keep its result (activation_checkpoint.py).
+    It is a custom operator so that recomputed blocks can save its result (activation_checkpoint.py).
     """
     return tensor.to("cpu", copy=True)
 
@@ -70,7 +70,7 @@ def _(tensor: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _leaves_gradients_unwritten(device: torch.device) -> bool:
-    """Whether the kernel writes what it finds into the gradient of a matrix whose group is empty.
+    """Whether the kernel leaves the gradient of a matrix with an empty group uninitialized.
 
     On Blackwell it does (github.com/pytorch/pytorch/issues/172439, NVIDIA/cutlass/issues/2674).
     """
@@ -78,7 +78,7 @@ def _leaves_gradients_unwritten(device: torch.device) -> bool:
 
 
 class _ZeroWhereEmpty(torch.autograd.Function):
-    """Hands on the matrices; backward, those of empty groups get zeros."""
+    """Identity; in backward, gradients of empty groups become zeros."""
 
     @staticmethod
     def forward(ctx: Any, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
@@ -93,22 +93,22 @@ class _ZeroWhereEmpty(torch.autograd.Function):
 
 
 def zero_gradients_where_empty(weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """The same matrices, whose gradients are zeros where groups are empty, whatever arrives there."""
+    """The same matrices; gradients of empty groups are zeros, whatever backward computes."""
     return _ZeroWhereEmpty.apply(weight_EOI, ends_E)  # type: ignore[no-any-return]
 
 
 def padded_places(ends_E: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor, int]:
-    """Where rows go so that every group is whole blocks of rows, and none is empty.
+    """New positions of rows, so that every group is a positive multiple of ``block`` rows.
 
-    Lengths stay on the device: there is room for the worst case, and the last group takes what is left.
+    Lengths stay on the device, so the result is sized for the worst case; the last group takes the rest.
 
     Args:
-        ends_E: before which row each group ends, int32.
-        rows: how many there are in all.
-        block: rows that a group's length has to be a multiple of.
+        ends_E: end row of each group (exclusive), int32.
+        rows: total number of rows.
+        block: required divisor of each group's length.
 
     Returns:
-        The new place of each row, int64 [R]; before which place each group ends, int32 [E]; places in all.
+        The new position of each row, int64 [R]; the end of each group, int32 [E]; number of positions.
     """
     length_E = _lengths(ends_E)
     padded_E = ((length_E + block - 1) // block).clamp_min(1) * block
@@ -126,7 +126,7 @@ def _lengths(ends_E: Tensor) -> Tensor:
 
 
 class _Pad(torch.autograd.Function):
-    """Puts rows into their places among zeros."""
+    """Scatter rows to their positions; all others are zeros."""
 
     @staticmethod
     def forward(ctx: Any, x_RC: Tensor, place_R: Tensor, places: int) -> Tensor:
@@ -141,7 +141,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Takes rows out of their places; other places have no part in what comes of it."""
+    """Gather rows from their positions; all others are ignored."""
 
     @staticmethod
     def forward(ctx: Any, x_PC: Tensor, place_R: Tensor) -> Tensor:
@@ -157,18 +157,18 @@ class _Unpad(torch.autograd.Function):
 
 
 def pad(x_RC: Tensor, place_R: Tensor, places: int) -> Tensor:
-    """Rows in the places that ``padded_places`` gives them, zeros in the others: [P, C]."""
+    """Rows at the positions of ``padded_places``, zeros elsewhere: [P, C]."""
     return _Pad.apply(x_RC, place_R, places)  # type: ignore[no-any-return]
 
 
 def unpad(x_PC: Tensor, place_R: Tensor) -> Tensor:
-    """The rows in those places, [R, C]."""
+    """Undo ``pad``: [R, C]."""
     return _Unpad.apply(x_PC, place_R)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("harness::grouped_product", mutates_args=())
 def grouped_product(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """The same one group after another, in any format and on any device."""
+    """``grouped_linear``, one group after another, in any format and on any device."""
     out_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
     for expert, (start, end) in enumerate(_groups(ends_E)):
         if end > start:
@@ -183,7 +183,7 @@ def _(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("harness::grouped_outer", mutates_args=())
 def grouped_outer(grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
-    """Sums of outer products over the rows of each group, [E, O, I]: gradients of the matrices."""
+    """Gradients of the matrices: sums of outer products over each group's rows, [E, O, I]."""
     grad_EOI = x_RI.new_empty(ends_E.shape[0], grad_RO.shape[1], x_RI.shape[1])
     for expert, (start, end) in enumerate(_groups(ends_E)):
         if end > start:

@@ -1,4 +1,4 @@
-"""The output projection, which can take the labels and give the loss without ever having all logits."""
+"""The output projection, which can compute the loss from labels without materializing all logits."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ class Head(nn.Linear):
     """The output projection.
 
     Attributes:
-        loss: maps the residual stream [B, T, C], the weight [V, C] and labels [B, T] to the loss; set where
-            the logits are not to stand whole.
+        loss: maps the residual stream [B, T, C], the weight [V, C] and labels [B, T] to the loss; None: the
+            head returns logits.
     """
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x_BTC: Tensor, *labels_BT: Tensor) -> Tensor:
-        """Logits [B, T, V]; the loss, a scalar, where there are labels.
+        """Logits [B, T, V], or the scalar loss if there are labels.
 
-        Where there are several labels, x has as many streams behind each other [L * B, T, C], and there is a
-        loss of each [L].
+        With L labels, x is L streams concatenated [L * B, T, C], and the result has their losses [L].
         """
         if not labels_BT:
             return super().forward(x_BTC)
-        assert self.loss is not None, "labels go to a head that has a loss"
+        assert self.loss is not None, "labels need a head with a loss"
         streams = x_BTC.chunk(len(labels_BT))
         losses = [self.loss(x, self.weight, labels) for x, labels in zip(streams, labels_BT, strict=True)]
         return losses[0] if len(losses) == 1 else torch.stack(losses)

@@ -1,7 +1,7 @@
-"""Models as Hugging Face keeps them: names, shapes and config.json (no torch).
+"""Hugging Face's format of models: names, shapes and config.json (no torch).
 
-What is peculiar to a family lies in ``harness.model.families``. Weights go back and forth unchanged, because
-``harness.model.rope`` rotates the pairs that each family's files are made for.
+``harness.model.families`` has the differences between families. Weights need no change, because
+``harness.model.rope`` rotates the same pairs as each family's files.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from harness.config import NUMERICS, leaves
 from harness.errors import ConfigError, UserError
 from harness.model.config import ModelConfig
 from harness.model.families import ALL, Family
-from harness.model.families.core import NEEDED, Piece, Says, Shape
-from harness.model.huggingface_rope import STRETCHING, found_rope, said_scaling
-from harness.model.shapes import tensor_shapes
+from harness.model.families.core import NEEDED, ConfigField, Piece, Shape
+from harness.model.huggingface_rope import STRETCHING, found_rope, rope_scaling_of
+from harness.model.spec import tensor_shapes
 
 HEAD = "lm_head.weight"
 
-# Older files keep these beside the parameters; whoever runs the model computes them.
+# Older files contain these; they can be computed.
 _BUFFER = ".rotary_emb.inv_freq"
-_SHOWN = 3  # names of a kind in one line of error; the count says how many there are
+_SHOWN = 3  # names of a kind in one line of error, after their count
 _SHOWN_ITEMS = 8  # of a list
 
-# What a model was trained with, and no longer computes with.
+# Fields that only affect training.
 _TRAINING = ("embedding_std", "moe.aux_loss_coeff", "mtp.loss_weight")
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, with or without a byte order mark.
+    """Read the object in a JSON file, with or without a byte order mark.
 
     Raises:
-        UserError: there is none.
+        UserError: the file is missing, cannot be read, or contains no JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -51,32 +51,32 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family whose files a model is read from and written to.
+    """The family of a model's checkpoints.
 
     Raises:
-        ConfigError: they cannot say what the model is.
+        ConfigError: the family's files cannot represent the model.
     """
-    family = _speaking(model)
+    family = _checked_family(model)
     if family.refuse is not None:
         family.refuse(model)
     return family
 
 
-def _speaking(model: ModelConfig) -> Family:
-    """The same, where each field is one that the family can say; not all of them need go together."""
+def _checked_family(model: ModelConfig) -> Family:
+    """The same, after checking each field by itself."""
     family = ALL[model.family]
     if family.is_mixture and not model.moe.enabled:
         rule = f"checkpoints of model.family={family.name} have experts"
         raise ConfigError("model.moe.num_experts", 0, rule, "at least 1")
-    said = _said(family, model)
+    in_config = _fields_in_config(family, model)
     for name, value in relevant(model):
-        if not _can_say(family, said, name, value):
-            raise _cannot_say(family, model, name, value)
+        if not _has_field(family, in_config, name, value):
+            raise _has_no_field(family, model, name, value)
     return family
 
 
 def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
-    """The fields of a model that change what it computes, with their values."""
+    """The fields of a model that affect its output, with their values."""
     attention, of, rope = model.attention, model.moe, model.rope
     unread = {*_TRAINING, *(f"rope.{name}" for name in STRETCHING["llama3"] | STRETCHING["yarn"])}
     unread -= {f"rope.{name}" for name in STRETCHING[rope.scaling]}
@@ -96,11 +96,11 @@ def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def _cannot_say(family: Family, model: ModelConfig, name: str, value: object) -> ConfigError:
+def _has_no_field(family: Family, model: ModelConfig, name: str, value: object) -> ConfigError:
     able = [
         f"model.family={each.name}"
         for each in ALL.values()
-        if _can_say(each, _said(each, model), name, value)
+        if _has_field(each, _fields_in_config(each, model), name, value)
     ]
     lacks = "cannot say it"
     if name == "moe.balance_coeff":
@@ -109,18 +109,19 @@ def _cannot_say(family: Family, model: ModelConfig, name: str, value: object) ->
     return ConfigError(f"model.{name}", value, rule, [_typed(_required(family, name)), *able])
 
 
-def _said(family: Family, model: ModelConfig) -> set[str | None]:
-    """The fields that config.json of a family has."""
-    return {says.ours for says in family.says(model)}
+def _fields_in_config(family: Family, model: ModelConfig) -> set[str | None]:
+    """Our fields that are in config.json of a family."""
+    return {field.ours for field in family.config_fields(model)}
 
 
-def _can_say(family: Family, said: set[str | None], name: str, value: object) -> bool:
-    free = name in said or name in family.kept or (name.startswith("rope.") and name != "rope.interleaved")
+def _has_field(family: Family, in_config: set[str | None], name: str, value: object) -> bool:
+    is_rope = name.startswith("rope.") and name != "rope.interleaved"
+    free = is_rope or name in in_config or name in family.kept
     return free or value == _required(family, name)
 
 
 def _required(family: Family, name: str) -> object:
-    """The one value that a family has for a field that it does not say."""
+    """The only value that a family supports for a field that is not in its config.json."""
     return family.requires.get(name, _DEFAULTS[name])
 
 
@@ -128,29 +129,29 @@ _DEFAULTS = {name: value for name, _, value in leaves(ModelConfig())}
 
 
 def hf_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
-    """All tensors of Hugging Face's, and what of ours stands in each; in our order.
+    """Our tensors in each of Hugging Face's, in our order.
 
     Raises:
-        ConfigError: the model's family cannot say what it is.
+        ConfigError: the family's files cannot represent the model.
     """
     return _grouped(family_of(model).pieces(model), lambda piece: piece.theirs)
 
 
 def our_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
-    """All tensors of ours, and where each stands in theirs; in our order.
+    """The locations of each of our tensors in theirs, in our order, without copies.
 
     Raises:
-        ConfigError: the model's family cannot say what it is.
+        ConfigError: the family's files cannot represent the model.
     """
     pieces = (piece for piece in family_of(model).pieces(model) if not piece.is_copy)
     return _grouped(pieces, lambda piece: piece.ours)
 
 
 def copied_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
-    """Tensors of ours that stand in theirs more than once, and where they do besides.
+    """The additional copies of our tensors in theirs.
 
     Raises:
-        ConfigError: the model's family cannot say what it is.
+        ConfigError: the family's files cannot represent the model.
     """
     pieces = (piece for piece in family_of(model).pieces(model) if piece.is_copy)
     return _grouped(pieces, lambda piece: piece.ours)
@@ -164,39 +165,39 @@ def _grouped(pieces: Iterable[Piece], key: Any) -> dict[str, list[Piece]]:
 
 
 def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Name and shape of all tensors of Hugging Face's.
+    """Shapes of Hugging Face's tensors by name.
 
     Raises:
-        ConfigError: the model's family cannot say what it is.
+        ConfigError: the family's files cannot represent the model.
     """
     ours = tensor_shapes(model)
     return {name: pieces[0].their_shape(ours[pieces[0].ours]) for name, pieces in hf_tensors(model).items()}
 
 
 def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """The content of config.json with which transformers builds the same model.
+    """The content of a config.json from which transformers builds the same model.
 
-    Rotation and number format are said twice: 4.x reads ``rope_theta``, ``rope_scaling`` and ``torch_dtype``,
-    5.x writes ``rope_parameters`` and ``dtype``. Each ignores, or reads and agrees with, what is the other's.
+    Rotation and dtype are written twice: transformers 4.x reads ``rope_theta``, ``rope_scaling`` and
+    ``torch_dtype``, and 5.x writes ``rope_parameters`` and ``dtype``.
 
     Args:
-        model: the model's numbers.
-        dtype: format of the stored weights as torch calls it, e.g. ``bfloat16``.
-        bos_id: id of the token that begins a document, None where there is none.
-        eos_id: id of the token that ends a document, None where there is none.
+        model: the model.
+        dtype: torch's name of the stored weights' dtype, e.g. ``bfloat16``.
+        bos_id: id of the token that begins a document, if any.
+        eos_id: id of the token that ends a document, if any.
 
     Raises:
-        ConfigError: a model that the family's files cannot say, or that transformers refuses.
+        ConfigError: the family's files cannot represent the model, or transformers cannot build it.
     """
     family = family_of(model)
     if family.unbuildable is not None:
         family.unbuildable(model)
     theta = float(model.rope.theta)
-    scaling = said_scaling(model)
+    scaling = rope_scaling_of(model)
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{says.theirs: says.value for says in family.says(model)},
+        **{field.theirs: field.value for field in family.config_fields(model)},
         **(family.written(model) if family.written else {}),
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -211,7 +212,7 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
 
 @dataclass(frozen=True)
 class _Fact:
-    """One thing that both sides say: our field and value, their field and value."""
+    """A comparison: our field and value, their field and value."""
 
     field: str
     value: object
@@ -220,28 +221,28 @@ class _Fact:
     works: object = None
 
     def __str__(self) -> str:
-        said = f"{self.field}={_typed(self.value)}: config.json has {self.hf_field} {_typed(self.hf_value)}"
-        return said if self.works is None else f"{said}, which is {self.field}={_typed(self.works)}"
+        text = f"{self.field}={_typed(self.value)}: config.json has {self.hf_field} {_typed(self.hf_value)}"
+        return text if self.works is None else f"{text}, which is {self.field}={_typed(self.works)}"
 
 
 def _typed(value: object) -> str:
-    """The value as YAML and JSON have it; of a long list the beginning."""
+    """The value as in YAML and JSON; long lists are truncated."""
     if isinstance(value, list) and len(value) > _SHOWN_ITEMS:
         return f"{json.dumps(value[:_SHOWN_ITEMS])[:-1]}, ...]"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint of another model than ``model``, by what its config.json says.
+    """Check that a config.json describes ``model``.
 
-    Reads what transformers 4.x writes (``rope_theta``, ``rope_scaling``) and what 5.x does
-    (``rope_parameters``); a field that is left out has transformers' default.
+    It may be written by transformers 4.x (``rope_theta``, ``rope_scaling``) or 5.x (``rope_parameters``);
+    missing fields have transformers' defaults.
 
     Raises:
-        UserError: one line that names every field of the model that differs, or what the model cannot do.
+        UserError: one line with every field that differs, or a value that the decoder does not support.
     """
-    family = _speaking(model)
-    found = own_part(family, found)
+    family = _checked_family(model)
+    found = decoder_part(family, found)
     quantized = found.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else ""
@@ -250,14 +251,14 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
             "read; would work: the same in bfloat16"
         )
     facts: list[_Fact] = []
-    for says in family.says(model):
-        theirs = says.found(found)
-        if theirs == says.value:
+    for field in family.config_fields(model):
+        theirs = field.found(found)
+        if theirs == field.value:
             continue
-        if says.ours is None:
-            only = f"the decoder only knows {says.theirs} {_typed(says.value)}"
-            raise UserError(f"config.json has {says.theirs} {_typed(theirs)}: {only}")
-        facts.append(_Fact(f"model.{says.ours}", _shown(says), says.theirs, theirs, _works(says, found)))
+        if field.ours is None:
+            only = f"the decoder only knows {field.theirs} {_typed(field.value)}"
+            raise UserError(f"config.json has {field.theirs} {_typed(theirs)}: {only}")
+        facts.append(_Fact(f"model.{field.ours}", _shown(field), field.theirs, theirs, _works(field, found)))
     facts += [fact for fact in _rope_facts(family, model, found) if fact.value != fact.hf_value]
     if facts:
         raise UserError(
@@ -266,52 +267,52 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
     family_of(model)
 
 
-def _shown(says: Says) -> object:
-    return says.value if says.shown is NEEDED else says.shown
+def _shown(field: ConfigField) -> object:
+    return field.value if field.shown is NEEDED else field.shown
 
 
-def _works(says: Says, found: Mapping[str, Any]) -> object:
-    """What to type where our field has another unit than theirs; None where it has the same."""
+def _works(field: ConfigField, found: Mapping[str, Any]) -> object:
+    """The value for our field, if it has another unit than theirs; else None."""
     try:
-        value = says.our_value(found) if says.to_ours else None
+        value = field.our_value(found) if field.to_ours else None
     except ValueError:
         return None
-    return value if isinstance(value, str | int | float) and value != _shown(says) else None
+    return value if isinstance(value, str | int | float) and value != _shown(field) else None
 
 
-def own_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of the decoder, which may be part of a larger model."""
+def decoder_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the decoder, which may be nested in that of a larger model."""
     model_type, nested = found.get("model_type"), family.nested
     if nested is not None and model_type == nested.model_type and isinstance(found.get(nested.key), dict):
         quantized = {name: found[name] for name in ("quantization_config",) if name in found}
         return {**found[nested.key], **quantized}
     if model_type == family.model_type:
         return found
-    said = f"model_type {model_type}" if model_type else "no model_type"
+    has = f"model_type {model_type}" if model_type else "no model_type"
     read = f"with model_type {family.model_type} are read, model.family being {family.name}"
-    raise UserError(f"config.json has {said}: only checkpoints {read}")
+    raise UserError(f"config.json has {has}: only checkpoints {read}")
 
 
 def _rope_facts(family: Family, model: ModelConfig, found: Mapping[str, Any]) -> list[_Fact]:
-    rope, says = model.rope, found_rope(family, found)
+    rope, read = model.rope, found_rope(family, found)
     facts = [
-        _Fact("model.rope.theta", rope.theta, "rope_theta", says.theta),
-        _Fact("model.rope.scaling", rope.scaling, "rope_type", says.scaling),
+        _Fact("model.rope.theta", rope.theta, "rope_theta", read.theta),
+        _Fact("model.rope.scaling", rope.scaling, "rope_type", read.scaling),
     ]
-    if rope.scaling == says.scaling:
+    if rope.scaling == read.scaling:
         facts += [
             _Fact(f"model.rope.{name}", getattr(rope, name), theirs, value)
-            for name, (theirs, value) in says.values().items()
+            for name, (theirs, value) in read.values().items()
         ]
-        # It would be in the place of what mscale says.
-        given = says.fields.get("attention_factor") if says.scaling == "yarn" else None
+        # It would replace the factor that follows from mscale.
+        given = read.fields.get("attention_factor") if read.scaling == "yarn" else None
         if given is not None:
             facts.append(_Fact("model.rope.mscale", rope.mscale, "attention_factor", given))
     return facts
 
 
 def own_name(model: ModelConfig, name: str) -> str | None:
-    """The name of a checkpoint's tensor without what a larger model puts before it; None: it is not ours."""
+    """A tensor's name without the prefix of a larger model; None if it is not the decoder's."""
     family = ALL[model.family]
     nested = family.nested
     others = (nested.others if nested else ()) + (family.ignored(model) if family.ignored else ())
@@ -321,17 +322,17 @@ def own_name(model: ModelConfig, name: str) -> str | None:
 
 
 def check_hf_tensors(model: ModelConfig, found: Mapping[str, Shape]) -> None:
-    """Refuses a checkpoint whose tensors are not the model's.
+    """Check that a checkpoint has the model's tensors.
 
-    Tolerates those that say nothing new: the output projection of a model whose embeddings are tied, the
-    rotation's inverse frequencies, and what ``own_name`` says is not ours. Copies need not be there.
+    Redundant tensors are allowed: the output projection of a model with tied embeddings, the rotation's
+    inverse frequencies, and tensors that are not the decoder's (``own_name``). Copies may be missing.
 
     Args:
-        model: the model's numbers.
-        found: name and shape of every tensor in the checkpoint.
+        model: the model.
+        found: shape of every tensor in the checkpoint by name.
 
     Raises:
-        UserError: one line with the number and the first names of those missing, unexpected or misshapen.
+        UserError: one line with the counts and first names of missing, unexpected and misshapen tensors.
     """
     found = {own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None}
     expected = hf_shapes(model)

@@ -1,4 +1,4 @@
-"""Rotation as config.json has it, in the forms of transformers 4 and 5 (no torch)."""
+"""The rotation's fields in config.json, as transformers 4 and 5 write them (no torch)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.errors import UserError
 from harness.model.config import ModelConfig
 from harness.model.families import Family
 
-# Fields of RopeConfig: those that each scaling reads, with config.json's names and defaults.
+# The fields of RopeConfig that each scaling reads, with config.json's names and defaults.
 STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
     "none": {},
     "linear": {"factor": ("factor", None)},
@@ -33,29 +33,29 @@ STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
 }
 
 
-def said_scaling(model: ModelConfig) -> dict[str, Any] | None:
+def rope_scaling_of(model: ModelConfig) -> dict[str, Any] | None:
     """The content of ``rope_scaling``."""
     rope = model.rope
     if rope.scaling == "none":
         return None
-    said: dict[str, Any] = {"rope_type": rope.scaling}
+    content: dict[str, Any] = {"rope_type": rope.scaling}
     for name, (theirs, _) in STRETCHING[rope.scaling].items():
         value = getattr(rope, name)
         if value is not None:
-            # Floats, because transformers warns of a factor that is an integer.
+            # Floats, because transformers warns about integer factors.
             exact = name in ("truncate", "original_max_position")
-            said[theirs] = value if exact else float(value)
-    return said
+            content[theirs] = value if exact else float(value)
+    return content
 
 
 @dataclass(frozen=True)
 class FoundRope:
-    """What config.json says of the rotation.
+    """The rotation in a config.json.
 
     Attributes:
         theta: base of the wavelengths.
-        scaling: ours, as far as we have it; else theirs.
-        fields: what it says of the scaling, by its own names.
+        scaling: our name of the scaling, or theirs if we do not have it.
+        fields: fields of the scaling, by their names.
     """
 
     theta: object
@@ -63,7 +63,7 @@ class FoundRope:
     fields: Mapping[str, Any]
 
     def values(self) -> dict[str, tuple[str, object]]:
-        """Fields of RopeConfig that the scaling reads, each with their name and value."""
+        """Their name and value for each field of RopeConfig that the scaling reads."""
         return {
             name: (theirs, self.fields.get(theirs, default))
             for name, (theirs, default) in STRETCHING[str(self.scaling)].items()
@@ -71,17 +71,17 @@ class FoundRope:
 
 
 def found_rope(family: Family, found: Mapping[str, Any]) -> FoundRope:
-    """What config.json says of the rotation, in either of the forms that transformers writes.
+    """Read the rotation from a config.json of transformers 4 or 5.
 
     Raises:
-        UserError: it has no such form, or a scaling that training cannot have.
+        UserError: it is invalid, or has a scaling that training does not support.
     """
     # In this order, because transformers 5 prefers rope_scaling where a file has both.
     name = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
-    says = found.get(name) or {}
-    if not isinstance(says, dict):
-        raise UserError(f"config.json has {name} {json.dumps(says)}: an object belongs there, or null")
-    kind = says.get("rope_type", says.get("type", "default"))
+    parameters = found.get(name) or {}
+    if not isinstance(parameters, dict):
+        raise UserError(f"config.json has {name} {json.dumps(parameters)}: must be an object or null")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "dynamic":
         raise UserError(
             "config.json has rope_type dynamic: at inference it stretches each sequence that is longer than "
@@ -89,7 +89,7 @@ def found_rope(family: Family, found: Mapping[str, Any]) -> FoundRope:
             "would work: rope_scaling null"
         )
     return FoundRope(
-        theta=says.get("rope_theta", found.get("rope_theta", family.theta)),
+        theta=parameters.get("rope_theta", found.get("rope_theta", family.theta)),
         scaling="none" if kind == "default" else kind,
-        fields={"original_max_position_embeddings": found.get("max_position_embeddings", 2048), **says},
+        fields={"original_max_position_embeddings": found.get("max_position_embeddings", 2048), **parameters},
     )

@@ -1,9 +1,9 @@
-"""How attention is computed once queries, keys and values are there: one module per backend.
+"""Attention backends, one module each.
 
 A backend maps queries [B, T, H, D], keys [B, T, K, D] and values [B, T, K, E] to [B, T, H, E]; K divides H,
-and each key head serves H / K query heads. Every position sees itself and those before it that its ``Span``
-reaches, where documents are told apart only those of its own. The model does not know how a sequence is
-shared between ranks: parallelism puts modules of its own in the place of these.
+and each key head serves H / K query heads. Every position attends to itself and to earlier positions within
+its ``Span``, and only to its own document when documents are masked. The model does not know how a sequence
+is split over ranks: parallelism replaces these modules.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from harness.model.attention_config import Span
 
 @dataclass(frozen=True)
 class Reach:
-    """What a layer's attention needs of a backend besides queries, keys and values.
+    """The parameters of a layer's attention.
 
     Attributes:
-        span: which positions are attended to.
-        scale: what scores are multiplied by.
-        has_sinks: whether every head has a score that takes attention to nowhere.
+        span: the positions that are attended to.
+        scale: factor of the scores.
+        has_sinks: whether every head has an attention sink.
     """
 
     span: Span
@@ -39,16 +39,16 @@ class Reach:
     has_sinks: bool = False
 
     def is_causal(self, length: int) -> bool:
-        """Whether all positions up to its own are reached, in a sequence of so many."""
+        """Whether attention over ``length`` positions is plainly causal."""
         return self.span.most_reach(length) == length
 
 
 ALIGNED = 8
-"""Kernels of GPUs want widths that are multiples of so many 16-bit numbers."""
+"""GPU kernels need widths that are multiples of this many 16-bit values."""
 
 
 class Kernel(nn.Module, ABC):
-    """One backend. ``mask`` is asked once per pass for layers of equal reach, ``forward`` once per block."""
+    """One backend. Layers of equal ``reach`` share one call of ``mask`` per pass."""
 
     def __init__(self, reach: Reach) -> None:
         super().__init__()
@@ -56,27 +56,27 @@ class Kernel(nn.Module, ABC):
 
     @abstractmethod
     def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Any | None:
-        """What ``forward`` needs to know besides that attention is causal; None: nothing.
+        """Make the mask for ``forward``; None: plainly causal.
 
         Args:
-            documents_BT: for every position the number of its document, equal numbers are neighbours; None:
-                the sequence is one.
+            documents_BT: the document number of each position, equal numbers contiguous; None: a sequence is
+                one document.
             batch: number of sequences.
-            length: of each.
-            device: where the mask is needed.
+            length: length of each.
+            device: device of the mask.
         """
 
     @abstractmethod
     def forward(
         self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: Any | None, sinks_H: Tensor | None = None
     ) -> Tensor:
-        """Attends; ``mask`` is what the method of that name gave."""
+        """Compute attention; ``mask`` is the result of ``self.mask``."""
 
 
 class SdpaKernel(Kernel):
-    """torch's scaled_dot_product_attention, which takes the fastest kernel of the device.
+    """torch's scaled_dot_product_attention, which chooses the device's fastest kernel.
 
-    Flash kernels know the causal mask only, so everything else is a dense mask, T x T bytes a sequence.
+    Flash kernels support the causal mask only; all others are dense, T x T bytes per sequence.
     """
 
     def mask(
@@ -88,7 +88,7 @@ class SdpaKernel(Kernel):
         sees = _sees(self.reach.span, position.unsqueeze(1), position).unsqueeze(0)
         if documents_BT is not None:
             sees = sees & (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1))
-        # All see the sink, which is the last key.
+        # All positions attend to the sink, the last key.
         return F.pad(sees, (0, int(self.reach.has_sinks)), value=True).unsqueeze(1)
 
     def forward(
@@ -103,7 +103,7 @@ class SdpaKernel(Kernel):
         if sinks_H is not None:
             q_BTHD, k_BTKD, v_BTKE = self._with_sink(q_BTHD, k_BTKD, v_BTKE, sinks_H)
         if q_BTHD.device.type == "cpu":
-            # Its flash kernel wants one width for all; the other keeps the whole square of scores.
+            # The CPU's flash kernel needs equal widths; the other kernel saves the full square of scores.
             v_BTKE = F.pad(v_BTKE, (0, q_BTHD.shape[-1] - v_BTKE.shape[-1]))
         out_BHTE = F.scaled_dot_product_attention(
             q_BTHD.transpose(1, 2),
@@ -119,10 +119,10 @@ class SdpaKernel(Kernel):
     def _with_sink(
         self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, sinks_H: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One more key, whose value is nothing and whose score with each head is that head's sink.
+        """Append a key with value zero, whose score in each head is that head's sink.
 
-        The score comes from one more feature: the sink in the queries, 1 in that key and 0 in all others. So
-        the kernel knows nothing of it, and the sink's gradient is that of a query.
+        The score comes from an extra feature: the sink in the queries, 1 in that key and 0 in all others. So
+        any kernel supports it, and the sink's gradient is that of a query.
         """
         B, _, K, D = k_BTKD.shape
         score_BTHD = (sinks_H / self.reach.scale).to(q_BTHD.dtype)[:, None].expand(*q_BTHD.shape[:3], 1)
@@ -133,9 +133,9 @@ class SdpaKernel(Kernel):
 
 
 class FlexKernel(Kernel):
-    """FlexAttention (arXiv:2412.05496): blocks of the mask that are empty are not computed.
+    """FlexAttention (arXiv:2412.05496), which skips empty blocks of the mask.
 
-    torch has no backward pass of it on a CPU.
+    torch has no backward pass for it on CPUs.
     """
 
     def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> BlockMask:
@@ -167,22 +167,19 @@ class FlexKernel(Kernel):
             return_aux=AuxRequest(lse=True),
         )
         if sinks_H is not None:
-            # What is left of a softmax when one more score joins its sum.
+            # A softmax with the sink's score in its sum is the softmax without it, times this.
             left_BHT = torch.sigmoid(aux.lse - sinks_H[:, None])
             out_BHTE = out_BHTE * left_BHT.unsqueeze(-1).to(out_BHTE.dtype)
         return out_BHTE.transpose(1, 2)
 
 
 class VarlenKernel(Kernel):
-    """Flash attention over documents laid end to end; CUDA and 16-bit formats only, and no sinks."""
+    """Flash attention over concatenated documents; CUDA and 16-bit formats only, no sinks."""
 
     def mask(
         self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
     ) -> Tensor | None:
-        """Where documents begin in the batch laid end to end, and its end, int32.
-
-        A chunk is to attention what a document is.
-        """
+        """Starts of documents in the flattened batch, and its length, int32. Chunks count as documents."""
         chunk = self.reach.span.chunk
         if documents_BT is None and (chunk is None or chunk >= length):
             return None
@@ -192,7 +189,7 @@ class VarlenKernel(Kernel):
         begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
         if chunk is not None:
             begins_BT[:, ::chunk] = True
-        # The device has to say how many there are: the one wait in a pass.
+        # nonzero() waits for the device to know the number: the only wait in a pass.
         begins = begins_BT.flatten().nonzero().flatten()
         return F.pad(begins, (0, 1), value=documents_BT.numel()).int()
 
@@ -204,16 +201,16 @@ class VarlenKernel(Kernel):
         mask: Tensor | None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        # Not at the top: it needs flash attention, which not every build of torch has.
+        # Imported here because it needs flash attention, which not every build of torch has.
         from torch.nn.attention.varlen import varlen_attn
 
-        assert sinks_H is None, "flash attention knows no sinks: such jobs are refused"
+        assert sinks_H is None, "flash attention has no sinks: such jobs are refused"
         B, T, _, _ = q_BTHD.shape
         if mask is None:
             mask = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q_BTHD.device)
         width = v_BTKE.shape[-1]
         v_BTKE = F.pad(v_BTKE, (0, q_BTHD.shape[-1] - width))
-        # Older versions share key heads without being told, and refuse the word.
+        # Older versions always support grouped queries, and have no such argument.
         gqa: dict[str, Any] = (
             {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
         )
@@ -223,7 +220,7 @@ class VarlenKernel(Kernel):
             v_BTKE.flatten(0, 1),
             mask,
             mask,
-            # No document is longer than the sequence; the longest one would have to be asked for.
+            # An upper bound of documents' lengths; the exact maximum would need to wait for the device.
             T,
             T,
             scale=self.reach.scale,
@@ -235,11 +232,11 @@ class VarlenKernel(Kernel):
 
 
 KERNELS: dict[str, type[Kernel]] = {"sdpa": SdpaKernel, "flex": FlexKernel, "varlen": VarlenKernel}
-"""By the names of training.attention."""
+"""Backends by the names of training.attention."""
 
 
 def _sees(span: Span, q: Tensor, k: Tensor) -> Tensor:
-    """Whether positions q attend to positions k, documents aside."""
+    """Whether positions q attend to positions k, apart from documents."""
     sees = q >= k
     if span.window is not None:
         sees = sees & (q - k < span.window)
@@ -257,7 +254,7 @@ def _block_mask(span: Span, length: int, device: torch.device) -> BlockMask:
 
 
 def _on(device: torch.device, function: Any) -> Any:
-    """The function, compiled on a GPU: as it stands it makes the whole square of every head."""
+    """The function, compiled on a GPU: uncompiled it materializes the full square of every head."""
     return _compiled(function) if device.type == "cuda" else function
 
 

@@ -1,7 +1,7 @@
-"""Meta's original checkpoints, consolidated.00.pth and its siblings.
+"""Meta's original checkpoints (consolidated.00.pth ...).
 
-They name parameters as we do. Two things differ: each file holds one model-parallel rank's part of a
-parameter, and the rows of wq and wk are laid out for rotating interleaved pairs.
+Their parameters have our names. Two things differ: each file has one model-parallel rank's shard of a
+parameter, and the rows of wq and wk are ordered for rotating interleaved pairs.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.model.config import ModelConfig
 from harness.model.families.llama import hf_name
-from harness.model.shapes import parameter_shapes
+from harness.model.spec import parameter_shapes
 
 # O: rows of a projection (heads x head width), I: its input width
 
-# Which layer of fairscale each parameter is in, as the reference code of Llama 2 and 3 (llama/model.py in
-# meta-llama/llama and meta-llama/llama3) has it: ColumnParallelLinear splits rows, RowParallelLinear columns.
+# How the files are sharded: by fairscale's layers in the reference code of Llama 2 and 3 (llama/model.py in
+# meta-llama/llama and meta-llama/llama3). ColumnParallelLinear splits rows, RowParallelLinear columns.
 _COLUMN_PARALLEL = ("wq", "wk", "wv", "w1", "w3", "output")
 _ROW_PARALLEL = ("wo", "w2")
 _BUFFERS = ("rope.freqs",)
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of these files is no parameter and nothing is lost by leaving it out."""
+    """Whether a tensor of these files is a computed buffer, which can be ignored."""
     return name in _BUFFERS
 
 
 def shard_dim(name: str, *, vocabulary_parallel: bool) -> int | None:
-    """The dimension along which the files split a parameter; None: each of them has the whole.
+    """The dimension along which the files split a parameter; None: each file has the full parameter.
 
     Args:
-        name: the parameter's.
-        vocabulary_parallel: whether the embedding is split by rows, fairscale's VocabParallelEmbedding, as in
-            Llama 3; by columns, ParallelEmbedding, in Llama 2.
+        name: name of the parameter.
+        vocabulary_parallel: whether the embedding is split by rows (fairscale's VocabParallelEmbedding, in
+            Llama 3) or by columns (ParallelEmbedding, in Llama 2).
 
     Raises:
         ValueError: the decoder has no parameter of that name.
     """
-    hf_name(name)  # refuses names that the decoder does not have
+    hf_name(name)  # raises ValueError
     module = name.split(".")[-2]
     if module == "tok_embeddings":
         return 0 if vocabulary_parallel else 1
@@ -51,7 +51,7 @@ def shard_dim(name: str, *, vocabulary_parallel: bool) -> int | None:
 
 
 def is_vocabulary_parallel(shape: Sequence[int], files: int, config: ModelConfig) -> bool:
-    """Whether the embedding is split by rows, told from its shape in one of ``files`` files.
+    """Whether the embedding is split by rows, from its shape in one of ``files`` files.
 
     Raises:
         UserError: neither rows nor columns add up to the table.
@@ -65,9 +65,9 @@ def is_vocabulary_parallel(shape: Sequence[int], files: int, config: ModelConfig
 
 
 def permute_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
-    """Rows of wq or wk from Meta's order to ours, [O, I].
+    """Reorder rows of wq or wk from Meta's order to ours, [O, I].
 
-    In a head of width D Meta rotates rows (2i, 2i + 1) together, and we rotate (i, i + D/2). The same is
+    In a head of width D, Meta rotates rows (2i, 2i + 1) together, and we rotate (i, i + D/2). It is
     ``permute`` in transformers' models/llama/convert_llama_weights_to_hf.py.
     """
     rows, columns = weight_OI.shape
@@ -76,24 +76,24 @@ def permute_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
 
 
 def interleave_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
-    """Rows of wq or wk from our order to Meta's, [O, I]: the inverse of ``permute_rope``."""
+    """Reorder rows of wq or wk from our order to Meta's, [O, I]: the inverse of ``permute_rope``."""
     rows, columns = weight_OI.shape
     halves = weight_OI.reshape(n_heads, 2, rows // n_heads // 2, columns)
     return halves.transpose(1, 2).reshape(rows, columns)
 
 
 def rotated_heads(name: str, config: ModelConfig) -> int | None:
-    """The number of heads of a projection whose output is rotated; None for all other parameters."""
+    """The number of heads of wq or wk; None for other parameters."""
     return {"wq.weight": config.n_heads, "wk.weight": config.n_kv_heads}.get(name.rpartition("attention.")[2])
 
 
 def merge(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """One whole parameter in our layout, out of what each file has of it.
+    """Merge the shards of one parameter, in our row order.
 
     Args:
-        name: the parameter's.
+        name: name of the parameter.
         shards: its tensors in the order of the files, at least one.
-        config: the model's numbers.
+        config: the model.
 
     Raises:
         UserError: the shards do not add up to the model's parameter.
@@ -121,7 +121,7 @@ def _join(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
 
 def _shape_of(name: str, config: ModelConfig) -> tuple[int, ...]:
     hf_name(name)
-    if name == "output.weight":  # which the shapes of a tied model do not list, and its files may have
+    if name == "output.weight":  # files of a tied model may have it
         return (config.vocab_size, config.dim)
     shapes = parameter_shapes(config)
     if name not in shapes:

@@ -1,12 +1,12 @@
-"""A mixture of experts: a router chooses, rows are sorted by expert, experts multiply groups of rows.
+"""A mixture of experts: the router chooses, rows are sorted by expert, experts compute grouped products.
 
-Nothing is dropped. Who holds which expert is up to ``MoE.exchange``, which parallelism can replace.
+No tokens are dropped. ``MoE.exchange`` sends rows to their experts; expert parallelism replaces it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +16,14 @@ from torch.autograd.function import once_differentiable
 from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward, gated
 from harness.model.grouped import ends_for_linear, grouped_linear, pad, padded_places, unpad
-from harness.model.sharding import Split, as_plain, own_part
+from harness.model.sharding import as_plain, own_part
 
 # N: tokens, C: residual width, E: experts, K: experts of a token, R: rows (tokens times K), F: hidden width,
 # B: batch, T: sequence
 
 
 class Routing(NamedTuple):
-    """Where tokens go."""
+    """Experts of each token."""
 
     weights_NK: Tensor
     """Score of each chosen expert, float32."""
@@ -35,10 +35,10 @@ class Router(nn.Linear):
     """Scores tokens in float32 and chooses their experts.
 
     Attributes:
-        aux_scale: what makes the auxiliary losses of all passes and ranks a mean over the global batch.
-        sequence_parts: ranks that share the tokens of a sequence.
+        aux_scale: makes the auxiliary losses of all passes and ranks a mean over the global batch.
+        sequence_parts: number of ranks that the tokens of a sequence are split over.
         over_sequence: sums counts over those ranks.
-        positions_T: positions of the sequence that this rank routes, in their order; None: all of them.
+        positions_T: positions of the sequence that this rank routes, in order; None: all.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -49,12 +49,11 @@ class Router(nn.Linear):
         self.positions_T: Tensor | None = None
 
     def forward(self, x_BTC: Tensor, balance_bias_E: Tensor | None) -> Routing:  # type: ignore[override]
-        """Routes every token.
+        """Route every token.
 
         Args:
             x_BTC: normed residual stream.
-            balance_bias_E: added to the scores for the choice, not for what outputs are multiplied by
-                (arXiv:2408.15664).
+            balance_bias_E: added to the scores for the choice only, not to the weights (arXiv:2408.15664).
         """
         of, length = self.config, x_BTC.shape[1]
         bias = None if self.bias is None else own_part(self, "bias").float()
@@ -78,14 +77,14 @@ class Router(nn.Linear):
         return choice_NE.topk(of.top_k, dim=-1, sorted=False).indices
 
     def _in_turn(self, length: int, device: torch.device) -> Tensor:
-        """Experts [T, K] of each position of a sequence: the same on whatever rank the position is."""
+        """Experts [T, K] of each position of a sequence, independent of the rank."""
         of = self.config
         positions_T = torch.arange(length, device=device) if self.positions_T is None else self.positions_T
         turns_TK = positions_T.unsqueeze(1) * of.top_k + torch.arange(of.top_k, device=device)
         return turns_TK % of.num_experts
 
     def _allowed(self, choice_NE: Tensor) -> Tensor:
-        """Which experts are in the best groups of each token (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
+        """Mask of the experts in each token's best groups (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
         of = self.config
         grouped = choice_NE.unflatten(-1, (of.num_groups, -1))
         best = grouped.amax(-1) if of.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
@@ -94,10 +93,10 @@ class Router(nn.Linear):
         return allowed.unsqueeze(-1).expand_as(grouped).flatten(-2)
 
     def _with_aux_loss(self, scores_NE: Tensor, experts_NK: Tensor, length: int) -> Tensor:
-        """Adds the gradient of the sequence-wise auxiliary loss to that of the scores.
+        """Add the gradient of the sequence-wise auxiliary loss to that of the scores.
 
-        The loss of a sequence is a sum over experts of f times P: f is the expert's share of the choices
-        times E, which has no gradient, and P its mean normalized score (arXiv:2412.19437, equations 17-20).
+        The loss of a sequence is the sum over experts of f * P: f is the expert's fraction of the choices
+        times E (without a gradient), P its mean normalized score (arXiv:2412.19437, equations 17-20).
         """
         of = self.config
         share_NE = scores_NE if of.score == "softmax" else scores_NE / scores_NE.sum(-1, keepdim=True)
@@ -111,7 +110,7 @@ class Router(nn.Linear):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Hands on its first argument; backward, the second is a loss of weight 1."""
+    """Identity of the first argument; in backward, the second is a loss of weight 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -125,7 +124,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each expert was chosen: int64 [num_experts], or [B, num_experts] of experts [B, T, K]."""
+    """Count how often each expert was chosen: int64 [E]; for experts [B, T, K], [B, E]."""
     rows = experts.flatten(1) if experts.ndim == 3 else experts.reshape(1, -1)
     counts = torch.zeros(rows.shape[0], num_experts, dtype=torch.int64, device=rows.device)
     counts = counts.scatter_add(1, rows, torch.ones_like(rows))
@@ -133,12 +132,12 @@ def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Feed-forwards of equal shape, their weights stacked.
+    """Feed-forwards of equal shape with stacked weights.
 
     Attributes:
-        output_shares: ranks whose outputs are summed, and so their biases.
-        multiply: the product of groups of rows with a matrix each, as ``grouped_linear`` takes them.
-        row_block: what it needs the length of every group to be a multiple of.
+        output_shares: number of ranks whose outputs, and so biases, are summed.
+        multiply: the grouped product, with the arguments of ``grouped_linear``.
+        row_block: divisor that it requires of every group's length.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -158,11 +157,11 @@ class Experts(nn.Module):
         self.row_block = 1
 
     def forward(self, x_RC: Tensor, load_E: Tensor) -> Tensor:
-        """Maps rows sorted by expert to the experts' outputs [R, C].
+        """Map rows sorted by expert to the experts' outputs [R, C].
 
         Args:
             x_RC: rows; the first ``load_E[0]`` are the first expert's, and so on.
-            load_E: rows of each expert that this rank holds.
+            load_E: number of rows for each of this rank's experts.
         """
         ends_E = load_E.cumsum(0).int()
         if self.row_block == 1:
@@ -184,9 +183,9 @@ class Experts(nn.Module):
 
 
 class _Sort(torch.autograd.Function):
-    """Copies each token K times, sorted by expert; backward sums over the copies.
+    """Copy each token K times, sorted by expert; backward sums over the copies.
 
-    Indexing would do it, but its backward pass adds rows one after another, or in any order on a GPU.
+    Indexing's own backward would add rows one after another, and on a GPU in nondeterministic order.
     """
 
     @staticmethod
@@ -203,7 +202,7 @@ class _Sort(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """Puts rows into another order."""
+    """Permute rows."""
 
     @staticmethod
     def forward(ctx: Any, x_RC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -223,9 +222,9 @@ def permute(x_RC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
 
 
 class _Combine(torch.autograd.Function):
-    """Sums a token's outputs by their weights, in float32.
+    """Weighted sum of each token's outputs, in float32.
 
-    For backward the outputs are kept as they are; autograd would keep them in float32.
+    It saves the outputs in their own format; autograd would save them in float32.
     """
 
     @staticmethod
@@ -243,31 +242,26 @@ class _Combine(torch.autograd.Function):
 
 
 def inverse_of(order_R: Tensor) -> Tensor:
-    """The permutation that undoes another."""
+    """The inverse permutation."""
     places = torch.arange(order_R.shape[0], device=order_R.device)
     return torch.empty_like(order_R).scatter(0, order_R, places)
 
 
 class Exchange(nn.Module):
-    """Has rows computed by the experts they are for; here this rank holds them all."""
+    """Applies experts to their rows; here this rank has all experts."""
 
     def forward(self, x_RC: Tensor, load_E: Tensor, experts: Experts) -> Tensor:
-        """Outputs [R, C] of rows that are sorted by expert, ``load_E`` of them for each."""
+        """Outputs [R, C] of rows sorted by expert, ``load_E[e]`` for expert e."""
         return experts(x_RC, load_E)
 
 
 class MoE(nn.Module):
-    """A feed-forward of which each token meets some experts, and all tokens the shared ones.
+    """Routed experts, and shared experts for all tokens.
 
     Attributes:
-        reduce_output: sums the experts' outputs over ranks that share each expert; None: nobody does.
+        reduce_output: sums the experts' outputs over the ranks that split each expert; None: experts are
+            not split.
     """
-
-    sharding: ClassVar[dict[str, Split]] = {
-        "router": Split.ROUTER,
-        "experts": Split.EXPERTS,
-        "shared_experts": Split.REGION,
-    }
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -285,17 +279,17 @@ class MoE(nn.Module):
         self.balance_bias: Tensor | None
 
     def materialize_buffers(self, device: torch.device) -> None:
-        """Makes the buffers anew, which ``to_empty`` leaves without values; in float32 always."""
+        """Initialize the buffers, which ``to_empty`` leaves uninitialized; always float32."""
         if self.router.positions_T is not None:
             self.router.positions_T = self.router.positions_T.to(device)
         if self.balance_bias is not None:
             self.balance_bias = torch.zeros(self.num_experts, device=device)
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps the normed residual stream to what is added to it.
+        """Map the normed residual stream to its summand.
 
         Returns:
-            The same shape [B, T, C], and how many of its tokens went to each expert, int64 [E].
+            The summand [B, T, C], and the number of tokens per expert, int64 [E].
         """
         tokens_BTC = as_plain(x_BTC)
         weights_NK, experts_NK = self.router(tokens_BTC, self.balance_bias)

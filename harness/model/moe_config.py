@@ -1,4 +1,4 @@
-"""Numbers of a mixture of experts."""
+"""Config of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ GROUP_SCORES = ("max", "top2_sum")
 
 @dataclass
 class MoEConfig:
-    """A mixture of experts (arXiv:1701.06538) without dropping: each token goes to top_k of num_experts.
+    """A mixture of experts (arXiv:1701.06538): each token goes to top_k of num_experts.
 
-    It has no capacity: whatever the router chooses is computed, as in MegaBlocks (arXiv:2211.15841).
+    No tokens are dropped: there is no capacity limit, as in MegaBlocks (arXiv:2211.15841).
     """
 
     num_experts: int = numerics(0)
-    """Experts that tokens are routed to, in each layer that has some; 0: all feed-forwards are dense."""
+    """Routed experts per mixture; 0: all feed-forwards are dense."""
     top_k: int = numerics(1)
-    """Experts that a token goes to."""
+    """Experts per token."""
     hidden_dim: int = numerics(0)
     """Width of an expert's hidden layer."""
     shared_hidden_dim: int = numerics(0)
-    """Width of the hidden layer of the experts that all tokens go to, together; 0: there are none."""
+    """Hidden width of all shared experts together; 0: there are none."""
     first_dense_layers: int = numerics(0)
-    """So many blocks at the beginning have a dense feed-forward."""
+    """Number of blocks at the beginning with a dense feed-forward."""
     every_nth_layer: int = numerics(1)
-    """Of the others every n-th (n - 1, 2n - 1, ...) has experts."""
+    """Every n-th of the other blocks (n - 1, 2n - 1, ...) has experts."""
     score: str = numerics("softmax")
-    """What makes the router's logits scores: ``softmax`` over all experts, or ``sigmoid`` of each."""
+    """Scores of the router's logits: ``softmax`` over all experts, or ``sigmoid`` of each."""
     normalize_scores: bool = numerics(False)
     """Whether the scores of the chosen experts are divided by their sum."""
     score_scale: float = numerics(1.0)
-    """What they are multiplied by then."""
+    """Factor of the scores, after normalization."""
     score_before_experts: bool = numerics(False)
-    """Whether an expert's input is multiplied by its score (Llama 4), else its output."""
+    """Whether an expert's input is multiplied by its score (Llama 4), instead of its output."""
     num_groups: int = numerics(1)
-    """Groups that the experts are in; a token goes to experts of top_groups of them (DeepSeek)."""
+    """Number of groups of experts; a token goes to experts in top_groups of them (DeepSeek)."""
     top_groups: int = numerics(1)
-    """Groups that the experts of a token are chosen from."""
+    """Number of groups that a token's experts are chosen from."""
     group_score: str = numerics("max")
-    """What groups are chosen by: the score of their best expert, or of their best two (``top2_sum``)."""
+    """Score of a group: that of its best expert (``max``), or the sum of its best two (``top2_sum``)."""
     router_bias: bool = numerics(False)
     """Whether the router has biases (GPT-OSS)."""
     expert_bias: bool = numerics(False)
     """Whether the experts' projections have biases (GPT-OSS)."""
     balance_coeff: float = numerics(0.0)
-    """After each step every expert's balancing bias moves by this towards the mean load; the bias counts for
-    the choice only (arXiv:2408.15664). 0: there is none."""
+    """Amount by which every expert's balancing bias moves towards the mean load after each step; the bias is
+    used for the choice only (arXiv:2408.15664). 0: no biases."""
     aux_loss_coeff: float = numerics(0.0)
     """Weight of the sequence-wise auxiliary loss (arXiv:2412.19437, equation 17), a mean over the sequences
-    of the global batch; it acts on gradients and is not in the loss that is shown. 0: there is none."""
+    of the global batch. It changes gradients and is not part of the logged loss. 0: no auxiliary loss."""
     force_balance: bool = numerics(False)
-    """Give the positions of a sequence to the experts in turn, whatever their scores: for measuring speed."""
+    """Assign the positions of a sequence to experts in turn, regardless of scores: for benchmarks."""
 
     @property
     def enabled(self) -> bool:
@@ -63,11 +63,11 @@ class MoEConfig:
         return self.num_experts > 0
 
     def is_at(self, layer: int) -> bool:
-        """Whether a block has experts, where there are any."""
+        """Whether a block has experts, if the model has any."""
         return layer >= self.first_dense_layers and (layer + 1) % self.every_nth_layer == 0
 
     def validate(self, n_layers: int) -> None:
-        """Raises ConfigError for numbers that make no mixture."""
+        """Raise ConfigError for fields that do not describe a mixture."""
         if not self.enabled:
             return
         for name in ("top_k", "hidden_dim", "every_nth_layer", "num_groups", "top_groups"):

@@ -1,38 +1,30 @@
-"""Multi-token prediction: from a position's stream and the token after it, the token after that one."""
+"""Multi-token prediction: predicts the token after the next one."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness.model.config import ModelConfig
-from harness.model.sharding import Split
 
 # B: batch, T: sequence (of this rank, when it is split), C: residual width
 
 
 class MTP(nn.Module):
-    """The module that DeepSeek V3 predicts a second token with (arXiv:2412.19437, section 2.2).
+    """Multi-token prediction of DeepSeek V3 (arXiv:2412.19437, section 2.2).
 
-    It has no table of its own: the decoder embeds the tokens, and its output projection makes the logits.
-    Names and order of the two halves are those of the released weights, layer 61: ``eh_proj`` multiplies the
-    embedding's half (``enorm``) and then the stream's (``hnorm``); ``norm`` is ``shared_head.norm``. The
-    stream is taken before the decoder's final norm. Neither the paper nor the files say so, and programs that
-    run the released model differ in it (ggml-org/llama.cpp#24025 and vllm-project/vllm#47448).
+    It has no table of its own: the decoder embeds the tokens and computes the logits. The order of the
+    concatenated halves is that of the released weights, layer 61: ``eh_proj`` multiplies the embedding's half
+    (``enorm``), then the stream's (``hnorm``); ``norm`` is ``shared_head.norm``. The stream is that before
+    the decoder's final norm. Neither the paper nor the files specify this, and implementations differ
+    (ggml-org/llama.cpp#24025 and vllm-project/vllm#47448).
 
     Args:
-        config: the model's numbers.
+        config: the model.
         block: its block, number n_layers.
     """
-
-    sharding: ClassVar[dict[str, Split]] = {
-        "embedding_norm": Split.NORM,
-        "hidden_norm": Split.NORM,
-        "proj": Split.STREAM,
-        "norm": Split.NORM,
-    }
 
     def __init__(self, config: ModelConfig, block: nn.Module) -> None:
         super().__init__()
@@ -45,17 +37,17 @@ class MTP(nn.Module):
     def forward(
         self, x_BTC: Tensor, later_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Maps the stream before the decoder's final norm to what the output projection takes.
+        """Map the stream before the decoder's final norm to the output projection's input.
 
         Args:
-            x_BTC: the stream behind the last block.
+            x_BTC: the stream after the last block.
             later_BTC: embeddings of the tokens one position later.
-            rope_2TD: the rotation table; rotation sees distances only, so positions are not moved.
-            mask: what the block's attention needs to know of documents.
-            positions_T: places of the positions.
+            rope_2TD: the rotation table; it is not shifted, as rotation depends on distances only.
+            mask: the block's attention mask.
+            positions_T: the positions.
 
         Returns:
-            The normed stream [B, T, C], and how many tokens went to each expert, where there are experts.
+            The normed stream [B, T, C], and the number of tokens per expert, None without experts.
         """
         both = torch.cat((self.embedding_norm(later_BTC), self.hidden_norm(x_BTC)), dim=-1)
         out_BTC, load_E = self.block(self.proj(both), rope_2TD, mask, positions_T)

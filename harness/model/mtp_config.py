@@ -1,4 +1,4 @@
-"""Numbers of multi-token prediction."""
+"""Config of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ DEPTHS = (0, 1)
 
 @dataclass
 class MTPConfig:
-    """Multi-token prediction as DeepSeek V3 has it (arXiv:2412.19437, section 2.2).
+    """Multi-token prediction as in DeepSeek V3 (arXiv:2412.19437, section 2.2).
 
-    A block more is trained to predict the token after the next one. Nothing of the decoder's own output
-    changes; the loss that is shown, and validation's, are the decoder's.
+    One more block is trained to predict the token after the next one. The decoder's own output does not
+    change; the logged loss and validation's are the decoder's.
     """
 
     depth: int = numerics(0)
-    """Tokens that are predicted beyond the next one: 0 or 1."""
+    """Tokens to predict beyond the next one: 0 or 1."""
     loss_weight: float = numerics(0.3)
-    """What their loss is multiplied by (lambda; the paper's is 0.3 for its first 10T tokens, then 0.1). It is
-    a sum over tokens that is divided by the number of the next-token loss's, which is slightly larger."""
+    """Weight of its loss (lambda in the paper: 0.3 for the first 10T tokens, then 0.1). The loss is a sum
+    over its tokens divided by the token count of the next-token loss, which is slightly larger."""
 
     def validate(self) -> None:
-        """Raises ConfigError for a depth or a weight that there is not."""
+        """Raise ConfigError for an invalid depth or weight."""
         if self.depth not in DEPTHS:
-            raise ConfigError("model.mtp.depth", self.depth, "one token more can be predicted", DEPTHS)
+            raise ConfigError("model.mtp.depth", self.depth, "must be 0 or 1", DEPTHS)
         if self.depth and not self.loss_weight > 0:
             works = "0.3, or model.mtp.depth=0"
             raise ConfigError("model.mtp.loss_weight", self.loss_weight, "must be positive", works)

@@ -1,8 +1,8 @@
 """Rotary position embedding.
 
-Pairs are (i, i + D/2), the layout of Hugging Face's Llama checkpoints, so that weights go to and from them
-unchanged; Meta's original files interleave pairs (2i, 2i + 1) and need a permutation of wq and wk. Families
-whose checkpoints interleave everywhere say so (``rope.interleaved``).
+Pairs are (i, i + D/2), the layout of Hugging Face's Llama checkpoints, whose weights can be used unchanged.
+Meta's original files interleave pairs (2i, 2i + 1), so wq and wk are permuted. Families whose checkpoints are
+all interleaved set ``rope.interleaved``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from harness.model.rope_config import RopeConfig
 
-# B: batch, T: sequence, H: heads, D: width that is rotated
+# B: batch, T: sequence, H: heads, D: rotated width
 
 
 def rope_table(config: RopeConfig, width: int, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
-    """Cosines and sines of every position's rotation.
+    """Cosines and sines of each position's rotation.
 
     Returns:
         float32 tensor [2, seq_len, width / 2]: cosines, then sines, times the temperature of YaRN.
@@ -39,22 +39,22 @@ def rope_table(config: RopeConfig, width: int, seq_len: int, device: torch.devic
 
 
 def _stretch_llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Llama 3.1's scaling: long wavelengths are stretched by ``factor``, short ones left, a ramp between.
+    """Llama 3.1's scaling: long wavelengths are stretched by ``factor``, short ones not, with a ramp between.
 
     Source: apply_scaling in meta-llama/llama-models, models/llama3/model.py.
     """
     wavelengths = 2 * math.pi / frequencies
     turns = config.original_max_position / wavelengths
     low, high = config.low_freq_factor, config.high_freq_factor
-    # Without room for a ramp (Llama 4) it is a step.
+    # With equal factors (Llama 4) the ramp is a step.
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns >= low).float()
     return frequencies * (kept + (1 - kept) / config.factor)
 
 
 def _stretch_yarn(frequencies: Tensor, config: RopeConfig, width: int) -> Tensor:
-    """YaRN (arXiv:2309.00071, section 3.2): a ramp from pairs that turn often to those that do not.
+    """YaRN (arXiv:2309.00071, section 3.2): a ramp from unchanged to stretched pairs.
 
-    Its ends are the pairs that turn ``beta_fast`` and ``beta_slow`` times within the original context.
+    It is between the pairs that turn ``beta_fast`` and ``beta_slow`` times within the original context.
     """
 
     def pair_with(turns: float) -> float:
@@ -66,7 +66,7 @@ def _stretch_yarn(frequencies: Tensor, config: RopeConfig, width: int) -> Tensor
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
     if first == last:
-        last += 0.001  # a step, as the reference code of DeepSeek and transformers has it
+        last += 0.001  # a step, as in the reference code of DeepSeek and transformers
     pairs = torch.arange(width // 2, dtype=torch.float32, device=frequencies.device)
     stretched = ((pairs - first) / (last - first)).clamp(0, 1)
     return frequencies * (1 - stretched) + frequencies / config.factor * stretched
@@ -81,11 +81,11 @@ def signed_table(table_2TD: Tensor) -> Tensor:
 def rotate(x_BTHD: Tensor, table_2TD: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate queries or keys by their positions; compute in float32 and return the input's format.
 
-    Interleaved pairs come out apart, (i, i + D/2): scores do not see the order, and all heads have the same.
+    Interleaved pairs are returned as (i, i + D/2): scores do not depend on the order, which all heads share.
 
     Args:
         x_BTHD: queries or keys.
-        table_2TD: of ``signed_table``.
+        table_2TD: result of ``signed_table``.
         interleaved: pairs are (2i, 2i + 1), not (i, i + D/2).
     """
     if interleaved:

@@ -1,4 +1,4 @@
-"""Numbers of the rotary position embedding."""
+"""Config of the rotary position embedding."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ class RopeConfig:
     theta: float = numerics(10000.0)
     """Base of the geometric series of wavelengths."""
     interleaved: bool = numerics(False)
-    """Which elements of a head are rotated together: (2i, 2i + 1), else (i, i + width / 2)."""
+    """Whether elements (2i, 2i + 1) of a head are rotated as a pair; else (i, i + width / 2)."""
     scaling: str = numerics("none")
     """``none``; ``linear`` stretches all wavelengths (arXiv:2306.15595); ``llama3``, the frequency-dependent
     stretching of Llama 3.1; ``yarn`` (arXiv:2309.00071)."""
     factor: float = numerics(8.0)
-    """By how much the longest wavelengths, or with ``linear`` all, are stretched."""
+    """Factor by which the longest wavelengths (``linear``: all) are stretched."""
     low_freq_factor: float = numerics(1.0)
-    """``llama3``: wavelengths longer than original_max_position / this are stretched whole."""
+    """``llama3``: wavelengths longer than original_max_position / this are fully stretched."""
     high_freq_factor: float = numerics(4.0)
-    """``llama3``: wavelengths shorter than original_max_position / this are left alone."""
+    """``llama3``: wavelengths shorter than original_max_position / this are unchanged."""
     original_max_position: int = numerics(8192)
     """Context length, in tokens, that the model was first trained with."""
     beta_fast: float = numerics(32.0)
-    """``yarn``: frequencies that turn more often than this within the original context are left alone."""
+    """``yarn``: pairs that turn more often than this within the original context are unchanged."""
     beta_slow: float = numerics(1.0)
-    """``yarn``: those that turn less often than this are stretched whole."""
+    """``yarn``: pairs that turn less often than this are fully stretched."""
     truncate: bool = numerics(True)
-    """``yarn``: whether the ends of the ramp between them are rounded to whole pairs."""
+    """``yarn``: whether the ends of the ramp between them are rounded to integers."""
     mscale: float | None = numerics(None)
-    """``yarn``: with mscale_all_dim, the ratio of both temperatures scales the rotation; null is neither."""
+    """``yarn``: set with mscale_all_dim; the ratio of their temperatures scales the rotation."""
     mscale_all_dim: float | None = numerics(None)
     """``yarn``: temperature of the scores of latent attention (DeepSeek V2 and V3)."""
 
     def validate(self) -> None:
-        """Raises ConfigError when no frequencies can be computed."""
+        """Raise ConfigError when no frequencies can be computed."""
         if self.scaling not in SCALINGS:
             raise ConfigError("model.rope.scaling", self.scaling, "no such scaling", SCALINGS)
         positive = ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position")
@@ -61,7 +61,7 @@ class RopeConfig:
 
     @property
     def rotation_scale(self) -> float:
-        """What rotated queries and keys are multiplied by: YaRN's temperature, equation 22."""
+        """Factor of rotated queries and keys: YaRN's temperature, equation 22."""
         if self.scaling != "yarn":
             return 1.0
         if self.mscale is not None and self.mscale_all_dim is not None:
@@ -70,7 +70,7 @@ class RopeConfig:
 
     @property
     def score_scale(self) -> float:
-        """What attention's scores are multiplied by besides, where mscale_all_dim says so."""
+        """Extra factor of attention's scores, from mscale_all_dim."""
         if self.scaling != "yarn" or self.mscale_all_dim is None:
             return 1.0
         return self._temperature(self.mscale_all_dim) ** 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from harness.model.shapes import is_expert
+from harness.model.spec import is_expert
 from harness.optimizer.adamw import RoundedAdamW
 from harness.optimizer.config import OptimizerConfig, ScheduleConfig
 

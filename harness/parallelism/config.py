@@ -10,6 +10,7 @@ from math import lcm, prod
 from harness.config import execution
 from harness.errors import ConfigError, divisors
 from harness.model.config import ModelConfig
+from harness.model.spec import TensorSpec
 from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
 from harness.parallelism.stages import check_stages, check_weights, fitting_layers_per_stage, stages_per_rank
 
@@ -133,6 +134,18 @@ class ParallelismConfig:
     def expert_shards(self) -> int:
         """Ranks that hold the same experts; FSDP shards their parameters."""
         return self.expert_ranks // self.ep
+
+    def tp_of(self, tensor: TensorSpec) -> int:
+        """Tensor-parallel ranks that split a tensor of the model."""
+        split = tensor.split_dim is not None and (self.expert_tensor_parallel or not tensor.is_expert)
+        return self.tp if split else 1
+
+    def expert_shard_dim(self, num_experts: int) -> int:
+        """The dimension of experts' tensors that FSDP shards.
+
+        It is the experts where they divide evenly; else, so that every rank holds something, the next one.
+        """
+        return 0 if (num_experts // self.ep) % self.expert_shards == 0 else 1
 
     @property
     def lays_out_experts(self) -> bool:

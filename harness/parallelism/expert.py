@@ -1,13 +1,14 @@
-"""Expert parallelism: ranks have different experts, and rows travel to those they are for.
+"""Expert parallelism: ranks have different experts, and rows are sent to their experts.
 
-Each rank routes its own tokens. Rows go to the ranks that have their experts in one all-to-all, and outputs
-come back in another (GShard, arXiv:2006.16668, section 3.2); nothing is dropped, so pieces have whatever
-length the routers make them. With tensor parallelism there are two ways: every rank of it routes its part of
-the sequence, or all of them the whole, each with a part of every expert (``expert_tensor_parallel``).
+Each rank routes its own tokens. One all-to-all sends rows to the ranks with their experts, and another
+returns the outputs (GShard, arXiv:2006.16668, section 3.2). No tokens are dropped, so message sizes vary.
+With tensor parallelism, either every rank of it routes its part of the sequence, or each routes the full
+sequence and has a part of every expert (``expert_tensor_parallel``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from harness.model.decoder import Decoder
 from harness.model.grouped import on_host
 from harness.model.moe import Exchange, Experts, MoE, inverse_of, permute
+from harness.model.spec import block_prefix, tensors
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.context import local_positions
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
@@ -32,20 +34,21 @@ from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
 # R: rows that this rank routes, S: rows that it computes, C: residual width, E: experts
 
 EXPERTS_DIM, SEQUENCE_DIM = 0, 1
-HIDDEN_DIMS = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b3": 1}
-"""Along which dimension tensor parallel ranks split an expert's parameter: that of its hidden layer."""
 
 
 def apply_expert_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) -> None:
-    """Shares out the experts of a model part, in place, and says how its routers count."""
+    """Split the experts of a model part, in place, and set up its routers' counts."""
     if not part.mixtures:
         return
     stream: Placement = Shard(SEQUENCE_DIM) if layout.uses_sequence_parallel else Replicate()
-    for moe in part.mixtures.values():
+    specs = tensors(part.config)
+    for layer, moe in part.mixtures.items():
         if layout.tp > 1:
             _replicate_router(moe, mesh.axis("tp"))
         if layout.ep > 1 or layout.splits_experts:
-            _split_experts(moe.experts, mesh, layout)
+            prefix = f"{block_prefix(part.config, layer)}moe.experts."
+            dims = {name: specs[prefix + name].split_dim for name, _ in moe.experts.named_parameters()}
+            _split_experts(moe.experts, dims, mesh, layout)
         if layout.splits_experts:
             moe.reduce_output = _Reduction(mesh.axis("tp"), stream)
         if layout.ep > 1:
@@ -64,9 +67,9 @@ def apply_expert_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) 
 
 
 def _replicate_router(moe: MoE, mesh: DeviceMesh) -> None:
-    """Makes the router's parameters DTensors like all others; its gradient is a sum over the ranks.
+    """Make the router's parameters replicated DTensors with partial gradients.
 
-    They route different tokens, or the same ones to different parts of experts.
+    Ranks route different tokens, or the same tokens to different parts of experts.
     """
     for name, parameter in list(moe.router.named_parameters()):
         replicated = distribute_tensor(parameter, mesh, [Replicate()])
@@ -74,7 +77,9 @@ def _replicate_router(moe: MoE, mesh: DeviceMesh) -> None:
     moe.router.partial_gradients = {"weight": [Partial()], "bias": [Partial()]}  # type: ignore[assignment]
 
 
-def _split_experts(experts: Experts, mesh: Mesh, layout: ParallelismConfig) -> None:
+def _split_experts(
+    experts: Experts, dims: Mapping[str, int | None], mesh: Mesh, layout: ParallelismConfig
+) -> None:
     axes = ((EXPERT,) if layout.ep > 1 else ()) + ((EXPERT_TENSOR,) if layout.splits_experts else ())
     if mesh.experts is None:
         on = mesh.axis("tp")
@@ -83,7 +88,8 @@ def _split_experts(experts: Experts, mesh: Mesh, layout: ParallelismConfig) -> N
     for name, parameter in list(experts.named_parameters()):
         split: list[Placement] = [Shard(EXPERTS_DIM)] if layout.ep > 1 else []
         if layout.splits_experts:
-            split.append(Shard(HIDDEN_DIMS[name]) if name in HIDDEN_DIMS else Replicate())
+            dim = dims[name]
+            split.append(Replicate() if dim is None else Shard(dim))
         experts.register_parameter(name, nn.Parameter(distribute_tensor(parameter, on, split)))
     if layout.splits_experts:
         experts.output_shares = layout.tp
@@ -92,7 +98,7 @@ def _split_experts(experts: Experts, mesh: Mesh, layout: ParallelismConfig) -> N
 
 
 class _Reduction:
-    """Sums outputs over the ranks that share every expert, into the residual stream."""
+    """Sums outputs over the ranks that split each expert, into the residual stream."""
 
     def __init__(self, mesh: DeviceMesh, stream: Placement) -> None:
         self.mesh, self.stream = mesh, stream
@@ -103,7 +109,7 @@ class _Reduction:
 
 
 class _Counts:
-    """Sums counts over the ranks that share a sequence."""
+    """Sums counts over the ranks that a sequence is split over."""
 
     def __init__(self, groups: list[dist.ProcessGroup]) -> None:
         self.groups = groups
@@ -115,10 +121,10 @@ class _Counts:
 
 
 class ExpertExchange(Exchange):
-    """Sends rows to the ranks of a group that have their experts, and brings the outputs back.
+    """Sends rows to the ranks of a group that have their experts, and returns the outputs.
 
     Args:
-        group: its r-th rank has the r-th piece of the experts.
+        group: its r-th rank has the r-th part of the experts.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -130,7 +136,7 @@ class ExpertExchange(Exchange):
         got = wait_tensor(all_to_all_single(load_E, None, None, self.group)).view(self.ranks, -1)
         sent, received = self._lengths(given, got, x_RC.shape[0])
         x_SC = all_to_all_single_autograd(x_RC, received, sent, self.group)
-        # By rank and then by expert, as they come, to by expert.
+        # From the order of arrival (by rank, then by expert) to by expert.
         expert_S = torch.arange(got.shape[1], device=got.device).repeat(self.ranks)
         expert_S = expert_S.repeat_interleave(got.flatten(), output_size=sum(received))
         order_S = expert_S.argsort(stable=True)
@@ -139,10 +145,10 @@ class ExpertExchange(Exchange):
         return all_to_all_single_autograd(out_SC, sent, received, self.group)
 
     def _lengths(self, given: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int]]:
-        """How many of so many rows go to each rank, and how many come from it.
+        """Numbers of rows to send to each rank, and to receive from it.
 
-        They have to be known to whoever sends: the one place where the host waits for the device, once for a
-        layer and pass. When the layer is recomputed they are known.
+        The host needs them for the all-to-all: the only place where it waits for the device, once per layer
+        and pass. A recomputed layer has them saved.
         """
         sent, received = on_host(torch.stack((given.sum(1), got.sum(1)))).tolist()
         return sent, received

@@ -1,17 +1,18 @@
-"""Data parallelism by FSDP2: sharded (FSDP), replicated (DDP), or both (HSDP), one mechanism for all.
+"""Data parallelism by FSDP2: sharded (FSDP), replicated (DDP), or both (HSDP), in one mechanism.
 
 A replicated axis is the outer dimension of FSDP's two-dimensional mesh, so DDP is the mesh (N, 1): each
-block's gradients are all-reduced while the next block's are computed, it composes with tensor and
-pipeline parallelism, and mixed precision is the same policy whatever is sharded. Gradients are *summed*:
-the loss is already divided by the global number of tokens. Parameters are sharded over context-parallel ranks
-too, since each has only the gradients of its positions.
+block's gradients are all-reduced while the next block's are computed, it composes with tensor and pipeline
+parallelism, and all use the same mixed precision policy. Gradients are *summed*: the loss is already divided
+by the global number of tokens. Parameters are also sharded over context-parallel ranks, because each has
+only the gradients of its positions.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,8 +23,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from harness.model.decoder import Decoder
+from harness.model.moe import Experts
+from harness.model.spec import KEPT_AFTER_FORWARD, fsdp_groups
 from harness.parallelism.config import ParallelismConfig
-from harness.parallelism.materialize import local_ranges
 from harness.parallelism.mesh import EXPERT_SHARD, SHARD, Mesh
 from harness.precision.config import PrecisionConfig
 
@@ -31,11 +33,10 @@ from harness.precision.config import PrecisionConfig
 def apply_fsdp(
     part: Decoder, mesh: Mesh, layout: ParallelismConfig, precision: PrecisionConfig, device: torch.device
 ) -> None:
-    """Wraps every block of a model part, and the part itself, in place."""
+    """Wrap every FSDP group of a model part (``fsdp_groups``), in place."""
     axes = ("dp_replicate", SHARD) if mesh.size("dp_replicate") > 1 else (SHARD,)
     reshard, always = layout.reshards_after_forward, layout.reshard_after_forward == "always"
-    # Inputs are left as they are: activations already have the parameters' format, and casting would
-    # round the rotation table, which stays in float32.
+    # Inputs are not cast: activations already have param_dtype, and the rotation table must stay float32.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.param_dtype),
         reduce_dtype=getattr(torch, precision.reduce_dtype),
@@ -43,65 +44,39 @@ def apply_fsdp(
     )
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if layout.cpu_offload else OffloadPolicy()
 
-    placements = _expert_placements(part, layout)
-
-    def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool, over: DeviceMesh) -> None:
+    expert_parameters = (p for moe in part.mixtures.values() for p in moe.experts.parameters())
+    dim = layout.expert_shard_dim(part.config.moe.num_experts)
+    placements: dict[nn.Parameter, Shard] = dict.fromkeys(expert_parameters, Shard(dim))
+    built, groups = dict(part.named_modules()), defaultdict[str, list[nn.Module]](list)
+    for name, group in fsdp_groups(part.config, experts_apart=mesh.experts is not None).items():
+        if name in built:
+            groups[group].append(built[name])
+    for group, modules in groups.items():
+        on, names = mesh.axis(*axes), (*axes[:-1], EXPERT_SHARD)
+        if isinstance(modules[0], Experts):
+            assert mesh.experts is not None
+            on = mesh.experts[names if len(names) > 1 else EXPERT_SHARD]
         fully_shard(
-            module,  # type: ignore[arg-type]
-            mesh=over,
-            reshard_after_forward=reshard_after_forward,
+            modules,
+            mesh=on,
+            # Backward starts with the head: freeing it after forward would only gather it again.
+            reshard_after_forward=reshard and (always or group not in KEPT_AFTER_FORWARD),
             shard_placement_fn=placements.get,
             mp_policy=policy,
             offload_policy=offload,
         )
-
-    ranks = mesh.axis(*axes)
-    for block in part.blocks.values():
-        # Experts are a group of their own where their mesh is another: dp_replicate x expert_shard.
-        if block.moe is not None and mesh.experts is not None:
-            of_experts = (*axes[:-1], EXPERT_SHARD)
-            shard(
-                block.moe.experts,
-                reshard,
-                mesh.experts[of_experts if len(of_experts) > 1 else EXPERT_SHARD],
-            )
-        shard(block, reshard, ranks)
-    if part.mtp is not None:
-        shard(part.mtp, reshard, ranks)
-    # A tied table serves both ends, so its users must share one group: the root's, which stays gathered.
-    if not part.config.tied_embeddings:
-        if part.tok_embeddings is not None:
-            shard(part.tok_embeddings, reshard, ranks)
-        if part.norm is not None and part.output is not None:
-            # Backward starts with these: freeing them after forward would only gather them again.
-            shard([part.norm, part.output], reshard and always, ranks)
-    shard(part, reshard and always, ranks)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Without this, a factor asks for NCCL's pre-multiplied sum, which gloo does not have.
+            # Otherwise a divide factor uses NCCL's pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _expert_placements(part: Decoder, layout: ParallelismConfig) -> dict[nn.Parameter, Shard]:
-    """Along which dimension experts' parameters are sharded.
-
-    Whole experts where there are enough for all ranks, else a dimension of each: some ranks would have
-    nothing to hold.
-    """
-    placements = {}
-    for moe in part.mixtures.values():
-        own = local_ranges(moe.experts.w1)[0]
-        dim = 0 if len(own) % layout.expert_shards == 0 else 1
-        placements.update(dict.fromkeys(moe.experts.parameters(), Shard(dim)))
-    return placements
-
-
 def sync_gradients(part: nn.Module, layout: ParallelismConfig, last: bool) -> None:
-    """Says before a backward pass whether it reduces gradients.
+    """Set whether the next backward pass reduces gradients.
 
-    Gradients are scattered to their shards every pass, which keeps their memory bounded; between replicas
-    they are summed once a step.
+    Gradients are reduce-scattered every pass, which bounds their memory; between replicas they are summed
+    once per step.
     """
     if not isinstance(part, FSDPModule):
         return

@@ -1,4 +1,4 @@
-"""From meta to memory: every rank draws each parameter whole, by name, and keeps its own shard."""
+"""Allocation and initialization: every rank generates each full parameter by name and keeps its shard."""
 
 from __future__ import annotations
 
@@ -8,45 +8,47 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from harness.model.decoder import Decoder
 from harness.model.init import draw
-from harness.model.shapes import is_expert
+from harness.model.spec import tensors
 
 
 def materialize(part: Decoder, seed: int, device: torch.device, parameter_device: torch.device) -> None:
-    """Gives a parallelized model part its memory and its initial values.
+    """Allocate and initialize a parallelized model part.
 
     Args:
         part: a Decoder on meta; its parameters may be DTensors.
         seed: the run's seed.
-        device: where the part computes. Values are drawn there even when parameters live elsewhere, so
-            that offloading does not change a run.
-        parameter_device: where parameters live.
+        device: where the part computes. Values are generated there even if parameters are stored elsewhere,
+            so that offloading does not change a run.
+        parameter_device: where parameters are stored.
     """
     allocate(part, device, parameter_device)
+    specs = tensors(part.config)
     with torch.no_grad():
         for name, parameter in part.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             shape, ranges = tuple(parameter.shape), local_ranges(parameter)
-            if not is_expert(name):
-                full = draw(name, shape, part.config, seed, device)
+            init = specs[name].init
+            if not specs[name].is_expert:
+                full = draw(name, shape, init, seed, device)
                 local.copy_(full[_slices(ranges)])
                 continue
             for row, expert in enumerate(ranges[0]):
-                full = draw(f"{name}.{expert}", shape[1:], part.config, seed, device)
+                full = draw(f"{name}.{expert}", shape[1:], init, seed, device)
                 local[row].copy_(full[_slices(ranges[1:])])
 
 
 def allocate(part: Decoder, device: torch.device, parameter_device: torch.device) -> None:
-    """Gives a part its memory, and buffers their values."""
+    """Allocate a part, and compute its buffers."""
     part.to_empty(device=parameter_device)
     part.tie_embeddings()
     part.materialize_buffers(device)
 
 
 def local_ranges(parameter: Tensor) -> list[range]:
-    """Which indices of every dimension of a full tensor this rank's shard of ``parameter`` has.
+    """The indices of this rank's shard in every dimension of the full tensor.
 
-    FSDP over tensor parallel is a "strided" shard: its mesh axis is the outer one, but it splits what
-    tensor parallelism has split before.
+    FSDP over tensor parallel is a "strided" shard: its mesh axis is the outer one, but it splits after
+    tensor parallel.
     """
     ranges = [range(size) for size in parameter.shape]
     if not isinstance(parameter, DTensor):
@@ -59,7 +61,7 @@ def local_ranges(parameter: Tensor) -> list[range]:
         if isinstance(placement, Replicate):
             continue
         dim = placement.dim  # type: ignore[attr-defined]
-        # As torch.chunk cuts: pieces of equal length while the rows suffice, then a shorter one, then none.
+        # As torch.chunk: pieces of equal length, then a shorter one, then empty ones.
         length = -(-len(ranges[dim]) // mesh.size(axis))
         ranges[dim] = ranges[dim][length * coordinate[axis] :][:length]
     return ranges

@@ -1,4 +1,4 @@
-"""Tensor parallelism: carries out what modules declare in their ``sharding``.
+"""Tensor parallelism: applies the ``Split`` of every module in ``model/spec.py``.
 
 Megatron's column-row pairs (arXiv:1909.08053) with the residual stream split along the sequence between
 them (arXiv:2205.05198) or, with sequence_parallel=false, replicated. Blocks pass plain local tensors to
@@ -7,7 +7,7 @@ each other, so that pipeline, checkpointing and compile see nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from harness.errors import ConfigError
-from harness.model.moe import MoE
-from harness.model.sharding import Split, own_part
+from harness.model.decoder import Decoder
+from harness.model.sharding import own_part
+from harness.model.spec import Split, modules
 from harness.parallelism.config import ParallelismConfig
 from harness.precision.tensor import float8_style, region_cast
 
@@ -40,9 +41,9 @@ SEQUENCE_DIM, HEADS_DIM = 1, 2
 
 
 class ReplicateParallel(ParallelStyle):
-    """A module computed alike on every rank, its parameters held as replicated DTensors.
+    """A replicated module, with parameters that are replicated DTensors.
 
-    Plain parameters among DTensors could not be updated in one foreach call.
+    The optimizer could not update plain parameters and DTensors in one foreach call.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -56,21 +57,20 @@ class ReplicateParallel(ParallelStyle):
 
 
 class WholeParallel(ParallelStyle):
-    """A module that every rank computes alike from a DTensor, to a DTensor; its gradient is settled later."""
+    """A replicated module that maps DTensors to DTensors; partial gradients are reduced later."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
 
 
 class RegionParallel(ParallelStyle):
-    """A module that takes its first input whole: gathered along the sequence where the stream is split.
+    """A module whose first input is gathered along the sequence if the stream is split.
 
-    Backward sums what the ranks' columns contributed: a reduce-scatter where forward gathered, else an
-    all-reduce.
+    Backward sums the ranks' contributions: a reduce-scatter if forward gathered, else an all-reduce.
 
     Args:
-        stream: how the residual stream is split.
-        cast: what is done to the input before it is gathered.
+        stream: placement of the residual stream.
+        cast: applied to the input before it is gathered.
     """
 
     def __init__(self, stream: Placement, cast: Callable[[DTensor], DTensor] | None = None) -> None:
@@ -88,11 +88,11 @@ class RegionParallel(ParallelStyle):
 
 
 class VocabularyParallel(ParallelStyle):
-    """An embedding by rows of its table: every rank looks up what it has, and the ranks add up.
+    """An embedding table split by rows: every rank looks up its rows, and the results are summed.
 
-    On plain local tensors. torch's RowwiseParallel has no rule for the gradient of a table split by rows
-    (torch/distributed/tensor/_ops/_embedding_ops.py), so every rank would make that of the whole table: for
-    Llama 3 70B in bfloat16 2.1 GB, where over eight ranks it is 0.26.
+    It uses plain local tensors. torch's RowwiseParallel has no rule for the gradient of a table split by rows
+    (torch/distributed/tensor/_ops/_embedding_ops.py), so every rank would compute that of the full table:
+    2.1 GB for Llama 3 70B in bfloat16, instead of 0.26 GB on eight ranks.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -100,7 +100,7 @@ class VocabularyParallel(ParallelStyle):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding), "what is looked up is an embedding"
+        assert isinstance(module, nn.Embedding), f"{type(module).__name__} is not an embedding"
         rows_per_rank = -(-module.num_embeddings // device_mesh.size())
         first_row = rows_per_rank * device_mesh.get_local_rank()
 
@@ -118,10 +118,9 @@ class VocabularyParallel(ParallelStyle):
 
 
 class LossInHeadParallel(ParallelStyle):
-    """The output projection by vocabulary, where it computes the loss: on plain local tensors.
+    """The output projection split by vocabulary, computing the loss on plain local tensors.
 
-    Every rank's columns contribute to the gradient of the whole stream: a partial sum, which goes back as the
-    stream is placed.
+    Every rank has a partial sum of the full stream's gradient, which is reduced to the stream's placement.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -143,9 +142,9 @@ def _split_rows(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
-    """Makes the tp axis one over symmetric memory, for which the compiler overlaps products and collectives.
+    """Enable symmetric memory on the tp axis, with which the compiler overlaps products and collectives.
 
-    Elsewhere the compiler's pass would find nothing to do, and say nothing.
+    Without it the compiler's pass would silently do nothing.
 
     Raises:
         ConfigError: the GPUs of the axis cannot read each other's memory.
@@ -165,16 +164,16 @@ def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
 
 
 def apply_tensor_parallel(
-    part: nn.Module, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool, gather_float8: bool
+    part: Decoder, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool, gather_float8: bool
 ) -> None:
-    """Splits every module of a model part as it declares, in place.
+    """Split every module of a model part as its spec says, in place.
 
     Args:
         part: a Decoder on the meta device.
         mesh: the tp axis.
-        layout: says whether the residual stream is split and whether the loss takes split logits.
+        layout: whether the residual stream is split, and whether the loss takes split logits.
         loss_in_head: whether the output projection computes the loss.
-        gather_float8: gather what float8 linears multiply in float8.
+        gather_float8: whether to gather inputs of float8 linears in float8.
     """
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
@@ -189,43 +188,37 @@ def apply_tensor_parallel(
         ),
         Split.STREAM: lambda: styles[Split.NORM](),
         Split.REGION: lambda: RegionParallel(stream),
-        # Its input has this rank's heads, its gradient is that of these: a sum over the ranks.
+        # Its input has this rank's heads, so its gradient is partial.
         Split.HEAD_NORM: lambda: SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True),
         Split.WHOLE: WholeParallel,
-        # Experts that are split take the stream whole; else each rank routes its part of it.
+        # Experts that are split take the full stream; else each rank routes its part of it.
         Split.MIXTURE: lambda: RegionParallel(stream) if layout.splits_experts else None,
+        Split.SHARED_EXPERTS: lambda: None if layout.splits_experts else RegionParallel(stream),
         # expert.py lays these out.
         Split.ROUTER: lambda: None,
         Split.EXPERTS: lambda: None,
-        # The head hands on its local logits: pipeline stages and losses deal in plain tensors.
+        # The head returns local logits: pipeline stages and losses use plain tensors.
         Split.HEAD: lambda: (
             LossInHeadParallel(stream)
             if loss_in_head
             else ColwiseParallel(input_layouts=stream, output_layouts=logits)
         ),
     }
-    for parent, name, split in list(_declared(part)):
-        module, style = getattr(parent, name), styles[split]()
-        if isinstance(parent, MoE) and split is Split.REGION and layout.splits_experts:
-            continue  # the shared experts of a mixture that is a region itself
+    specs, built = list(modules(part.config)), dict(part.named_modules())
+    for spec in specs:
+        module, style = built.get(spec.name), styles[spec.split]()
+        if module is None:
+            continue
         if gather_float8:
-            if split is Split.REGION:
-                style = RegionParallel(stream, region_cast(module))
-            style = float8_style(module, split, stream) or style
+            if isinstance(style, RegionParallel) and spec.split is not Split.MIXTURE:
+                inner = [(s.split, built[s.name]) for s in specs if s.name.startswith(f"{spec.name}.")]
+                style = RegionParallel(stream, region_cast(inner))
+            style = float8_style(module, spec.split, stream) or style
         if style is not None:
             parallelize_module(module, mesh, style)
-    for module in part.modules():
-        for name, split in getattr(module, "parameter_sharding", {}).items():
-            assert split is Split.HEADS, "parameters are split by heads"
-            parameter = getattr(module, name)
-            if parameter is not None:
-                module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
-    part.tie_embeddings()  # type: ignore[operator]
-
-
-def _declared(part: nn.Module) -> Iterator[tuple[nn.Module, str, Split]]:
-    """Every submodule that its parent says how to split: the parent, the submodule's name, and how."""
-    for parent in part.modules():
-        for name, split in getattr(parent, "sharding", {}).items():
-            if getattr(parent, name) is not None:
-                yield parent, name, split
+        for tensor in spec.tensors:
+            if tensor.split is Split.HEADS:
+                name = tensor.name.rpartition(".")[2]
+                split = distribute_tensor(getattr(module, name), mesh, [Shard(0)])
+                module.register_parameter(name, nn.Parameter(split))
+    part.tie_embeddings()

@@ -1,6 +1,6 @@
-"""The least memory that a point can need, without walking through its passes: what a search asks first.
+"""Lower bounds of a point's memory, which a search checks before it plans the point.
 
-It adds up what ``memory.py`` has at two moments of the fullest rank, and leaves out what needs a closer look.
+They sum the memory of ``memory.py`` at two moments of the fullest rank, without simulating its passes.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from dataclasses import replace
 from typing import Any
 
 from harness.job import Job
-from harness.model.operations import block_kinds, block_weights
+from harness.model.accounting import block_weights
+from harness.model.operations import block_kinds
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
-from harness.plan.memory import fragmentation, memory_limit
+from harness.plan.memory import STAGES_GATHERED, fragmentation, memory_limit
 from harness.plan.memory_activations import ActivationBytes
 from harness.plan.order import pipeline_order
 from harness.plan.parameters import BYTES
 from harness.plan.plan import Action
 from harness.plan.space import Point
 
-# A pipeline keeps the gathered parameters of so many of a rank's stages at most (memory.py, _gathered).
-_STAGES_GATHERED = 3
-
 
 class Floors:
-    """Floors of many points of one job."""
+    """Lower bounds for the points of one job."""
 
     def __init__(self, base: Job) -> None:
         self._base = base
@@ -36,13 +34,13 @@ class Floors:
         self._tables = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2)
 
     def held_lacks(self, point: Point) -> float:
-        """Bytes that a legal point lacks whatever its microbatches; 0 where it may fit."""
+        """Bytes by which a legal point exceeds the limit for any microbatches; 0 if it may fit."""
         layout = point.layout(self._base.parallelism)
         limit = self._limit(point, layout)
         return 0.0 if limit is None or layout.cpu_offload else max(0.0, self._mean(layout) - limit)
 
     def lacks(self, point: Point) -> float:
-        """Bytes that it lacks at least with what its microbatches leave behind; 0 where it may fit."""
+        """Bytes by which it at least exceeds the limit with its microbatches; 0 if it may fit."""
         layout = point.layout(self._base.parallelism)
         limit = self._limit(point, layout)
         if limit is None or layout.cpu_offload:
@@ -50,14 +48,14 @@ class Floors:
         return max(0.0, self._first(point, layout, limit) - limit)
 
     def _limit(self, point: Point, layout: ParallelismConfig) -> float | None:
-        """The device's limit, which depends on what communicators there are."""
+        """The device's memory limit, which depends on the number of communicators."""
         key = ("limit", *(degree > 1 for degree in point.degrees), point.ep > 1)
         if key not in self._known:
             self._known[key] = memory_limit(replace(self._base, parallelism=layout))
         return self._known[key]  # type: ignore[no-any-return]
 
     def _mean(self, layout: ParallelismConfig) -> float:
-        """What stands after the last pass, of the mean pipeline rank, which the fullest has at least."""
+        """Memory after the last pass, averaged over pipeline ranks: a lower bound for the fullest."""
         stages = num_stages(layout, self._base.model.n_layers)
         shared = (layout.parameter_shards, layout.tp, layout.ep, layout.dp_replicate > 1)
         key = ("mean", layout.pp, stages, *shared)
@@ -68,10 +66,11 @@ class Floors:
         return self._known[key]  # type: ignore[no-any-return]
 
     def _held(self, layout: ParallelismConfig, experts: float, others: float) -> tuple[float, float, float]:
-        """Bytes of a rank whose stages have so many parameters, those of experts and all others.
+        """Bytes of a rank whose stages have this many parameters of experts, and others.
 
         Returns:
-            shards and optimizer; a pipeline's whole gradients and what it has gathered; gradients of shards.
+            Shards with optimizer state; a pipeline's unsharded gradients and gathered parameters; sharded
+            gradients.
         """
         precision, optimizer = self._base.precision, self._base.optimizer
         splits = layout.tp if layout.splits_experts else 1
@@ -84,11 +83,11 @@ class Floors:
             return always, 0.0, after
         stages = num_stages(layout, self._base.model.n_layers) / layout.pp
         computes = 1 if precision.enable_fsdp_float8_all_gather else BYTES[precision.param_dtype]
-        gathered = computes * min(1.0, _STAGES_GATHERED / stages)
+        gathered = computes * min(1.0, STAGES_GATHERED / stages)
         return always, whole * (BYTES[precision.reduce_dtype] + gathered), after
 
     def _first(self, point: Point, layout: ParallelismConfig, limit: float) -> float:
-        """What stands with the most microbatches in flight, of the first pipeline ranks, which have most."""
+        """Memory with the most microbatches in flight, on the first pipeline ranks, which have the most."""
         n_layers = self._base.model.n_layers
         pipeline = (layout.pp, layout.pp_schedule, num_stages(layout, n_layers), point.local_batch_size)
         shared = (layout.parameter_shards, layout.tp, layout.cp, layout.ep, layout.dp_replicate > 1)
@@ -99,7 +98,7 @@ class Floors:
             microbatches = point.local_batch_size // point.microbatch_size if layout.pp > 1 else 1
             ranks = range(min(2, layout.pp))
             owned = [stages_of_rank(layout, n_layers, rank) for rank in ranks]
-            # One microbatch is in flight in any order, and orders take a while to make.
+            # Any order has at least one microbatch in flight; real orders are slow to compute.
             orders = [[Action(stage, "F", 0) for stage in own] for own in owned]
             for whole in (False, True):
                 if whole:
@@ -127,14 +126,14 @@ class Floors:
         experts, others = sum(w[0] for w in weights), sum(w[1] for w in weights)
         always, gradients, after = self._held(layout, experts, others)
         early, late = _in_flight(actions, sizes)
-        # Every stage but the first receives what microbatches bring, and every one but the last is sent back
-        # their gradients; the output of a last stage does not wait.
+        # Every stage but the first receives activations, and every stage but the last receives gradients; the
+        # last stage's output is not buffered.
         boundaries = streams * (2 * len(own) - 2) if layout.pp > 1 else 0.0
         slack = streams if layout.pp > 1 and len(modules) - 1 in own else 0.0
         return _with_fragments(layout, always + boundaries - slack + max(early, late + gradients), after)
 
     def _kept(self, point: Point, layout: ParallelismConfig) -> tuple[dict[Any, float], float]:
-        """What a microbatch leaves behind in each kind of block, and the stream between blocks, in bytes."""
+        """Bytes that a microbatch saves in each kind of block, and of the stream between blocks."""
         passes = (point.rows, point.mode, layout.splits_backward, layout.pp > 1)
         key = ("kept", layout.tp, layout.cp, layout.ep, *passes)
         if key not in self._known:
@@ -145,7 +144,7 @@ class Floors:
                 activation_checkpoint=replace(self._base.activation_checkpoint, mode=point.mode),
             )
             sizes = ActivationBytes(job)
-            # Blocks of one kind keep the same, but for those that selective_layer picks: the least counts.
+            # Blocks of one kind save the same, except with selective_layer: take the minimum.
             firsts = dict.fromkeys(self._kinds, 0.0)
             nth = job.activation_checkpoint.every_nth_layer if point.mode == "selective_layer" else 1
             for kind in firsts:
@@ -159,12 +158,12 @@ class Floors:
 
 
 def _with_fragments(layout: ParallelismConfig, total: float, own: float) -> float:
-    """What the allocator reserves for so much and the gradients of shards (memory.py, _runtime)."""
+    """Memory that the allocator reserves, with the sharded gradients (memory.py, _runtime)."""
     return (1 + fragmentation(layout)) * total + own
 
 
 def _in_flight(actions: Sequence[Action], sizes: Mapping[int, float]) -> tuple[float, float]:
-    """The most that microbatches in flight keep: ever, and once every stage has gradients."""
+    """Peak bytes saved by microbatches in flight: over all time, and once every stage has gradients."""
     now = early = late = 0.0
     waiting = set(sizes)
     for action in actions:

@@ -17,7 +17,7 @@ from harness.parallelism.config import ParallelismConfig
 from harness.plan.memory_activations import ActivationBytes, on_cpu
 from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus
 from harness.plan.order import pipeline_order
-from harness.plan.parameters import RankParameters, parameters_of, shapes_by_module
+from harness.plan.parameters import RankParameters, parameters_of, tensors_by_module
 from harness.plan.plan import KINDS, Action, RankMemory
 
 GIB = 2**30
@@ -40,6 +40,8 @@ NCCL_COMMUNICATOR = 0.1 * GIB
 NCCL_BUFFSIZE); not part of the allocator's memory either."""
 CPU_PROCESS = 0.33 * GIB
 """Resident memory of a rank on a CPU before it builds a model: Python, torch and their libraries."""
+STAGES_GATHERED = 3
+"""A pipeline schedule keeps the gathered parameters of at most this many of a rank's stages."""
 
 
 def rank_memory(job: Job) -> list[RankMemory]:
@@ -51,9 +53,9 @@ def rank_memory(job: Job) -> list[RankMemory]:
     layout = job.parallelism
     microbatches = job.local_batch_size // layout.pp_microbatch_size if layout.pp > 1 else 1
     order = pipeline_order(layout, job.model.n_layers, microbatches)
-    prices, shapes = ActivationBytes(job), shapes_by_module(job.model)
+    prices, specs = ActivationBytes(job), tensors_by_module(job.model)
     return [
-        _Rank(job, parameters_of(job, rank, shapes), prices, order[rank], microbatches).memory()
+        _Rank(job, parameters_of(job, rank, specs), prices, order[rank], microbatches).memory()
         for rank in range(layout.pp)
     ]
 
@@ -191,10 +193,10 @@ class _Rank:
             }
 
     def _gathered(self, ran: set[int]) -> float:
-        """Gathered parameters of a pipeline; its schedule keeps at most three stages gathered."""
+        """Gathered parameters of a pipeline."""
         if not self.pipelined:
             return 0.0
-        return sum(sorted((self.stages[stage].resident for stage in ran), reverse=True)[:3])
+        return sum(sorted((self.stages[stage].resident for stage in ran), reverse=True)[:STAGES_GATHERED])
 
     def _accumulated_after(self, passes: int, stage: int) -> float:
         """Unsharded gradients of a stage from earlier passes."""

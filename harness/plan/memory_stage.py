@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from harness.job import Job
+from harness.model.spec import KEPT_AFTER_FORWARD
 from harness.parallelism.stages import split_modules
 from harness.plan.memory_activations import ActivationBytes, PartBytes
 from harness.plan.memory_logits import LogitBytes
@@ -113,7 +114,7 @@ class StageMemory:
             tensors += groups.get("root", [])
         layout = self.job.parallelism
         always = layout.reshard_after_forward == "always"
-        freed = layout.reshards_after_forward and (name != "head" or always)
+        freed = layout.reshards_after_forward and (always or name not in KEPT_AFTER_FORWARD)
         return Module(name, part, self._parameters(tensors), freed)
 
     def _parameters(self, tensors: list[HeldTensor]) -> ModuleParameters:
@@ -123,7 +124,7 @@ class StageMemory:
         # FSDP pads shards to the first one's length.
         padded = {
             tensor.name: tensor.held_elements
-            * (layout.expert_shards if ".experts." in tensor.name else layout.parameter_shards)
+            * (layout.expert_shards if tensor.spec.is_expert else layout.parameter_shards)
             for tensor in tensors
         }
         elements = sum(tensor.gathered_elements for tensor in tensors)
@@ -149,7 +150,7 @@ class StageMemory:
     def _gathered_size(self, tensor: HeldTensor, compute: int) -> int:
         return (
             BYTES["float8"]
-            if tensor.name.removesuffix(".weight") in self.activations.gathered_in_float8
+            if tensor.spec.is_matrix and tensor.spec.module in self.activations.gathered_in_float8
             else compute
         )
 

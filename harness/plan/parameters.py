@@ -1,10 +1,10 @@
-"""What the ranks of each pipeline stage hold of the parameters, and what FSDP gathers at once (no torch).
+"""Parameter shards of each pipeline rank, and FSDP groups (no torch).
 
-Every tensor of ``model/shapes.py`` is cut as the code that shards it cuts it: by tensor and expert parallel
-first (``parallelism/tensor.py``, ``expert.py``), then by FSDP (``fsdp.py``), each time as torch.chunk does:
-pieces of equal length, ``ceil(length / ranks)``, while there are rows, then a shorter one, then none. So the
-first rank of every axis is the fullest, and what is counted here is what it holds. FSDP2 pads the shards of
-the other ranks to the same length in memory, and in what it gathers and reduces.
+Every tensor of ``model/spec.py`` is split by tensor and expert parallel first (``parallelism/tensor.py``,
+``expert.py``), then by FSDP (``fsdp.py``), each time as torch.chunk does: pieces of length
+``ceil(length / ranks)``, then a shorter one, then empty ones. So the first rank of every axis has the most,
+and this module computes its shards. FSDP2 pads the other ranks' shards to the same length in memory and in
+collectives.
 """
 
 from __future__ import annotations
@@ -16,67 +16,67 @@ from math import prod
 
 from harness.job import Job
 from harness.model.config import ModelConfig
-from harness.model.shapes import Shapes, block_prefix, is_buffer, is_expert, linear_split, tensor_shapes
+from harness.model.spec import TensorSpec, fsdp_groups, tensors
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import split_modules, stages_of_rank
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
-"""Bytes of a number in each format."""
-
-HIDDEN_DIM = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b3": 1}
-"""Dimension of an expert's tensors that ranks split which share it (``expert.py``, HIDDEN_DIMS)."""
+"""Bytes per value of each format."""
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A parameter, or a buffer that belongs to the model, as the fullest rank holds it."""
+    """A parameter, or a saved buffer, on the fullest rank."""
 
-    name: str
-    """In the whole model."""
+    spec: TensorSpec
     stage: int
-    """The pipeline stage it belongs to."""
+    """Its pipeline stage."""
     group: str
-    """The module whose tensors FSDP gathers together: ``layers.7``, ``layers.7.experts``, ``tok_embeddings``,
-    ``head`` (norm and output), ``mtp``, ``root``."""
-    whole: tuple[int, ...]
-    """Shape in the whole model."""
+    """The FSDP group (``fsdp_groups``): ``layers.7``, ``layers.7.experts``, ``head`` ..."""
     gathered: tuple[int, ...]
-    """Shape that a rank computes with: cut by tensor and expert parallel only."""
+    """Shape during computation: split by tensor and expert parallel only."""
     sharded: tuple[int, ...]
-    """Shape that it holds between steps."""
+    """Shape of the shard between steps."""
+    shard_dim: int
+    """Dimension that FSDP shards."""
+
+    @property
+    def name(self) -> str:
+        """Name in the full model."""
+        return self.spec.name
 
     @property
     def held_elements(self) -> int:
-        """Numbers held between steps."""
+        """Number of values in the shard."""
         return prod(self.sharded)
 
     @property
     def gathered_elements(self) -> int:
-        """Numbers that are computed with."""
+        """Number of values during computation."""
         return prod(self.gathered)
 
     @property
     def is_buffer(self) -> bool:
         """Whether no optimizer updates it."""
-        return is_buffer(self.name)
+        return self.spec.is_buffer
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """What the fullest rank of a pipeline rank holds between steps."""
+    """Parameters, gradients and optimizer state of the fullest rank of a pipeline rank."""
 
     pp_rank: int
     stages: tuple[int, ...]
     tensors: tuple[HeldTensor, ...]
     """Parameters and buffers of all its stages, in the model's order."""
     master_bytes: int
-    """Bytes of one number of a parameter, and of its gradient."""
+    """Bytes per value of a parameter, and of its gradient."""
     state_bytes: int
-    """Bytes of one number of the optimizer's running means."""
+    """Bytes per value of the optimizer's running means."""
 
     @cached_property
     def held(self) -> int:
-        """Parameters that it holds, as numbers; buffers do not count."""
+        """Number of parameters in its shards, without buffers."""
         return sum(tensor.held_elements for tensor in self.tensors if not tensor.is_buffer)
 
     @property
@@ -86,22 +86,22 @@ class RankParameters:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that balance experts, float32 always, whole on every rank."""
+        """Bytes of the balancing biases of experts: float32, replicated."""
         return sum(4 * tensor.held_elements for tensor in self.tensors if tensor.is_buffer)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients once all are there, which have the parameters' format and shards."""
+        """Bytes of all gradients, which have the parameters' format and shards."""
         return self.parameter_bytes
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of AdamW's state: two running means, and of every tensor the step, a float32."""
+        """Bytes of AdamW's state: two running means, and one float32 step per tensor."""
         tensors = sum(not tensor.is_buffer for tensor in self.tensors)
         return 2 * self.held * self.state_bytes + 4 * tensors
 
     def groups(self, stage: int) -> dict[str, list[HeldTensor]]:
-        """The parameters of a stage by what FSDP gathers together, in the order of forward."""
+        """The parameters of a stage by FSDP group, in the order of forward."""
         groups: dict[str, list[HeldTensor]] = {}
         for tensor in self.tensors:
             if tensor.stage == stage and not tensor.is_buffer:
@@ -109,93 +109,60 @@ class RankParameters:
         return groups
 
 
-def shapes_by_module(model: ModelConfig) -> dict[str, Shapes]:
-    """Every tensor's shape, by the modules that a pipeline's split names, and ``mtp``."""
-    modules: dict[str, Shapes] = {}
-    for name, shape in tensor_shapes(model).items():
-        modules.setdefault(_module_of(name), {})[name] = shape
+def tensors_by_module(model: ModelConfig) -> dict[str, list[TensorSpec]]:
+    """Tensors by the modules that pipeline stages consist of (``layers.7`` ...), and ``mtp``."""
+    modules: dict[str, list[TensorSpec]] = {}
+    for tensor in tensors(model).values():
+        first, rest = tensor.name.split(".", 1)
+        module = f"{first}.{rest.split('.', 1)[0]}" if first == "layers" else first
+        modules.setdefault(module, []).append(tensor)
     return modules
 
 
-def parameters_of(job: Job, pp_rank: int, by_module: Mapping[str, Shapes] | None = None) -> RankParameters:
-    """What the fullest of the ranks of a pipeline rank holds.
+def parameters_of(
+    job: Job, pp_rank: int, by_module: Mapping[str, list[TensorSpec]] | None = None
+) -> RankParameters:
+    """The shards of the fullest rank of a pipeline rank.
 
     Args:
         job: the resolved job.
         pp_rank: the pipeline rank.
-        by_module: what ``shapes_by_module`` gives, for who asks for many ranks.
+        by_module: a precomputed ``tensors_by_module``, to reuse across ranks.
     """
     model, layout = job.model, job.parallelism
     stages = tuple(stages_of_rank(layout, model.n_layers, pp_rank))
     modules = split_modules(layout, model.n_layers)
-    shapes = shapes_by_module(model) if by_module is None else by_module
-    tensors = []
+    specs = tensors_by_module(model) if by_module is None else by_module
+    groups = fsdp_groups(model, experts_apart=layout.lays_out_experts)
+    held = []
     for stage in stages:
         for module in (*modules[stage], *(("mtp",) if len(modules) == 1 else ())):
-            for name, shape in shapes.get(module, {}).items():
-                tensors.append(_held(name, shape, stage, model, layout))
+            held += [
+                _held(spec, stage, _group_of(spec.name, groups), layout) for spec in specs.get(module, [])
+            ]
     state_dtype = job.optimizer.state_dtype or job.precision.master_dtype
-    return RankParameters(
-        pp_rank, stages, tuple(tensors), BYTES[job.precision.master_dtype], BYTES[state_dtype]
-    )
+    return RankParameters(pp_rank, stages, tuple(held), BYTES[job.precision.master_dtype], BYTES[state_dtype])
 
 
-def _held(
-    name: str, shape: tuple[int, ...], stage: int, model: ModelConfig, layout: ParallelismConfig
-) -> HeldTensor:
-    group = fsdp_group(name, model, layout)
-    if is_buffer(name):
-        return HeldTensor(name, stage, group, shape, shape, shape)
-    if not is_expert(name):
-        local = _of_tensor_parallel(name, shape, layout.tp)
-        return HeldTensor(name, stage, group, shape, local, _cut(local, 0, layout.parameter_shards))
-    local = _of_expert_parallel(name, shape, layout)
-    # fsdp.py, _expert_placements: whole experts where there are enough for all ranks, else a part of each.
-    dim = 0 if local[0] % layout.expert_shards == 0 else 1
-    return HeldTensor(name, stage, group, shape, local, _cut(local, dim, layout.expert_shards))
+def _held(spec: TensorSpec, stage: int, group: str, layout: ParallelismConfig) -> HeldTensor:
+    if spec.is_buffer:
+        return HeldTensor(spec, stage, group, spec.shape, spec.shape, 0)
+    shards, dim, local = layout.parameter_shards, 0, spec.shape
+    if spec.is_expert:
+        shards, dim = layout.expert_shards, layout.expert_shard_dim(spec.experts)
+        local = _cut(local, 0, layout.ep)
+    if spec.split_dim is not None:
+        local = _cut(local, spec.split_dim, layout.tp_of(spec))
+    return HeldTensor(spec, stage, group, local, _cut(local, dim, shards), dim)
 
 
-def _of_tensor_parallel(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
-    linear, _, kind = name.rpartition(".")
-    split = linear_split(linear)
-    if split == "row" and kind == "weight":
-        return _cut(shape, 1, tp)
-    of_table = name == "tok_embeddings.weight"
-    return _cut(shape, 0, tp) if split == "column" or of_table or kind == "sinks" else shape
-
-
-def _of_expert_parallel(name: str, shape: tuple[int, ...], layout: ParallelismConfig) -> tuple[int, ...]:
-    local = _cut(shape, 0, layout.ep)
-    dim = HIDDEN_DIM.get(name.rsplit(".", 1)[1])
-    return _cut(local, dim, layout.tp) if layout.splits_experts and dim is not None else local
+def _group_of(name: str, groups: Mapping[str, str]) -> str:
+    """The FSDP group of a tensor: that of the innermost wrapped module around it."""
+    while name not in groups:
+        name = name.rpartition(".")[0]
+    return groups[name]
 
 
 def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
-    """The first, longest piece of a dimension shared out to ranks."""
+    """The first, longest piece of a dimension split over ranks."""
     return (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
-
-
-def fsdp_group(name: str, model: ModelConfig, layout: ParallelismConfig) -> str:
-    """The module with which ``parallelism/fsdp.py`` gathers a tensor."""
-    in_block = name.startswith(("layers.", "mtp.block."))
-    if in_block:
-        block = _block_of(name, model)
-        # Laid out in another way, they are a group of their own.
-        return f"{block}.experts" if is_expert(name) and layout.lays_out_experts else block
-    if name.startswith("mtp."):
-        return "mtp"
-    if model.tied_embeddings:
-        return "root"
-    return "tok_embeddings" if name.startswith("tok_embeddings") else "head"
-
-
-def _module_of(name: str) -> str:
-    """The module that a pipeline's split names: ``layers.7``, ``tok_embeddings``, ``mtp`` ..."""
-    first, rest = name.split(".", 1)
-    return f"{first}.{rest.split('.', 1)[0]}" if first == "layers" else first
-
-
-def _block_of(name: str, model: ModelConfig) -> str:
-    if name.startswith("mtp."):
-        return block_prefix(model, model.n_layers).rstrip(".")
-    return _module_of(name)

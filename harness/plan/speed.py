@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from harness.job import Job
 from harness.metrics.mfu import mfu
-from harness.model.accounting import account
-from harness.model.operations import block_kinds, block_operations, block_weights
+from harness.model.accounting import account, block_weights
+from harness.model.operations import block_kinds
+from harness.model.spec import block_tensors
 from harness.parallelism.stages import split_modules, stages_of_rank
 from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
 from harness.plan.order import gathering_passes, pipeline_order
@@ -108,9 +109,9 @@ class StepModel:
     def _share(self, layer: int) -> Sharing:
         """What FSDP does for a block: experts are a group of their own, over ranks of their own."""
         layout = self.layout
-        operations = block_operations(self.job.model, layer, self.job.training.seq_len)
         experts, others = block_weights(self.job.model, layer)
-        split = sum(p.parameters for p in operations.products if p.experts == 1 and p.split != "none")
+        matrices = [t for t in block_tensors(self.job.model, layer) if t.is_matrix and not t.is_expert]
+        split = sum(matrix.size for matrix in matrices if matrix.split_dim is not None)
         dense = others - split + split / layout.tp
         shared = self._share_values(dense, layout.parameter_shards, ("dp_shard", "cp"))
         if not experts:

@@ -1,7 +1,7 @@
-"""The same job, really built: what every pipeline rank holds, on a pretended world, against the plan.
+"""Build the job on a fake process group and compare every pipeline rank's shards with the plan.
 
-Laying out, the optimizer and the schedule are those of training. Values are left out, and ranks that hold the
-same as another: of each pipeline rank the first is built, and the last where shards are uneven.
+The layout, optimizer and schedule are those of training, without values. Only the first rank of each pipeline
+rank is built, and the last if shards are uneven; others have the same shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.job import Job
 from harness.loop.setup import silence_known_noise
 from harness.metrics.memory import GIB, peak_memory_gib
 from harness.model.decoder import Decoder
-from harness.model.shapes import is_expert, parameter_shapes
+from harness.model.spec import parameter_shapes
 from harness.optimizer.build import build_optimizer
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.materialize import allocate
@@ -31,43 +31,43 @@ from harness.parallelism.stages import stages_of_rank
 from harness.plan.fake import CPU, fake_tensors, pretending, stages_in, stand_in
 from harness.plan.fake_step import FakeStep, fake_steps
 from harness.plan.meter import WORLD
-from harness.plan.parameters import HIDDEN_DIM, HeldTensor, RankParameters, parameters_of
+from harness.plan.parameters import HeldTensor, RankParameters, parameters_of
 from harness.plan.plan import Plan
 from harness.precision.swap import plain
 
 
 @dataclass(frozen=True)
 class VerifiedRank:
-    """What the first rank of a pipeline rank holds, as it was built."""
+    """The first rank of a pipeline rank, as it was built."""
 
     pp_rank: int
     stages: tuple[int, ...]
     parameter_bytes: int
-    """Bytes of its parameters, sharded."""
+    """Bytes of its parameter shards."""
     buffer_bytes: int
-    """Bytes of what is no parameter: rotation tables, positions, biases that balance experts."""
+    """Bytes of its buffers: rotation tables, positions, balancing biases of experts."""
     gradient_bytes: int
-    """Bytes of their gradients, once all are there."""
+    """Bytes of all gradients."""
     optimizer_bytes: int
-    """Bytes of what the optimizer has made for them."""
+    """Bytes of the optimizer's state."""
     dtensors: int
-    """Parameters that are DTensors; the others lie whole on the rank."""
+    """Number of parameters that are DTensors; the others are replicated."""
     problems: list[str] = field(default_factory=list)
-    """Where it is not what the plan says."""
+    """Differences from the plan."""
     step: FakeStep | None = None
-    """What a step takes, where one was run."""
+    """Measurements of a step, if one was run."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of building a job."""
+    """The result of building a job."""
 
     ranks: list[VerifiedRank]
     """One for each pipeline rank."""
     problems: list[str]
-    """Everything that is not what the plan says, of ranks and of all together; empty when all agrees."""
+    """All differences from the plan; empty when everything agrees."""
     notes: list[str]
-    """What had to be left out or replaced, for there is no GPU."""
+    """What was left out or replaced because there is no GPU."""
     seconds: float
     """Time it took."""
     memory: float
@@ -75,21 +75,21 @@ class Verified:
 
 
 def verify(plan: Plan, *, step: bool = False) -> Verified:
-    """Builds what every pipeline rank of a plan's job holds and compares.
+    """Build the ranks of a plan's job and compare them with the plan.
 
     Args:
         plan: the plan.
-        step: whether to run a step of each pipeline rank too, on fake tensors.
+        step: whether to also run a step of each pipeline rank on fake tensors.
 
     Raises:
-        UserError: this process is a rank already.
+        UserError: this process already is a rank.
         ConfigError: the job cannot be built.
     """
     start = time.perf_counter()
     silence_known_noise()
     job, notes = stand_in(plan.job)
     if step and not plan.job.data.attend_across_documents:
-        notes.append("the step is one of whole sequences: where documents end is not known without data")
+        notes.append("the step's sequences are single documents: ends of documents are unknown without data")
     ranks, names = [], Counter[str]()
     for pp_rank in range(job.parallelism.pp):
         rank, held = _build(job, pp_rank)
@@ -103,7 +103,7 @@ def verify(plan: Plan, *, step: bool = False) -> Verified:
 
 
 def render_verified(verified: Verified, plan: Plan) -> list[str]:
-    """What came of building a job, for a person, line by line."""
+    """The result of building a job, as lines of text."""
     dtensors = sum(rank.dtensors for rank in verified.ranks)
     count = f"{len(verified.ranks)} of {plan.job.world_size} ranks"
     used = f"{verified.seconds:.0f} s, {verified.memory / GIB:.1f} GiB of this process"
@@ -138,7 +138,7 @@ def _gib(size: float) -> str:
 
 
 def _held_once(job: Job, names: Counter[str]) -> Iterator[str]:
-    """Problems of the split: parameters that no stage has, that several have, or that are not the model's."""
+    """Problems of the pipeline split: parameters that no stage or several have, or that the model lacks."""
     of_model = parameter_shapes(job.model)
     for name in [*of_model, *(name for name in names if name not in of_model)]:
         if names[name] != 1 or name not in of_model:
@@ -146,15 +146,15 @@ def _held_once(job: Job, names: Counter[str]) -> Iterator[str]:
 
 
 def _against_memory(plan: Plan, ranks: Sequence[VerifiedRank]) -> Iterator[str]:
-    """Problems of the plan's memory: who holds which stages, and what stays between steps."""
+    """Problems of the plan's memory: stages of each rank, and memory between steps."""
     for said, built in zip(plan.memory, ranks, strict=True):
         where = f"pipeline rank {built.pp_rank}"
         if said.stages != built.stages:
             yield f"{where}: holds stages {built.stages}, the plan says {said.stages}"
         if plan.job.parallelism.cpu_offload:
-            continue  # what lies in the host's memory is no part of the device's
+            continue  # offloaded to host memory
         if built.problems:
-            continue  # they say more
+            continue  # they are more specific
         planned, least = said.kinds["parameters"], built.parameter_bytes
         if not least <= planned <= least + built.buffer_bytes:
             most = f"{least:,} bytes, and {built.buffer_bytes:,} of buffers"
@@ -165,7 +165,7 @@ def _against_memory(plan: Plan, ranks: Sequence[VerifiedRank]) -> Iterator[str]:
 
 
 def _build(job: Job, pp_rank: int) -> tuple[VerifiedRank, list[str]]:
-    """Builds the first rank of a pipeline rank, and the last where shards are uneven; with the names."""
+    """Build the first rank of a pipeline rank, and the last if shards are uneven; also returns names."""
     said, in_stage = parameters_of(job, pp_rank), job.world_size // job.parallelism.pp
     first = pp_rank * in_stage
     with pretending(first, job.world_size):
@@ -175,7 +175,7 @@ def _build(job: Job, pp_rank: int) -> tuple[VerifiedRank, list[str]]:
         problems = list(_layout_problems(job, mesh, named, said))
         if job.parallelism.pp > 1:
             problems += _schedule_problems(job, mesh, parts)
-        # What is laid out otherwise than it should be may not be something that an optimizer takes.
+        # With a wrong layout the optimizer may fail.
         optimizer_bytes, gradient_bytes, found = (0, 0, []) if problems else _optimizer_state(job, parts)
         rank = VerifiedRank(
             pp_rank,
@@ -198,7 +198,7 @@ def _build(job: Job, pp_rank: int) -> tuple[VerifiedRank, list[str]]:
 
 
 def _is_uneven(parameter: Tensor) -> bool:
-    """Whether other ranks hold less of it."""
+    """Whether other ranks have smaller shards of it."""
     if not isinstance(parameter, DTensor):
         return False
     pieces = prod(
@@ -228,9 +228,9 @@ def _layout_problems(
 def _compared(
     job: Job, mesh: Mesh, parameter: Tensor, tensor: HeldTensor
 ) -> Iterator[tuple[str, object, object]]:
-    """What a parameter is and what it should be, in words."""
+    """Properties of a parameter: name, actual value, expected value."""
     yield "format", str(parameter.dtype).removeprefix("torch."), job.precision.master_dtype
-    yield "shape", tuple(parameter.shape), tensor.whole
+    yield "shape", tuple(parameter.shape), tensor.spec.shape
     expected = _splits(job, mesh, tensor)
     built: dict[str, tuple[int, int | None]] = {}
     places: dict[str, int] = {}
@@ -242,53 +242,50 @@ def _compared(
         parameter = parameter.to_local()
     yield "ranks and dimension of every axis", built, expected
     if built == expected:
-        yield "shape here", tuple(parameter.shape), _own_shape(tensor.whole, expected, places)
+        yield "shape here", tuple(parameter.shape), _own_shape(tensor.spec.shape, expected, places)
         if not any(places.values()):
             yield "shape on the first rank", tuple(parameter.shape), tensor.sharded
 
 
 def _splits(job: Job, mesh: Mesh, tensor: HeldTensor) -> dict[str, tuple[int, int | None]]:
-    """Ranks of every mesh axis that a parameter lies on, and the dimension that they share, if any.
+    """Size of every mesh axis of a parameter, and the dimension that it splits, if any.
 
-    In the order of the mesh: replicas, FSDP, and inside of it tensor or expert parallel.
+    In the order of the mesh: replicas, FSDP, then tensor or expert parallel.
     """
     layout, axes = job.parallelism, dict[str, tuple[int, int | None]]()
-    expert, sharded = is_expert(tensor.name), job.uses_fsdp
+    sharded, split_dim = job.uses_fsdp, tensor.spec.split_dim
     if sharded and layout.dp_replicate > 1:
         axes["dp_replicate"] = layout.dp_replicate, None
-    if expert and layout.lays_out_experts:
+    if tensor.spec.is_expert and layout.lays_out_experts:
         if sharded:
-            shared = next((dim for dim in (0, 1) if tensor.gathered[dim] != tensor.sharded[dim]), 0)
-            axes[EXPERT_SHARD] = layout.expert_shards, shared
+            axes[EXPERT_SHARD] = layout.expert_shards, tensor.shard_dim
         if layout.ep > 1:
             axes[EXPERT] = layout.ep, 0
         if layout.splits_experts:
-            axes[EXPERT_TENSOR] = layout.tp, HIDDEN_DIM.get(tensor.name.rsplit(".", 1)[1])
+            axes[EXPERT_TENSOR] = layout.tp, split_dim
         return axes
     if sharded:
-        whole = not expert or tensor.gathered[0] % layout.expert_shards == 0
-        axes[SHARD] = layout.parameter_shards, 0 if whole else 1
+        axes[SHARD] = layout.parameter_shards, tensor.shard_dim
     if layout.tp > 1:
-        pairs = enumerate(zip(tensor.whole, tensor.gathered, strict=True))
-        axes["tp"] = layout.tp, next((dim for dim, (all_, here) in pairs if all_ != here), None)
+        axes["tp"] = layout.tp, split_dim
     return axes
 
 
 def _own_shape(
     whole: tuple[int, ...], axes: dict[str, tuple[int, int | None]], places: dict[str, int]
 ) -> tuple[int, ...]:
-    """The shape of a rank's piece: FSDP, the outer axis, shares what the inner ones have cut."""
+    """The shape of a rank's shard: FSDP, the outer axis, splits after the inner ones."""
     shape = list(whole)
     for axis, (ranks, dim) in reversed(axes.items()):
         if dim is not None:
-            # As torch.chunk cuts: pieces of equal length while there are rows, then a shorter one, then none.
+            # As torch.chunk: pieces of equal length, then a shorter one, then empty ones.
             longest = -(-shape[dim] // ranks)
             shape[dim] = max(0, min(longest, shape[dim] - longest * places[axis]))
     return tuple(shape)
 
 
 def _schedule_problems(job: Job, mesh: Mesh, parts: list[Decoder]) -> list[str]:
-    """Makes torch's schedule, which refuses what it cannot run, and asks for its stages."""
+    """Build torch's schedule, which validates itself, and compare its stages."""
     schedule = build_schedule(job, mesh, parts, TokenLoss(job.model.vocab_size, None), CPU)
     built = [stage.stage_index for stage in stages_in(schedule)]
     expected = stages_of_rank(job.parallelism, job.model.n_layers, mesh.rank("pp"))
@@ -296,7 +293,7 @@ def _schedule_problems(job: Job, mesh: Mesh, parts: list[Decoder]) -> list[str]:
 
 
 def _optimizer_state(job: Job, parts: list[Decoder]) -> tuple[int, int, list[str]]:
-    """Has the optimizer make its state, from gradients as FSDP leaves them.
+    """Let the optimizer create its state, from gradients as FSDP produces them.
 
     Returns:
         Bytes of the state, bytes of the gradients, and problems.
@@ -324,7 +321,7 @@ def _optimizer_state(job: Job, parts: list[Decoder]) -> tuple[int, int, list[str
 
 
 def _is_like(state: Tensor, parameter: Tensor) -> tuple[bool, torch.dtype]:
-    """Whether it has a parameter's shape and placements; its format."""
+    """Whether it has a parameter's shape and placements, and its dtype."""
     like = state.shape == parameter.shape and isinstance(state, DTensor) == isinstance(parameter, DTensor)
     if like and isinstance(state, DTensor) and isinstance(parameter, DTensor):
         like = state.placements == parameter.placements and state.device_mesh == parameter.device_mesh
@@ -333,7 +330,7 @@ def _is_like(state: Tensor, parameter: Tensor) -> tuple[bool, torch.dtype]:
 
 
 def _byte_problems(rank: VerifiedRank, said: RankParameters) -> Iterator[str]:
-    """Problems of the sums."""
+    """Problems of the total bytes."""
     for what, built, planned in (
         ("parameters", rank.parameter_bytes, said.parameter_bytes),
         ("gradients", rank.gradient_bytes, said.gradient_bytes),

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from harness.job import Job
-from harness.model.operations import Operations, Product, block_operations
-from harness.model.shapes import block_prefix
+from harness.model.operations import Operations, block_operations
+from harness.model.spec import Split, TensorSpec
 from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
 from harness.precision.linears import sort_linears
 
@@ -109,18 +109,18 @@ class Worker:
     def block(self, layer: int) -> Block:
         """The passes of one block of the model."""
         operations = block_operations(self.job.model, layer, self.job.training.seq_len)
-        forward = self._forward(operations, layer)
+        forward = self._forward(operations)
         collectives = self._tensor(operations, recompute=False)
         context = self._context(operations)
         experts = self._experts(operations)
-        products = [self._product(product, layer) for product in operations.products]
+        products = [self._product(product) for product in operations.products]
         passes, attention = self._passes(operations), self._attention_seconds(operations)
         adding = self._gradient_sums(operations)
         return Block(
             forward=Pass(forward, (*collectives, *context, *experts)),
             recompute=self._recompute(operations, layer),
             inputs=Pass(
-                sum(products) + self._cast_gradients(operations, layer) + 2 * passes + 2.5 * attention,
+                sum(products) + self._cast_gradients(operations) + 2 * passes + 2.5 * attention,
                 (*collectives, *self._context_backward(operations), *self._rows_to_experts(operations)),
             ),
             weights=Pass(sum(products) + adding),
@@ -151,15 +151,15 @@ class Worker:
 
     # -- computing ----
 
-    def _forward(self, operations: Operations, layer: int) -> float:
-        products = sum(self._product(product, layer) for product in operations.products)
+    def _forward(self, operations: Operations) -> float:
+        products = sum(self._product(product) for product in operations.products)
         attention = self._attention_seconds(operations)
-        return products + attention + self._passes(operations) + self._cast_inputs(operations, layer)
+        return products + attention + self._passes(operations) + self._cast_inputs(operations)
 
     def _recompute(self, operations: Operations, layer: int) -> Pass:
         """What is done again, by the mode of activation checkpointing."""
         ac = self.job.activation_checkpoint
-        whole = self._forward(operations, layer)
+        whole = self._forward(operations)
         collectives = self._tensor(operations, recompute=True)
         others = (*self._context(operations), *self._experts(operations))
         if ac.mode == "none":
@@ -171,26 +171,25 @@ class Worker:
         if ac.mode == "memory_budget":
             return Pass(whole * (1 - ac.memory_budget), ())
         kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
-        products = sum(self._product(product, layer) for product in operations.products)
-        again = self._passes(operations) + self._cast_inputs(operations, layer)
+        products = sum(self._product(product) for product in operations.products)
+        again = self._passes(operations) + self._cast_inputs(operations)
         gathers = tuple(moved for moved in collectives if moved.collective == "all_gather")
         return Pass(products * (1 - kept) + again, gathers)
 
-    def _product(self, product: Product, layer: int) -> float:
+    def _product(self, product: TensorSpec) -> float:
         """Seconds of one product in forward; each of the two in backward takes as long."""
-        layout, float8 = self.job.parallelism, self._is_float8(product, layer)
+        layout, float8 = self.job.parallelism, self._is_float8(product)
         dtype, width = (self.narrow, 1) if float8 else (self.dtype, self.value_bytes)
         inputs, outputs = product.inputs, product.outputs
-        split = layout.tp if product.experts == 1 or layout.splits_experts else 1
-        if product.split == "column":
-            outputs //= split
-        elif product.split == "row":
-            inputs //= split
-        if product.experts == 1:
-            rows = self.stream_rows if product.name == "moe.router" else self.rows
+        if product.split is Split.ROW:
+            inputs //= layout.tp_of(product)
+        else:
+            outputs //= layout.tp_of(product)
+        if not product.is_expert:
+            rows = self.stream_rows if product.split is Split.ROUTER else self.rows
             return self.machine.product_seconds(rows, inputs, outputs, dtype, width)
         local = product.experts // layout.ep
-        rows = self._expert_rows(product.copies) // local
+        rows = self._expert_rows(product.top_k) // local
         return local * self.machine.product_seconds(max(rows, 1), inputs, outputs, dtype, width)
 
     def _expert_rows(self, copies: int) -> int:
@@ -223,31 +222,31 @@ class Worker:
 
     # -- float8 ----
 
-    def _is_float8(self, product: Product, layer: int) -> bool:
-        return block_prefix(self.job.model, layer) + product.name in self.converted
+    def _is_float8(self, product: TensorSpec) -> bool:
+        return product.module in self.converted
 
-    def _cast_inputs(self, operations: Operations, layer: int) -> float:
-        return self._cast(operations, layer, CAST_FORWARD, of_inputs=True)
+    def _cast_inputs(self, operations: Operations) -> float:
+        return self._cast(operations, CAST_FORWARD, of_inputs=True)
 
-    def _cast_gradients(self, operations: Operations, layer: int) -> float:
-        gradients = self._cast(operations, layer, CAST_GRADIENT, of_inputs=False)
-        return gradients + self._cast(operations, layer, CAST_INPUT_BACKWARD, of_inputs=True)
+    def _cast_gradients(self, operations: Operations) -> float:
+        gradients = self._cast(operations, CAST_GRADIENT, of_inputs=False)
+        return gradients + self._cast(operations, CAST_INPUT_BACKWARD, of_inputs=True)
 
-    def _cast(self, operations: Operations, layer: int, per_value: float, *, of_inputs: bool) -> float:
+    def _cast(self, operations: Operations, per_value: float, *, of_inputs: bool) -> float:
         """Seconds of casting operands of float8 products. Products with the same input share its cast."""
         tp, seen, values = self.job.parallelism.tp, set(), 0.0
         for product in operations.products:
-            if not self._is_float8(product, layer):
+            if not self._is_float8(product):
                 continue
             width = product.inputs if of_inputs else product.outputs
-            splits = product.split == ("row" if of_inputs else "column")
-            if product.experts > 1:
-                rows = float(self._expert_rows(product.copies))
+            splits = product.split is (Split.ROW if of_inputs else Split.COLUMN)
+            if product.is_expert:
+                rows = float(self._expert_rows(product.top_k))
                 splits = splits and self.job.parallelism.splits_experts
             else:
                 # What is gathered for columns is cast before, where the stream is split.
                 rows = self.rows if splits or not of_inputs else self.stream_rows
-            source = (product.name.rpartition(".")[0], width)
+            source = (product.module.rpartition(".")[0], width)
             if of_inputs and source in seen:
                 continue
             seen.add(source)
@@ -368,11 +367,6 @@ class Worker:
         layout, reduce = self.job.parallelism, DTYPE_BYTES[self.job.precision.reduce_dtype]
         held = 0.0
         for product in operations.products:
-            split = (
-                layout.tp
-                if product.split != "none" and (product.experts == 1 or layout.splits_experts)
-                else 1
-            )
-            held += product.parameters / split / (layout.ep if product.experts > 1 else 1)
+            held += product.size / layout.tp_of(product) / (layout.ep if product.is_expert else 1)
         per_value = self.value_bytes + reduce + (3 * reduce if layout.pp > 1 else 0)
         return self.machine.pass_seconds(held * per_value)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from harness.errors import ConfigError, divisors
 from harness.model.config import ModelConfig
-from harness.model.shapes import linear_split, parameter_shapes
+from harness.model.spec import Split, TensorSpec, modules
 from harness.precision.config import GROUPED, PrecisionConfig
 
 EXPERTS = ".moe.experts"
@@ -50,15 +50,16 @@ def sort_linears(model: ModelConfig, precision: PrecisionConfig) -> Linears:
     Raises:
         ConfigError: a filter matches nothing, or nothing is left to convert.
     """
-    shapes = linear_shapes(model) | expert_shapes(model)
+    linears = linears_of(model)
     converted, kept = [], {}
-    for name, (rows, columns) in shapes.items():
+    for name, linear in linears.items():
+        rows, columns = linear.outputs, linear.inputs
         matching = [part for part in precision.filter_fqns if part in name]
         if matching:
             kept[name] = "filter_fqns"
-        elif name.endswith("moe.router"):
+        elif linear.split is Split.ROUTER:
             kept[name] = "scores are float32"
-        elif name == "mtp.proj":
+        elif linear.split is Split.STREAM:
             kept[name] = "joins two streams"
         elif name == "output" and model.tied_embeddings:
             kept[name] = "tied to the embedding table"
@@ -72,9 +73,9 @@ def sort_linears(model: ModelConfig, precision: PrecisionConfig) -> Linears:
             kept[name] = f"{rows} x {columns}, too small to gain"
         else:
             converted.append(name)
-    unmatched = [part for part in precision.filter_fqns if not any(part in name for name in shapes)]
+    unmatched = [part for part in precision.filter_fqns if not any(part in name for name in linears)]
     if unmatched:
-        works = sorted({f"[{_filter(name)}]" for name in shapes})
+        works = sorted({f"[{_filter(name)}]" for name in linears})
         raise ConfigError("precision.filter_fqns", unmatched[0], "is in no linear's name", works)
     if not converted:
         reasons = "; ".join(sorted(set(kept.values())))
@@ -110,11 +111,10 @@ def check_layout(
     Raises:
         ConfigError: a length is not a multiple of the format's block.
     """
-    shapes = linear_shapes(model) | expert_shapes(model)
     split = {
-        name: (shapes[name][1 if linear_split(name) == "row" else 0], _block(name, precision))
-        for name in linears.converted
-        if splits_experts or not is_experts(name)
+        name: (linear.inputs if linear.split is Split.ROW else linear.outputs, _block(name, precision))
+        for name, linear in linears_of(model).items()
+        if name in linears.converted and (splits_experts or not linear.is_expert)
     }
     broken = {name: (length, block) for name, (length, block) in split.items() if length % (tp * block)}
     if broken:
@@ -155,21 +155,15 @@ def warning_of_eager(precision: PrecisionConfig, *, compiled: bool) -> str | Non
     )
 
 
-def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Every linear's name and [output width, input width], in the decoder's order."""
-    shapes = {
-        name.removesuffix(".weight"): (shape[0], shape[1])
-        for name, shape in parameter_shapes(model).items()
-        if name.endswith(".weight") and len(shape) == 2 and not name.startswith("tok_embeddings")
-    }
-    shapes.setdefault("output", (model.vocab_size, model.dim))
-    return shapes
-
-
-def expert_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Name of every block's experts and their [hidden width, width], in the decoder's order."""
-    shape = model.moe.hidden_dim, model.dim
-    return {f"layers.{layer}{EXPERTS}": shape for layer in model.expert_layers}
+def linears_of(model: ModelConfig) -> dict[str, TensorSpec]:
+    """The matrix of every linear, in the decoder's order, then the first matrix of every block's experts."""
+    linears: dict[str, TensorSpec] = {}
+    experts: dict[str, TensorSpec] = {}
+    for module in modules(model):
+        matrices = [tensor for tensor in module.tensors if tensor.is_matrix]
+        if matrices:
+            (experts if matrices[0].is_expert else linears)[module.name] = matrices[0]
+    return linears | experts
 
 
 def is_experts(name: str) -> bool:

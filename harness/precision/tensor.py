@@ -7,6 +7,7 @@ compute the same: gloo cannot send float8, and rowwise scales would have to be s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from harness.model.sharding import Split
+from harness.model.spec import Split
 from harness.parallelism.config import ParallelismConfig
 from harness.precision.config import PrecisionConfig
 
@@ -62,12 +63,16 @@ class Float8Cast:
         )
 
 
-def region_cast(region: nn.Module) -> Float8Cast | None:
-    """Cast of a region's input if only float8 linears take it, else None."""
+def region_cast(inner: Iterable[tuple[Split, nn.Module]]) -> Float8Cast | None:
+    """The cast of a region's input if only float8 linears use it, else None.
+
+    Args:
+        inner: the modules inside the region, and how each is split.
+    """
     from torchao.float8.float8_linear import Float8Linear
 
-    declared = getattr(region, "sharding", {})
-    if Split.WHOLE in declared.values():
-        return None  # latent attention: some column-split linears take another input
-    linears = [getattr(region, name) for name, split in declared.items() if split is Split.COLUMN]
-    return Float8Cast(linears[0]) if all(isinstance(linear, Float8Linear) for linear in linears) else None
+    inner = list(inner)
+    if any(split is Split.WHOLE for split, _ in inner):
+        return None  # latents: some column linears have another input
+    users = [module for split, module in inner if split is Split.COLUMN]
+    return Float8Cast(users[0]) if all(isinstance(user, Float8Linear) for user in users) else None

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from harness.job import Job
-from harness.model.operations import block_operations
+from harness.model.spec import block_tensors
 from harness.parallelism.stages import split_modules, stages_of_rank
 from harness.plan.machine import machine_of
 from harness.plan.memory import CUBLAS_WORKSPACE
@@ -96,10 +96,9 @@ def product_flops(job: Job, pp_rank: int) -> float:
     layers = [int(name.removeprefix("layers.")) for name in own if name.startswith("layers.")]
     values = 0.0
     for layer in layers:
-        operations = block_operations(model, layer, job.training.seq_len)
-        for product in operations.products:
-            if product.experts == 1:
-                values += product.parameters / (layout.tp if product.split != "none" else 1)
+        for tensor in block_tensors(model, layer):
+            if tensor.is_matrix and not tensor.is_expert:
+                values += tensor.size / layout.tp_of(tensor)
     if "output" in own:
         values += model.vocab_size * model.dim / layout.tp
     rows = job.global_batch_size // layout.data_parallel * job.training.seq_len / layout.cp

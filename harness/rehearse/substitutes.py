@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # makes the backend known
 from torch import Tensor
+from torch._meta_registrations import alloc_with_matching_layout
 from torch.distributed.pipelining.stage import PipelineStage
 
 from harness.data.loader import Batch, Loader
@@ -210,7 +211,7 @@ def _cudnn_attention(gpu: VirtualGpu) -> Any:
     ) -> tuple[Any, ...]:  # fmt: skip
         gpu.launch("cuDNN attention, forward")
         B, H, T, _ = q.shape
-        out_BHTE = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+        out_BHTE = alloc_with_matching_layout(q, (B, H, T, v.shape[-1]))
         lse_BHT1 = q.new_empty(B, H, T, 1, dtype=torch.float32)
         seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
         return out_BHTE, lse_BHT1, None, None, T, k.shape[2], seed, offset, q.new_empty(0)

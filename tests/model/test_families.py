@@ -22,7 +22,7 @@ from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.families import ALL
 from harness.model.huggingface import our_tensors
-from harness.model.shapes import is_buffer, tensor_shapes
+from harness.model.spec import is_buffer, tensor_shapes
 
 transformers = pytest.importorskip("transformers")
 

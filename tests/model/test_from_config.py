@@ -79,7 +79,7 @@ def test_points_of_a_sweep_have_each_their_own(tmp_path: Path) -> None:
 
 def test_a_path_that_is_not_read_is_refused(tmp_path: Path) -> None:
     with Composer() as composer:
-        with pytest.raises(ConfigError, match=r"^model\.path=.*typed beside model=from_config"):
+        with pytest.raises(ConfigError, match=r"^model\.path=.*read only together with model=from_config"):
             composer.job([f"model.path={tmp_path}"])
         with pytest.raises(UserError, match=r"^model\.path: must be given with model=from_config"):
             composer.job(["model=from_config"])
@@ -116,7 +116,7 @@ def test_wrong_values_end_in_one_line(name: str, tmp_path: Path) -> None:
         ({"rms_norm_eps": 10**400}, f"it has rms_norm_eps {10**400}, which is out of range"),
         ({"rms_norm_eps": float("inf")}, "it has rms_norm_eps inf, which is out of range"),
         ({"rope_scaling": {"rope_type": "linear"}}, "it has no factor"),
-        ({"num_attention_heads": 0}, "it has no head_dim, and what it follows from is missing or wrong"),
+        ({"num_attention_heads": 0}, "it has no head_dim, and fields of its default are missing or invalid"),
         ({"quantization_config": {"bits": 4}}, "config.json has quantization_config: weights quantized by"),
     ],
     ids=lambda part: "" if isinstance(part, str) else next(iter(part)),
@@ -129,7 +129,7 @@ def test_what_cannot_be_taken_is_named(change: dict[str, Any], says: str, tmp_pa
 
 def test_paths_that_are_no_file() -> None:
     """A device has no end, and some names no system takes."""
-    with pytest.raises(UserError, match="/dev/null: is no file"):
+    with pytest.raises(UserError, match="/dev/null: is not a regular file"):
         model_from_config("/dev/null")
     for path in ("a" * 300, "/dev/null/x", "\0"):
         with pytest.raises(UserError):

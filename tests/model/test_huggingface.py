@@ -19,7 +19,7 @@ from harness.model.families.llama import hf_name
 from harness.model.huggingface import check_hf_config, check_hf_tensors, hf_config, relevant
 from harness.model.rope import rope_table
 from harness.model.rope_config import RopeConfig
-from harness.model.shapes import parameter_shapes
+from harness.model.spec import parameter_shapes
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
-from harness.model.init import draw, init_of
+from harness.model.init import draw
+from harness.model.spec import Init, tensors
 from harness.parallelism.materialize import materialize
 
 CPU = torch.device("cpu")
@@ -33,7 +34,12 @@ def values(made: ModelConfig, modules: list[str] | None = None, seed: int = 42) 
     return {name: parameter.detach() for name, parameter in part.named_parameters()}
 
 
+def init_of(name: str, made: ModelConfig) -> Init:
+    return tensors(made)[name].init
+
+
 WHOLE = values(config())
+WQ = "layers.0.attention.wq.weight"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,8 @@ def test_order_and_neighbours_do_not_matter() -> None:
     torch.manual_seed(1)
     torch.randn(100)
     backwards = {
-        name: draw(name, tuple(value.shape), config(), 42, CPU) for name, value in reversed(WHOLE.items())
+        name: draw(name, tuple(value.shape), init_of(name, config()), 42, CPU)
+        for name, value in reversed(WHOLE.items())
     }
     assert all(torch.equal(backwards[name], WHOLE[name]) for name in WHOLE)
     deeper = values(config(n_layers=6))
@@ -68,13 +75,13 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
     torch.manual_seed(3)
     expected = torch.randn(4)
     torch.manual_seed(3)
-    draw("layers.0.attention.wq.weight", (8, 8), config(), 42, CPU)
+    draw(WQ, (8, 8), init_of(WQ, config()), 42, CPU)
     assert torch.equal(torch.randn(4), expected)
 
 
 def test_values_are_the_same_on_every_machine() -> None:
     """Pins the derivation of the generator's seed: another one would silently be another experiment."""
-    drawn = draw("layers.0.attention.wq.weight", (2, 2), config(), 42, CPU)
+    drawn = draw(WQ, (2, 2), init_of(WQ, config()), 42, CPU)
     digest = hashlib.sha256(b"42/layers.0.attention.wq.weight").digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") // 2)
     expected = torch.empty(2, 2)

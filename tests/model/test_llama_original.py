@@ -1,4 +1,4 @@
-"""Meta's files against Meta's mathematics: complex rotation of interleaved pairs, written here anew."""
+"""Meta's files against Meta's mathematics: complex rotation of interleaved pairs, reimplemented here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.model.llama_original import (
     permute_rope,
     shard_dim,
 )
-from harness.model.shapes import parameter_shapes
+from harness.model.spec import parameter_shapes
 
 CONFIGS = {
     "llama2": dataclasses.replace(VARIANTS["plain"]),

@@ -21,7 +21,7 @@ from harness.compose import compose_job
 from harness.job import Job
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
-from harness.model.shapes import is_expert, parameter_shapes
+from harness.model.spec import is_expert, parameter_shapes
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.materialize import local_ranges
 from harness.parallelism.mesh import build_mesh

@@ -21,7 +21,7 @@ from harness.loop.engine import Engine
 from harness.model.accounting import account
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
-from harness.model.shapes import parameter_shapes
+from harness.model.spec import parameter_shapes
 from harness.parallelism.execute import shift_by_one
 from harness.parity import Trace, trace
 from harness.precision.linears import sort_linears

@@ -1,4 +1,4 @@
-"""A step's time: FLOPs against the model's accounting, collectives by hand, and inequalities."""
+"""A step's time: collectives computed by hand, and properties that must hold."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import pytest
 
 from harness.compose import compose_job
 from harness.job import Job
-from harness.model.accounting import account
-from harness.model.operations import block_operations
 from harness.plan.constants import Calibration, Constants
 from harness.plan.machine import Group, group_of, machine_of
 from harness.plan.plan import Speed, Traffic
 from harness.plan.speed import StepModel
 
 H100 = ["cluster=slurm_h100", "precision=bf16", "data=synthetic", "tokenizer=bytes"]
-MODELS = ("llama2_70b", "llama3_405b", "llama4_scout", "deepseek_v3_671b", "qwen3_30b_a3b", "gpt_oss_20b")
 
 
 def job_of(*overrides: str) -> Job:
@@ -26,15 +23,6 @@ def step(*overrides: str) -> tuple[Speed, list[Traffic]]:
     machine = machine_of(job)
     assert machine is not None
     return StepModel(job, machine).speed()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_operations_are_those_of_the_account(name: str) -> None:
-    """A step's FLOPs are three times those of the forward passes of blocks and head."""
-    model = job_of(f"model={name}", "training.seq_len=2048", "parallelism.dp_shard=8").model
-    blocks = sum(block_operations(model, layer, 2048).flops for layer in range(model.num_blocks))
-    head = 2 * model.dim * model.vocab_size * (1 + model.mtp.depth)
-    assert 3 * (blocks + head) == pytest.approx(account(model, 2048).flops_per_token_causal, rel=1e-3)
 
 
 def test_groups_know_their_nodes() -> None:

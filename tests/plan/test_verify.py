@@ -25,7 +25,7 @@ from harness.errors import UserError
 from harness.job import Job
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
-from harness.model.shapes import parameter_shapes
+from harness.model.spec import parameter_shapes
 from harness.parallelism.schedules import SCHEDULES
 from harness.plan import verify as module
 from harness.plan.constants import Calibration, Constants

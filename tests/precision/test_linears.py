@@ -14,14 +14,13 @@ from harness.errors import ConfigError
 from harness.job import Job
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
-from harness.model.shapes import linear_split
-from harness.model.sharding import Split
+from harness.model.moe import Experts
 from harness.plan.make import make_plan
 from harness.precision.config import FLOAT8, PrecisionConfig
 from harness.precision.linears import (
     check_layout,
     is_small,
-    linear_shapes,
+    linears_of,
     sort_linears,
 )
 
@@ -32,19 +31,20 @@ def job_of(*overrides: str) -> Job:
     return compose_job([*TINY, "cluster.device=cpu", *overrides])
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_shapes_are_the_decoders(tied: bool) -> None:
-    model = dataclasses.replace(job_of().model, tied_embeddings=tied)
+@pytest.mark.parametrize(
+    "model", ["llama3_tiny", "llama3_tiny model.tied_embeddings=true", "deepseek_v3_debug model.mtp.depth=1"]
+)
+def test_linears_are_the_decoders(model: str) -> None:
+    name, *overrides = model.split()
+    config = job_of(f"model={name}", *overrides).model
     with torch.device("meta"):
-        decoder = Decoder(model, 8)
-    modules = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
-    assert {name: tuple(m.weight.shape) for name, m in modules.items()} == linear_shapes(model)
-    declared = {}
-    for parent_name, parent in decoder.named_modules():
-        for name, split in getattr(parent, "sharding", {}).items():
-            declared[f"{parent_name}.{name}".removeprefix(".")] = split
-    by_input = {name for name in modules if declared[name] is Split.ROW}
-    assert by_input == {name for name in modules if linear_split(name) == "row"}
+        decoder = Decoder(config, 8)
+    built = {
+        name: tuple(module.w1.shape if isinstance(module, Experts) else module.weight.shape)
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Linear | Experts)
+    }
+    assert {name: linear.shape for name, linear in linears_of(config).items()} == built
 
 
 @pytest.mark.parametrize("linear", ["float8_tensorwise", "float8_rowwise"])

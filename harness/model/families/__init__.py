@@ -1,4 +1,4 @@
-"""Families of models as Hugging Face keeps them, one file for each or for a pair (no torch)."""
+"""Families of models at Hugging Face, one file for each or for a pair (no torch)."""
 
 from harness.model.families.core import Family
 from harness.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3

@@ -1,4 +1,4 @@
-"""What families have in common: how tensors correspond, and what config.json says (no torch)."""
+"""Common parts of families: how tensors correspond, and the fields of config.json (no torch)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from harness.errors import ConfigError, divisors
 from harness.model.config import ModelConfig
-from harness.model.shapes import tensor_shapes
+from harness.model.spec import tensor_shapes
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where values of ours stand in a tensor of theirs.
+    """The location of our values in one of their tensors.
 
     Attributes:
-        name: of the tensor in a block; ``{expert}`` in it means that each expert has one.
+        name: name of the tensor in a block; with ``{expert}`` in it, each expert has a tensor.
         half: which half of the last dimension; None: all of it.
-        interleaved: whether the halves alternate, else one stands behind the other.
+        interleaved: whether the halves alternate; else they are concatenated.
         transposed: whether the last two dimensions are swapped.
     """
 
@@ -33,7 +33,7 @@ class Slot:
 
 Names = dict[str, str | Slot]
 
-# Our module in a block, or outside of all blocks, to theirs; what a family adds stands in its own file.
+# From our names of modules in a block, or outside of all blocks, to theirs. Families add more.
 OUTSIDE: Names = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 NORMS: Names = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 ATTENTION: Names = {
@@ -51,14 +51,14 @@ _SUFFIX = re.compile(r"(.+)(\.weight|\.bias)")
 
 @dataclass(frozen=True)
 class Piece:
-    """One of our tensors, or what it has of one expert, and where that stands in theirs.
+    """Maps one of our tensors, or an expert's slice of it, to one of their tensors.
 
     Attributes:
         ours: our name.
         theirs: their name.
-        slot: how it stands there.
-        expert: index in our first dimension of what stands there; None: all of the tensor.
-        is_copy: whether it stands there once more, and is read elsewhere.
+        slot: location of the values in their tensor.
+        expert: index in our first dimension; None: all of our tensor.
+        is_copy: whether this is an additional copy, which is written and not read.
     """
 
     ours: str
@@ -73,11 +73,11 @@ class Piece:
         return self.expert is None and self.slot.half is None and not self.slot.transposed
 
     def width(self, shape: Shape) -> int:
-        """How much of their last dimension the values take, from the shape of our tensor."""
+        """Length of the values along their last dimension, for our tensor's shape."""
         return shape[-2] if self.slot.transposed else shape[-1]
 
     def their_shape(self, shape: Shape) -> Shape:
-        """Shape of their tensor, from that of ours."""
+        """Shape of their tensor, for our tensor's shape."""
         shape = shape if self.expert is None else shape[1:]
         if self.slot.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
@@ -85,7 +85,7 @@ class Piece:
 
 
 def per_expert(prefix: str) -> Names:
-    """Experts with a tensor for each projection of each expert."""
+    """Names of experts with one tensor per projection and expert."""
     return {
         f"moe.experts.{ours}": Slot(f"{prefix}.{{expert}}.{theirs}.weight")
         for ours, theirs in PROJECTIONS.items()
@@ -96,24 +96,24 @@ _NOT_SAID = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 _MOST_LAYERS = 10_000
 
 NEEDED = object()
-"""Default of a field that every config.json has."""
+"""Default of a required field."""
 
 
 @dataclass(frozen=True)
-class Says:
-    """One field of config.json, and what it must say.
+class ConfigField:
+    """One field of config.json.
 
     Attributes:
         theirs: its name.
-        value: what it must say.
-        ours: field of the model that it is about, without ``model.``; None: the decoder does nothing else.
-        shown: value of that field, where it is not the same.
-        default: what it says when it is left out, or a function of the others.
-        nullable: whether null is a value, else it is as if it were left out.
-        read: what is made of a value before it is compared.
+        value: the value that it must have for this model.
+        ours: our field, without ``model.``; None: the decoder supports ``value`` only.
+        shown: value of our field, if different from ``value``.
+        default: its value when it is missing, or a function of the other fields.
+        nullable: whether null is a value; else null means missing.
+        read: applied to a value before it is compared.
         alias: another name of it.
-        to_ours: our value, from theirs and all of config.json, where it is not the same; None where theirs
-            does not decide it.
+        to_ours: maps their value and all of config.json to our value, if different; returns None if this
+            field does not determine ours.
     """
 
     theirs: str
@@ -127,7 +127,7 @@ class Says:
     to_ours: Callable[[Any, Mapping[str, Any]], object] | None = None
 
     def found(self, content: Mapping[str, Any]) -> object:
-        """What a config.json says."""
+        """The value in a config.json, or the default."""
         for name in (self.theirs, self.alias or self.theirs):
             if name in content and (self.nullable or content[name] is not None):
                 return self._read(content[name])
@@ -138,19 +138,19 @@ class Says:
         try:
             return self.default(content)
         except _NOT_SAID:
-            return None  # what it follows from is missing or wrong, which is said of that field
+            return None  # a field that the default depends on is missing or invalid, and reported itself
 
     def _read(self, value: Any) -> object:
         try:
             return self.read(value) if self.read else value
         except _NOT_SAID:
-            return value  # it is of another type, and so it differs
+            return value  # of another type, so it will differ
 
     def our_value(self, content: Mapping[str, Any]) -> object:
-        """Our field's value that config.json asks for; None where it does not say one.
+        """The value for our field; None if config.json does not determine it.
 
         Raises:
-            ValueError: it says something that no value of our field has.
+            ValueError: no value of our field corresponds to theirs.
         """
         theirs = self.found(content)
         if self.to_ours is None:
@@ -163,34 +163,34 @@ class Says:
 
 @dataclass(frozen=True)
 class Family:
-    """How models of one kind look at Hugging Face.
+    """The format of one family's checkpoints at Hugging Face.
 
     Attributes:
-        name: as model.family has it.
-        model_type: what config.json calls it.
+        name: value of model.family.
+        model_type: value of model_type in config.json.
         architecture: transformers' class.
-        names: our module in a block to theirs, and our tensors that are no module's weight or bias.
-        says: what config.json says of a model.
-        requires: fields of the model that the family fixes, where not to their defaults.
+        names: from our modules in a block to theirs, and our tensors that are not a module's weight or bias.
+        config_fields: the fields of config.json for a model.
+        requires: our fields that the family fixes to another value than the default.
         is_mixture: whether it has experts.
-        kept: fields that it can have as they are although config.json does not say them.
-        refuse: raises ConfigError for what it cannot have besides.
-        unbuildable: raises ConfigError for what its files can say and transformers does not build.
-        written: what is written to config.json and never looked at.
-        theta: rope_theta when it is left out.
-        assumed: our values of fields in ``kept``, for a model that is read from config.json alone.
-        trained: fields of config.json that only training reads, and ours.
-        nested: a larger model whose files are read, too.
-        ignored: beginnings of names of tensors that are none of the decoder's.
-        mtp: names as in a block, of multi-token prediction's modules; theirs stand in block n_layers.
-        mtp_copies: our tensors that stand there once more, and their names.
+        kept: our fields that may have any value although config.json does not contain them.
+        refuse: raises ConfigError for other models that its files cannot represent.
+        unbuildable: raises ConfigError for models that its files can represent and transformers cannot build.
+        written: further fields to write to config.json, which are not read.
+        theta: default of rope_theta.
+        assumed: values of fields in ``kept`` for a model that is read from config.json alone.
+        trained: from fields of config.json that only affect training to ours.
+        nested: a larger model whose files can be read too.
+        ignored: prefixes of names of tensors that are not the decoder's.
+        mtp: like ``names``, of multi-token prediction's modules; theirs are in block n_layers.
+        mtp_copies: our tensors of which that block has copies, and their names there.
     """
 
     name: str
     model_type: str
     architecture: str
     names: Mapping[str, str | Slot]
-    says: Callable[[ModelConfig], list[Says]]
+    config_fields: Callable[[ModelConfig], list[ConfigField]]
     requires: Mapping[str, object] = field(default_factory=dict)
     is_mixture: bool = False
     kept: tuple[str, ...] = ()
@@ -206,10 +206,10 @@ class Family:
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
 
     def pieces(self, model: ModelConfig) -> Iterator[Piece]:
-        """How all tensors correspond, in our order.
+        """The mapping of all tensors, in our order.
 
         Raises:
-            ConfigError: the family has no place for one of them.
+            ConfigError: the family cannot store one of them.
         """
         shapes = tensor_shapes(model)
         for name, shape in shapes.items():
@@ -224,12 +224,12 @@ class Family:
             yield Piece(name if name in shapes else "tok_embeddings.weight", slot.name, slot, is_copy=True)
 
     def pieces_of(self, name: str, shape: Shape, n_layers: int | None = None) -> Iterator[Piece]:
-        """How one of our tensors corresponds to theirs.
+        """The mapping of one of our tensors.
 
         Args:
-            name: ours.
-            shape: of ours.
-            n_layers: of the model, for tensors of multi-token prediction.
+            name: our name.
+            shape: our shape.
+            n_layers: number of layers of the model, for tensors of multi-token prediction.
 
         Raises:
             ValueError: the family has no such tensor.
@@ -254,13 +254,13 @@ class Family:
 
 @dataclass(frozen=True)
 class Nested:
-    """A larger model that has a family's as its part.
+    """A larger model that contains a family's decoder.
 
     Attributes:
-        model_type: of the larger model.
-        key: where its config.json has that of the part.
-        prefix: of the part's tensors.
-        others: what the names of all other tensors begin with.
+        model_type: its model_type.
+        key: key of the decoder's config in its config.json.
+        prefix: prefix of the decoder's tensors.
+        others: prefixes of all other tensors.
     """
 
     model_type: str
@@ -269,19 +269,19 @@ class Nested:
     others: tuple[str, ...]
 
 
-def common(model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object) -> list[Says]:
-    """What config.json of every family says.
+def common(model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object) -> list[ConfigField]:
+    """Fields of config.json that every family has.
 
     Args:
-        model: the numbers.
-        head_dim: default of that field.
-        defaults: those of others, by their names.
+        model: the model.
+        head_dim: default of head_dim.
+        defaults: defaults of other fields, by name.
     """
 
-    def of(theirs: str, value: object, ours: str, default: object = NEEDED) -> Says:
-        return Says(theirs, value, ours, default=defaults.get(theirs, default))
+    def of(theirs: str, value: object, ours: str, default: object = NEEDED) -> ConfigField:
+        return ConfigField(theirs, value, ours, default=defaults.get(theirs, default))
 
-    said = [
+    fields = [
         of("vocab_size", model.vocab_size, "vocab_size"),
         of("hidden_size", model.dim, "dim"),
         of("num_hidden_layers", model.n_layers, "n_layers"),
@@ -290,11 +290,11 @@ def common(model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object)
         of("rms_norm_eps", model.norm_eps, "norm_eps"),
         of("tie_word_embeddings", model.tied_embeddings, "tied_embeddings", False),
         of("max_position_embeddings", model.max_seq_len, "max_seq_len"),
-        Says("hidden_act", "silu", default="silu"),
+        ConfigField("hidden_act", "silu", default="silu"),
     ]
     if not model.attention.is_latent:
-        said.insert(2, Says("head_dim", model.head_width, "head_dim", default=head_dim))
-    return said
+        fields.insert(2, ConfigField("head_dim", model.head_width, "head_dim", default=head_dim))
+    return fields
 
 
 def _heads(defaults: Mapping[str, object]) -> Callable[[Mapping[str, Any]], object]:
@@ -302,10 +302,10 @@ def _heads(defaults: Mapping[str, object]) -> Callable[[Mapping[str, Any]], obje
 
 
 def layers_in(found: Mapping[str, Any]) -> range:
-    """The numbers of the blocks that a config.json asks for.
+    """The numbers of the blocks in a config.json.
 
     Raises:
-        ValueError: it asks for none, or for too many to be meant.
+        ValueError: num_hidden_layers is missing or out of range.
     """
     layers = found["num_hidden_layers"]
     if not isinstance(layers, int) or not 0 < layers <= _MOST_LAYERS:
@@ -314,10 +314,10 @@ def layers_in(found: Mapping[str, Any]) -> range:
 
 
 def every_nth(marked: Sequence[bool]) -> int | None:
-    """The n for which every n-th layer (n - 1, 2n - 1, ...) is marked and no other is; None for no layer.
+    """The n such that exactly every n-th layer (n - 1, 2n - 1, ...) is marked; None if no layer is.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such n.
     """
     if not any(marked):
         return None
@@ -328,24 +328,24 @@ def every_nth(marked: Sequence[bool]) -> int | None:
 
 
 def head_width(found: Mapping[str, Any]) -> int:
-    """Width of a head where config.json leaves it out."""
+    """Default width of a head."""
     return int(found["hidden_size"]) // int(found["num_attention_heads"])
 
 
-def attention_biases(model: ModelConfig) -> list[Says]:
+def attention_biases(model: ModelConfig) -> list[ConfigField]:
     """The field that gives all four projections of attention biases."""
     of = model.attention
     return [
-        Says("attention_bias", of.qkv_bias, "attention.qkv_bias", default=False),
-        Says("attention_bias", of.output_bias, "attention.output_bias", default=False),
+        ConfigField("attention_bias", of.qkv_bias, "attention.qkv_bias", default=False),
+        ConfigField("attention_bias", of.output_bias, "attention.output_bias", default=False),
     ]
 
 
 def both_biases(model: ModelConfig) -> None:
-    """Refuses biases of some of attention's projections only.
+    """Check that all of attention's projections have biases, or none.
 
     Raises:
-        ConfigError: one of the two fields is set.
+        ConfigError: only one of the two fields is set.
     """
     of = model.attention
     if of.qkv_bias != of.output_bias:
@@ -354,10 +354,10 @@ def both_biases(model: ModelConfig) -> None:
 
 
 def dividing_heads(model: ModelConfig) -> None:
-    """Refuses heads that do not divide the width.
+    """Check that the number of heads divides the width.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it does not.
     """
     if model.dim % model.n_heads:
         rule = f"transformers wants it to divide model.dim={model.dim} here, whatever model.head_dim is"
@@ -365,10 +365,10 @@ def dividing_heads(model: ModelConfig) -> None:
 
 
 def whole_multiple(model: ModelConfig) -> None:
-    """Refuses shared experts that are not a number of experts, as DeepSeek counts them.
+    """Check that the shared experts' width is a multiple of an expert's, as DeepSeek stores their number.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: it is not.
     """
     of = model.moe
     if of.shared_hidden_dim < 1 or of.shared_hidden_dim % of.hidden_dim:

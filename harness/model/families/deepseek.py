@@ -11,9 +11,9 @@ from harness.model.families.core import (
     DENSE,
     NORMS,
     PROJECTIONS,
+    ConfigField,
     Family,
     Names,
-    Says,
     Slot,
     common,
     dividing_heads,
@@ -49,60 +49,62 @@ _MTP: Names = {
 _MTP_COPIES = {"tok_embeddings.weight": "embed_tokens.weight", "output.weight": "shared_head.head.weight"}
 
 
-def _says(model: ModelConfig) -> list[Says]:
+def _config_fields(model: ModelConfig) -> list[ConfigField]:
     attention, of = model.attention, model.moe
     return [
         *common(model),
-        Says("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
-        Says("q_lora_rank", attention.q_lora_rank, "attention.q_lora_rank", default=1536, nullable=True),
-        Says("kv_lora_rank", attention.kv_lora_rank, "attention.kv_lora_rank"),
-        Says("qk_nope_head_dim", attention.qk_nope_head_dim, "attention.qk_nope_head_dim"),
-        Says("qk_rope_head_dim", attention.qk_rope_head_dim, "attention.qk_rope_head_dim"),
-        Says("v_head_dim", attention.v_head_dim, "attention.v_head_dim"),
-        Says("attention_bias", False, default=False),
-        Says("n_routed_experts", of.num_experts, "moe.num_experts"),
-        Says("num_experts_per_tok", of.top_k, "moe.top_k"),
-        Says("moe_intermediate_size", of.hidden_dim, "moe.hidden_dim"),
-        Says(
+        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        ConfigField(
+            "q_lora_rank", attention.q_lora_rank, "attention.q_lora_rank", default=1536, nullable=True
+        ),
+        ConfigField("kv_lora_rank", attention.kv_lora_rank, "attention.kv_lora_rank"),
+        ConfigField("qk_nope_head_dim", attention.qk_nope_head_dim, "attention.qk_nope_head_dim"),
+        ConfigField("qk_rope_head_dim", attention.qk_rope_head_dim, "attention.qk_rope_head_dim"),
+        ConfigField("v_head_dim", attention.v_head_dim, "attention.v_head_dim"),
+        ConfigField("attention_bias", False, default=False),
+        ConfigField("n_routed_experts", of.num_experts, "moe.num_experts"),
+        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k"),
+        ConfigField("moe_intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        ConfigField(
             "n_shared_experts",
             of.shared_hidden_dim // max(of.hidden_dim, 1),
             "moe.shared_hidden_dim",
             shown=of.shared_hidden_dim,
             to_ours=lambda experts, found: experts * found["moe_intermediate_size"],
         ),
-        Says("routed_scaling_factor", of.score_scale, "moe.score_scale", default=1.0),
-        Says("n_group", of.num_groups, "moe.num_groups", default=1),
-        Says("topk_group", of.top_groups, "moe.top_groups", default=1),
-        Says("moe_layer_freq", 1, default=1),
+        ConfigField("routed_scaling_factor", of.score_scale, "moe.score_scale", default=1.0),
+        ConfigField("n_group", of.num_groups, "moe.num_groups", default=1),
+        ConfigField("topk_group", of.top_groups, "moe.top_groups", default=1),
+        ConfigField("moe_layer_freq", 1, default=1),
     ]
 
 
-def _v2(model: ModelConfig) -> list[Says]:
+def _v2(model: ModelConfig) -> list[ConfigField]:
     of = model.moe
     method = "greedy" if of.num_groups == 1 else "group_limited_greedy"
     return [
-        *_says(model),
-        Says("first_k_dense_replace", of.first_dense_layers, "moe.first_dense_layers", default=0),
-        Says(
+        *_config_fields(model),
+        ConfigField("first_k_dense_replace", of.first_dense_layers, "moe.first_dense_layers", default=0),
+        ConfigField(
             "topk_method", method, "moe.num_groups", shown=of.num_groups, default="greedy", to_ours=_nothing
         ),
-        Says("scoring_func", "softmax", default="softmax"),
-        # DeepSeek's code normalizes in place of scaling where this is true, transformers' never does.
-        Says("norm_topk_prob", False, default=False),
-        Says("mlp_bias", False, default=False),
+        ConfigField("scoring_func", "softmax", default="softmax"),
+        # If true, DeepSeek's code normalizes instead of scaling; transformers' never does.
+        ConfigField("norm_topk_prob", False, default=False),
+        ConfigField("mlp_bias", False, default=False),
     ]
 
 
-def _v3(model: ModelConfig) -> list[Says]:
+def _v3(model: ModelConfig) -> list[ConfigField]:
     of = model.moe
     return [
-        *_says(model),
-        Says("first_k_dense_replace", of.first_dense_layers, "moe.first_dense_layers", default=3),
-        Says("norm_topk_prob", of.normalize_scores, "moe.normalize_scores", default=True),
-        Says("topk_method", "noaux_tc", default="noaux_tc"),
-        Says("scoring_func", "sigmoid", default="sigmoid"),
-        # Blocks of multi-token prediction that the model does not have are passed over, as by transformers.
-        Says(
+        *_config_fields(model),
+        ConfigField("first_k_dense_replace", of.first_dense_layers, "moe.first_dense_layers", default=3),
+        ConfigField("norm_topk_prob", of.normalize_scores, "moe.normalize_scores", default=True),
+        ConfigField("topk_method", "noaux_tc", default="noaux_tc"),
+        ConfigField("scoring_func", "sigmoid", default="sigmoid"),
+        # Blocks of multi-token prediction that the model does not have are ignored, as by transformers.
+        ConfigField(
             "num_nextn_predict_layers",
             model.mtp.depth,
             "mtp.depth",
@@ -110,12 +112,12 @@ def _v3(model: ModelConfig) -> list[Says]:
             read=lambda found: min(found, model.mtp.depth),
             to_ours=_nothing,
         ),
-        Says("rope_interleave", model.rope.interleaved, "rope.interleaved", default=True),
+        ConfigField("rope_interleave", model.rope.interleaved, "rope.interleaved", default=True),
     ]
 
 
 def _nothing(_theirs: object, _found: object) -> None:
-    """Another field decides."""
+    """Another field determines ours."""
 
 
 def _refuse_v3(model: ModelConfig) -> None:
@@ -137,7 +139,7 @@ DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     names=_NAMES,
-    says=_v2,
+    config_fields=_v2,
     requires={"attention.kind": "mla", "rope.interleaved": True},
     is_mixture=True,
     refuse=whole_multiple,
@@ -150,7 +152,7 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     names=_NAMES | {"moe.balance_bias": Slot("mlp.gate.e_score_correction_bias")},
-    says=_v3,
+    config_fields=_v3,
     requires={"attention.kind": "mla", "moe.score": "sigmoid", "moe.group_score": "top2_sum"},
     is_mixture=True,
     kept=("moe.balance_coeff",),

@@ -1,6 +1,6 @@
-"""GPT-OSS; fields and tensors as transformers' models/gpt_oss and config.json at openai have them.
+"""GPT-OSS; fields and tensors as in transformers' models/gpt_oss and config.json at openai.
 
-Released weights of experts are in MXFP4; what is read and written here is the same in bfloat16 or float32.
+Released weights of experts are in MXFP4; this reads and writes bfloat16 or float32.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from harness.model.config import ModelConfig
 from harness.model.families.core import (
     ATTENTION,
     NORMS,
+    ConfigField,
     Family,
-    Says,
     Slot,
     common,
     every_nth,
     layers_in,
 )
 
-_ALPHA, _LIMIT = 1.702, 7.0  # as harness.model.feed_forward has them
+_ALPHA, _LIMIT = 1.702, 7.0  # as in harness.model.feed_forward
 
 _EXPERTS = {
     "w1": Slot("mlp.experts.gate_up_proj", half=0, interleaved=True, transposed=True),
@@ -32,15 +32,15 @@ _EXPERTS = {
 }
 
 
-def _says(model: ModelConfig) -> list[Says]:
+def _config_fields(model: ModelConfig) -> list[ConfigField]:
     attention, of = model.attention, model.moe
     return [
         *common(model, head_dim=64),
-        Says("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
-        Says("num_local_experts", of.num_experts, "moe.num_experts", alias="num_experts"),
-        Says("num_experts_per_tok", of.top_k, "moe.top_k", alias="experts_per_token"),
-        Says("sliding_window", attention.window, "attention.window", default=128, nullable=True),
-        Says(
+        ConfigField("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        ConfigField("num_local_experts", of.num_experts, "moe.num_experts", alias="num_experts"),
+        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k", alias="experts_per_token"),
+        ConfigField("sliding_window", attention.window, "attention.window", default=128, nullable=True),
+        ConfigField(
             "layer_types",
             _layer_types(model),
             "attention.global_every_nth_layer",
@@ -48,9 +48,9 @@ def _says(model: ModelConfig) -> list[Says]:
             default=_alternating,
             to_ours=_global_layers,
         ),
-        Says("attention_bias", True, default=True),
-        Says("swiglu_alpha", _ALPHA, default=_ALPHA),
-        Says("swiglu_limit", _LIMIT, default=_LIMIT),
+        ConfigField("attention_bias", True, default=True),
+        ConfigField("swiglu_alpha", _ALPHA, default=_ALPHA),
+        ConfigField("swiglu_limit", _LIMIT, default=_LIMIT),
     ]
 
 
@@ -77,7 +77,7 @@ GPT_OSS = Family(
     | ATTENTION
     | {"attention.sinks": Slot("self_attn.sinks"), "moe.router": "mlp.router"}
     | {f"moe.experts.{name}": slot for name, slot in _EXPERTS.items()},
-    says=_says,
+    config_fields=_config_fields,
     requires={
         "activation": "swiglu_clamped",
         "attention.qkv_bias": True,
@@ -88,7 +88,7 @@ GPT_OSS = Family(
         "moe.expert_bias": True,
     },
     is_mixture=True,
-    kept=("ffn_hidden_dim",),  # of blocks without experts, which there are none of
+    kept=("ffn_hidden_dim",),  # all blocks have experts
     assumed=lambda model: {"ffn_hidden_dim": model.moe.hidden_dim},
     trained={"router_aux_loss_coef": "moe.aux_loss_coeff"},
     written=lambda model: {"router_aux_loss_coef": model.moe.aux_loss_coeff},

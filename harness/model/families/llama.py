@@ -1,4 +1,4 @@
-"""Llama 2 and 3; fields as transformers' models/llama has them (4.56 to 5.x)."""
+"""Llama 2 and 3; fields as in transformers' models/llama (4.56 to 5.x)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from harness.model.families.core import (
     ATTENTION,
     DENSE,
     NORMS,
+    ConfigField,
     Family,
-    Says,
     attention_biases,
     both_biases,
     common,
@@ -19,7 +19,7 @@ from harness.model.families.core import (
     head_width,
 )
 
-# What LlamaConfig takes for a field that config.json leaves out.
+# LlamaConfig's defaults.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -30,12 +30,12 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _says(model: ModelConfig) -> list[Says]:
+def _config_fields(model: ModelConfig) -> list[ConfigField]:
     return [
         *common(model, head_dim=_head_dim, **_DEFAULTS),
-        Says("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim", default=11008),
+        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim", default=11008),
         *attention_biases(model),
-        Says("mlp_bias", False, default=False),
+        ConfigField("mlp_bias", False, default=False),
     ]
 
 
@@ -48,14 +48,14 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     names=NORMS | ATTENTION | DENSE,
-    says=_says,
+    config_fields=_config_fields,
     refuse=both_biases,
     unbuildable=dividing_heads,
 )
 
 
 def hf_name(name: str) -> str:
-    """Hugging Face's name of one of a Llama's parameters, ``layers.3.attention.wq.weight`` say.
+    """Hugging Face's name of one of a Llama's parameters, e.g. ``layers.3.attention.wq.weight``.
 
     Raises:
         ValueError: a Llama has no parameter of that name.

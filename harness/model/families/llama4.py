@@ -1,6 +1,6 @@
-"""Llama 4, the text model of it; fields and tensors as transformers' models/llama4 has them.
+"""Llama 4, its text model; fields and tensors as in transformers' models/llama4.
 
-Released files hold a vision encoder, too: its tensors are passed over, those of the text model have a prefix.
+Released files also have a vision encoder, whose tensors are ignored; those of the text model have a prefix.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from harness.model.families.core import (
     ATTENTION,
     NORMS,
     PROJECTIONS,
+    ConfigField,
     Family,
     Nested,
-    Says,
     Slot,
     attention_biases,
     both_biases,
@@ -32,15 +32,15 @@ _EXPERTS = {
 }
 
 
-def _says(model: ModelConfig) -> list[Says]:
+def _config_fields(model: ModelConfig) -> list[ConfigField]:
     attention, of = model.attention, model.moe
-    said = [
+    fields = [
         *common(model, head_dim=128),
-        Says("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
-        Says("intermediate_size_mlp", model.ffn_hidden_dim, "ffn_hidden_dim", default=16384),
-        Says("num_local_experts", of.num_experts, "moe.num_experts"),
-        Says("num_experts_per_tok", of.top_k, "moe.top_k"),
-        Says(
+        ConfigField("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        ConfigField("intermediate_size_mlp", model.ffn_hidden_dim, "ffn_hidden_dim", default=16384),
+        ConfigField("num_local_experts", of.num_experts, "moe.num_experts"),
+        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k"),
+        ConfigField(
             "moe_layers",
             model.expert_layers,
             "moe.every_nth_layer",
@@ -48,7 +48,7 @@ def _says(model: ModelConfig) -> list[Says]:
             default=_moe_layers,
             to_ours=_every_nth_has_experts,
         ),
-        Says(
+        ConfigField(
             "use_qk_norm",
             attention.qk_norm == "l2",
             "attention.qk_norm",
@@ -56,7 +56,7 @@ def _says(model: ModelConfig) -> list[Says]:
             default=True,
             to_ours=lambda normed, _: "l2" if normed else "none",
         ),
-        Says(
+        ConfigField(
             "no_rope_layers",
             [int(attention.is_rotated(layer)) for layer in range(model.n_layers)],
             "attention.nope_every_nth_layer",
@@ -66,8 +66,8 @@ def _says(model: ModelConfig) -> list[Says]:
             # Released files have an empty list for the default.
             read=lambda layers: layers[: model.n_layers] or _default_no_rope_layers(model.n_layers),
         ),
-        Says("attention_chunk_size", attention.chunk, "attention.chunk", default=8192, nullable=True),
-        Says(
+        ConfigField("attention_chunk_size", attention.chunk, "attention.chunk", default=8192, nullable=True),
+        ConfigField(
             "layer_types",
             _layer_types(model),
             "attention.global_every_nth_layer",
@@ -75,7 +75,7 @@ def _says(model: ModelConfig) -> list[Says]:
             default=_default_layer_types,
             to_ours=_global_layers,
         ),
-        Says(
+        ConfigField(
             "attn_temperature_tuning",
             attention.nope_temperature > 0,
             "attention.nope_temperature",
@@ -88,9 +88,11 @@ def _says(model: ModelConfig) -> list[Says]:
     ]
     if attention.nope_temperature:
         floor = attention.nope_temperature_floor
-        said.append(Says("attn_scale", attention.nope_temperature, "attention.nope_temperature", default=0.1))
-        said.append(Says("floor_scale", floor, "attention.nope_temperature_floor", default=8192))
-    return said
+        fields.append(
+            ConfigField("attn_scale", attention.nope_temperature, "attention.nope_temperature", default=0.1)
+        )
+        fields.append(ConfigField("floor_scale", floor, "attention.nope_temperature_floor", default=8192))
+    return fields
 
 
 def _global_layers(types: Any, found: Mapping[str, Any]) -> int | None:
@@ -152,7 +154,7 @@ LLAMA4 = Family(
     }
     | {"moe.router": "feed_forward.router"}
     | {f"moe.experts.{name}": slot for name, slot in _EXPERTS.items()},
-    says=_says,
+    config_fields=_config_fields,
     requires={"rope.interleaved": True, "moe.score": "sigmoid", "moe.score_before_experts": True},
     is_mixture=True,
     kept=("moe.shared_hidden_dim", "moe.first_dense_layers"),

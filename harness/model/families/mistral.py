@@ -1,29 +1,33 @@
-"""Mistral and Mixtral; fields as transformers' models/mistral and models/mixtral have them."""
+"""Mistral and Mixtral; fields as in transformers' models/mistral and models/mixtral."""
 
 from __future__ import annotations
 
 from harness.model.config import ModelConfig
-from harness.model.families.core import ATTENTION, DENSE, NORMS, Family, Says, Slot, common, head_width
+from harness.model.families.core import ATTENTION, DENSE, NORMS, ConfigField, Family, Slot, common, head_width
 
 _EXPERT = "block_sparse_moe.experts.{expert}"
 
 
-def _dense(model: ModelConfig) -> list[Says]:
+def _dense(model: ModelConfig) -> list[ConfigField]:
     return [
         *common(model, head_dim=head_width, num_key_value_heads=8),
-        Says("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
-        Says("sliding_window", model.attention.window, "attention.window", default=4096, nullable=True),
+        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        ConfigField(
+            "sliding_window", model.attention.window, "attention.window", default=4096, nullable=True
+        ),
     ]
 
 
-def _mixture(model: ModelConfig) -> list[Says]:
+def _mixture(model: ModelConfig) -> list[ConfigField]:
     of = model.moe
     return [
         *common(model, head_dim=head_width, num_key_value_heads=8),
-        Says("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
-        Says("num_local_experts", of.num_experts, "moe.num_experts", default=8, alias="num_experts"),
-        Says("num_experts_per_tok", of.top_k, "moe.top_k", default=2),
-        Says("sliding_window", model.attention.window, "attention.window", default=None, nullable=True),
+        ConfigField("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        ConfigField("num_local_experts", of.num_experts, "moe.num_experts", default=8, alias="num_experts"),
+        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k", default=2),
+        ConfigField(
+            "sliding_window", model.attention.window, "attention.window", default=None, nullable=True
+        ),
     ]
 
 
@@ -32,7 +36,7 @@ MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     names=NORMS | ATTENTION | DENSE,
-    says=_dense,
+    config_fields=_dense,
 )
 MIXTRAL = Family(
     name="mixtral",
@@ -42,7 +46,7 @@ MIXTRAL = Family(
     | ATTENTION
     | {"moe.router": "block_sparse_moe.gate"}
     | {f"moe.experts.{ours}": Slot(f"{_EXPERT}.{ours}.weight") for ours in ("w1", "w2", "w3")},
-    says=_mixture,
+    config_fields=_mixture,
     requires={"moe.normalize_scores": True},
     is_mixture=True,
     kept=("ffn_hidden_dim",),  # all blocks have experts

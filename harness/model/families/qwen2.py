@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5, dense; fields as transformers' models/qwen2 has them."""
+"""Qwen 2 and 2.5, dense; fields as in transformers' models/qwen2."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from harness.model.families.core import (
     ATTENTION,
     DENSE,
     NORMS,
+    ConfigField,
     Family,
-    Says,
     common,
     dividing_heads,
     head_width,
 )
 
 
-def _says(model: ModelConfig) -> list[Says]:
+def _config_fields(model: ModelConfig) -> list[ConfigField]:
     return [
         *common(model, head_dim=head_width, num_key_value_heads=32),
-        Says("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
-        # Where it is true the first max_window_layers blocks see all positions, and those behind them do not.
-        Says("use_sliding_window", False, default=False),
+        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        # If true, the blocks after the first max_window_layers attend within a window.
+        ConfigField("use_sliding_window", False, default=False),
     ]
 
 
@@ -29,7 +29,7 @@ QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     names=NORMS | ATTENTION | DENSE,
-    says=_says,
+    config_fields=_config_fields,
     requires={"attention.qkv_bias": True},
     unbuildable=dividing_heads,
 )

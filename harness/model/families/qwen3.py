@@ -1,4 +1,4 @@
-"""Qwen 3, dense and with experts; fields as transformers' models/qwen3 and models/qwen3_moe have them."""
+"""Qwen 3, dense and with experts; fields as in transformers' models/qwen3 and models/qwen3_moe."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from harness.model.families.core import (
     ATTENTION,
     DENSE,
     NORMS,
+    ConfigField,
     Family,
-    Says,
     attention_biases,
     both_biases,
     common,
@@ -26,29 +26,29 @@ _NAMES = (
 )
 
 
-def _shared(model: ModelConfig, head_dim: object) -> list[Says]:
+def _shared(model: ModelConfig, head_dim: object) -> list[ConfigField]:
     return [
         *common(model, head_dim=head_dim),
-        Says("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
         *attention_biases(model),
-        Says("use_sliding_window", False, default=False),
+        ConfigField("use_sliding_window", False, default=False),
     ]
 
 
-def _dense(model: ModelConfig) -> list[Says]:
+def _dense(model: ModelConfig) -> list[ConfigField]:
     return _shared(model, head_dim=128)
 
 
-def _mixture(model: ModelConfig) -> list[Says]:
+def _mixture(model: ModelConfig) -> list[ConfigField]:
     of = model.moe
     return [
         *_shared(model, head_dim=head_width),
-        Says("num_experts", of.num_experts, "moe.num_experts", alias="num_local_experts"),
-        Says("num_experts_per_tok", of.top_k, "moe.top_k"),
-        Says("moe_intermediate_size", of.hidden_dim, "moe.hidden_dim"),
-        Says("norm_topk_prob", of.normalize_scores, "moe.normalize_scores", default=False),
-        Says("decoder_sparse_step", of.every_nth_layer, "moe.every_nth_layer", default=1),
-        Says(
+        ConfigField("num_experts", of.num_experts, "moe.num_experts", alias="num_local_experts"),
+        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k"),
+        ConfigField("moe_intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        ConfigField("norm_topk_prob", of.normalize_scores, "moe.normalize_scores", default=False),
+        ConfigField("decoder_sparse_step", of.every_nth_layer, "moe.every_nth_layer", default=1),
+        ConfigField(
             "mlp_only_layers",
             list(range(of.first_dense_layers)),
             "moe.first_dense_layers",
@@ -70,7 +70,7 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     names=_NAMES,
-    says=_dense,
+    config_fields=_dense,
     requires={"attention.qk_norm": "learned"},
     refuse=both_biases,
 )
@@ -79,7 +79,7 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     names=_NAMES | {"moe.router": "mlp.gate"} | per_expert("mlp.experts"),
-    says=_mixture,
+    config_fields=_mixture,
     requires={"attention.qk_norm": "learned"},
     refuse=both_biases,
     is_mixture=True,

@@ -1,0 +1,240 @@
+"""Draw the pictures of the documentation: ``python docs/pictures.py`` writes docs/pictures/*.svg.
+
+Each picture is drawn twice, for light and for dark pages, on a transparent background.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+FOLDER = Path(__file__).parent / "pictures"
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours of one scheme: text, lines, and (fill, edge) of each kind of box."""
+
+    text: str
+    soft: str
+    line: str
+    boxes: dict[str, tuple[str, str]]
+
+
+LIGHT = Palette(
+    text="#1f2430",
+    soft="#59606e",
+    line="#6b7280",
+    boxes={
+        "plain": ("#f1f3f6", "#9aa2b1"),
+        "blue": ("#dce8fb", "#3f74c4"),
+        "green": ("#dcf2e3", "#2f8a55"),
+        "orange": ("#fdebd3", "#c47a1c"),
+        "purple": ("#ebe2fa", "#7a55bd"),
+    },
+)
+DARK = Palette(
+    text="#e6e9ef",
+    soft="#a8b0bd",
+    line="#98a1b0",
+    boxes={
+        "plain": ("#2b303b", "#7d8696"),
+        "blue": ("#1d3354", "#6fa3ee"),
+        "green": ("#17402a", "#5cc288"),
+        "orange": ("#4d3210", "#e2a04a"),
+        "purple": ("#382958", "#b092ec"),
+    },
+)
+
+
+class Canvas:
+    """A figure in units of characters' widths, without axes."""
+
+    def __init__(self, width: float, height: float, palette: Palette) -> None:
+        self.palette = palette
+        self.figure = plt.figure(figsize=(width / 10, height / 10))
+        self.axes: Axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set_xlim(0, width)
+        self.axes.set_ylim(0, height)
+        self.axes.axis("off")
+
+    def box(
+        self, x: float, y: float, width: float, height: float, kind: str, title: str = "", lines: str = ""
+    ) -> None:
+        """A rounded box with a bold title and smaller lines, centred."""
+        fill, edge = self.palette.boxes[kind]
+        style = "round,pad=0,rounding_size=0.9"
+        self.axes.add_patch(
+            FancyBboxPatch(
+                (x, y), width, height, boxstyle=style, facecolor=fill, edgecolor=edge, linewidth=1.2
+            )
+        )
+        count = len(lines.splitlines())
+        middle = y + height / 2
+        self.text(x + width / 2, middle + 0.85 * count, title, weight="bold")
+        if lines:
+            self.text(x + width / 2, middle - 1.1 + 0.1 * count, lines, size=8.5, color=self.palette.soft)
+
+    def text(self, x: float, y: float, text: str, *, size: float = 10, **style: str) -> None:
+        """Text centred at a point; ``ha`` aligns it otherwise."""
+        style = {"ha": "center", "va": "center", "color": self.palette.text, **style}
+        self.axes.text(x, y, text, fontsize=size, linespacing=1.35, **style)  # type: ignore[arg-type]
+
+    def arrow(self, start: tuple[float, float], end: tuple[float, float], *, dashed: bool = False) -> None:
+        """An arrow between two points."""
+        self.axes.add_patch(
+            FancyArrowPatch(
+                start,
+                end,
+                arrowstyle="-|>",
+                mutation_scale=11,
+                linewidth=1.3,
+                color=self.palette.line,
+                linestyle="--" if dashed else "-",
+                shrinkA=0,
+                shrinkB=0,
+            )
+        )
+
+
+def flow(palette: Palette) -> Canvas:
+    """From the command line to tables: README and architecture."""
+    c = Canvas(100, 43, palette)
+    c.box(1, 25, 15, 12, "plain", "overrides", "model=llama3_8b\nparallelism=fsdp_tp_pp\nprecision=bf16")
+    c.box(21, 25, 15, 12, "blue", "Job", "typed, checked,\nhashed;\nno torch so far")
+    c.box(41, 22, 27, 18, "green")
+    c.text(54.5, 38, "8 ranks on a mesh", weight="bold")
+    for stage in range(2):
+        left = 42.5 + 12.5 * stage
+        c.box(left, 23.2, 11.5, 13, "plain")
+        c.text(left + 5.75, 35, f"pp {stage}", size=8.5, color=palette.soft)
+        for shard in range(2):
+            for slice_ in range(2):
+                rank = stage * 4 + shard * 2 + slice_
+                x, y = left + 0.8 + 5.2 * slice_, 28.9 - 5.1 * shard
+                c.box(x, y, 4.7, 4.6, "green", str(rank))
+    c.box(73, 25, 12, 12, "orange", "run folder", "metrics.jsonl\ncheckpoints/\nresult.json")
+    c.box(90, 25, 9, 12, "purple", "tables", "sweep\nreport\nbench")
+    for start, end in ((16, 21), (36, 41), (68, 73), (85, 90)):
+        c.arrow((start, 31), (end, 31))
+    c.text(18.5, 32.6, "compose", size=7, color=palette.soft)
+    c.text(38.5, 32.6, "start", size=8, color=palette.soft)
+    c.text(70.5, 32.6, "write", size=8, color=palette.soft)
+    c.text(54.5, 20.6, "rows: dp_shard (FSDP)   columns: tp   blocks: pp", size=8.5, color=palette.soft)
+    below = (
+        (3, "plan", "memory, time, MFU;\nseconds, no GPU"),
+        (21, "rehearse", "the CUDA code on\na virtual GPU"),
+        (39, "parity", "every layout against\none process"),
+    )
+    for x, title, lines in below:
+        c.box(x, 4, 15, 9.5, "plain", f"harness.{title}", lines)
+    c.arrow((25, 25), (13, 13.8), dashed=True)
+    c.arrow((28.5, 25), (28.5, 13.8), dashed=True)
+    c.arrow((32, 25), (44, 13.8), dashed=True)
+    c.text(57, 8.7, "the same job, checked before it costs anything", size=9, ha="left", color=palette.soft)
+    return c
+
+
+def mesh(palette: Palette) -> Canvas:
+    """What each rank of fsdp_tp_pp holds: how-to on parallelism."""
+    c = Canvas(100, 50, palette)
+    c.text(2, 47.5, "parallelism=fsdp_tp_pp: pp 2 x dp_shard 2 x tp 2 = 8 ranks", ha="left", weight="bold")
+    for stage, (layers, extra) in enumerate((("layers 0-2", "embedding"), ("layers 3-5", "norm, head"))):
+        left = 2 + 51 * stage
+        c.box(left, 4, 45, 40, "plain")
+        c.text(left + 22.5, 41.5, f"pipeline stage {stage}: {layers}, {extra}", weight="bold")
+        for shard in range(2):
+            y = 24 - 17 * shard
+            c.text(left + 3, y + 6.5, f"dp_shard {shard}", size=9, rotation="vertical", color=palette.soft)
+            for slice_ in range(2):
+                rank = stage * 4 + shard * 2 + slice_
+                x = left + 5.5 + 19.5 * slice_
+                lines = (
+                    f"slice {slice_} of 2 of each matrix,\nhalf {shard} of that slice's\n"
+                    f"parameters and optimizer\nsequences of replica {shard}"
+                )
+                c.box(x, y, 18.5, 13.5, ("blue", "green")[slice_], f"rank {rank}", lines)
+        for slice_ in range(2):
+            c.text(left + 14.75 + 19.5 * slice_, 38.6, f"tp {slice_}", size=9, color=palette.soft)
+    c.arrow((47.2, 24), (52.8, 24))
+    c.text(50, 26, "activations", size=7, color=palette.soft)
+    c.text(
+        50,
+        1.7,
+        "tp: all-gather and reduce-scatter in every layer    dp_shard: gather parameters, scatter gradients"
+        "    pp: send and receive",
+        size=8.5,
+        color=palette.soft,
+    )
+    return c
+
+
+def layers(palette: Palette) -> Canvas:
+    """Packages by when torch is imported: architecture."""
+    c = Canvas(100, 62, palette)
+    c.box(1, 35, 98, 26, "plain")
+    c.text(3, 58.8, "Controller: no torch, answers in less than a second", ha="left", weight="bold")
+    c.box(3, 49, 22, 7.5, "blue", "verbs", "train plan parity bench\nsweep report convert ...")
+    c.box(28, 49, 22, 7.5, "blue", "compose.py", "Hydra ends here")
+    c.box(53, 49, 19, 7.5, "blue", "job.py", "sum of all groups")
+    c.box(75, 49, 22, 7.5, "blue", "run_folder.py", "job.json, status, result")
+    groups = (
+        "model  parallelism  precision  data  optimizer  checkpoint\n"
+        "metrics  loop  cluster: config.py of each package"
+    )
+    c.box(3, 37.5, 47, 8.5, "orange", "groups", groups)
+    c.box(53, 37.5, 19, 8.5, "purple", "plan", "memory, time, search")
+    c.box(75, 37.5, 22, 8.5, "purple", "cluster", "local, SLURM, outcome")
+    for x1, x2 in ((25, 28), (50, 53), (72, 75)):
+        c.arrow((x1, 52.7), (x2, 52.7))
+    c.arrow((39, 46), (39, 49))
+    c.arrow((62.5, 49), (62.5, 46))
+    c.arrow((86, 49), (86, 46))
+    c.box(1, 2, 98, 29, "plain")
+    c.text(3, 28.8, "Rank: torch, no Hydra; reads job.json", ha="left", weight="bold")
+    c.box(3, 17, 16, 9, "green", "rank.py", "process group,\ndevice")
+    c.box(23, 17, 22, 9, "green", "parallelism", "mesh, parallelize,\nmaterialize")
+    c.box(49, 17, 20, 9, "green", "loop/engine.py", "one optimizer step")
+    c.box(73, 17, 24, 9, "green", "loop/trainer.py", "the loop: stop, validate,\nlog, save")
+    for x1, x2 in ((19, 23), (45, 49), (69, 73)):
+        c.arrow((x1, 21.5), (x2, 21.5))
+    c.box(3, 4, 16, 8.5, "plain", "data", "samples by\nseed and step")
+    c.box(23, 4, 22, 8.5, "plain", "model, precision", "modules that know\nno layout")
+    c.box(49, 4, 20, 8.5, "plain", "optimizer", "AdamW, schedule")
+    c.box(73, 4, 11, 8.5, "plain", "metrics", "rows, MFU")
+    c.box(86, 4, 11, 8.5, "plain", "checkpoint", "DCP, resume")
+    c.arrow((11, 12.5), (11, 17))
+    c.arrow((34, 12.5), (34, 17))
+    c.arrow((59, 12.5), (59, 17))
+    c.arrow((78.5, 17), (78.5, 12.5))
+    c.arrow((91.5, 17), (91.5, 12.5))
+    c.arrow((86, 37.5), (86, 31))
+    c.text(87.5, 33.2, "starts", size=8.5, ha="left", color=palette.soft)
+    return c
+
+
+PICTURES = {"flow": flow, "mesh": mesh, "layers": layers}
+
+
+def main() -> None:
+    """Write every picture in both colour schemes."""
+    plt.rcParams.update({"svg.hashsalt": "harness", "svg.fonttype": "path", "font.family": "DejaVu Sans"})
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        for scheme, palette in (("light", LIGHT), ("dark", DARK)):
+            canvas = draw(palette)
+            path = FOLDER / f"{name}-{scheme}.svg"
+            canvas.figure.savefig(path, transparent=True, metadata={"Date": None})
+            plt.close(canvas.figure)
+            path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""Write docs/reference from the code: ``python docs/reference.py [FOLDER]``.
+
+Fields and their documentation are read from the dataclasses, options from conf/, flags from the parsers,
+columns from ``harness.metrics.columns``, failure classes from ``harness.failures``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import html
+import importlib
+import inspect
+import itertools
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness import arguments, errors, failures
+from harness.compose import shown_config
+from harness.config import type_hints
+from harness.job import Job
+from harness.metrics import columns
+
+ROOT = Path(__file__).resolve().parent.parent
+WRITTEN = "<!-- Written by docs/reference.py. Change the code, then run make reference. -->\n"
+VERBS = {
+    "train": "harness.train",
+    "plan": "harness.plan.__main__",
+    "rehearse": "harness.rehearse.__main__",
+    "parity": "harness.parity",
+    "bench": "harness.bench",
+    "sweep": "harness.sweep.__main__",
+    "report": "harness.report.__main__",
+    "verify": "harness.verify",
+    "convert": "harness.convert",
+    "download": "harness.download",
+}
+# Every flag of harness.arguments.NAMES, by its long name.
+FLAGS = {
+    "--help": "List groups, options and fields with their current values.",
+    "--version": "Print versions of the harness, Python and the main packages.",
+    "--cfg": "Print the composed job (`job`), Hydra's settings (`hydra`) or both (`all`), and run nothing.",
+    "--package": "With `--cfg`: print one part, e.g. `--cfg job --package parallelism`.",
+    "--resolve": "With `--cfg`: resolve interpolations such as `${model.name}`.",
+    "--info": "Print how Hydra composes the job: `all`, `config`, `defaults`, `defaults-tree`, `plugins`, "
+    "`searchpath`.",
+    "--multirun": "Run one job for each combination of values (`harness.train` only).",
+    "--shell-completion": "`install=bash` prints the completion script of a shell (bash, fish, zsh).",
+    "--config-name": "Compose another primary file of `conf/`.",
+}
+OWN_FLAGS = {"--json": "Print JSON instead of text."}
+EXIT_CODES = {
+    "EXIT_OK": "Done.",
+    "EXIT_BUG": "A bug of the harness; a traceback is printed.",
+    "EXIT_USER": "A mistake in the job or its data; one line says what would work.",
+    "EXIT_MACHINE": "The machine failed: memory, a collective, a node, a disk.",
+    "EXIT_NON_FINITE": "Loss or gradients are not finite.",
+    "EXIT_RESUMABLE": "Stopped with a checkpoint; the same command continues.",
+    "EXIT_INTERRUPTED": "Stopped without a checkpoint.",
+    "EXIT_DIFFERS": "At least one layout differs from one process.",
+    "EXIT_FAILED": "At least one variant (bench) or rank (rehearse) failed.",
+}
+
+
+def main(folder: Path) -> None:
+    """Write all pages into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = {
+        "fields": fields_page,
+        "options": options_page,
+        "verbs": verbs_page,
+        "columns": columns_page,
+        "failures": failures_page,
+    }
+    for name, page in pages.items():
+        (folder / f"{name}.md").write_text(f"{WRITTEN}\n{page().rstrip()}\n")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
+
+
+def code(text: str) -> str:
+    """Text as code in a cell of a table, where a pipe would end the cell."""
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+
+
+def plain(text: str | None) -> str:
+    """A docstring as one line of Markdown; only its code is markup."""
+    text = " ".join(inspect.cleandoc(text or "").split()).replace("``", "`")
+    parts = text.split("`")
+    for place, part in enumerate(parts):
+        if place % 2 == 0:
+            parts[place] = re.sub(r"([*|<~\[\]])", r"\\\1", part)
+        else:
+            parts[place] = code(part)
+    return "".join(parts)
+
+
+def shown(value: Any) -> str:
+    """A value as the user types it."""
+    text = typed(value)
+    if isinstance(value, list | dict) and len(text) > 60:
+        return f"{len(value)} entries"
+    return code(text)
+
+
+def typed(value: Any) -> str:
+    """A value in the syntax of overrides."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(str(each) for each in value)}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{each}" for name, each in value.items()) + "}"
+    return str(value) or "''"
+
+
+def type_name(hint: Any) -> str:
+    """A type as a reader says it: ``int or null``."""
+    text = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
+    text = (
+        text.replace("typing.Any", "any")
+        .replace("typing.", "")
+        .replace("Any", "any")
+        .replace("None", "null")
+        .replace(" | ", " or ")
+    )
+    text = re.sub(r"list\[list\[(\w+)\]\]", r"lists of \1", text)
+    text = re.sub(r"list\[(\w+)\]", r"list of \1", text)
+    return re.sub(r"dict\[\w+, (\w+)\]", r"mapping to \1", text)
+
+
+def docstrings(cls: type) -> dict[str, str]:
+    """The string below each field of a dataclass."""
+    tree = ast.parse(inspect.cleandoc(inspect.getsource(cls)))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    found = {}
+    for statement, after in itertools.pairwise(body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
+            found[ast.unparse(statement.target)] = ast.literal_eval(after.value)
+    return found
+
+
+def field_rows(cls: type, composed: Any, prefix: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield (group, row) of every leaf field of a dataclass; ``composed`` has the composed values."""
+    texts, hints = docstrings(cls), type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint, name = hints[field.name], f"{prefix}{field.name}"
+        value = composed.get(field.name) if isinstance(composed, dict) else None
+        if dataclasses.is_dataclass(hint):
+            yield from field_rows(hint, value or {}, f"{name}.")  # type: ignore[arg-type]
+            continue
+        role, text = field.metadata["role"], plain(texts.get(field.name))
+        yield (
+            prefix.rstrip("."),
+            [f"`{name}`", type_name(hint), shown(value), role, text],
+        )
+
+
+def composed_values(verb: str, schema: type) -> dict[str, Any]:
+    """The values of a verb's job when nothing is typed."""
+    return yaml.safe_load(shown_config([], "job", config_name=verb, schema=schema))  # type: ignore[no-any-return]
+
+
+def groups_of(cls: type, composed: Any, prefix: str = "") -> dict[str, list[list[str]]]:
+    """Rows by group, in the order of the job."""
+    groups: dict[str, list[list[str]]] = {}
+    for group, row in field_rows(cls, composed, prefix):
+        groups.setdefault(group, []).append(row)
+    return groups
+
+
+FIELD_HEADER = ("field", "type", "default", "role", "meaning")
+
+
+def fields_page() -> str:
+    """Every field of a training job."""
+    text = (
+        "# Fields of a job\n\n"
+        "Set a field as `field=value` on the command line. *Default* is the value when nothing is typed\n"
+        "(`conf/train.yaml`). *Role* says what a change does: `numerics` fields change the numbers that are\n"
+        "computed, `execution` fields only how, `label` fields neither ([concepts](../concepts.md)).\n"
+    )
+    for group, rows in groups_of(Job, composed_values("train", Job)).items():
+        text += f"\n## {group or 'Top level'}\n\n{table(FIELD_HEADER, rows)}"
+    return text
+
+
+def options_page() -> str:
+    """Every option of every group."""
+    text = (
+        "# Options of groups\n\nChoose an option as `group=option`; it sets the fields listed here,\n"
+        "which are named without their group. Fields typed on the command line win over options.\n"
+    )
+    for folder in sorted(path for path in (ROOT / "conf").iterdir() if path.is_dir()):
+        if folder.name in ("experiment", "sweep"):
+            continue
+        rows = []
+        for file in sorted(folder.glob("*.yaml")):
+            content = yaml.safe_load(file.read_text()) or {}
+            bases = [each for each in content.pop("defaults", []) if each != "_self_"]
+            sets = " ".join([*(f"(as {each})" for each in bases), *flat(content)])
+            rows.append([f"`{file.stem}`", plain(leading_comment(file)), sets])
+        text += f"\n## {folder.name}\n\n{table(('option', 'meaning', 'sets'), rows)}"
+    return text
+
+
+def leading_comment(file: Path) -> str:
+    """The comment that a YAML file begins with."""
+    found = []
+    for line in file.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        found.append(line.lstrip("# "))
+    return " ".join(each for each in found if not each.startswith("@package"))
+
+
+def flat(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield ``name=value`` of the leaves of a YAML file, as code."""
+    for name, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield code(f"{prefix}{name}={typed(value)}")
+
+
+def scripts() -> dict[str, str]:
+    """Console scripts by the module that they start."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {target.removesuffix(":main"): name for name, target in project["scripts"].items()}
+
+
+def verbs_page() -> str:
+    """Every verb: purpose, flags, fields of its own, exit codes."""
+    general = [code for code in vars(errors) if code.startswith("EXIT_")]
+    text = (
+        "# Verbs\n\nA verb is `python -m harness.NAME`, or the script `harness-NAME`. Verbs that take a\n"
+        "job take all of its [fields](fields.md) and [options](options.md).\n\n## Exit codes\n\n"
+        + table(("code", "meaning"), [[str(getattr(errors, code)), EXIT_CODES[code]] for code in general])
+        + "\nThe class of a failure is `error.kind` of [result.json](columns.md#resultjson);\n"
+        "[failures](failures.md) lists them.\n\n## Flags of verbs that take a job\n\n"
+        + table(
+            ("flag", "meaning"),
+            [[", ".join(f"`{name}`" for name in names), FLAGS[names[-1]]] for names in arguments.NAMES],
+        )
+    )
+    for verb, module_name in VERBS.items():
+        module = importlib.import_module(module_name)
+        script = scripts()[module_name]
+        text += f"\n## {verb}\n\n{purpose(module)}\n\nScript: `{script}`.\n"
+        text += f"{own_exit_codes(module)}{own_flags(module)}{own_fields(verb, module)}"
+    return text
+
+
+def purpose(module: Any) -> str:
+    """The docstring of a verb's module, with commands as code."""
+    paragraphs = inspect.cleandoc(module.__doc__ or "").split("\n\n")
+    blocks = []
+    for paragraph in paragraphs:
+        if paragraph.startswith("    "):
+            blocks.append(f"```text\n{inspect.cleandoc(paragraph)}\n```")
+        else:
+            blocks.append(plain(paragraph))
+    return "\n\n".join(blocks)
+
+
+def own_exit_codes(module: Any) -> str:
+    """Exit codes that only this verb has."""
+    names = [name for name in vars(module) if name.startswith("EXIT_") and not hasattr(errors, name)]
+    return "".join(f"\nExit code {getattr(module, name)}: {EXIT_CODES[name]}\n" for name in names)
+
+
+def own_flags(module: Any) -> str:
+    """Flags and arguments that only this verb takes."""
+    if parser := parser_of(module):
+        return "".join(parser_tables(parser))
+    own = [flag for name, flag in vars(module).items() if name.endswith("_FLAG")]
+    return "\n" + table(("flag", "meaning"), [[f"`{flag}`", OWN_FLAGS[flag]] for flag in own]) if own else ""
+
+
+def parser_of(module: Any) -> argparse.ArgumentParser | None:
+    """The argparse parser of a verb that takes no job."""
+    if hasattr(module, "_parser"):
+        return module._parser()  # type: ignore[no-any-return]
+    caught: list[argparse.ArgumentParser] = []
+    if hasattr(module, "run_parsed"):
+        original, module.run_parsed = module.run_parsed, lambda parser, verb: caught.append(parser)
+        try:
+            module.main()
+        finally:
+            module.run_parsed = original
+    return caught[0] if caught else None
+
+
+def parser_tables(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the usage and arguments of a parser and of its subcommands."""
+    rows, below = [], []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            below.extend(action.choices.values())
+        elif "--help" not in action.option_strings:
+            name = ", ".join(action.option_strings) or str(action.metavar or action.dest).upper()
+            rows.append([code(name), plain(action.help)])
+    if rows:
+        described = f"{plain(parser.description).capitalize()}.".replace("..", ".")
+        yield f"\n`{' '.join(parser.format_usage().split()[1:])}`: {described}\n\n"
+        yield table(("argument", "meaning"), rows)
+    for each in below:
+        yield from parser_tables(each)
+
+
+def own_fields(verb: str, module: Any) -> str:
+    """Fields that only this verb's job has."""
+    schemas = [each for name, each in vars(module).items() if name == f"{verb.capitalize()}Job"]
+    if not schemas:
+        return ""
+    of_all = {row[0] for rows in groups_of(Job, {}).values() for row in rows}
+    composed = composed_values(verb, schemas[0])
+    rows = [row for rows in groups_of(schemas[0], composed).values() for row in rows if row[0] not in of_all]
+    return "\n" + table(FIELD_HEADER, rows)
+
+
+def columns_page() -> str:
+    """Every column of metrics.jsonl and result.json."""
+    header = ("column", "unit", "meaning", "present")
+    tables = [
+        table(header, [[f"`{c.name}`", c.unit, c.text, c.when or "always"] for c in found])
+        for found in (columns.METRICS, columns.RESULT)
+    ]
+    return (
+        "# Columns of metrics.jsonl and result.json\n\nBoth are in the run folder. A value that is not\n"
+        "known is null; a number that is not finite is the text `nan`, `inf` or `-inf`.\n\n"
+        f"## metrics.jsonl\n\nOne row for every `metrics.log_interval` steps.\n\n{tables[0]}\n"
+        f"## result.json\n\nOne flat row for each attempt, on success and on failure.\n\n{tables[1]}"
+    )
+
+
+def failures_page() -> str:
+    """Every failure class, from the docstring that defines them."""
+    rows = [
+        [plain(cell) for cell in line.strip("| ").split(" | ")]
+        for line in (failures.__doc__ or "").splitlines()
+        if line.startswith("| `")
+    ]
+    return (
+        "# Failure classes\n\n`error.kind` of a failed run.\n"
+        "[Troubleshooting](../troubleshooting.md) says what to do.\n\n"
+        + table(("class", "exit code", "meaning"), rows)
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "reference")

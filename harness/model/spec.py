@@ -1,0 +1,323 @@
+"""The one description of a decoder's modules and tensors, computed from its config (no torch).
+
+It has how tensor parallelism splits every module, the shape and initial values of every tensor, and the
+groups of FSDP. Layouts, initialization, checkpoints, precision, counts of parameters and FLOPs, and the plan
+read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from harness.model.config import ModelConfig
+
+BALANCE_BIAS = "moe.balance_bias"
+"""The only tensor that is saved with a model and not trained; always float32."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Split(StrEnum):
+    """How tensor parallelism splits a module. ``parallelism/tensor.py`` maps each word to collectives."""
+
+    VOCABULARY = "vocabulary"
+    """An embedding table, by rows; its output enters the residual stream."""
+    COLUMN = "column"
+    """A linear, by output features: full input, split output."""
+    ROW = "row"
+    """A linear, by input features; its partial output is summed into the residual stream."""
+    NORM = "norm"
+    """A norm on the residual stream: replicated; its input is split along the sequence when the stream is."""
+    STREAM = "stream"
+    """A linear on the residual stream, position by position: like ``NORM``."""
+    HEAD_NORM = "head_norm"
+    """A norm of each head, replicated; its input is split by heads."""
+    WHOLE = "whole"
+    """Replicated inside a region: every rank computes the same from full inputs."""
+    REGION = "region"
+    """A module that needs the full residual stream as input (attention, feed-forward)."""
+    SHARED_EXPERTS = "shared_experts"
+    """Shared experts: a region, unless their mixture is one already."""
+    MIXTURE = "mixture"
+    """A mixture of experts: a region when its experts are split."""
+    ROUTER = "router"
+    """Scores tokens for the experts; replicated."""
+    EXPERTS = "experts"
+    """The stacked experts of a mixture; each of their tensors is ``COLUMN`` or ``ROW``."""
+    HEAD = "head"
+    """The output projection, by vocabulary; logits stay split for the parallel loss, else are gathered."""
+    HEADS = "heads"
+    """A parameter with one value per head, split by heads."""
+
+
+_BY_OUTPUT = (Split.VOCABULARY, Split.COLUMN, Split.HEAD, Split.HEADS)
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values: a normal distribution around ``mean``, truncated at +-``cut``."""
+
+    std: float
+    cut: float = math.inf
+    mean: float = 0.0
+
+
+ZEROS, ONES = Init(0.0), Init(0.0, mean=1.0)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A parameter, or a buffer that is saved with the model."""
+
+    name: str
+    module: str
+    """Name of its module; of an expert's tensor, that of the stack."""
+    shape: tuple[int, ...]
+    """Matrices are [outputs, inputs]; tensors of experts have the experts as first dimension."""
+    split: Split
+    init: Init
+    is_matrix: bool = False
+    """Whether tokens are multiplied by it."""
+    top_k: int = 0
+    """Of an expert's tensor: how many of the experts a token goes to. 0: not an expert's tensor."""
+
+    @property
+    def split_dim(self) -> int | None:
+        """The dimension that tensor parallelism splits, if any; of experts, where it splits each expert."""
+        if self.split in _BY_OUTPUT:
+            return int(self.is_expert)
+        return len(self.shape) - 1 if self.split is Split.ROW and self.is_matrix else None
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def active_size(self) -> int:
+        """Values that one token uses."""
+        return self.size // self.experts * max(self.top_k, 1)
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is saved with the model but not trained."""
+        return is_buffer(self.name)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it stacks the values of all experts of a block."""
+        return self.top_k > 0
+
+    @property
+    def experts(self) -> int:
+        """Number of stacked experts; 1 for other tensors."""
+        return self.shape[0] if self.is_expert else 1
+
+    @property
+    def outputs(self) -> int:
+        """Output features of a matrix."""
+        return self.shape[-2]
+
+    @property
+    def inputs(self) -> int:
+        """Input features of a matrix."""
+        return self.shape[-1]
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """A module that tensor parallelism treats in some way, with its own tensors (not its submodules')."""
+
+    name: str
+    split: Split
+    tensors: tuple[TensorSpec, ...] = ()
+
+
+def modules(config: ModelConfig) -> Iterator[ModuleSpec]:
+    """Every module of the decoder, in order."""
+    std = config.dim**-0.5
+    head = Init(std, cut=3 * std)
+    table = head if config.tied_embeddings else Init(config.embedding_std)
+    embeddings, shape = "tok_embeddings", (config.vocab_size, config.dim)
+    weight = TensorSpec(f"{embeddings}.weight", embeddings, shape, Split.VOCABULARY, table)
+    yield ModuleSpec(embeddings, Split.VOCABULARY, (weight,))
+    for layer in range(config.n_layers):
+        yield from block_modules(config, layer)
+    yield _norm("norm", config.dim)
+    # The weight of a tied output projection is the table.
+    owner = embeddings if config.tied_embeddings else "output"
+    weight = TensorSpec(f"{owner}.weight", "output", shape, Split.HEAD, head, is_matrix=True)
+    yield ModuleSpec("output", Split.HEAD, (weight,))
+    if config.mtp.depth:
+        yield _norm("mtp.embedding_norm", config.dim)
+        yield _norm("mtp.hidden_norm", config.dim)
+        yield _linear("mtp.proj", config.dim, 2 * config.dim, Split.STREAM, _linear_init())
+        yield from block_modules(config, config.n_layers)
+        yield _norm("mtp.norm", config.dim)
+
+
+def block_modules(config: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
+    """Every module of one block; number ``n_layers`` is multi-token prediction's."""
+    return _Block(config, layer).modules()
+
+
+def tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor by name, in the decoder's order; a tied table once."""
+    return {tensor.name: tensor for module in modules(config) for tensor in module.tensors}
+
+
+def block_tensors(config: ModelConfig, layer: int) -> list[TensorSpec]:
+    """Every tensor of one block, in the block's order."""
+    return [tensor for module in block_modules(config, layer) for tensor in module.tensors]
+
+
+def tensor_shapes(config: ModelConfig) -> Shapes:
+    """Shapes of all parameters and saved buffers by name, in the decoder's order."""
+    return {name: tensor.shape for name, tensor in tensors(config).items()}
+
+
+def parameter_shapes(config: ModelConfig) -> Shapes:
+    """Shapes of all parameters by name, in the decoder's order. A tied output projection is not listed."""
+    return {name: shape for name, shape in tensor_shapes(config).items() if not is_buffer(name)}
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor is a buffer, not a parameter."""
+    return name.endswith(BALANCE_BIAS)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor stacks the values of all experts of a block."""
+    return ".moe.experts." in f".{name}"
+
+
+def block_prefix(config: ModelConfig, layer: int) -> str:
+    """The prefix of the names in a block; block ``n_layers`` is multi-token prediction's."""
+    return f"layers.{layer}." if layer < config.n_layers else "mtp.block."
+
+
+def fsdp_groups(config: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
+    """The FSDP group of every module that FSDP wraps, inner modules before outer ones.
+
+    FSDP gathers the parameters of a group at once. A parameter belongs to the group of the innermost wrapped
+    module around it; "" is the model itself.
+
+    Args:
+        config: the model.
+        experts_apart: whether experts have another mesh than the other parameters, so another group.
+    """
+    groups: dict[str, str] = {}
+    for layer in range(config.num_blocks):
+        block = block_prefix(config, layer).removesuffix(".")
+        if experts_apart and config.has_experts(layer):
+            groups[f"{block}.moe.experts"] = f"{block}.experts"
+        groups[block] = block
+    groups["mtp"] = "mtp"
+    # A tied table is used at both ends, so its users share one group: the root's, which stays gathered.
+    if not config.tied_embeddings:
+        groups |= {"tok_embeddings": "tok_embeddings", "norm": "head", "output": "head"}
+    return groups | {"": "root"}
+
+
+KEPT_AFTER_FORWARD = ("head", "root")
+"""FSDP groups that backward starts with: freed after forward only with ``reshard_after_forward=always``."""
+
+
+class _Block:
+    """The modules of one block.
+
+    Linears are initialized as in torchtitan's Llama 3: a normal of std 0.02 truncated at +-2. Those that
+    write to the residual stream (wo, w2) or gate it (w3) have std 0.02 / sqrt(2 (layer + 1)), so that its
+    variance does not grow with depth. Sinks are initialized as linears (openai/gpt-oss leaves them to
+    training).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        self.config, self.layer, self.prefix = config, layer, block_prefix(config, layer)
+        self.init, self.deep = _linear_init(), _linear_init(2 * (layer + 1))
+
+    def modules(self) -> Iterator[ModuleSpec]:
+        config, at = self.config, self.prefix
+        yield _norm(f"{at}attention_norm", config.dim)
+        yield from self._latent_attention() if config.attention.is_latent else self._attention()
+        yield _norm(f"{at}ffn_norm", config.dim)
+        if config.has_experts(self.layer):
+            yield from self._mixture()
+        else:
+            yield from self._feed_forward(f"{at}feed_forward", config.ffn_hidden_dim)
+
+    def _attention(self) -> Iterator[ModuleSpec]:
+        config, of, at = self.config, self.config.attention, f"{self.prefix}attention"
+        dim, width = config.dim, config.head_width
+        q_width, kv_width = config.n_heads * width, config.n_kv_heads * width
+        sinks = TensorSpec(f"{at}.sinks", at, (config.n_heads,), Split.HEADS, self.init)
+        yield ModuleSpec(at, Split.REGION, (sinks,) if of.sinks else ())
+        for name, outputs in (("wq", q_width), ("wk", kv_width), ("wv", kv_width)):
+            yield _linear(f"{at}.{name}", outputs, dim, Split.COLUMN, self.init, bias=of.qkv_bias)
+        yield _linear(f"{at}.wo", dim, q_width, Split.ROW, self.deep, bias=of.output_bias)
+        if of.qk_norm == "learned":
+            yield _norm(f"{at}.q_norm", width, Split.HEAD_NORM)
+            yield _norm(f"{at}.k_norm", width, Split.HEAD_NORM)
+
+    def _latent_attention(self) -> Iterator[ModuleSpec]:
+        config, of, at = self.config, self.config.attention, f"{self.prefix}attention"
+        dim, heads, rank = config.dim, config.n_heads, of.kv_lora_rank
+        q_width, down = heads * config.head_width, rank + of.qk_rope_head_dim
+        up = heads * (of.qk_nope_head_dim + of.v_head_dim)
+        yield ModuleSpec(at, Split.REGION)
+        if of.q_lora_rank is None:
+            yield _linear(f"{at}.wq", q_width, dim, Split.COLUMN, self.init)
+        else:
+            yield _linear(f"{at}.wq_a", of.q_lora_rank, dim, Split.WHOLE, self.init)
+            yield _norm(f"{at}.q_norm", of.q_lora_rank, Split.WHOLE)
+            yield _linear(f"{at}.wq_b", q_width, of.q_lora_rank, Split.COLUMN, self.init)
+        yield _linear(f"{at}.wkv_a", down, dim, Split.WHOLE, self.init)
+        yield _norm(f"{at}.kv_norm", rank, Split.WHOLE)
+        yield _linear(f"{at}.wkv_b", up, rank, Split.COLUMN, self.init)
+        yield _linear(f"{at}.wo", dim, heads * of.v_head_dim, Split.ROW, self.deep)
+
+    def _feed_forward(self, at: str, hidden: int, region: Split = Split.REGION) -> Iterator[ModuleSpec]:
+        dim = self.config.dim
+        yield ModuleSpec(at, region)
+        yield _linear(f"{at}.w1", hidden, dim, Split.COLUMN, self.init)
+        yield _linear(f"{at}.w2", dim, hidden, Split.ROW, self.deep)
+        yield _linear(f"{at}.w3", hidden, dim, Split.COLUMN, self.deep)
+
+    def _mixture(self) -> Iterator[ModuleSpec]:
+        config, of, at = self.config, self.config.moe, f"{self.prefix}moe"
+        dim, hidden, experts, stack = config.dim, of.hidden_dim, of.num_experts, f"{self.prefix}moe.experts"
+        balance = TensorSpec(self.prefix + BALANCE_BIAS, at, (experts,), Split.MIXTURE, ZEROS)
+        yield ModuleSpec(at, Split.MIXTURE, (balance,) if of.balance_coeff else ())
+        yield _linear(f"{at}.router", experts, dim, Split.ROUTER, self.init, bias=of.router_bias)
+        shapes = {
+            1: (hidden, dim, Split.COLUMN, self.init),
+            2: (dim, hidden, Split.ROW, self.deep),
+            3: (hidden, dim, Split.COLUMN, self.deep),
+        }
+        weights, biases = [], []
+        for i, (outputs, inputs, split, init) in shapes.items():
+            shape = experts, outputs, inputs
+            weights.append(TensorSpec(f"{stack}.w{i}", stack, shape, split, init, True, of.top_k))
+            biases.append(TensorSpec(f"{stack}.b{i}", stack, shape[:2], split, ZEROS, False, of.top_k))
+        yield ModuleSpec(stack, Split.EXPERTS, (*weights, *(biases if of.expert_bias else ())))
+        if of.shared_hidden_dim:
+            yield from self._feed_forward(f"{at}.shared_experts", of.shared_hidden_dim, Split.SHARED_EXPERTS)
+
+
+def _linear_init(depth: int = 1) -> Init:
+    return Init(0.02 / math.sqrt(depth), cut=2.0)
+
+
+def _linear(
+    name: str, outputs: int, inputs: int, split: Split, init: Init, *, bias: bool = False
+) -> ModuleSpec:
+    weight = TensorSpec(f"{name}.weight", name, (outputs, inputs), split, init, is_matrix=True)
+    of_bias = TensorSpec(f"{name}.bias", name, (outputs,), split, ZEROS)
+    return ModuleSpec(name, split, (weight, of_bias) if bias else (weight,))
+
+
+def _norm(name: str, width: int, split: Split = Split.NORM) -> ModuleSpec:
+    return ModuleSpec(name, split, (TensorSpec(f"{name}.weight", name, (width,), split, ONES),))

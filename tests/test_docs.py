@@ -1,0 +1,335 @@
+"""README and docs/: commands compose, shown errors are exact, links exist, the reference is complete."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from harness import arguments, errors, failures
+from harness.bench import BenchJob
+from harness.compose import compose_job, compose_points
+from harness.config import leaves
+from harness.convert import ConvertJob
+from harness.download import DownloadJob
+from harness.errors import ConfigError
+from harness.job import Job
+from harness.metrics import columns
+from harness.parity import ParityJob
+from harness.plan.config import PlanJob
+from harness.plan.make import make_plan
+from harness.plan.render import render
+from harness.rehearse.config import RehearseJob
+from harness.report.__main__ import _parser as _report_parser
+from harness.sweep.__main__ import _parser as _sweep_parser
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "experiments/README.md", "sweeps/README.md")
+# tests/test_adding_a_model.py runs the commands of that page.
+PAGES = [
+    *(ROOT / name for name in OUTSIDE),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "adding_a_model.md"),
+]
+SCHEMAS: dict[str, type] = {
+    "train": Job,
+    "bench": BenchJob,
+    "parity": ParityJob,
+    "convert": ConvertJob,
+    "download": DownloadJob,
+    "plan": PlanJob,
+    "rehearse": RehearseJob,
+}
+# Programs that are not the harness's; README says which packages bring them.
+OTHERS = ("nvidia-smi", "pgrep", "kill", "eval", "git", "sbatch", "echo", "pre-commit")
+# Pages of commands for GPUs, by section.
+GPUS = {"One GPU": "0", "Eight GPUs": "0,1,2,3,4,5,6,7"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of a page."""
+
+    page: Path
+    line: str
+    section: str
+    output: list[str]
+    """The lines below it, where it is shown with its output."""
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.line}"
+
+
+def commands_of(page: Path) -> Iterator[Command]:
+    """Yield the commands of fenced blocks, continuation lines joined, comments and prompts removed."""
+    section = ""
+    text = page.read_text()
+    for part in re.finditer(
+        r"^## ([^\n]+)$|^ *```(bash|console)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL
+    ):
+        section = part[1] or section
+        lines = re.sub(r"\\\n\s*", "", part[3] or "").splitlines()
+        for place, line in enumerate(lines):
+            if part[2] == "console" and not line.startswith("$ "):
+                continue
+            command = re.sub(r"(^|\s+)#.*", "", line.strip().removeprefix("$ ")).strip()
+            shown = itertools.takewhile(lambda each: not each.startswith("$ "), lines[place + 1 :])
+            if command:
+                yield Command(page, command, section, list(shown) if part[2] == "console" else [])
+
+
+COMMANDS = [command for page in PAGES for command in commands_of(page)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_commands(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(command.line)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS.get(command.section, ""))
+    if words[0] in OTHERS:
+        return
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets
+        return
+    if words[0] == "torchrun":
+        for variable, value in (("RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+            monkeypatch.setenv(variable, value)
+        monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])
+    else:
+        assert re.fullmatch(r"(.*/)?(python3?|pip)", words[0]), f"{words[0]}: what is this?"
+    if words[1].endswith(".py"):
+        script = (ROOT / words[1]).read_text()
+        flags = [word for word in words[2:] if word.startswith("--")]
+        assert all(f'"{flag}"' in script for flag in flags), flags
+        return
+    if "-m" in words and words[words.index("-m") + 1].startswith("harness."):
+        place = words.index("-m") + 1
+        _check_harness(command, words[place].removeprefix("harness."), words[place + 1 :])
+    else:
+        assert words[1] in ("-c", "-m", "install"), words
+
+
+def _check_harness(command: Command, verb: str, words: list[str]) -> None:
+    if verb == "sweep":
+        assert str(_sweep_parser().parse_args(words).folder).startswith("runs/")
+        return
+    if verb == "report":
+        folder = _report_parser().parse_args(words).folder
+        assert str(folder).startswith("runs/") or (ROOT / folder).is_dir()
+        return
+    if verb == "verify":
+        assert words and all(word.startswith("runs/") for word in words)
+        return
+    line = arguments.parse(words, own=["--json"] if verb in ("plan", "rehearse") else [])
+    if command.output and command.output[0].startswith("error: "):
+        with pytest.raises(ConfigError) as refused:
+            compose_job(line.overrides, config_name=verb, schema=SCHEMAS[verb])
+        assert f"error: {refused.value}" == command.output[0]
+    elif line.is_multirun:
+        points = compose_points(line.overrides, config_name=verb, schema=SCHEMAS[verb])
+        reasons = {point.reason for point in points if point.job is None}
+        assert any(point.job is not None for point in points), reasons
+        assert "sweep=" in command.line or "parallelism.tp=" in command.line or not reasons
+    else:
+        compose_job(line.overrides, config_name=verb, schema=SCHEMAS[verb])
+
+
+PLANNED = [command for command in COMMANDS if "-m harness.plan " in command.line and command.output]
+
+
+@pytest.mark.parametrize("command", PLANNED, ids=str)
+def test_shown_plans_are_what_the_plan_prints(command: Command) -> None:
+    printed = plan_of(shlex.split(command.line)[3:]).splitlines()
+    for line in command.output:
+        assert line == "..." or line in printed
+
+
+def plan_of(overrides: list[str]) -> str:
+    """What harness.plan prints of a job."""
+    return render(make_plan(compose_job(overrides, config_name="plan", schema=PlanJob).plain, None))
+
+
+@pytest.mark.parametrize("cluster", ["slurm_h100", "slurm_h200"])
+def test_the_first_hour_has_what_the_plan_says(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "first_hour.md"
+    found = 0
+    for command in commands_of(page):
+        on_one = command.section == "One GPU"
+        words = shlex.split(command.line)[3:]
+        if "model=llama3_8b" not in words or "checkpoint=disabled" not in words:
+            continue
+        if not on_one and cluster == "slurm_h200":
+            continue  # only planned for H100
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS[command.section])
+        extra = [f"cluster={cluster}", f"cluster.ranks_per_node={1 if on_one else 8}"]
+        layouts = next(word for word in words if word.startswith("parallelism="))
+        for layout in layouts.partition("=")[2].split(","):
+            rest = [word for word in words if not word.startswith(("parallelism=", "-m"))]
+            plan = plan_of([*rest, f"parallelism={layout}", *extra])
+            [rate] = re.findall(r"^throughput  ([\d,]+) tokens", plan, re.MULTILINE)
+            [peak] = re.findall(r"rank takes ([\d.]+) of", plan)
+            assert f"| {rate} |" in page.read_text(), command.line
+            assert f"| {float(peak):.1f} |" in page.read_text(), command.line
+            found += 1
+    assert found == (8 if cluster == "slurm_h100" else 3)
+
+
+def test_readme_shows_the_report_of_published_rows() -> None:
+    tables = (ROOT / "experiments" / "llama3_h100" / "tables.md").read_text()
+    table = README.split("| run | tokens/s/GPU, published |")[1].split("\n\n")[0]
+    rows = [row.split(" | ", 1)[1].rstrip(" |") for row in table.splitlines()[2:]]
+    *rows, _ = rows
+    assert len(rows) == 5
+    for row in rows:
+        assert f" | {row} |" in tables, row
+    of_all = tables.split("| **all** |")[1].split("\n")[0]
+    for error in re.findall(r"[\d.]+%", table.splitlines()[-1]):
+        assert error in of_all
+
+
+def test_readme_is_a_page_with_what_a_newcomer_types() -> None:
+    assert len(README.splitlines()) <= 160
+    typed = {command.line.split()[1] for command in commands_of(ROOT / "README.md")}
+    assert "install" in typed
+    assert len(COMMANDS) > 100
+
+
+def test_listed_options_exist_and_all_are_listed() -> None:
+    page = (ROOT / "docs" / "get_started.md").read_text()
+    table = page.split("| group | options |")[1].split("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        groups, options = (re.findall(r"`([\w.]+)`", cell) for cell in row.strip("|").split("|", 1))
+        if groups == ["experiment", "sweep"]:
+            continue
+        shipped = {p.stem for group in groups for p in (ROOT / "conf" / group).glob("*.yaml")}
+        assert set(options) == shipped, groups
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_linked_files_exist(page: Path) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    for link in links:
+        target, _, anchor = link.partition("#")
+        if "://" in target:
+            continue
+        file = page if not target else page.parent / target
+        assert file.exists(), link
+        assert not anchor or anchor in anchors_of(file), link
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_site_lists_all_pages() -> None:
+    listed = set(re.findall(r"- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    there = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert there <= listed
+    for path in listed - there:
+        assert (ROOT / path.removeprefix("repository/")).is_file(), path
+
+
+def test_the_refused_command_for_real() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.train", "model=llama3_8b", "parallelism.tp=3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip() in README
+
+
+# The reference ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What docs/reference.py writes now."""
+    folder = tmp_path_factory.mktemp("reference")
+    script = str(ROOT / "docs" / "reference.py")
+    subprocess.run([sys.executable, script, str(folder)], env=ENVIRONMENT, check=True)
+    return folder
+
+
+def rows_of(page: Path) -> list[list[str]]:
+    """Rows of the tables of a page, without their meaning."""
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    width = {"fields": 4, "columns": 2}.get(page.stem, 1)
+    return [line.strip("| ").split(" | ")[:width] for line in lines]
+
+
+def test_the_reference_is_up_to_date(reference: Path) -> None:
+    """But for the meaning of fields: after a change of those, make reference writes it."""
+    committed = ROOT / "docs" / "reference"
+    assert {path.name for path in committed.iterdir()} == {path.name for path in reference.iterdir()}
+    for page in reference.iterdir():
+        assert rows_of(committed / page.name) == rows_of(page), f"{page.name}: make reference writes it"
+
+
+def test_the_reference_has_every_field_flag_and_class(reference: Path) -> None:
+    fields = {row[0].strip("`"): row for row in rows_of(reference / "fields.md")}
+    for name, role, _ in leaves(Job()):
+        assert fields[name][3] == role
+    verbs = (reference / "verbs.md").read_text()
+    for schema in SCHEMAS.values():
+        for name, _, _ in leaves(schema()):
+            assert name in fields or f"| `{name}` |" in verbs, name
+    for names in arguments.NAMES:
+        assert all(f"`{name}`" in verbs for name in names)
+    codes = [value for name, value in vars(errors).items() if name.startswith("EXIT_")]
+    assert all(f"| {code} | " in verbs for code in codes)
+    classes = re.findall(r"^\| ``(\w+)`` \|", failures.__doc__ or "", re.MULTILINE)
+    troubleshooting = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert len(classes) >= 10
+    for name in classes:
+        assert [f"`{name}`"] in rows_of(reference / "failures.md")
+        assert f"\n## {name}\n" in troubleshooting
+
+
+RUNS = {
+    "dense": "model=llama3_tiny validation.interval=2 profiling=on profiling.interval=3 profiling.warmup=1",
+    "mixture": "model=deepseek_v3_debug model.vocab_size=256 model.mtp.depth=1",
+}
+
+
+def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) -> None:
+    metrics, result = set(), {f"error.{name}" for name in failures.SHOWN_OF_ERROR}
+    for name, overrides in RUNS.items():
+        common = (
+            "data=synthetic tokenizer=bytes training.steps=5 training.seq_len=32 training.global_batch_size=2"
+        )
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "harness.train", *overrides.split(), *common.split()),
+                *(f"runs_dir={tmp_path}", f"name={name}", "cluster.device=cpu"),
+            ],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        [folder] = (tmp_path / name).iterdir()
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            metrics |= json.loads(line).keys()
+        result |= json.loads((folder / "result.json").read_text()).keys()
+    for written, described in ((metrics, columns.METRICS), (result, columns.RESULT)):
+        names = {column.name for column in described}
+        stems = tuple(name.removesuffix("*") for name in names if name.endswith("*"))
+        exact = {name for name in names if not name.endswith("*")}
+        assert {name for name in written if name not in exact and not name.startswith(stems)} == set()
+        assert exact <= written
+        assert all(any(name.startswith(stem) for name in written) for stem in stems)
