@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 from tiers import THOROUGH
 from uses import uses
+
+# What is imported and collected stays. Collecting garbage meanwhile, and among it later, takes long.
+gc.disable()
 
 # Before torch is imported: with many processes on few cores, more threads make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,6 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slurm") and shutil.which("sbatch") is None and "CI" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="needs SLURM, which .ci/run installs"))
     items.sort(key=_turn)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _group(item: pytest.Item) -> str:

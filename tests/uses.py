@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-STARTERS = {"subprocess", "multiprocessing", "nbclient", "harness.cluster.pool.RankPool", "harness.parity.parity"}
+OURS = [Path(__file__).parents[1] / name for name in ("tests", "experiments")]
+STARTERS = {
+    "subprocess",
+    "multiprocessing",
+    "nbclient",
+    "harness.cluster.pool.RankPool",
+    "harness.parity.parity",
+}
 """Modules, classes and functions that start processes."""
 
 
 def uses(item: pytest.Item) -> list[str]:
-    """Return the marks of a test: ``pool`` and ``slurm`` by its fixtures, ``process`` by its code and theirs."""
+    """Return the marks of a test: ``pool`` and ``slurm`` by its fixtures, ``process`` by all its code."""
     marks = [name for name in ("pool", "slurm") if name in getattr(item, "fixturenames", ())]
     if not marks and isinstance(item, pytest.Function) and _starts_process(item):
         marks.append("process")
@@ -70,4 +76,4 @@ def _is_ours(value: Any) -> bool:
     else:
         module = sys.modules.get(value.__module__) if isinstance(value, type) else value
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-    return file is not None and any(Path(file).is_relative_to(ROOT / name) for name in ("tests", "experiments"))
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in OURS)
