@@ -14,9 +14,6 @@ import pytest
 from tiers import THOROUGH
 from uses import uses
 
-# What is imported and collected stays. Collecting garbage meanwhile, and among it later, takes long.
-gc.disable()
-
 # Before torch is imported: with many processes on few cores, more threads make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -28,6 +25,9 @@ from harness.rehearse import build
 # Session fixtures that are slow to make or use all cores; slowest first.
 SHARED = ("slurm", "pool")
 GROUPS_SHOWN = 40
+
+# What is imported and collected stays. Collecting garbage meanwhile, and among it later, takes long.
+gc.disable()
 
 # A shell ignores interrupts for background jobs, and processes that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
