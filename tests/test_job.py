@@ -329,5 +329,5 @@ def test_validation_needs_held_out_documents() -> None:
     assert job("validation.interval=5").validation.interval == 5
     stdlib = ("data=python_stdlib", "data.validation_fraction=0")
     assert job(*stdlib).validation.interval == 0
-    with pytest.raises(ConfigError, match="validation is asked for"):
+    with pytest.raises(ConfigError, match="validation is enabled"):
         job(*stdlib, "validation.interval=5")
