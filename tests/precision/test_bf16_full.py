@@ -6,24 +6,21 @@ from functools import cache
 
 import pytest
 import torch
+from jobs import tiny
 from precision_runs import Outcome, most_gradients_in_memory, train
 from tiers import rest_is_thorough
 
 from harness.cluster.pool import RankPool
-from harness.compose import compose_job
 from harness.errors import ConfigError
 from harness.job import Job
 
-SMALL = [
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.steps=10", "cluster.device=cpu"),
-    *("training.seq_len=64", "training.global_batch_size=4", "data.mask_fraction=0.3"),
-]
+SMALL = ("training.steps=10", "training.seq_len=64", "training.global_batch_size=4", "data.mask_fraction=0.3")
 STEPS = 4
 
 
 @cache
 def job_of(*overrides: str) -> Job:
-    return compose_job([*SMALL, *overrides])
+    return tiny(*SMALL, *overrides)
 
 
 def outcomes(pool: RankPool, *overrides: str) -> list[Outcome]:

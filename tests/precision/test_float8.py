@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from jobs import tiny
 from layouts import require_agreement
 from precision_runs import Outcome, trace_with_float8_gathers, train
 from rounding import E4M3, E5M2, difference, rounded, rounded_in_blocks
@@ -13,7 +14,6 @@ from tiers import rest_is_thorough
 from torch import nn
 
 from harness.cluster.pool import RankPool
-from harness.compose import compose_job
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.parity import Trace, compare, trace
@@ -22,15 +22,15 @@ from harness.precision.swap import swap_linears
 
 RECIPES = [*FLOAT8, "mxfp8"]
 SMALL = [
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.steps=10", "cluster.device=cpu"),
-    *("training.seq_len=64", "training.global_batch_size=4", "data.mask_fraction=0.3", "model.n_kv_heads=8"),
+    *("training.steps=10", "training.seq_len=64", "training.global_batch_size=4"),
+    *("data.mask_fraction=0.3", "model.n_kv_heads=8"),
 ]
 CPU = torch.device("cpu")
 
 
 @cache
 def job_of(*overrides: str) -> Job:
-    return compose_job([*SMALL, *overrides])
+    return tiny(*SMALL, *overrides)
 
 
 _traces: dict[tuple[str, int], Trace] = {}
