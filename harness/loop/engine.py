@@ -22,6 +22,7 @@ from harness.parallelism.balance import Balance
 from harness.parallelism.chunked_loss import ChunkedLoss
 from harness.parallelism.clip import clip_gradients, local_squares, settle_gradients
 from harness.parallelism.execute import build_executor
+from harness.parallelism.fsdp import reshard
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_model_parts
@@ -117,7 +118,8 @@ class Engine:
                 part.output.loss = ChunkedLoss(self.loss, job.training.loss_chunks, vocabulary, compiled)
         self.balance = Balance(job, self.parts, device)
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
-        self.parameters = [parameter for _, parameter in self.named_parameters()]
+        self._parameters = [list(part.parameters()) for part in self.parts]
+        self.parameters = [parameter for parameters in self._parameters for parameter in parameters]
         self.optimizer = build_optimizer(job.optimizer, self.named_parameters())
         in_backward = job.optimizer.in_backward
         self.updater = (
@@ -128,9 +130,15 @@ class Engine:
         self._gradients_checked = False
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters (or shards) that this rank holds, under their names in the full model."""
-        for part in self.parts:
-            yield from part.named_parameters()
+        """Parameters (or shards) that this rank holds, under their names in the full model.
+
+        Call it between steps: while FSDP has gathered a module, its parameters are temporary copies in
+        ``precision.param_dtype``.
+        """
+        for part, parameters in zip(self.parts, self._parameters, strict=True):
+            for (name, found), parameter in zip(part.named_parameters(), parameters, strict=True):
+                assert found is parameter, f"{name} is gathered"
+                yield name, parameter
 
     @property
     def rows(self) -> range:
@@ -262,6 +270,8 @@ class Engine:
         loss = torch.zeros((), device=self.device)
         for piece in split_batch(place(batch, self.device), self.job.local_batch_size):
             loss = loss + self.executor.forward(piece)
+        for part in self.parts:
+            reshard(part)  # without a backward pass FSDP leaves some modules gathered
         tokens = count_valid(batch) if self.counts_tokens else 0
         total = self.world_sum([loss if self.has_loss else 0.0, tokens])
         return float(total[0]), int(total[1])

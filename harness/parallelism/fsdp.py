@@ -72,6 +72,13 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
 
 
+def reshard(part: nn.Module) -> None:
+    """Free all gathered parameters of a model part, so that its parameters are the shards again."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def sync_gradients(part: nn.Module, layout: ParallelismConfig, last: bool) -> None:
     """Set whether the next backward pass reduces gradients.
 

@@ -29,7 +29,7 @@ def run(pool: RankPool, job: Job, run_dir: Path, stop_after: int | None = None) 
 
 LAYOUTS = {
     "single": ["parallelism=single"],
-    "fsdp": ["parallelism=fsdp", "parallelism.dp_shard=4"],
+    "fsdp": ["parallelism=fsdp", "parallelism.dp_shard=4", "precision=bf16"],
     "fsdp_tp_pp": ["parallelism=fsdp_tp_pp", "parallelism.pp_microbatch_size=2", "model.n_layers=2"],
     "hsdp_bf16": ["parallelism=hsdp", "precision=bf16"],
     "cp": ["parallelism=cp"],
@@ -72,7 +72,9 @@ def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
     pool: RankPool, tmp_path: Path, straight: Callable[[str], list[Outcome]], case: tuple[str, str]
 ) -> None:
     layout, mode = case
-    job = job_of(tmp_path, *LAYOUTS[layout], f"checkpoint={mode}", "checkpoint.interval=4")
+    # A validated step is saved: validation leaves modules gathered unless the engine frees them.
+    validating = ["validation.interval=1", "validation.steps=1"]
+    job = job_of(tmp_path, *LAYOUTS[layout], *validating, f"checkpoint={mode}", "checkpoint.interval=4")
     first = run(pool, job, tmp_path, stop_after=STOP)
     second = run(pool, job, tmp_path)
     assert all(each.reason == "interrupted" for each in first)
