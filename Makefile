@@ -7,7 +7,7 @@ REHEARSAL := .venv-rehearsal
 DOCS := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train test thorough lint format parity bench rehearsal rehearse soak docs reference pictures clean
+.PHONY: help install lock train unit test thorough lint format parity bench rehearsal rehearse soak docs reference pictures clean
 
 help:  ## show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,6 +30,10 @@ lock:  ## write requirements.lock anew: the versions of the environment, with th
 
 train: $(READY)  ## train a small Llama on the Python standard library's sources, on this machine
 	$(BIN)/python -m harness.train experiment=quickstart
+
+# tests/uses.py says what the marks mean.
+unit: $(READY)  ## run the tests that start no processes
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not pool and not process and not slurm and not rehearsal"
 
 # Three processes on two cores: one group of tests waits for SLURM most of its time, one keeps eight ranks busy.
 # tests/conftest.py says what a group is, and which begins first.

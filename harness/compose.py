@@ -39,12 +39,19 @@ from harness.text import SecretError
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
 
+_schemas: dict[type, Any] = {}
+"""Hydra's nodes of registered dataclasses; making one takes longer than composing a job."""
+
 
 def register_schema(schema: type = Job) -> None:
     """Register a dataclass with Hydra as ``job_schema``, which every primary config starts from."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="job_schema", node=schema_node(schema))
+    store = ConfigStore.instance()
+    if schema not in _schemas:
+        store.store(name="job_schema", node=schema_node(schema))
+        _schemas[schema] = store.repo["job_schema.yaml"]
+    store.repo["job_schema.yaml"] = _schemas[schema]
 
 
 def schema_node(schema: type) -> Any:

@@ -152,7 +152,11 @@ def _end_failed_rank(job: Job, folder: RunFolder, rank: int, run: Run, error: Ba
 def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, store: dist.Store | None) -> int:
     """Set up the process, train, and tear it down; return the exit code."""
     process.set_environment(job, folder.path)
-    from harness.loop.setup import pick_device, process_group, set_up_process
+    with process.importing_torch():
+        from harness.loop.engine import Engine
+        from harness.loop.setup import pick_device, process_group, set_up_process
+        from harness.loop.trainer import Trainer
+        from harness.metrics.rows import shown_summary
 
     device = pick_device(job)
     set_up_process(job)
@@ -161,10 +165,6 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
         # NCCL's flight recorder writes its file there from C++, and does not create the folder.
         (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
     with process_group(job, device, store):
-        from harness.loop.engine import Engine
-        from harness.loop.trainer import Trainer
-        from harness.metrics.rows import shown_summary
-
         if rank == 0:
             folder.set_status("running")
             run.recorder = _open_recorder(job, folder)

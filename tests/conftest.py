@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tiers import THOROUGH
+from uses import uses
 
 # Before torch is imported: with many processes on few cores, more threads make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +25,9 @@ from harness.rehearse import build
 # Session fixtures that are slow to make or use all cores; slowest first.
 SHARED = ("slurm", "pool")
 GROUPS_SHOWN = 40
+
+# What is imported and collected stays. Collecting garbage meanwhile, and among it later, takes long.
+gc.disable()
 
 # A shell ignores interrupts for background jobs, and processes that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,12 +52,14 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-# First, because pytest-xdist reads the groups in the same hook.
+# First, because pytest-xdist reads the groups, and -m the marks, in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
         item.user_properties.append(("group", _group(item)))
+        for mark in uses(item):
+            item.add_marker(mark)
         if item.get_closest_marker("gpu") and not count_gpus():
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and there is none"))
         if item.get_closest_marker("thorough") and not THOROUGH:
@@ -63,6 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slurm") and shutil.which("sbatch") is None and "CI" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="needs SLURM, which .ci/run installs"))
     items.sort(key=_turn)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _group(item: pytest.Item) -> str:

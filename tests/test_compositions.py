@@ -6,6 +6,7 @@ from functools import cache
 from unittest import mock
 
 import pytest
+from layouts import require_agreement
 from tiers import rest_is_thorough
 
 from harness import compositions
@@ -21,7 +22,6 @@ from harness.parity import (
     Trace,
     comparisons,
     job_of,
-    line,
     single_process,
     trace,
 )
@@ -47,7 +47,7 @@ def judge(pool: RankPool) -> Judge:
 def test_a_random_job_computes_what_one_process_computes(judge: Judge, seed: int) -> None:
     overrides, job = sampled(seed)
     verdict = judge.verdict(f"parity.seed={seed}", job)
-    assert verdict.passed, line(verdict) + " ".join(overrides)
+    require_agreement(verdict, " ".join(overrides))
 
 
 @pytest.mark.thorough
@@ -56,7 +56,7 @@ def test_one_process_may_be_the_less_exact_one(pool: RankPool) -> None:
     with Composer("parity", ParityJob) as composer:
         _, job = random_job(composer, 150, 8, ())
     judge = Judge(pool, ParityConfig(steps=STEPS))
-    assert judge.verdict("parity.seed=150", job_of(job)).passed
+    require_agreement(judge.verdict("parity.seed=150", job_of(job)))
 
 
 def test_a_seed_stands_for_one_job() -> None:
@@ -128,7 +128,7 @@ def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: Judge) -> No
     exact, in_turn = comparisons(job)
     assert (exact.precision.param_dtype, exact.model.moe.force_balance) == ("float32", False)
     assert (in_turn.precision.param_dtype, in_turn.model.moe.force_balance) == ("bfloat16", True)
-    assert judge.verdict("ep", job).passed
+    require_agreement(judge.verdict("ep", job))
     run = judge.pool.run
 
     def sabotaged(ranks, function, *arguments):  # type: ignore[no-untyped-def]

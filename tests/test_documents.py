@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import require_agreement
 from torch import Tensor
 
 from harness import parity
@@ -103,7 +104,7 @@ def test_layouts_agree(pool: RankPool, corpus: list[str], name: str) -> None:
     job = layout(name, *corpus)
     traces = pool.run(job.world_size, trace, job.to_json(), STEPS)
     verdict = compare(name, job.world_size, reference(pool, job), traces, parity.TOLERANCES["float32"])
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
 
 
 def documents_forgotten(job_json: str, steps: int) -> Trace:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from layouts import require_agreement
 from omegaconf import OmegaConf
 from tiers import rest_is_thorough
 
@@ -74,7 +75,7 @@ def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
     expected = reference(pool, job, steps)
     traces = pool.run(job.world_size, trace, job.to_json(), steps)
     verdict = compare(name, job.world_size, expected, traces, TOLERANCES)
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
 
 
 def test_csv_schedule(pool: RankPool, tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_csv_schedule(pool: RankPool, tmp_path: Path) -> None:
     )["csv"][1]
     traces = pool.run(2, trace, job.to_json(), STEPS_OF_EIGHT)
     verdict = compare("csv", 2, reference(pool, job, STEPS_OF_EIGHT), traces, TOLERANCES)
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
 
 
 def test_csv_schedule_changed_behind_the_job(pool: RankPool, tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_csv_schedule_changed_behind_the_job(pool: RankPool, tmp_path: Path) -> 
     job = compose_layouts(ParityConfig(matrix=matrix), [])["csv"][1]
     schedule.write_text("0F0,,,0I0,0W0\n,1F0,1I0,1W0\n")
     assert compose_layouts(ParityConfig(matrix=matrix), [])["csv"][1].id != job.id
-    with pytest.raises(RankFailed, match="not the one the job was composed with"):
+    with pytest.raises(RankFailed, match="the file changed after the job was composed"):
         pool.run(2, trace, job.to_json(), 1)
 
 
@@ -128,7 +129,7 @@ def test_odd_vocabulary(pool: RankPool, name: str) -> None:
     job = layout(name, "model.vocab_size=259")
     traces = pool.run(job.world_size, trace, job.to_json(), STEPS_OF_EIGHT)
     verdict = compare(name, job.world_size, reference(pool, job, STEPS_OF_EIGHT), traces, TOLERANCES)
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
 
 
 TIED = ["ddp", "fsdp", "fsdp_offload", "tp", "tp_plain", "fsdp_tp", "hsdp_tp", "cp"]
@@ -142,7 +143,7 @@ def test_tied_embeddings(pool: RankPool, name: str) -> None:
     assert "output.weight" not in expected.gradients[0]
     traces = pool.run(job.world_size, trace, job.to_json(), STEPS_OF_EIGHT)
     verdict = compare(name, job.world_size, expected, traces, TOLERANCES)
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
 
 
 BFLOAT16 = [
@@ -171,7 +172,7 @@ def test_bfloat16(pool: RankPool, name: str) -> None:
     verdict = compare(
         name, job.world_size, reference(pool, job, STEPS_OF_EIGHT), traces, parity.TOLERANCES["bfloat16"]
     )
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
 
 
 def test_bfloat16_really_rounds(pool: RankPool) -> None:

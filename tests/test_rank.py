@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import tiny
 
 from harness import rank
 from harness.cluster.outcome import settle
-from harness.compose import compose_job
 from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_USER, DataError
 from harness.job import Job
 from harness.run_folder import RunFolder
@@ -23,7 +23,7 @@ from harness.run_folder import RunFolder
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    return compose_job(["model=llama3_tiny", "data=synthetic", "cluster.device=cpu"])
+    return tiny()
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jobs import tiny
 
 from harness.cluster.outcome import settle
-from harness.compose import compose_job
 from harness.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -34,7 +34,7 @@ from harness.run_folder import RESERVE, RunFolder
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    return compose_job(["model=llama3_tiny", "data=synthetic", "cluster.device=cpu"])
+    return tiny()
 
 
 @pytest.fixture

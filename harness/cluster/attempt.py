@@ -38,6 +38,7 @@ from harness.errors import (
 )
 from harness.failures import VICTIMS, kind_of_text
 from harness.job import Job
+from harness.loop.process import importing_torch
 from harness.rank import STARTED, leave
 from harness.run_folder import RunFolder
 
@@ -303,7 +304,8 @@ def _why_not_requeued(job: Job, seconds: float) -> str:
 @contextmanager
 def _store() -> Iterator[int]:
     """Keep the rendezvous store of the ranks; yield its port, which the system chose and is thus free."""
-    from torch.distributed import TCPStore
+    with importing_torch():
+        from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from harness.cluster.outcome import RankDied, memory_kills, settle
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED
 from harness.job import Job
+from harness.loop.process import importing_torch
 from harness.loop.signals import (
     StopRequest,
     ignore_stop_signals,
@@ -148,8 +149,9 @@ class Ranks:
         self._context: PContext | None = None
 
     def __enter__(self) -> Ranks:
-        from torch.distributed import TCPStore
-        from torch.distributed.elastic.multiprocessing import start_processes
+        with importing_torch():
+            from torch.distributed import TCPStore
+            from torch.distributed.elastic.multiprocessing import start_processes
 
         # The run folder's error files describe failures better than elastic's log.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

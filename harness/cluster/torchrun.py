@@ -13,6 +13,7 @@ from harness.cluster.local import openmp_environment
 from harness.cluster.outcome import account_of
 from harness.errors import EXIT_OK, EXIT_USER, STOPPED, MachineError, UserError
 from harness.job import Job
+from harness.loop.process import importing_torch
 from harness.loop.signals import stop_signals_interrupt
 from harness.rank import end_with_launcher, leave, run_rank
 from harness.run_folder import RunFolder
@@ -49,7 +50,8 @@ def _rendezvous(job: Job) -> dist.Store:
     Raises:
         MachineError: this rank cannot connect to the store, or rank 0 cannot open it.
     """
-    import torch.distributed as dist
+    with importing_torch():
+        import torch.distributed as dist
 
     timeout = timedelta(seconds=job.cluster.start_timeout_seconds)
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jobs import TINY
 
 from harness.checkpoint.state import model_state, optimizer_state, rng_state
 from harness.job import Job
@@ -19,9 +20,8 @@ from harness.loop.trainer import Trainer
 from harness.run_folder import RunFolder
 
 SMALL = [
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "data.mask_fraction=0.3"),
-    *("training.seq_len=32", "training.global_batch_size=8", "cluster.device=cpu"),
-    *("metrics.console=none", "schedule.warmup_steps=2", "optimizer.lr=0.01"),
+    *(*TINY, "data.mask_fraction=0.3", "training.seq_len=32", "training.global_batch_size=8"),
+    *("schedule.warmup_steps=2", "optimizer.lr=0.01"),
 ]
 
 

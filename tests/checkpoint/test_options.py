@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,21 +19,14 @@ from harness.checkpoint.catalog import CheckpointFolder, reading
 from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
 from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
-from harness.job import Job
 from harness.metrics.jsonl import read_metrics
-from harness.rank import run_rank
 from harness.run_folder import RunFolder
 
 
 def start(tmp_path: Path, *overrides: str, adopt: bool = False) -> tuple[int, RunFolder]:
     """Train like the user's command; return the exit code and the run folder."""
-    job: Job = compose_job([*SMALL, "training.steps=8", f"runs_dir={tmp_path}", *overrides])
-    folder = RunFolder(job.run_dir)
-    folder.begin(job, list(overrides), adopt=adopt)
-    try:
-        return run_rank(job, folder, started=time.time()), folder
-    finally:
-        folder.release()
+    done = jobs.train(tmp_path, *SMALL, "training.steps=8", *overrides, adopt=adopt)
+    return done.code, done.folder
 
 
 def steps_of(folder: RunFolder) -> list[int]:

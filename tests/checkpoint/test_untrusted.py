@@ -8,11 +8,11 @@ import os
 import pickle
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 import torch
 import xxhash
@@ -27,8 +27,6 @@ from harness.checkpoint.metadata import CHECKSUM, parse_metadata
 from harness.compose import compose_job
 from harness.convert import ConvertJob, convert
 from harness.errors import EXIT_OK, EXIT_USER, UserError
-from harness.job import Job
-from harness.rank import run_rank
 from harness.run_folder import RunFolder
 
 
@@ -45,13 +43,8 @@ class Payload:
 def train(runs: Path, *overrides: str, adopt: bool = False) -> tuple[int, RunFolder]:
     """Train like the user's command, in this process; return the exit code."""
     options = ["model.n_layers=1", "training.steps=3", "checkpoint.interval=1", "metrics.console=plain"]
-    job: Job = compose_job([*SMALL, *options, f"runs_dir={runs}", *overrides])
-    folder = RunFolder(job.run_dir)
-    folder.begin(job, list(overrides), adopt=adopt)
-    try:
-        return run_rank(job, folder, started=time.time()), folder
-    finally:
-        folder.release()
+    done = jobs.train(runs, *SMALL, *options, *overrides, adopt=adopt)
+    return done.code, done.folder
 
 
 @pytest.fixture(scope="module")

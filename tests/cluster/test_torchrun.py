@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import tiny
 from launching import LONG, TWO_RANKS, Launch, until
 from test_launch import GONE_SECONDS, patch_rank
 
@@ -84,7 +85,7 @@ def test_the_row_of_a_rank_that_is_stopped_names_the_peer_that_failed(
     tmp_path: Path, peer_failed: bool
 ) -> None:
     """A rank 0 that is stopped before training begins sees only the interruption."""
-    job = compose_job(["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", f"runs_dir={tmp_path}"])
+    job = tiny(f"runs_dir={tmp_path}")
     folder = RunFolder(job.run_dir)
     folder.begin(job, [])
     if peer_failed:

@@ -7,25 +7,22 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import tiny
 from tiers import rest_is_thorough
 from waits import waits
 
 from harness.cluster.pool import RankPool
-from harness.compose import compose_job
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
 from harness.loop.engine import Engine, StepOutcome
 from harness.optimizer.build import build_optimizer
 from harness.parallelism.clip import without_waiting
 
-SMALL = [
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.steps=10"),
-    *("training.seq_len=32", "training.global_batch_size=4"),
-]
+SMALL = ("training.steps=10", "training.seq_len=32", "training.global_batch_size=4")
 
 
 def job_of(*overrides: str) -> str:
-    return compose_job([*SMALL, *overrides]).to_json()
+    return tiny(*SMALL, *overrides).to_json()
 
 
 def batch_of(engine: Engine, labels_per_row: list[int]) -> Batch:
@@ -261,9 +258,9 @@ def test_square_sum_is_accurate_where_float32_norms_are_not() -> None:
 
 def test_resharding_default_depends_on_the_pipeline() -> None:
     """Trap 7."""
-    assert compose_job([*SMALL, "parallelism=fsdp"]).parallelism.reshards_after_forward
-    assert not compose_job([*SMALL, "parallelism=fsdp_pp"]).parallelism.reshards_after_forward
-    always = compose_job([*SMALL, "parallelism=fsdp_pp", "parallelism.reshard_after_forward=always"])
+    assert tiny(*SMALL, "parallelism=fsdp").parallelism.reshards_after_forward
+    assert not tiny(*SMALL, "parallelism=fsdp_pp").parallelism.reshards_after_forward
+    always = tiny(*SMALL, "parallelism=fsdp_pp", "parallelism.reshard_after_forward=always")
     assert always.parallelism.reshards_after_forward
 
 

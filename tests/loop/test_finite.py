@@ -5,22 +5,21 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import jobs
 import pytest
 import torch
 
 from harness.cluster.pool import RankFailed, RankPool
-from harness.compose import compose_job, compose_points
+from harness.compose import compose_points
 from harness.errors import EXIT_NON_FINITE, ConfigError, NonFiniteError
 from harness.job import Job
 from harness.loop.engine import Engine
 from harness.loop.trainer import Trainer
 from harness.model.decoder import Decoder
-from harness.rank import run_rank
 from harness.run_folder import RunFolder
 
 SMALL = [
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "metrics.console=none", "training.steps=4"),
-    *("training.seq_len=16", "training.global_batch_size=4", "cluster.device=cpu", "checkpoint=disabled"),
+    *("training.steps=4", "training.seq_len=16", "training.global_batch_size=4", "checkpoint=disabled"),
 ]
 
 
@@ -55,7 +54,7 @@ MESSAGE = "step 1: the output of layers.1.feed_forward.w2 is not finite"
 
 @pytest.mark.parametrize("layout", ["single", "fsdp", "tp"])
 def test_a_poisoned_weight_is_named(pool: RankPool, tmp_path: Path, layout: str) -> None:
-    job = compose_job([*SMALL, f"parallelism={layout}", "debug=nan"])
+    job = jobs.tiny(*SMALL, f"parallelism={layout}", "debug=nan")
     errors = pool.run(job.world_size, error_of, job.to_json(), str(tmp_path), WEIGHT)
     assert all(each.startswith(MESSAGE) for each in errors), errors
     if layout == "single":
@@ -64,17 +63,15 @@ def test_a_poisoned_weight_is_named(pool: RankPool, tmp_path: Path, layout: str)
 
 def test_a_poisoned_weight_is_named_inside_of_a_pipeline(pool: RankPool, tmp_path: Path) -> None:
     """The rank that holds the weight reports it; the launcher ends the other one, which waits for it."""
-    job = compose_job([*SMALL, "parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "debug=nan"])
+    job = jobs.tiny(*SMALL, "parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "debug=nan")
     with pytest.raises(RankFailed) as failed:
         pool.run(2, poisoned, job.to_json(), str(tmp_path), WEIGHT)
     assert str(failed.value).strip().splitlines()[-1].startswith(f"harness.errors.NonFiniteError: {MESSAGE}")
 
 
 def run(tmp_path: Path, *overrides: str) -> tuple[int, RunFolder]:
-    job = compose_job([*SMALL, *overrides, f"runs_dir={tmp_path}"])
-    folder = RunFolder(job.run_dir)
-    folder.begin(job, list(overrides))
-    return run_rank(job, folder, started=time.time()), folder
+    done = jobs.train(tmp_path, *SMALL, *overrides)
+    return done.code, done.folder
 
 
 class SpoilsGradient(torch.autograd.Function):
@@ -150,10 +147,10 @@ def test_a_sound_run_is_the_same_with_and_without(tmp_path: Path) -> None:
 )
 def test_modes_are_refused_where_they_cannot_inspect_tensors(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compose_job([*SMALL, *overrides])
+        jobs.tiny(*SMALL, *overrides)
 
 
 def test_nan_is_a_name_also_as_one_of_several() -> None:
     """Hydra by itself would read a number."""
-    points = compose_points([*SMALL, "debug=nan,default"])
+    points = compose_points([*jobs.TINY, *SMALL, "debug=nan,default"])
     assert [point.job.debug.nan for point in points] == [True, False]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import tiny
 
-from harness.compose import compose_job
 from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.loop import process
@@ -42,7 +42,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def job(*overrides: str) -> Job:
-    return compose_job(["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", *overrides])
+    return tiny(*overrides)
 
 
 def test_what_is_set(environment: dict[str, str]) -> None:
@@ -127,7 +127,7 @@ def test_matmul_precision_is_the_jobs(environment: dict[str, str]) -> None:
 
 def test_a_missing_interface_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
-    job = compose_job(["model=llama3_tiny", "data=synthetic", "cluster.device=cpu"])
+    job = tiny()
     message = r"^GLOO_SOCKET_IFNAME=lo,nope0: .* has no network interface nope0; would work: .*lo"
     with pytest.raises(UserError, match=message), process_group(job, torch.device("cpu")):
         pass
@@ -137,7 +137,7 @@ def test_launcher_variables_are_ignored_without_a_rank(monkeypatch: pytest.Monke
     monkeypatch.delenv("RANK", raising=False)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.setenv(name, "x")
-    job = compose_job(["model=llama3_tiny", "data=synthetic", "cluster.device=cpu"])
+    job = tiny()
     with process_group(job, torch.device("cpu")):
         assert local_rank() == 0
 

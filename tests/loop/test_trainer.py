@@ -7,29 +7,22 @@ import json
 import time
 from pathlib import Path
 
+import jobs
 import pytest
 import torch
 
-from harness.compose import compose_job
 from harness.errors import EXIT_NON_FINITE
 from harness.job import Job
 from harness.loop.engine import Engine
 from harness.loop.steps import LATE_STEPS
 from harness.metrics.jsonl import read_metrics
-from harness.rank import run_rank
 from harness.run_folder import RunFolder
 
-SMALL = [
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "metrics.console=none"),
-    *("training.steps=6", "training.seq_len=32", "training.global_batch_size=4", "cluster.device=cpu"),
-]
+SMALL = ("training.steps=6", "training.seq_len=32", "training.global_batch_size=4")
 
 
-def run(tmp_path: Path, *overrides: str) -> tuple[int, RunFolder, Job]:
-    job = compose_job([*SMALL, *overrides, f"runs_dir={tmp_path}"])
-    folder = RunFolder(job.run_dir)
-    folder.begin(job, list(overrides))
-    return run_rank(job, folder, started=time.time()), folder, job
+def run(tmp_path: Path, *overrides: str) -> jobs.Run:
+    return jobs.train(tmp_path, *SMALL, *overrides)
 
 
 def rows_of(folder: RunFolder) -> list[dict]:

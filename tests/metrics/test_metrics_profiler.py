@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 import torch
 
 from harness.cluster.pool import RankPool
-from harness.compose import compose_job
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.loop.engine import Engine
@@ -20,22 +20,18 @@ from harness.loop.trainer import Trainer
 from harness.metrics import ProfilingConfig
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.profiler import Profiler
-from harness.rank import run_rank
 from harness.run_folder import RunFolder
 
 SMALL = [
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "metrics.console=none", "training.steps=12"),
-    *("training.seq_len=16", "training.global_batch_size=4", "cluster.device=cpu", "checkpoint=disabled"),
+    *("training.steps=12", "training.seq_len=16", "training.global_batch_size=4", "checkpoint=disabled"),
 ]
 ON = ["profiling=on", "profiling.interval=5", "profiling.warmup=1", "profiling.active=2"]
 
 
 def run(tmp_path: Path, *overrides: str) -> Path:
-    job = compose_job([*SMALL, *overrides, f"runs_dir={tmp_path}"])
-    folder = RunFolder(job.run_dir)
-    folder.begin(job, list(overrides))
-    assert run_rank(job, folder, started=time.time()) == 0
-    return folder.path
+    done = jobs.train(tmp_path, *SMALL, *overrides)
+    assert done.code == 0
+    return done.folder.path
 
 
 def events_of(trace: Path) -> list[dict[str, Any]]:
@@ -94,7 +90,7 @@ def train(job_json: str, run_dir: str) -> list[float]:
 
 
 def test_only_the_listed_ranks_write(pool: RankPool, tmp_path: Path) -> None:
-    job = compose_job([*SMALL, *ON, "parallelism=fsdp", "parallelism.dp_shard=2", "profiling.ranks=[1]"])
+    job = jobs.tiny(*SMALL, *ON, "parallelism=fsdp", "parallelism.dp_shard=2", "profiling.ranks=[1]")
     counted = pool.run(2, train, job.to_json(), str(tmp_path))
     assert traces_in(tmp_path) == ["profile/step-10/rank1.json.gz", "profile/step-5/rank1.json.gz"]
     # On both ranks, steps from 4 on count, except 4, 5, 8, 9 and 10.
@@ -116,7 +112,7 @@ def test_only_the_listed_ranks_write(pool: RankPool, tmp_path: Path) -> None:
 )
 def test_configurations_that_write_nothing_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compose_job([*SMALL, "profiling=on", "profiling.interval=12", *overrides])
+        jobs.tiny(*SMALL, "profiling=on", "profiling.interval=12", *overrides)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from held import Held
+from small_models import close, ours
 from test_accounting import shipped
-from test_against_transformers import close, ours
 from torch import Tensor
 
 from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
@@ -188,7 +188,7 @@ def test_logits_and_gradients(case: str, tmp_path: Path) -> None:
             continue
         grad = own[name].grad
         assert grad is not None and gradient.abs().max() > 0, name
-        close(grad, gradient, tolerance=1e-4)
+        close(grad, gradient, tolerance=1e-4, name=name)
         compared += 1
     assert compared == len(own) == len({id(p) for p in model.parameters()})
 

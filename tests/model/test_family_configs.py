@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import with_another
 from test_accounting import RELEASED, shipped
-from test_against_transformers import with_another
 from test_families import CASES, as_stored
 
 from harness.errors import UserError

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import VARIANTS, close, ours, with_another
 from test_accounting import PUBLISHED, on_meta, shipped
-from test_against_transformers import VARIANTS, close, ours, with_another
 
 from harness.errors import ConfigError, UserError
 from harness.model.config import ModelConfig

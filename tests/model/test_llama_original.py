@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_against_transformers import STRETCHED, VARIANTS, close
+from small_models import STRETCHED, VARIANTS, close
 from torch import Tensor
 
 from harness.errors import UserError

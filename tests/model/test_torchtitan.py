@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from held import Held
-from test_against_transformers import VARIANTS, close
+from small_models import VARIANTS, close
 from test_llama_original import CONFIGS, meta_logits, meta_weights
 from torch import Tensor
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jobs
 import pytest
 import torch
 
 from harness.cluster.pool import RankPool
-from harness.compose import compose_job
 from harness.config import with_value
 from harness.data.loader import Batch
 from harness.errors import ConfigError
@@ -18,9 +18,9 @@ from harness.loop.setup import process_group
 from harness.parallelism.compile import CompileWatch
 
 CPU = torch.device("cpu")
-TINY = [
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.steps=10", "cluster.device=cpu"),
-    *("training.seq_len=32", "training.global_batch_size=4", "compile=on", "compile.backend=aot_eager"),
+COMPILED = [
+    *("training.steps=10", "training.seq_len=32", "training.global_batch_size=4"),
+    *("compile=on", "compile.backend=aot_eager"),
 ]
 
 
@@ -30,7 +30,7 @@ def batch_of(rows: int) -> Batch:
 
 
 def graphs_after_two_steps(*overrides: str) -> int:
-    job = compose_job([*TINY, *overrides])
+    job = jobs.tiny(*COMPILED, *overrides)
     with process_group(job, CPU):
         watch, engine = CompileWatch(), Engine(job, CPU)
         for _ in range(2):
@@ -47,7 +47,7 @@ def test_depth_adds_no_graphs() -> None:
 
 
 def test_a_new_shape_is_counted_as_unexpected() -> None:
-    job = compose_job([*TINY, "training.local_batch_size=4"])
+    job = jobs.tiny(*COMPILED, "training.local_batch_size=4")
     with process_group(job, CPU):
         Engine(job, CPU).gradients(batch_of(4))  # compile time before the watch begins is not counted
         watch, engine = CompileWatch(), Engine(job, CPU)
@@ -79,23 +79,16 @@ def test_a_run_prints_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixt
     """Validation's own graph, without gradients, does not count as a recompilation."""
     import json
 
-    from harness.rank import run_rank
-    from harness.run_folder import RunFolder
-
-    job = compose_job(
-        [
-            *(*TINY, f"runs_dir={tmp_path}", "checkpoint=disabled", "metrics.console=plain"),
-            *("training.steps=4", "validation.interval=2", "validation.steps=1", "schedule.warmup_steps=1"),
-        ]
+    done = jobs.train(
+        tmp_path,
+        *(*COMPILED, "checkpoint=disabled", "metrics.console=plain", "training.steps=4"),
+        *("validation.interval=2", "validation.steps=1", "schedule.warmup_steps=1"),
     )
-    folder = RunFolder(job.run_dir)
-    folder.begin(job, [])
-    assert run_rank(job, folder, started=0.0) == 0
-    folder.release()
+    assert done.code == 0
     output = capsys.readouterr().out
     assert "compiled 2 graphs in" in output
     assert "again" not in output
-    row = json.loads((job.run_dir / "result.json").read_text())
+    row = json.loads((done.folder.path / "result.json").read_text())
     assert row["recompiles"] == 0
     assert row["compile_seconds"] > 0
 
@@ -122,7 +115,7 @@ def test_a_run_prints_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixt
 )
 def test_refused(overrides: list[str], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
-        compose_job([*TINY, *overrides])
+        jobs.tiny(*COMPILED, *overrides)
 
 
 # -- asynchronous tensor parallel: the compiler pass, tested on CPUs with torch's own fallbacks ----
@@ -169,7 +162,7 @@ def fused_calls(job_json: str) -> tuple[int, int, float]:
 
 @pytest.mark.thorough
 def test_async_tensor_parallel_is_in_the_graph(pool: RankPool) -> None:
-    job = compose_job([*TINY, "parallelism=tp", "compile.backend=inductor", "model.n_layers=2"])
+    job = jobs.tiny(*COMPILED, "parallelism=tp", "compile.backend=inductor", "model.n_layers=2")
     # Set here, because it is refused on a CPU.
     for_fallback = with_value(job, "parallelism.async_tp", True)
     fused = pool.run(2, fused_calls, for_fallback.to_json())

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from layouts import require_agreement
 from omegaconf import OmegaConf
 from tiers import rest_is_thorough
 
@@ -69,7 +70,7 @@ CORE += ["fsdp_ep_recompute_op", "fsdp_ep_compiled"]
 @pytest.mark.parametrize("name", rest_is_thorough(EXPERT_MATRIX, *CORE))
 def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
     verdict = verdict_of(pool, layout(name, "deepseek_v3_debug"), STEPS)
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
 
 
 TABLE = [(model, name) for model in OTHERS for name in OTHERS[model]]
@@ -80,7 +81,7 @@ ONE_EACH = [(model, names[0]) for model, names in OTHERS.items()]
 def test_other_families_agree_too(pool: RankPool, case: tuple[str, str]) -> None:
     model, name = case
     verdict = verdict_of(pool, layout(name, model), STEPS)
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(["cp", "fsdp_tp_ep", "tp_experts"], "cp"))
@@ -88,14 +89,14 @@ def test_forced_balance_does_not_depend_on_the_split_of_the_sequence(pool: RankP
     """A rank's part of 60 positions is not a multiple of the 8 experts."""
     overrides = ["model.moe.force_balance=true", "training.seq_len=60"]
     verdict = verdict_of(pool, layout(name, "qwen3_moe_debug", *overrides), STEPS)
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(["ep", "ep4", "fsdp_tp_ep"], "ep"))
 def test_balancing_biases_are_bitwise_equal_after_twenty_steps(pool: RankPool, name: str) -> None:
     job = layout(name, "deepseek_v3_debug")
     verdict = verdict_of(pool, job, 20)
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
     biases = reference(pool, job, 20).biases
     assert len(biases) == len(job.model.expert_layers)
     # Biases changed, because routing was uneven.
@@ -156,7 +157,7 @@ def test_sabotage_is_detected(
     # A weight at which the auxiliary loss is not negligible.
     overrides = [] if model == "gpt_oss_debug" else ["model.moe.aux_loss_coeff=1"]
     job = layout(name, model, *overrides)
-    assert verdict_of(pool, job, STEPS).passed
+    require_agreement(verdict_of(pool, job, STEPS))
     assert not verdict_of(pool, job, STEPS, sabotage).passed
 
 

@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import require_agreement
 from test_expert import layout, verdict_of
 from tiers import rest_is_thorough
 from torch import Tensor
 
-from harness import parity
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
 from harness.data.loader import IGNORE_INDEX, Batch
@@ -171,13 +171,13 @@ CORE = ["cp_ulysses"]
 @pytest.mark.parametrize("name", rest_is_thorough(LAYOUTS, *CORE))
 def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
     verdict = verdict_of(pool, layout(name, "deepseek_v3_debug", "model.mtp.depth=1"), 2)
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
 
 
 def test_a_tied_table_on_a_layout(pool: RankPool) -> None:
     job = layout("fsdp_tp", "deepseek_v3_debug", "model.mtp.depth=1", "model.tied_embeddings=true")
     verdict = verdict_of(pool, job, 2)
-    assert verdict.passed, parity.line(verdict)
+    require_agreement(verdict)
 
 
 def with_shift_after_the_split(job_json: str, steps: int) -> Trace:

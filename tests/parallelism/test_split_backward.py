@@ -6,6 +6,7 @@ from itertools import product
 from unittest import mock
 
 import pytest
+from layouts import require_agreement
 from tiers import rest_is_thorough
 
 from harness.cluster.pool import RankFailed, RankPool
@@ -14,7 +15,7 @@ from harness.errors import ConfigError
 from harness.job import Job
 from harness.parallelism.config import RESHARD
 from harness.parallelism.schedules import SCHEDULES
-from harness.parity import Judge, ParityConfig, ParityJob, Trace, job_of, line, trace
+from harness.parity import Judge, ParityConfig, ParityJob, Trace, job_of, trace
 
 RECOMPUTED = ["none", "selective_layer", "selective_op", "full"]
 TABLE = [
@@ -70,12 +71,12 @@ def test_parameters_freed_between_passes(judge: Judge, row: str) -> None:
             layout(row)
         return
     verdict = judge.verdict(row, layout(row))
-    assert verdict.passed, line(verdict)
+    require_agreement(verdict)
 
 
 def test_one_microbatch_in_bfloat16(judge: Judge) -> None:
     verdict = judge.verdict("one microbatch", compose(*ONE_MICROBATCH))
-    assert verdict.passed, line(verdict)
+    require_agreement(verdict)
 
 
 def without_gathering(job_json: str, steps: int) -> Trace:

@@ -6,30 +6,31 @@ from functools import cache
 
 import pytest
 import torch
+from jobs import tiny
+from layouts import require_agreement
 from precision_runs import Outcome, trace_with_float8_gathers, train
 from rounding import E4M3, E5M2, difference, rounded, rounded_in_blocks
 from tiers import rest_is_thorough
 from torch import nn
 
 from harness.cluster.pool import RankPool
-from harness.compose import compose_job
 from harness.errors import ConfigError
 from harness.job import Job
-from harness.parity import Trace, compare, line, trace
+from harness.parity import Trace, compare, trace
 from harness.precision.config import FLOAT8, PrecisionConfig
 from harness.precision.swap import swap_linears
 
 RECIPES = [*FLOAT8, "mxfp8"]
 SMALL = [
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.steps=10", "cluster.device=cpu"),
-    *("training.seq_len=64", "training.global_batch_size=4", "data.mask_fraction=0.3", "model.n_kv_heads=8"),
+    *("training.steps=10", "training.seq_len=64", "training.global_batch_size=4"),
+    *("data.mask_fraction=0.3", "model.n_kv_heads=8"),
 ]
 CPU = torch.device("cpu")
 
 
 @cache
 def job_of(*overrides: str) -> Job:
-    return compose_job([*SMALL, *overrides])
+    return tiny(*SMALL, *overrides)
 
 
 _traces: dict[tuple[str, int], Trace] = {}
@@ -149,7 +150,7 @@ def test_layout_agrees_with_one_process(pool: RankPool, case: tuple[str, str]) -
     found = pool.run(job.world_size, trace, job.to_json(), 1)
     tolerance = 1e-2 if layout in ("tp", "fsdp_tp") else 1e-6
     verdict = compare(layout, job.world_size, expected, found, (1e-6, tolerance))
-    assert verdict.passed, line(verdict)
+    require_agreement(verdict)
     assert verdict.norm < 1e-6
 
 
@@ -160,7 +161,7 @@ def test_scales_depend_on_the_rows_of_a_forward_pass(pool: RankPool) -> None:
     assert not compare("rows", 1, two, [four], (1e-3, 1e-2)).passed
     # mxfp8: the scale of a block of 32 values does not depend on other rows.
     two, four = (alone(pool, *precision_of("mxfp8"), f"training.local_batch_size={n}") for n in (2, 4))
-    assert compare("rows", 1, two, [four], (1e-6, 1e-6)).passed
+    require_agreement(compare("rows", 1, two, [four], (1e-6, 1e-6)))
 
 
 def test_tensor_parallelism_that_gathers_float8(pool: RankPool) -> None:
@@ -169,7 +170,7 @@ def test_tensor_parallelism_that_gathers_float8(pool: RankPool) -> None:
     [expected, *_] = pool.run(4, trace, job.to_json(), 1)
     found = pool.run(4, trace_with_float8_gathers, job.to_json(), 1)
     verdict = compare("float8 gathers", 4, expected, found, (1e-6, 1e-6))
-    assert verdict.passed, line(verdict)
+    require_agreement(verdict)
 
 
 def outcomes(pool: RankPool, *overrides: str) -> list[Outcome]:

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from layouts import require_agreement
 from precision_runs import train
 from rounding import E4M3, difference, rounded, rounded_in_blocks
 from tiers import rest_is_thorough
@@ -17,7 +18,7 @@ from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.model.grouped import grouped_product, pad, padded_places, unpad
 from harness.model.moe import Experts
-from harness.parity import Trace, compare, line, trace
+from harness.parity import Trace, compare, trace
 from harness.precision.config import FLOAT8, GROUPED, PrecisionConfig
 from harness.precision.grouped import build_grouped_product
 from harness.precision.hardware import GROUPED_CAPABILITY
@@ -187,7 +188,7 @@ def test_layout_agrees_with_one_process(pool: RankPool, linear: str, layout: str
     job = job_of(*experts, *precision_of(linear, "float32"), *LAYOUTS[layout].split())
     found = pool.run(job.world_size, trace, job.to_json(), 1)
     verdict = compare(layout, job.world_size, expected, found, (1e-5, 1e-2))
-    assert verdict.passed, line(verdict)
+    require_agreement(verdict)
 
 
 @pytest.mark.thorough

@@ -28,8 +28,6 @@ from scheduler import Scheduler
 
 from harness.errors import EXIT_RESUMABLE
 
-pytestmark = pytest.mark.slurm
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -9,8 +9,6 @@ import pytest
 from commands import ENVIRONMENT, ON_SLURM, TINY, Commands, job_of, logs_of, read, until
 from scheduler import Scheduler
 
-pytestmark = pytest.mark.slurm
-
 PATCH = Path(__file__).parent / "patch"
 STARVED = f"cluster.env={{{ENVIRONMENT},PYTHONPATH:'{PATCH}',TEST_PATCH:starved}}"
 ONE_NODE = ("parallelism=fsdp", "parallelism.dp_shard=2", "training.steps=2")

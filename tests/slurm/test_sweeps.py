@@ -11,8 +11,6 @@ import pytest
 from commands import FAULTS, ON_SLURM, TINY, Commands, logs_of, read, until
 from scheduler import Scheduler
 
-pytestmark = pytest.mark.slurm
-
 # 10 points: jobs of one, two and four nodes, and dp_shard=3, which does not divide a batch of eight.
 AXES = (
     "parallelism={dp_shard:1},{dp_shard:2},{dp_shard:3},{tp:2},{dp_shard:4}",

@@ -23,8 +23,6 @@ from scheduler import Scheduler
 
 from harness.errors import EXIT_MACHINE, EXIT_RESUMABLE, EXIT_USER
 
-pytestmark = pytest.mark.slurm
-
 # Other tests take the other nodes down.
 NODE = "cluster.exclude='node[2-4]'"
 PAIR = ("parallelism=fsdp", "parallelism.dp_shard=2", "checkpoint.interval=1", "training.steps=1000")

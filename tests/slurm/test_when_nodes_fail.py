@@ -10,8 +10,6 @@ import pytest
 from commands import ON_SLURM, SLOW, Commands, job_of, read, step_of, until, until_done
 from scheduler import Scheduler
 
-pytestmark = pytest.mark.slurm
-
 STEPS = 200
 
 

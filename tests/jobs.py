@@ -1,0 +1,44 @@
+"""Jobs of the smallest model, and their runs in this process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.compose import compose_job
+from harness.job import Job
+from harness.rank import run_rank
+from harness.run_folder import RunFolder
+
+TINY = (
+    "model=llama3_tiny",
+    "data=synthetic",
+    "tokenizer=bytes",
+    "cluster.device=cpu",
+    "metrics.console=none",
+)
+
+
+class Run(NamedTuple):
+    """A run of one rank in this process."""
+
+    code: int
+    folder: RunFolder
+    job: Job
+
+
+def tiny(*overrides: str) -> Job:
+    """Compose a job of the smallest model, on synthetic data and the CPU."""
+    return compose_job([*TINY, *overrides])
+
+
+def train(runs_dir: Path, *overrides: str, adopt: bool = False) -> Run:
+    """Train a ``tiny`` job as the command of a single rank does."""
+    job = tiny(*overrides, f"runs_dir={runs_dir}")
+    folder = RunFolder(job.run_dir)
+    folder.begin(job, list(overrides), adopt=adopt)
+    try:
+        return Run(run_rank(job, folder, started=time.time()), folder, job)
+    finally:
+        folder.release()
