@@ -31,7 +31,7 @@ CONSEQUENCES = {"collective": 1, "collective_timeout": 1, "peer": 2, "interrupte
 VICTIMS = tuple(CONSEQUENCES)
 
 # Fields of an error that are copied to the run's row.
-SHOWN_OF_ERROR = ("kind", "type", "rank", "step", "message", "allocation", "operation", "absent_ranks")
+ERROR_FIELDS_IN_ROW = ("kind", "type", "rank", "step", "message", "allocation", "operation", "absent_ranks")
 
 _PEER_SIGNS = (
     "Connection closed by peer",

@@ -77,7 +77,7 @@ class Job:
     def uses_fsdp(self) -> bool:
         """Whether FSDP has anything to shard, replicate, cast or offload."""
         layout = self.parallelism
-        of_experts = layout.expert_shards if self.model.moe.enabled and layout.lays_out_experts else 1
+        of_experts = layout.expert_shards if self.model.moe.enabled and layout.has_expert_mesh else 1
         replicas = layout.dp_replicate * max(layout.parameter_shards, of_experts)
         return replicas > 1 or self.precision.needs_fsdp or layout.cpu_offload
 
@@ -197,7 +197,7 @@ class Job:
 
     def _validate_compiled_experts(self) -> None:
         """Check that selective_op is not combined with blocks that are compiled in pieces."""
-        in_pieces = self.compile.blocks and self.model.moe.enabled and self.parallelism.lays_out_experts
+        in_pieces = self.compile.blocks and self.model.moe.enabled and self.parallelism.has_expert_mesh
         if in_pieces and self.activation_checkpoint.mode == "selective_op":
             raise ConfigError(
                 "activation_checkpoint.mode",

@@ -15,7 +15,7 @@ except ImportError:  # POSIX only
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
-class Held(Exception):
+class LockedError(Exception):
     """Another process has the lock."""
 
 
@@ -31,7 +31,7 @@ def lock(path: Path, *, shared: bool = False, create: bool = False) -> IO[bytes]
         The open file, which holds the lock until it is closed; None if the file system has no locks.
 
     Raises:
-        Held: another process holds a conflicting lock.
+        LockedError: another process holds a conflicting lock.
         OSError: the file cannot be opened.
     """
     file = path.open("ab" if create else "rb" if shared else "rb+")
@@ -41,7 +41,7 @@ def lock(path: Path, *, shared: bool = False, create: bool = False) -> IO[bytes]
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise Held(str(path)) from None
+        raise LockedError(str(path)) from None
     except OSError as error:
         file.close()
         if error.errno not in _NO_LOCKS:

@@ -122,7 +122,7 @@ def trace(job_json: str, steps: int) -> Trace:
         norms.append(outcome.grad_norm)
         tokens.append(outcome.valid_tokens)
         if step in (0, steps - 1):
-            gradients.append(whole_gradients(engine))
+            gradients.append(full_gradients(engine))
         engine.update(outcome.norm)
     biases = {
         block_prefix(job.model, layer) + BALANCE_BIAS: moe.balance_bias
@@ -133,7 +133,7 @@ def trace(job_json: str, steps: int) -> Trace:
     return Trace(losses, norms, tokens, gradients, biases)
 
 
-def whole_gradients(engine: Any) -> dict[str, Tensor]:
+def full_gradients(engine: Any) -> dict[str, Tensor]:
     """Full gradients of this rank's parameters, all-gathered over their shards; call on all ranks."""
     from torch.distributed.tensor import DTensor
 
@@ -184,7 +184,7 @@ def compare(
 
 
 @dataclass
-class Judge:
+class LayoutComparer:
     """Compares layouts with one process; the process runs once for all layouts with the same reference job.
 
     Args:
@@ -270,7 +270,7 @@ def parity(job: ParityJob, overrides: list[str]) -> int:
     out = sys.stdout
     agree = compared = 0
     with RankPool(config.world_size) as pool:
-        judge = Judge(pool, config)
+        judge = LayoutComparer(pool, config)
         out.write(HEADER)
         for row in rows:
             ranks = row.job.world_size

@@ -76,15 +76,15 @@ def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
     """End this rank when the process that started it is gone; rank 0 writes the run's row first."""
 
     def write_row() -> None:
-        if not folder.is_concluded:
+        if not folder.has_result:
             gone = LauncherGone(f"the process that started the ranks (pid {launcher}) is gone")
             folder.record_error(None, gone)
-            folder.settle(job, "failed", gone.exit_code)
+            folder.ensure_result(job, "failed", gone.exit_code)
 
     def wait_for_row() -> None:
         # Otherwise rank 0 would see a peer disappear and record that as the cause.
         deadline = time.monotonic() + ROW_SECONDS
-        while not folder.is_concluded and time.monotonic() < deadline:
+        while not folder.has_result and time.monotonic() < deadline:
             time.sleep(0.05)
 
     end_with_parent(launcher, write_row if os.environ["RANK"] == "0" else wait_for_row)
@@ -179,7 +179,7 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
         if run.recorder is not None:
             with stop_signals_ignored():
                 row = run.trainer.result()
-                folder.conclude(job, reason, code, row)
+                folder.write_result(job, reason, code, row)
                 run.recorder.close({**shown_summary(row), "run folder": str(folder.path)})
         return code
 
@@ -206,9 +206,9 @@ def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
         error = folder.first_error()
         # torchrun stops the peers of a failed rank: their interruption is a consequence, not the cause.
         if code == EXIT_INTERRUPTED and (error is None or error["exit_code"] == EXIT_INTERRUPTED):
-            folder.conclude(job, "interrupted", code, run.facts())
+            folder.write_result(job, "interrupted", code, run.facts())
         else:
-            folder.conclude(job, "failed", error["exit_code"] if error else code, run.facts())
+            folder.write_result(job, "failed", error["exit_code"] if error else code, run.facts())
     except Exception:
         traceback.print_exc()
     if run.recorder is not None:

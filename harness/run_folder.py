@@ -25,10 +25,10 @@ from typing import IO, Any
 from harness.checkpoint.catalog import CheckpointFolder
 from harness.checkpoint.resume import CONTINUES, can_resume
 from harness.errors import DISK_FULL, UserError
-from harness.failures import CONSEQUENCES, SHOWN_OF_ERROR, describe_failure
+from harness.failures import CONSEQUENCES, ERROR_FIELDS_IN_ROW, describe_failure
 from harness.files import write_atomically
 from harness.job import Job
-from harness.locks import Held, lock
+from harness.locks import LockedError, lock
 from harness.metrics.encoding import parse_object
 from harness.metrics.jsonl import read_rows
 from harness.metrics.result import git_commit, read_result, versions, write_json_atomically, write_result
@@ -223,7 +223,7 @@ class RunFolder:
         # A rank that lost a peer can write its error before the failing rank does.
         return min(rows, key=lambda row: (CONSEQUENCES.get(row["kind"], 0), row["time"]), default=None)
 
-    def conclude(self, job: Job, exit_reason: str, exit_code: int, facts: dict[str, Any]) -> None:
+    def write_result(self, job: Job, exit_reason: str, exit_code: int, facts: dict[str, Any]) -> None:
         """Write ``result.json``, the run's one flat row, and the final status."""
         row = {
             "id": job.id,
@@ -239,21 +239,21 @@ class RunFolder:
         }
         error = self.first_error() if exit_reason == "failed" else None
         if error is not None:
-            row["error"] = {key: error[key] for key in SHOWN_OF_ERROR if key in error}
+            row["error"] = {key: error[key] for key in ERROR_FIELDS_IN_ROW if key in error}
         self._write_end(row, exit_reason, exit_code)
 
-    def settle(self, job: Job, exit_reason: str, exit_code: int) -> None:
+    def ensure_result(self, job: Job, exit_reason: str, exit_code: int) -> None:
         """Write ``result.json``, or correct its exit reason and cause of failure.
 
         Rank 0 may have died before writing it, or may have written it knowing only that a peer was lost.
         """
         row = self.row
         error = (self.first_error() if exit_reason == "failed" else None) or {}
-        cause = {f"error.{key}": error[key] for key in SHOWN_OF_ERROR if key in error}
+        cause = {f"error.{key}": error[key] for key in ERROR_FIELDS_IN_ROW if key in error}
         recorded = {key: row.get(key) for key in ("exit_reason", "exit_code", *cause)}
         wanted = {"exit_reason": exit_reason, "exit_code": exit_code, **cause}
         if not row:
-            self.conclude(job, exit_reason, exit_code, self._last_metrics())
+            self.write_result(job, exit_reason, exit_code, self._last_metrics())
         elif recorded != wanted:
             others = {key: value for key, value in row.items() if not key.startswith("error.")}
             self._write_end({**others, **wanted}, exit_reason, exit_code)
@@ -314,14 +314,14 @@ class RunFolder:
             return is_running(status)
         try:
             held = lock(self.path / LOCK)
-        except (Held, OSError):
+        except (LockedError, OSError):
             return True
         if held is not None:
             held.close()
         return held is None
 
     @property
-    def is_concluded(self) -> bool:
+    def has_result(self) -> bool:
         """Whether this attempt has written ``result.json``."""
         return (self.path / "result.json").is_file()
 
@@ -359,7 +359,7 @@ class RunFolder:
         try:
             # None on file systems without locks; _refuse_if_running then checks the status alone.
             self._lock = lock(self.path / LOCK, create=True)
-        except Held:
+        except LockedError:
             raise self._running(self._read("status.json")) from None
 
     def _refuse_if_running(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from harness.app import run_verb
-from harness.checkpoint.resume import is_finished, tell_finished
+from harness.checkpoint.resume import is_finished, show_finished
 from harness.compose import Composed
 from harness.data.vocabulary import require_vocabulary
 from harness.errors import UserError
@@ -27,7 +27,7 @@ def train(job: Job, overrides: list[str]) -> int:
 
         run_launched_rank(job, folder, overrides)
     if is_finished(job, folder.path):
-        return tell_finished(job, folder.path)
+        return show_finished(job, folder.path)
     require_vocabulary(job)
     if job.cluster.kind == "slurm":
         from harness.cluster.submit import submit_one

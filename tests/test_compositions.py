@@ -16,7 +16,7 @@ from harness.compositions import random_job
 from harness.errors import UserError
 from harness.parity import (
     KEPT_REFERENCES,
-    Judge,
+    LayoutComparer,
     ParityConfig,
     ParityJob,
     Trace,
@@ -39,12 +39,12 @@ def sampled(seed: int, *fixed: str) -> tuple[list[str], ParityJob]:
 
 
 @pytest.fixture(scope="module")
-def judge(pool: RankPool) -> Judge:
-    return Judge(pool, ParityConfig(steps=STEPS))
+def judge(pool: RankPool) -> LayoutComparer:
+    return LayoutComparer(pool, ParityConfig(steps=STEPS))
 
 
 @pytest.mark.parametrize("seed", rest_is_thorough(ALL, *QUICK))
-def test_a_random_job_computes_what_one_process_computes(judge: Judge, seed: int) -> None:
+def test_a_random_job_computes_what_one_process_computes(judge: LayoutComparer, seed: int) -> None:
     overrides, job = sampled(seed)
     verdict = judge.verdict(f"parity.seed={seed}", job)
     require_agreement(verdict, " ".join(overrides))
@@ -55,7 +55,7 @@ def test_one_process_may_be_the_less_exact_one(pool: RankPool) -> None:
     """Seed 150 of eight ranks: the embedding's gradient in bfloat16, summed over all rows at once."""
     with Composer("parity", ParityJob) as composer:
         _, job = random_job(composer, 150, 8, ())
-    judge = Judge(pool, ParityConfig(steps=STEPS))
+    judge = LayoutComparer(pool, ParityConfig(steps=STEPS))
     require_agreement(judge.verdict("parity.seed=150", job_of(job)))
 
 
@@ -113,14 +113,14 @@ def test_few_references_are_kept() -> None:
         def run(self, ranks: int, *_: object) -> list[Trace]:
             return [Trace([1.0], [1.0], [1], [{}]) for _ in range(ranks)]
 
-    judge, jobs = Judge(Pool(), ParityConfig(steps=STEPS)), []  # type: ignore[arg-type]
+    judge, jobs = LayoutComparer(Pool(), ParityConfig(steps=STEPS)), []  # type: ignore[arg-type]
     for seed in range(KEPT_REFERENCES + 2):
         jobs.append(sampled(0, f"training.seed={seed}")[1])
         judge._compare("row", jobs[-1])
     assert list(judge.references) == [single_process(job).id for job in jobs[-KEPT_REFERENCES:]]
 
 
-def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: Judge) -> None:
+def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: LayoutComparer) -> None:
     typed = ["model=qwen3_moe_debug", "parallelism.dp_shard=2", "parallelism.ep=2", "precision=bf16"]
     typed += ["training.seq_len=32", "training.global_batch_size=4", "model.moe.aux_loss_coeff=0"]
     with Composer("parity", ParityJob) as composer:

@@ -307,7 +307,7 @@ RUNS = {
 
 
 def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) -> None:
-    metrics, result = set(), {f"error.{name}" for name in failures.SHOWN_OF_ERROR}
+    metrics, result = set(), {f"error.{name}" for name in failures.ERROR_FIELDS_IN_ROW}
     for name, overrides in RUNS.items():
         common = (
             "data=synthetic tokenizer=bytes training.steps=5 training.seq_len=32 training.global_batch_size=2"

@@ -111,12 +111,14 @@ def documents_forgotten(job_json: str, steps: int) -> Trace:
     """The executor loses the documents on its way to the model."""
     from harness.parallelism import execute
 
-    original = execute.take_share
-    execute.take_share = lambda batch, positions: original(batch, positions)._replace(documents_BT=None)
+    original = execute.local_positions_of
+    execute.local_positions_of = lambda batch, positions: original(batch, positions)._replace(
+        documents_BT=None
+    )
     try:
         return trace(job_json, steps)
     finally:
-        execute.take_share = original
+        execute.local_positions_of = original
 
 
 @pytest.mark.parametrize("name", ["fsdp", "pp"])

@@ -17,7 +17,7 @@ from harness.loop.setup import process_group, set_up_process
 from harness.metrics import ProfilingConfig
 from harness.metrics.profiler import Profiler
 from harness.model import init
-from harness.parity import whole_gradients
+from harness.parity import full_gradients
 
 SMALL = [
     *("model=llama3_tiny", "model.head_dim=16", "data=synthetic", "tokenizer=bytes", "training.steps=10"),
@@ -37,7 +37,7 @@ def three_steps(device: str, *overrides: str) -> tuple[list[float], list[dict[st
             tokens = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(step))
             outcome = engine.gradients(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
             losses.append(outcome.loss)
-            gradients.append({name: g.cpu() for name, g in whole_gradients(engine).items()})
+            gradients.append({name: g.cpu() for name, g in full_gradients(engine).items()})
             engine.update(outcome.norm)
     return losses, gradients
 

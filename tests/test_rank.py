@@ -15,7 +15,7 @@ import torch
 from jobs import tiny
 
 from harness import rank
-from harness.cluster.outcome import settle
+from harness.cluster.outcome import finish_run
 from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_USER, DataError
 from harness.job import Job
 from harness.run_folder import RunFolder
@@ -134,7 +134,7 @@ def test_a_rank_with_a_damaged_job_is_one_line_of_the_controller(
         text=True,
     )
     assert (done.returncode, done.stderr) == (EXIT_USER, "")
-    assert settle(job, folder, done.returncode) == EXIT_USER
+    assert finish_run(job, folder, done.returncode) == EXIT_USER
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {folder.path}/job.json: damaged, or another version wrote it: name=1: ")
     row = json.loads((folder.path / "result.json").read_text())

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from jobs import tiny
 
-from harness.cluster.outcome import settle
+from harness.cluster.outcome import finish_run
 from harness.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -53,11 +53,11 @@ def test_a_begun_folder_is_enough_to_run_the_job(folder: RunFolder, job: Job) ->
 def test_an_earlier_attempt_is_put_away_whole(folder: RunFolder, job: Job) -> None:
     folder.begin(job, ["first=1"])
     folder.record_error(0, ValueError("of the first"))
-    folder.conclude(job, "failed", EXIT_BUG, {"step": 3})
+    folder.write_result(job, "failed", EXIT_BUG, {"step": 3})
     before = {p.relative_to(folder.path): p.read_bytes() for p in folder.path.rglob("*") if p.is_file()}
     folder.release()
     folder.begin(job, ["second=2"])
-    assert folder.first_error() is None and not folder.is_concluded
+    assert folder.first_error() is None and not folder.has_result
     for name, content in before.items():
         if name.name != ".lock":
             assert (folder.path / "attempts" / "1" / name).read_bytes() == content
@@ -169,7 +169,7 @@ def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: J
         metrics.write({"step": 4, "loss": 2.5, "tokens": 64})
         metrics.write({"step": 4, "validation_loss": 3.0})
     folder.record_error(0, MachineError("killed"))
-    folder.settle(job, "failed", EXIT_MACHINE)
+    folder.ensure_result(job, "failed", EXIT_MACHINE)
     row = json.loads((folder.path / "result.json").read_text())
     assert (row["step"], row["loss"], row["tokens"]) == (4, 2.5, 64)
     assert (row["exit_reason"], row["exit_code"], row["error.message"]) == ("failed", EXIT_MACHINE, "killed")
@@ -178,9 +178,9 @@ def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: J
 def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(folder: RunFolder, job: Job) -> None:
     folder.begin(job, [])
     folder.record_error(0, RuntimeError("Connection closed by peer"))
-    folder.conclude(job, "failed", EXIT_MACHINE, {"step": 9})
+    folder.write_result(job, "failed", EXIT_MACHINE, {"step": 9})
     folder.record_error(1, LookupError("the cause"))
-    folder.settle(job, "failed", EXIT_BUG)
+    folder.ensure_result(job, "failed", EXIT_BUG)
     row = json.loads((folder.path / "result.json").read_text())
     assert (row["step"], row["exit_code"], row["error.rank"], row["error.type"]) == (
         9,
@@ -188,7 +188,7 @@ def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(folder: R
         1,
         "LookupError",
     )
-    folder.settle(job, "interrupted", EXIT_INTERRUPTED)
+    folder.ensure_result(job, "interrupted", EXIT_INTERRUPTED)
     row = json.loads((folder.path / "result.json").read_text())
     assert row["exit_reason"] == "interrupted" and not [key for key in row if key.startswith("error.")]
     assert json.loads((folder.path / "status.json").read_text())["state"] == "interrupted"
@@ -224,7 +224,7 @@ def test_a_disk_that_gets_full_is_told_in_one_account(
         file.write({"step": 1, "loss": 2.5})
     fill(small_disk / "others")
     folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
-    assert settle(job, folder, EXIT_BUG) == EXIT_MACHINE
+    assert finish_run(job, folder, EXIT_BUG) == EXIT_MACHINE
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert said.startswith("error: rank 0 of 1 after step 1: OSError (machine): [Errno 28] No space left")
@@ -241,7 +241,7 @@ def test_a_disk_that_has_no_room_at_all(
     (folder.path / RESERVE).unlink()
     fill(small_disk / "others")
     folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
-    assert settle(job, folder, EXIT_BUG) == EXIT_MACHINE
+    assert finish_run(job, folder, EXIT_BUG) == EXIT_MACHINE
     said = capsys.readouterr().err
     assert "Traceback" not in said and "how the run ended (failed, exit code 3) cannot be written" in said
 

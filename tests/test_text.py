@@ -156,7 +156,7 @@ def test_secrets_of_the_environment_are_written_nowhere(
     folder = RunFolder(run.run_dir)
     folder.begin(run, SMALL, state="submitted")
     folder.record_error(0, UserError("x"))
-    folder.conclude(run, "completed", EXIT_OK, {})
+    folder.write_result(run, "completed", EXIT_OK, {})
     folder.release()
     assert SECRET not in Submission([run], [run.run_dir], run.run_dir, "x").script()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -38,7 +38,8 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    from harness.checkpoint.load import Starter
+    from harness.checkpoint.load import CheckpointLoader
+    from harness.checkpoint.rank_group import RankGroup
     from harness.checkpoint.save import Saver
     from harness.checkpoint.state import (
         allocate_optimizer_state,
@@ -47,7 +48,6 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
         rng_key,
         rng_state,
     )
-    from harness.checkpoint.together import Together
     from harness.data.tokenizer import build_tokenizer
     from harness.loop.batches import loader_of
     from harness.loop.engine import Engine
@@ -59,7 +59,7 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
     engine = Engine(job, torch.device("cpu"))
     allocate_optimizer_state(engine)
     loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
-    together = Together(job.checkpoint.timeout_seconds)
+    together = RankGroup(job.checkpoint.timeout_seconds)
     root = Path(folder)
 
     def state() -> dict[str, torch.Tensor]:
@@ -110,7 +110,7 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
 
         def load_ours() -> None:
             own = with_value(Job.from_json(job_json), "checkpoint.folder", str(root / "ours"))
-            started_from = Starter(own, root, engine, loader, together).start()
+            started_from = CheckpointLoader(own, root, engine, loader, together).start()
             assert started_from.path is not None
 
         def best(sides: list[tuple[str, Callable[[], None]]], before: Callable[[], None]) -> None:

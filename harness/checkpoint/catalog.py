@@ -22,7 +22,7 @@ import fsspec
 
 from harness.checkpoint.manifest import MANIFEST, METADATA, UnknownFormat, decode_manifest
 from harness.errors import UserError
-from harness.locks import Held, lock
+from harness.locks import LockedError, lock
 
 SUPERSEDED = "superseded"
 LOCK = ".lock"
@@ -138,7 +138,7 @@ class CheckpointFolder:
         """Lock the folder for writing until ``release`` or the end of the process; local folders only.
 
         Raises:
-            Held: another process has the lock.
+            LockedError: another process has the lock.
             OSError: the folder cannot be written.
         """
         self._try_writing()
@@ -327,7 +327,7 @@ def reading(path: str) -> Iterator[None]:
         return
     try:
         held = lock(manifest, shared=True)
-    except (Held, FileNotFoundError):
+    except (LockedError, FileNotFoundError):
         raise DamagedCheckpoint("it is being removed") from None
     with held or nullcontext():
         yield
@@ -339,7 +339,7 @@ def _remove_unless_read(path: str) -> None:
     try:
         with (None if manifest is None else lock(manifest)) or nullcontext():
             remove(path)
-    except Held:
+    except LockedError:
         return
 
 

@@ -18,8 +18,8 @@ from harness.checkpoint.distributed import DistributedSource
 from harness.checkpoint.formats import TensorFacts
 from harness.checkpoint.huggingface import HuggingFaceSource, finish_huggingface, write_huggingface
 from harness.checkpoint.manifest import CHECKSUM, MANIFEST, encode_manifest
+from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.storage import write_last
-from harness.checkpoint.together import Together
 from harness.errors import UserError
 from harness.job import Job
 from harness.model.config import ModelConfig
@@ -39,19 +39,19 @@ def check(path: str, model: ModelConfig) -> None:
     HuggingFaceSource(Path(path), model)
 
 
-def load(path: str, model: ModelConfig, state: Mapping[str, Tensor], together: Together) -> None:
+def load(path: str, model: ModelConfig, state: Mapping[str, Tensor], ranks: RankGroup) -> None:
     """Load weights into this rank's tensors; each rank reads only its local shards.
 
     Args:
         path: a folder of safetensors.
         model: the model they belong to.
         state: this rank's tensors by our names, with any dtype and placement.
-        together: the ranks.
+        ranks: the ranks.
 
     Raises:
         UserError: on all ranks, if any found a damaged file.
     """
-    found = together.gather(_load(path, model, state))
+    found = ranks.gather(_load(path, model, state))
     failures = [f"{failure} (found by rank {rank})" for rank, failure in enumerate(found) if failure]
     if failures:
         raise UserError(failures[0])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from harness.checkpoint import exchange
 from harness.checkpoint.catalog import Checkpoint, CheckpointFolder, DamagedCheckpoint, reading
 from harness.checkpoint.formats import is_finite, non_finite_warning
+from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.resume import find_start, folder_of, no_usable_error, written_by
 from harness.checkpoint.state import (
     OPTIMIZER,
@@ -28,7 +29,6 @@ from harness.checkpoint.state import (
     set_rng_state,
 )
 from harness.checkpoint.storage import Reader
-from harness.checkpoint.together import Together
 from harness.data.loader import Loader
 from harness.errors import MachineError, UserError
 from harness.job import Job
@@ -52,7 +52,7 @@ class Resumed:
     messages: tuple[str, ...] = ()
 
 
-class Starter:
+class CheckpointLoader:
     """Find and load the checkpoint that a run starts from.
 
     Args:
@@ -60,12 +60,12 @@ class Starter:
         run_dir: its run folder.
         engine: receives parameters and optimizer state.
         loader: receives the data position.
-        together: the ranks.
+        ranks: the ranks.
     """
 
-    def __init__(self, job: Job, run_dir: Path, engine: Engine, loader: Loader, together: Together) -> None:
+    def __init__(self, job: Job, run_dir: Path, engine: Engine, loader: Loader, ranks: RankGroup) -> None:
         self.job, self.config, self.run_dir = job, job.checkpoint, run_dir
-        self.engine, self.loader, self.together = engine, loader, together
+        self.engine, self.loader, self.ranks = engine, loader, ranks
         self.folder = CheckpointFolder(folder_of(job, run_dir))
 
     def start(self) -> Resumed:
@@ -74,7 +74,7 @@ class Starter:
         Raises:
             UserError: checkpoints exist and none can be used, or initial_load_path cannot be used.
         """
-        start = self.together.on_rank_zero(lambda: find_start(self.job, self.run_dir))
+        start = self.ranks.on_rank_zero(lambda: find_start(self.job, self.run_dir))
         messages, damaged = list(start.warnings), []
         for checkpoint in start.candidates:
             try:
@@ -105,7 +105,7 @@ class Starter:
             UserError: one cannot be moved.
         """
         if self.config.writes:
-            self.together.on_rank_zero(lambda: self._supersede_after(step))
+            self.ranks.on_rank_zero(lambda: self._supersede_after(step))
 
     def _supersede_after(self, step: int) -> None:
         try:
@@ -128,7 +128,7 @@ class Starter:
         if written_by(self.job, checkpoint):
             excluded = set()  # this command excluded them when it started, and has saved its own since
         with self._reading(checkpoint) as reader:
-            sizes = self.together.on_rank_zero(lambda: _sizes(reader, OPTIMIZER, RNG))
+            sizes = self.ranks.on_rank_zero(lambda: _sizes(reader, OPTIMIZER, RNG))
             wanted = model_state(self.engine)
             # A checkpoint from before the first update has no optimizer state.
             if "optimizer" not in excluded and any(name.startswith(OPTIMIZER) for name in sizes):
@@ -140,7 +140,7 @@ class Starter:
             random = torch.empty(sizes.get(key, (0,)), dtype=torch.uint8)
             if "rng" not in excluded and random.numel():
                 wanted[key] = random
-            dcp.load(dict(wanted), storage_reader=reader, process_group=self.together.group)
+            dcp.load(dict(wanted), storage_reader=reader, process_group=self.ranks.group)
         if key in wanted:
             set_rng_state(random, self.engine.device)
         if "lr_scheduler" not in excluded:
@@ -154,7 +154,7 @@ class Starter:
         """Yield a reader; protect the checkpoint from removal, and turn DCP's errors into ours."""
         try:
             with contextlib.ExitStack() as stack:
-                self.together.on_rank_zero(lambda: stack.enter_context(reading(checkpoint.path)))
+                self.ranks.on_rank_zero(lambda: stack.enter_context(reading(checkpoint.path)))
                 yield Reader(checkpoint.path, checkpoint.manifest)
         except CheckpointException as error:
             rank, cause = next((rank, cause) for rank, (cause, _) in error.failures.items())
@@ -171,13 +171,13 @@ class Starter:
         Raises:
             UserError: it is damaged, or its tensors do not match the model.
         """
-        path, group = checkpoint.path, self.together.group
+        path, group = checkpoint.path, self.ranks.group
         try:
             if self.config.initial_load_in_hf:
-                self.together.on_rank_zero(lambda: exchange.check(path, self.job.model))
-                exchange.load(path, self.job.model, model_state(self.engine), self.together)
+                self.ranks.on_rank_zero(lambda: exchange.check(path, self.job.model))
+                exchange.load(path, self.job.model, model_state(self.engine), self.ranks)
                 return {}
-            self.together.on_rank_zero(lambda: self._require_parameters(checkpoint))
+            self.ranks.on_rank_zero(lambda: self._require_parameters(checkpoint))
             if not self.config.initial_load_model_only:
                 return self._load(checkpoint)
             with self._reading(checkpoint) as reader:
@@ -192,7 +192,7 @@ class Starter:
             name: each.to_local() if isinstance(each, DTensor) else each
             for name, each in model_state(self.engine).items()
         }
-        found = self.together.gather([name for name, each in local.items() if not is_finite(each)])
+        found = self.ranks.gather([name for name, each in local.items() if not is_finite(each)])
         names, on_any = tensor_shapes(self.job.model), set().union(*found)
         wrong = [name for name in names if name in on_any]
         warning = non_finite_warning(wrong, len(names), "loaded")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.checkpoint.formats import Source, TensorFacts
 from harness.model.config import ModelConfig
-from harness.model.families.core import Piece, Shape
+from harness.model.families.core import Shape, TensorMapping
 from harness.model.huggingface import hf_tensors
 from harness.model.spec import tensor_shapes
 
@@ -17,7 +17,9 @@ Read = Callable[[str, tuple[slice, ...]], Tensor]
 """Reads a slice of a Hugging Face tensor: (name, slice of each dimension)."""
 
 
-def fill(out: Tensor, pieces: Sequence[Piece], shape: Shape, ranges: Sequence[range], read: Read) -> None:
+def fill(
+    out: Tensor, pieces: Sequence[TensorMapping], shape: Shape, ranges: Sequence[range], read: Read
+) -> None:
     """Fill a slice of one of our tensors; experts are read one at a time.
 
     Args:
@@ -42,7 +44,7 @@ def fill(out: Tensor, pieces: Sequence[Piece], shape: Shape, ranges: Sequence[ra
                 out[row].copy_(_read(piece, shape, one, read)[0])
 
 
-def _read(piece: Piece, shape: Shape, ranges: Sequence[range], read: Read) -> Tensor:
+def _read(piece: TensorMapping, shape: Shape, ranges: Sequence[range], read: Read) -> Tensor:
     """Read a slice of our tensor, or of one expert; ``ranges`` index our layout."""
     slot, wanted = piece.slot, [slice(each.start, each.stop) for each in ranges]
     if slot.transposed:
@@ -80,7 +82,7 @@ class HuggingFaceNames:
             for name, pieces in self._pieces.items()
         }
 
-    def _dtype(self, pieces: Sequence[Piece]) -> torch.dtype:
+    def _dtype(self, pieces: Sequence[TensorMapping]) -> torch.dtype:
         return self._source.tensors[pieces[0].ours].dtype
 
     def read(self, name: str) -> Tensor:
@@ -107,7 +109,7 @@ class HuggingFaceNames:
         return out
 
 
-def _half(theirs: Tensor, piece: Piece, shape: Shape) -> Tensor:
+def _half(theirs: Tensor, piece: TensorMapping, shape: Shape) -> Tensor:
     """The view of a Hugging Face tensor that holds a piece, with the dimensions in our order."""
     slot, width = piece.slot, piece.width(shape)
     if slot.half is not None:

@@ -168,7 +168,7 @@ def is_finished(job: Job, run_dir: Path) -> bool:
         return False
 
 
-def tell_finished(job: Job, run_dir: Path) -> int:
+def show_finished(job: Job, run_dir: Path) -> int:
     """Print that no steps are left; return the exit code."""
     sys.stdout.write(
         f"{job.name}: all {job.training.steps} steps are done, see {run_dir}; checkpoint.resume=false trains "

@@ -25,14 +25,14 @@ from harness.checkpoint.catalog import (
     remove,
     remove_unfinished,
 )
+from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.resume import folder_of
 from harness.checkpoint.state import model_state, optimizer_state, rng_key, rng_state
 from harness.checkpoint.storage import Writer
-from harness.checkpoint.together import Together
 from harness.data.loader import Loader, merge_states
 from harness.errors import MachineError, UserError
 from harness.job import Job
-from harness.locks import Held
+from harness.locks import LockedError
 from harness.loop.engine import Engine
 
 
@@ -85,12 +85,12 @@ class Saver:
         run_dir: its run folder.
         engine: parameters and optimizer state to save.
         loader: data position to save.
-        together: the ranks.
+        ranks: the ranks.
         say: prints a line for the user, on rank 0.
 
     Attributes:
         account: statistics of the saves.
-        gives_up: whether too many background saves failed, so that this rank asks the others to stop.
+        asks_to_stop: whether too many background saves failed, so that this rank asks the others to stop.
 
     Raises:
         ConfigError: async_mode needs pinned memory, and the device is not a GPU.
@@ -102,16 +102,16 @@ class Saver:
         run_dir: Path,
         engine: Engine,
         loader: Loader,
-        together: Together,
+        ranks: RankGroup,
         say: Callable[[str], None],
     ) -> None:
         self.job, self.config = job, job.checkpoint
-        self.engine, self.loader, self.together, self.say = engine, loader, together, say
+        self.engine, self.loader, self.ranks, self.say = engine, loader, ranks, say
         self.folder = CheckpointFolder(folder_of(job, run_dir))
         if engine.device.type != "cuda":
             self.config.refuse_pinned_memory(f"ranks compute on {engine.device.type}")
         self.account = Account()
-        self.gives_up = False
+        self.asks_to_stop = False
         self._failed_in_a_row = 0
         self._background: _BackgroundSave | None = None
         self._stager: _Stager | None = None
@@ -126,13 +126,13 @@ class Saver:
                 tokenizer cannot be exported.
         """
         if self.config.writes:
-            self.together.on_rank_zero(self._prepare)
+            self.ranks.on_rank_zero(self._prepare)
 
     def _prepare(self) -> None:
         name = f"checkpoint.folder={self.config.folder}"
         try:
             self.folder.hold()
-        except Held:
+        except LockedError:
             raise UserError(
                 f"{name}: another run writes checkpoints there; would work: another folder"
             ) from None
@@ -173,7 +173,7 @@ class Saver:
         """
         started = time.perf_counter()
         # Try the final save even if the one before failed: there may be space again.
-        self._finish_background_save(tolerant=final and not self.gives_up)
+        self._finish_background_save(tolerant=final and not self.asks_to_stop)
         if self.account.step != step:
             try:
                 self._write(step, self._manifest(step, train_state), final)
@@ -183,7 +183,7 @@ class Saver:
         self.account.seconds += time.perf_counter() - started
 
     def poll(self) -> None:
-        """Report a background save that has ended, and update ``gives_up``; cheap enough for every step.
+        """Report a background save that has ended, and update ``asks_to_stop``; cheap enough for every step.
 
         All ranks see the same failure, though not necessarily in the same step.
         """
@@ -195,8 +195,8 @@ class Saver:
         if error is None:
             self._report_written(saving.step)
         else:
-            self.say(f"WARNING {_failure(saving.step, error, self.together.rank)}")
-            self.gives_up = self._failed_in_a_row >= self.config.max_failed_saves
+            self.say(f"WARNING {_failure(saving.step, error, self.ranks.rank)}")
+            self.asks_to_stop = self._failed_in_a_row >= self.config.max_failed_saves
 
     def close(self) -> None:
         """Wait for the background save and for removals; nothing can be saved afterwards.
@@ -240,7 +240,7 @@ class Saver:
         response: Any = dcp.async_save(
             dict(self._everything()),
             storage_writer=Writer(self.folder.path_of(step), manifest),
-            process_group=self.together.group,
+            process_group=self.ranks.group,
             async_stager=self._stager,
         )
         self._background = _BackgroundSave(step, response.upload_completion)
@@ -257,13 +257,13 @@ class Saver:
     def _write_huggingface(self, step: int, manifest: dict[str, Any]) -> None:
         """Write safetensors: save a temporary DCP checkpoint, from which each rank converts a share."""
         temporary, target = f"{self.folder.path}/.export-step-{step}", self.folder.path_of(step)
-        rank, size, started = self.together.rank, self.together.size, time.perf_counter()
-        self.together.on_rank_zero(lambda: remove(temporary))
+        rank, size, started = self.ranks.rank, self.ranks.size, time.perf_counter()
+        self.ranks.on_rank_zero(lambda: remove(temporary))
         try:
             self._dcp_save(temporary, self._exported(), {**manifest, "holds": "model"})
-            self.together.on_rank_zero(lambda: make_room(target))
-            self.together.everywhere(lambda: exchange.write_share(temporary, target, self.job, (rank, size)))
-            self.together.on_rank_zero(lambda: exchange.finish(temporary, target, self.job, manifest))
+            self.ranks.on_rank_zero(lambda: make_room(target))
+            self.ranks.everywhere(lambda: exchange.write_share(temporary, target, self.job, (rank, size)))
+            self.ranks.on_rank_zero(lambda: exchange.finish(temporary, target, self.job, manifest))
         finally:
             if rank == 0:
                 self._drop(temporary)
@@ -279,7 +279,7 @@ class Saver:
             self.say(f"WARNING {path} could not be removed: {error}")
 
     def _dcp_save(self, path: str, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
-        dcp.save(dict(state), storage_writer=Writer(path, manifest), process_group=self.together.group)
+        dcp.save(dict(state), storage_writer=Writer(path, manifest), process_group=self.ranks.group)
 
     def _everything(self) -> dict[str, Tensor]:
         """This rank's part of the complete state."""
@@ -315,7 +315,7 @@ class Saver:
         """The loader's state for all rows of the global batch."""
         state = self.loader.state_dict()
         # Only streams have different states on different ranks.
-        return merge_states(self.together.gather(state)) if "slots" in state else state
+        return merge_states(self.ranks.gather(state)) if "slots" in state else state
 
     def _finish_background_save(self, *, tolerant: bool = False) -> None:
         """Wait for the background save, so that there is at most one.
@@ -350,10 +350,10 @@ class Saver:
         Raises:
             SaveFailed: not tolerant.
         """
-        failure = _failure(step, error, self.together.rank)
+        failure = _failure(step, error, self.ranks.rank)
         self.account.failed += 1
         self._failed_in_a_row += 1
-        if self.together.rank == 0:
+        if self.ranks.rank == 0:
             # The next save may need the space.
             with contextlib.suppress(OSError):
                 remove_unfinished(self.folder.path_of(step))
@@ -364,7 +364,7 @@ class Saver:
 
     def _purge(self) -> None:
         """Remove old checkpoints, in a background thread of rank 0."""
-        if self.together.rank == 0:
+        if self.ranks.rank == 0:
             self._purger.submit(self._purge_now)
 
     def _purge_now(self) -> None:

@@ -21,12 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from harness.checkpoint.resume import is_finished, tell_finished
+from harness.checkpoint.resume import is_finished, show_finished
 from harness.cluster import queue
+from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.node_check import UnfitNodes, check_nodes
-from harness.cluster.outcome import last_lines, settle
+from harness.cluster.outcome import finish_run, last_lines
 from harness.cluster.srun_log import dead_ranks
-from harness.cluster.ticket import Ticket
 from harness.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -117,7 +117,7 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     started = time.time()
     job = folder.read_job()
     if is_finished(job, folder.path):  # the script was submitted again by hand
-        return tell_finished(job, folder.path)
+        return show_finished(job, folder.path)
     _begin(job, folder, allocation)
     sys.stdout.write(f"run folder {folder.path}\noutput of rank 0 {folder.path}/logs/rank0.out\n")
     sys.stdout.flush()
@@ -133,12 +133,12 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
         code = folder.record_error(None, error)["exit_code"]
     if allocation.state() == SUPERSEDED:
         return code  # the run folder now belongs to another attempt
-    code = settle(job, folder, code)
+    code = finish_run(job, folder, code)
     if code not in STOPPED or allocation.state() not in ("RUNNING", "TIMEOUT", "UNKNOWN"):
         return code  # SLURM is taking the nodes, and decides whether to requeue the job
     if not _has_progress(folder):
         folder.record_error(None, NoProgress())
-        return settle(job, folder, NoProgress.exit_code)
+        return finish_run(job, folder, NoProgress.exit_code)
     return _requeue(job, folder, allocation, time.time() - started)
 
 
@@ -164,12 +164,12 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
                 raise
             time.sleep(POLL_SECONDS)
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    # The ticket in the folder is another job's if the script was submitted again by hand.
+    # The job_record in the folder is another job's if the script was submitted again by hand.
     name, index = os.environ["SLURM_JOB_NAME"], None if task is None else int(task)
-    ticket = Ticket.read(folder.path) or Ticket(name)
+    job_record = SlurmJobRecord.read(folder.path) or SlurmJobRecord(name)
     ident, restarts = allocation.job_id, allocation.restarts
-    ticket = replace(ticket, name=name, index=index, job_id=ident, restarts=restarts, cancelled=False)
-    ticket.write(folder.path)
+    job_record = replace(job_record, name=name, index=index, job_id=ident, restarts=restarts, cancelled=False)
+    job_record.write(folder.path)
 
 
 def _run_ranks(
@@ -283,7 +283,7 @@ def _requeue_without(unfit: UnfitNodes, job: Job, folder: RunFolder, allocation:
         sys.stderr.write(f"WARNING cannot requeue this job without these nodes: {error}\n")
         if allocation.state() in _TAKEN:
             return EXIT_RESUMABLE  # it is in the queue, and may get these nodes again
-        return settle(job, folder, folder.record_error(None, unfit)["exit_code"])
+        return finish_run(job, folder, folder.record_error(None, unfit)["exit_code"])
     return EXIT_RESUMABLE
 
 

@@ -7,10 +7,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from harness.cluster.outcome import account_of, last_lines, settle
+from harness.cluster.job_record import SlurmJobRecord
+from harness.cluster.outcome import finish_run, format_failure, last_lines
 from harness.cluster.queue import ENDED as ENDED_JOB
 from harness.cluster.queue import Queued, SlurmError, jobs, last_states
-from harness.cluster.ticket import Ticket
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, MachineError, UserError
 from harness.job import Job
 from harness.run_folder import RunFolder
@@ -25,37 +25,37 @@ ENDED = ("completed", "interrupted", "failed")
 
 def queued(run_dir: Path) -> Queued | None:
     """Return a run's job in SLURM's queue, or None."""
-    ticket = Ticket.read(run_dir)
-    return None if ticket is None else ticket.find(jobs().live)
+    job_record = SlurmJobRecord.read(run_dir)
+    return None if job_record is None else job_record.find(jobs().live)
 
 
 def job_id_of(run_dir: Path) -> str | None:
     """Return the id of a run's SLURM job, or None."""
-    ticket = Ticket.read(run_dir)
-    return None if ticket is None else ticket.job_id
+    job_record = SlurmJobRecord.read(run_dir)
+    return None if job_record is None else job_record.job_id
 
 
 class JobLost(MachineError):
     """A SLURM job that ended without a result."""
 
-    def __init__(self, ticket: Ticket, state: str | None) -> None:
+    def __init__(self, job_record: SlurmJobRecord, state: str | None) -> None:
         # SLURM keeps no record of a waiting task of an array that is cancelled.
-        self.kind = "cancelled" if ticket.cancelled else _KINDS.get(state or "", "unknown")
+        self.kind = "cancelled" if job_record.cancelled else _KINDS.get(state or "", "unknown")
         known = f"SLURM says {state}" if state else "SLURM does not know it any more"
-        log = last_lines(slurm_log(ticket)) if ticket.logs and ticket.job_id else ""
-        super().__init__(f"{ended_without_result(ticket)}; {known}{log}")
+        log = last_lines(slurm_log(job_record)) if job_record.logs and job_record.job_id else ""
+        super().__init__(f"{ended_without_result(job_record)}; {known}{log}")
 
 
-def ended_without_result(ticket: Ticket) -> str:
+def ended_without_result(job_record: SlurmJobRecord) -> str:
     """Return a message that a job ended without a result, with the path of its log if known."""
-    named = f"SLURM job {ticket.job_id}" if ticket.job_id else f"the SLURM job {ticket.name}"
-    look = f", see {slurm_log(ticket)}" if ticket.logs and ticket.job_id else ""
+    named = f"SLURM job {job_record.job_id}" if job_record.job_id else f"the SLURM job {job_record.name}"
+    look = f", see {slurm_log(job_record)}" if job_record.logs and job_record.job_id else ""
     return f"{named} ended without a result{look}"
 
 
-def slurm_log(ticket: Ticket) -> Path:
+def slurm_log(job_record: SlurmJobRecord) -> Path:
     """Return the path of the job script's output."""
-    return Path(ticket.logs or "") / f"{ticket.job_id}_0_log.out"
+    return Path(job_record.logs or "") / f"{job_record.job_id}_0_log.out"
 
 
 _KINDS = {
@@ -69,9 +69,9 @@ _KINDS = {
 }
 
 
-def state_of(ticket: Ticket) -> str | None:
+def state_of(job_record: SlurmJobRecord) -> str | None:
     """Return a job's state in SLURM's terms, also for other users' jobs; None if SLURM has forgotten it."""
-    return None if ticket.job_id is None else last_states([ticket.job_id]).get(ticket.job_id)
+    return None if job_record.job_id is None else last_states([job_record.job_id]).get(job_record.job_id)
 
 
 def is_live(state: str | None) -> bool:
@@ -80,7 +80,7 @@ def is_live(state: str | None) -> bool:
 
 
 def record_lost_job(
-    job: Job, folder: RunFolder, ticket: Ticket, state: str | None, *, quiet: bool = False
+    job: Job, folder: RunFolder, job_record: SlurmJobRecord, state: str | None, *, quiet: bool = False
 ) -> int:
     """Write the row of a run whose job ended without one; return the run's exit code.
 
@@ -89,16 +89,16 @@ def record_lost_job(
     Args:
         job: the resolved job.
         folder: its run folder, held by this process.
-        ticket: the ticket of the SLURM job.
+        job_record: the job_record of the SLURM job.
         state: SLURM's final state of the job, or None.
         quiet: print nothing.
     """
-    lost = JobLost(ticket, state)
+    lost = JobLost(job_record, state)
     if lost.kind == "cancelled":
-        replace(ticket, cancelled=True).write(folder.path)
-        return settle(job, folder, EXIT_INTERRUPTED, quiet=quiet)
+        replace(job_record, cancelled=True).write(folder.path)
+        return finish_run(job, folder, EXIT_INTERRUPTED, quiet=quiet)
     folder.record_error(None, lost)
-    return settle(job, folder, lost.exit_code, quiet=quiet)
+    return finish_run(job, folder, lost.exit_code, quiet=quiet)
 
 
 def follow(job: Job, folder: RunFolder) -> int:
@@ -133,9 +133,9 @@ def follow(job: Job, folder: RunFolder) -> int:
 
 def _record_if_lost(job: Job, folder: RunFolder) -> int | None:
     """Write the row of a run whose job ended without one; return its exit code, or None if it has not."""
-    ticket = Ticket.read(folder.path)
-    state = None if ticket is None else state_of(ticket)
-    if ticket is None or is_live(state):
+    job_record = SlurmJobRecord.read(folder.path)
+    state = None if job_record is None else state_of(job_record)
+    if job_record is None or is_live(state):
         return None
     try:
         folder.hold()
@@ -143,7 +143,7 @@ def _record_if_lost(job: Job, folder: RunFolder) -> int | None:
         return None
     try:
         # The job's last writes may have arrived meanwhile.
-        return None if folder.state in ENDED else record_lost_job(job, folder, ticket, state)
+        return None if folder.state in ENDED else record_lost_job(job, folder, job_record, state)
     finally:
         folder.release()
 
@@ -151,7 +151,7 @@ def _record_if_lost(job: Job, folder: RunFolder) -> int | None:
 def _show_end(job: Job, folder: RunFolder) -> int:
     error = folder.first_error() if folder.state == "failed" else None
     if error is not None:
-        sys.stderr.write(account_of(error, job.world_size, folder))
+        sys.stderr.write(format_failure(error, job.world_size, folder))
     if folder.stop_reason is not None:
         sys.stderr.write(f"{folder.stop_reason}\n")
     # The row may be damaged, or not yet visible on a shared file system.

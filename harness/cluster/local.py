@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cluster.outcome import RankDied, memory_kills, settle
+from harness.cluster.outcome import RankDied, finish_run, memory_kills
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED
 from harness.job import Job
 from harness.loop.process import importing_torch
@@ -61,7 +61,7 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
         ignore_stop_signals()
     try:
         with stop_signals_ignored():
-            return settle(job, folder, code)
+            return finish_run(job, folder, code)
     finally:
         folder.release()
 

@@ -91,7 +91,7 @@ def _count_memory_kills() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
-def settle(job: Job, folder: RunFolder, code: int, *, quiet: bool = False) -> int:
+def finish_run(job: Job, folder: RunFolder, code: int, *, quiet: bool = False) -> int:
     """Show the cause unless quiet, complete the run's row where no rank could, and return the exit code."""
     error = folder.first_error() if code != EXIT_OK else None
     if code in STOPPED and error is not None and error["kind"] in VICTIMS:
@@ -102,13 +102,13 @@ def settle(job: Job, folder: RunFolder, code: int, *, quiet: bool = False) -> in
     if error is not None:
         code = error["exit_code"]
         if not quiet:
-            sys.stderr.write(account_of(error, job.world_size, folder))
+            sys.stderr.write(format_failure(error, job.world_size, folder))
             sys.stderr.flush()
     if code == EXIT_INTERRUPTED and can_resume(job, folder.path):
         code = EXIT_RESUMABLE  # from an earlier checkpoint, not from where it was stopped
     reason = "completed" if code == EXIT_OK else "interrupted" if code in STOPPED else "failed"
     try:
-        folder.settle(job, reason, code)
+        folder.ensure_result(job, reason, code)
     except Exception:
         # The cause has been shown; failing to write it is secondary.
         traceback.print_exc()
@@ -127,7 +127,7 @@ def _name_absent(folder: RunFolder, error: dict[str, Any]) -> dict[str, Any]:
     return error
 
 
-def account_of(error: dict[str, Any], world_size: int, folder: RunFolder) -> str:
+def format_failure(error: dict[str, Any], world_size: int, folder: RunFolder) -> str:
     """Format a failure for the user.
 
     A user error and non-finite numbers take one line. A bug includes its traceback, a machine failure the

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.cluster.config import ClusterConfig
+from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.queue import partition_minutes, require_slurm, submit_script
 from harness.cluster.snapshot import snapshot_path, take_snapshot
-from harness.cluster.ticket import Ticket
 from harness.errors import ConfigError
 from harness.files import write_atomically
 from harness.job import Job
@@ -203,22 +203,23 @@ class Submission:
             take_snapshot(self.home)
         self.folder.mkdir(parents=True, exist_ok=True)
         several = len(self.jobs) > 1
-        tickets = [
-            Ticket(self.name, i if several else None, logs=str(self.folder)) for i in range(len(self.jobs))
+        job_records = [
+            SlurmJobRecord(self.name, i if several else None, logs=str(self.folder))
+            for i in range(len(self.jobs))
         ]
-        for run_dir, ticket in zip(self.run_dirs, tickets, strict=True):
-            ticket.write(run_dir)
+        for run_dir, job_record in zip(self.run_dirs, job_records, strict=True):
+            job_record.write(run_dir)
         # Write everything that the job reads before submitting it: this process may die at any moment.
         if several:
             write_atomically(self._list_path, "".join(f"{path}\n" for path in self.run_dirs).encode())
         write_atomically(self.script_path, self.script().encode())
         self.is_sent = True
         number = self._sbatch()
-        ids = [f"{number}_{ticket.index}" if several else number for ticket in tickets]
-        for run_dir, ticket, ident in zip(self.run_dirs, tickets, ids, strict=True):
-            # The job may have started meanwhile and written a newer ticket.
-            if (Ticket.read(run_dir) or ticket).job_id is None:
-                replace(ticket, job_id=ident).write(run_dir)
+        ids = [f"{number}_{job_record.index}" if several else number for job_record in job_records]
+        for run_dir, job_record, ident in zip(self.run_dirs, job_records, ids, strict=True):
+            # The job may have started meanwhile and written a newer job_record.
+            if (SlurmJobRecord.read(run_dir) or job_record).job_id is None:
+                replace(job_record, job_id=ident).write(run_dir)
         return ids
 
     def _sbatch(self) -> str:

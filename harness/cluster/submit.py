@@ -7,9 +7,9 @@ import sys
 
 from harness.cluster.follow import follow, is_live, job_id_of, queued, record_lost_job, state_of
 from harness.cluster.inputs import require_inputs
+from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.queue import Queued, describe, jobs, require_slurm
 from harness.cluster.slurm import Submission, device_hours, shape_of
-from harness.cluster.ticket import Ticket
 from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import Job
 from harness.run_folder import RunFolder
@@ -70,8 +70,8 @@ def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued |
     Raises:
         UserError: the job is queued but its run folder was removed, so it would fail when it starts.
     """
-    if Ticket.read(folder.path) is None:
-        found = Ticket(submission.name).find(jobs().live)
+    if SlurmJobRecord.read(folder.path) is None:
+        found = SlurmJobRecord(submission.name).find(jobs().live)
         # A job of that name may have another runs_dir. SLURM cuts StdOut at a space.
         output = "" if found is None else describe(found.id).get("StdOut", "")
         if found is not None and output and f"{submission.folder}/".startswith(output.rpartition("/")[0]):
@@ -85,11 +85,11 @@ def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued |
 
 def _close_lost(job: Job, folder: RunFolder) -> None:
     """If the run's earlier job ended without a row, write the row and show how the job ended."""
-    ticket = Ticket.read(folder.path)
-    if ticket is not None and ticket.job_id is not None and folder.state in UNFINISHED:
-        state = state_of(ticket)
+    job_record = SlurmJobRecord.read(folder.path)
+    if job_record is not None and job_record.job_id is not None and folder.state in UNFINISHED:
+        state = state_of(job_record)
         if not is_live(state):
-            record_lost_job(job, folder, ticket, state)
+            record_lost_job(job, folder, job_record, state)
 
 
 def submit(

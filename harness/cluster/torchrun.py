@@ -8,9 +8,9 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from harness.checkpoint.resume import is_finished, tell_finished
+from harness.checkpoint.resume import is_finished, show_finished
 from harness.cluster.local import openmp_environment
-from harness.cluster.outcome import account_of
+from harness.cluster.outcome import format_failure
 from harness.errors import EXIT_OK, EXIT_USER, STOPPED, MachineError, UserError
 from harness.job import Job
 from harness.loop.process import importing_torch
@@ -81,7 +81,7 @@ def _begin_on_rank_0(
     outcome = _BEGUN
     try:
         if is_finished(job, folder.path):
-            tell_finished(job, folder.path)
+            show_finished(job, folder.path)
             outcome = _FINISHED
         else:
             folder.begin(job, overrides, adopt=True)
@@ -108,9 +108,9 @@ def _report_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:
     error = folder.first_error()
     if error is None:
         return
-    sys.stderr.write(account_of(error, job.world_size, folder))
+    sys.stderr.write(format_failure(error, job.world_size, folder))
     sys.stderr.flush()
     deadline = time.monotonic() + (0.0 if rank == 0 else ROW_SECONDS)
-    while not folder.is_concluded and time.monotonic() < deadline:
+    while not folder.has_result and time.monotonic() < deadline:
         time.sleep(0.05)
-    folder.settle(job, "failed", error["exit_code"])
+    folder.ensure_result(job, "failed", error["exit_code"])

@@ -41,7 +41,7 @@ from harness.data.cache_check import (
 from harness.data.sources import Source
 from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.errors import DataError, MachineError
-from harness.locks import Held, lock
+from harness.locks import LockedError, lock
 
 FORMAT_VERSION = 1
 LOCK = ".lock"
@@ -131,7 +131,7 @@ def remove_abandoned(root: Path) -> None:
             held = lock(path / LOCK)
         except FileNotFoundError:
             held = None
-        except (Held, OSError):  # OSError: another user's lock file cannot be opened
+        except (LockedError, OSError):  # OSError: another user's lock file cannot be opened
             continue
         # A builder locks its folder right after making it. Without locks, the folder's age decides.
         with held or contextlib.nullcontext():

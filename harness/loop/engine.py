@@ -20,7 +20,7 @@ from harness.optimizer.build import build_optimizer, build_schedule
 from harness.optimizer.in_backward import UpdateInBackward
 from harness.parallelism.balance import Balance
 from harness.parallelism.chunked_loss import ChunkedLoss
-from harness.parallelism.clip import clip_gradients, local_squares, settle_gradients
+from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
 from harness.parallelism.execute import build_executor
 from harness.parallelism.fsdp import reshard
 from harness.parallelism.loss import TokenLoss
@@ -240,7 +240,7 @@ class Engine:
             norm: gradient norm; a tensor on the device avoids a wait.
         """
         self.weights_changed = True
-        self.balance.settle()
+        self.balance.update_biases()
         if self.updater is not None:
             return self._end_step()
         if self.skips_on_device:
@@ -306,7 +306,7 @@ class Engine:
         """Return this rank's share of each gradient's squared norm."""
         if self.updater is not None:
             return self.updater.take_squares()
-        settle_gradients(self.parameters)
+        reduce_partial_gradients(self.parameters)
         return local_squares(self.parameters, self.mesh, self.device)
 
     def _check_gradients(self) -> None:

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.load import Starter
+from harness.checkpoint.load import CheckpointLoader
+from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.save import SaveFailed, Saver
-from harness.checkpoint.together import Together
 from harness.data.prefetch import Prefetcher
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import NonFiniteError, UserError
@@ -72,8 +72,8 @@ class Trainer:
         self.validation_loader = (
             loader_of(job, tokenizer, engine.rows, "validation") if job.validation.interval else None
         )
-        self.together = Together(job.checkpoint.timeout_seconds)
-        self.saver = Saver(job, folder.path, engine, self.loader, self.together, self._message)
+        self.ranks = RankGroup(job.checkpoint.timeout_seconds)
+        self.saver = Saver(job, folder.path, engine, self.loader, self.ranks, self._message)
         rank = dist.get_rank() if dist.is_initialized() else 0
         watching = job.world_size > 1 and job.debug.flight_recorder > 0
         self.watch = StepWatch(folder.path, rank, enabled=watching)
@@ -157,7 +157,7 @@ class Trainer:
             self._wait_for_staging()
         self._watch(number)
         with unwrap_non_finite(number):
-            stop_requested = request.signal is not None or self.saver.gives_up
+            stop_requested = request.signal is not None or self.saver.asks_to_stop
             outcome = self.engine.gradients(batch, stop_requested=stop_requested)
         step = Step(number, batch, outcome, self.engine.lr)
         self._wait_for_staging()
@@ -195,7 +195,7 @@ class Trainer:
         """Load the checkpoint or weights that the run starts from."""
         if self.job.checkpoint.enable:
             self.saver.prepare()
-            starter = Starter(self.job, self.folder.path, self.engine, self.loader, self.together)
+            starter = CheckpointLoader(self.job, self.folder.path, self.engine, self.loader, self.ranks)
             resumed = starter.start()
             for message in resumed.messages:
                 self._message(message)
@@ -289,7 +289,7 @@ class Trainer:
         elif new := self.compiler.unexpected:
             self.compiler.recompiles += new
             self._message(f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why")
-        self.compiler.settle()
+        self.compiler.mark_expected()
 
     def _log(self, step: Step) -> None:
         """Write one row of metrics; loss_max and memory are maxima over all ranks."""
@@ -310,7 +310,7 @@ class Trainer:
                 loss, valid = self.engine.evaluate(self.validation_loader.next())
                 losses, tokens = losses + loss, tokens + valid
             self.progress.validation_loss = losses / max(1, tokens)
-            self.compiler.settle()  # compiling a graph without gradients is expected
+            self.compiler.mark_expected()  # compiling a graph without gradients is expected
         if self.recorder is not None:
             self.recorder.log({"step": step, "validation_loss": self.progress.validation_loss})
 

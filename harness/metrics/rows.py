@@ -47,7 +47,7 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
         **trainer.efficiency.fields(interval["tokens_per_second"]),
         "memory_gib": progress.memory_gib,
         "skipped_steps": progress.skipped_steps,
-        **trainer.engine.balance.figures(),
+        **trainer.engine.balance.metrics(),
         "time": time.time(),
     }
 

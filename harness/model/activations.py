@@ -19,7 +19,7 @@ from harness.model.spec import Split, block_tensors
 LSE = "log-sum-exp"
 
 
-class Cut(StrEnum):
+class ActivationSplit(StrEnum):
     """How tensor parallelism splits an activation. The batch and context parallel split all of them."""
 
     STREAM = "stream"
@@ -36,7 +36,7 @@ class Cut(StrEnum):
     """Hidden features of experts: split either way, by rows or by features."""
 
 
-class Keeper(StrEnum):
+class SavedBy(StrEnum):
     """Which implementations save a tensor."""
 
     ALL = "all"
@@ -47,36 +47,36 @@ class Keeper(StrEnum):
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTensor:
     """A tensor that is saved for backward."""
 
     name: str
     width: float
     """Values per token."""
-    cut: Cut
+    cut: ActivationSplit
     dtype: str = "compute"
     """``compute`` (precision.param_dtype), ``float32``, ``int64``; ``widened``: a float32 copy, if the
     original is not float32; ``norm``: float32 where a norm consists of single operations."""
-    by: Keeper = Keeper.ALL
+    by: SavedBy = SavedBy.ALL
 
 
 @dataclass(frozen=True)
 class PartActivations:
     """Activations of a block or another part."""
 
-    kept: tuple[Kept, ...]
+    kept: tuple[SavedTensor, ...]
     """Saved for backward, without recomputation."""
-    products: tuple[Kept, ...] = ()
+    products: tuple[SavedTensor, ...] = ()
     """Results of matrix products in the order of computation; selective recomputation may save some."""
-    dear: tuple[Kept, ...] = ()
+    always_saved: tuple[SavedTensor, ...] = ()
     """Results that selective recomputation always saves: those of attention."""
-    choices: tuple[Kept, ...] = ()
+    choices: tuple[SavedTensor, ...] = ()
     """Results that are saved under any recomputation: the choice of experts."""
-    forward: tuple[Kept, ...] = ()
+    forward: tuple[SavedTensor, ...] = ()
     """Alive at the peak of forward when nothing is saved."""
-    backward: tuple[Kept, ...] = ()
+    backward: tuple[SavedTensor, ...] = ()
     """Gradients alive at the peak of backward, beside everything saved."""
-    late_backward: tuple[Kept, ...] = field(default=())
+    late_backward: tuple[SavedTensor, ...] = field(default=())
     """Alive while backward is in attention, past the feed-forward: saved tensors and gradients."""
 
 
@@ -96,17 +96,19 @@ def block_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartA
     # A mixture copies rows and saves its router's input; only shared experts save the input itself.
     needs_whole = not mixed or config.moe.shared_hidden_dim > 0
     gathered = (
-        Kept("ffn_norm.out", dim, Cut.WHOLE) if needs_whole else Kept("router.in", dim, Cut.ROUTED, "float32")
+        SavedTensor("ffn_norm.out", dim, ActivationSplit.WHOLE)
+        if needs_whole
+        else SavedTensor("router.in", dim, ActivationSplit.ROUTED, "float32")
     )
-    first = (*norm_1, Kept("attention_norm.out", dim, Cut.WHOLE), *attention.kept)
-    stream = Kept("grad", dim, Cut.STREAM)
-    whole = Kept("grad of the region's input", dim, Cut.WHOLE)
+    first = (*norm_1, SavedTensor("attention_norm.out", dim, ActivationSplit.WHOLE), *attention.kept)
+    stream = SavedTensor("grad", dim, ActivationSplit.STREAM)
+    whole = SavedTensor("grad of the region's input", dim, ActivationSplit.WHOLE)
     return PartActivations(
         kept=(*first, *norm_2, gathered, *inner.kept),
         products=(*attention.products, *inner.products),
-        dear=(*attention.dear, *inner.dear),
+        always_saved=(*attention.always_saved, *inner.always_saved),
         choices=inner.choices,
-        forward=(Kept("stream", dim, Cut.STREAM), gathered, *inner.forward),
+        forward=(SavedTensor("stream", dim, ActivationSplit.STREAM), gathered, *inner.forward),
         backward=(stream, *inner.backward),
         late_backward=(*first, *attention.backward, stream, stream, whole),
     )
@@ -114,9 +116,10 @@ def block_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartA
 
 def head_activations(config: ModelConfig) -> PartActivations:
     """The final norm and the output projection's input; logits are counted separately."""
-    out = Kept("norm.out", config.dim, Cut.WHOLE)
+    out = SavedTensor("norm.out", config.dim, ActivationSplit.WHOLE)
     return PartActivations(
-        (*_norm("norm", config.dim), out), backward=(Kept("grad of norm.out", config.dim, Cut.WHOLE),)
+        (*_norm("norm", config.dim), out),
+        backward=(SavedTensor("grad of norm.out", config.dim, ActivationSplit.WHOLE),),
     )
 
 
@@ -125,25 +128,27 @@ def prediction_activations(config: ModelConfig) -> PartActivations:
     dim = config.dim
     return PartActivations(
         kept=(
-            Kept("embedded", dim, Cut.STREAM),
+            SavedTensor("embedded", dim, ActivationSplit.STREAM),
             *_norm("mtp.embedding_norm", dim),
             *_norm("mtp.hidden_norm", dim),
-            Kept("mtp.both", 2 * dim, Cut.STREAM),
+            SavedTensor("mtp.both", 2 * dim, ActivationSplit.STREAM),
             *_norm("mtp.norm", dim),
-            Kept("mtp.out", dim, Cut.STREAM),
+            SavedTensor("mtp.out", dim, ActivationSplit.STREAM),
         )
     )
 
 
-def _norm(name: str, width: int, cut: Cut = Cut.STREAM, heads: float = 1) -> tuple[Kept, ...]:
+def _norm(
+    name: str, width: int, cut: ActivationSplit = ActivationSplit.STREAM, heads: float = 1
+) -> tuple[SavedTensor, ...]:
     """RMSNorm: its input and the reciprocal root mean squares; its output is counted with its consumer.
 
     With single operations, the input and the normalized input before the weight are saved as float32.
     """
     return (
-        Kept(f"{name}.in", heads * width, cut, "norm"),
-        Kept(f"{name}.rstd", heads, cut, "float32"),
-        Kept(f"{name}.normed", heads * width, cut, "float32", by=Keeper.COMPOSITE_NORM),
+        SavedTensor(f"{name}.in", heads * width, cut, "norm"),
+        SavedTensor(f"{name}.rstd", heads, cut, "float32"),
+        SavedTensor(f"{name}.normed", heads * width, cut, "float32", by=SavedBy.COMPOSITE_NORM),
     )
 
 
@@ -151,48 +156,68 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
     of, heads, groups = config.attention, config.n_heads, config.n_kv_heads
     width = config.head_width
     q, k = heads * width, groups * width
-    extra: tuple[Kept, ...] = ()
+    extra: tuple[SavedTensor, ...] = ()
     is_rotated = of.is_rotated(layer)
     if of.qk_norm == "learned":
-        extra += _norm("q_norm", width, Cut.INNER, heads) + _norm("k_norm", width, Cut.INNER, groups)
+        extra += _norm("q_norm", width, ActivationSplit.INNER, heads) + _norm(
+            "k_norm", width, ActivationSplit.INNER, groups
+        )
     elif of.qk_norm == "l2" and is_rotated:
         extra += _bare_norm("q_l2", width, heads) + _bare_norm("k_l2", width, groups)
     if of.sinks:
         # kernels.py, _with_sink: one more feature and one more key, padded to a multiple of eight.
         joined = heads * (width + 8), groups * (width + 8), groups * (width + 8)
-        tensors = [Kept(n, w, Cut.INNER) for n, w in zip(("q", "k", "v"), joined, strict=True)]
-        out = (Kept("attended", heads * (width + 8), Cut.INNER), Kept(LSE, heads, Cut.INNER, "float32"))
-        extra += (Kept("wo.in", q, Cut.INNER),)
+        tensors = [
+            SavedTensor(n, w, ActivationSplit.INNER) for n, w in zip(("q", "k", "v"), joined, strict=True)
+        ]
+        out = (
+            SavedTensor("attended", heads * (width + 8), ActivationSplit.INNER),
+            SavedTensor(LSE, heads, ActivationSplit.INNER, "float32"),
+        )
+        extra += (SavedTensor("wo.in", q, ActivationSplit.INNER),)
     else:
-        tensors = [Kept("q", q, Cut.INNER), Kept("k", k, Cut.INNER), Kept("v", k, Cut.INNER)]
-        out = (Kept("attended", q, Cut.INNER), Kept(LSE, heads, Cut.INNER, "float32"))
+        tensors = [
+            SavedTensor("q", q, ActivationSplit.INNER),
+            SavedTensor("k", k, ActivationSplit.INNER),
+            SavedTensor("v", k, ActivationSplit.INNER),
+        ]
+        out = (
+            SavedTensor("attended", q, ActivationSplit.INNER),
+            SavedTensor(LSE, heads, ActivationSplit.INNER, "float32"),
+        )
     return PartActivations(
         kept=(*extra, *tensors, *out),
         products=_attention_products(config, layer),
-        dear=out,
+        always_saved=out,
         backward=(
-            Kept("grad of attended", q, Cut.INNER),
-            Kept("grads of q, k, v", q + 2 * k, Cut.INNER),
+            SavedTensor("grad of attended", q, ActivationSplit.INNER),
+            SavedTensor("grads of q, k, v", q + 2 * k, ActivationSplit.INNER),
         ),
     )
 
 
-def _bare_norm(name: str, width: int, heads: int) -> tuple[Kept, ...]:
+def _bare_norm(name: str, width: int, heads: int) -> tuple[SavedTensor, ...]:
     """A norm without a weight; its output is counted with attention."""
     return (
-        Kept(f"{name}.in", heads * width, Cut.INNER, "norm"),
-        Kept(f"{name}.rstd", heads, Cut.INNER, "float32"),
+        SavedTensor(f"{name}.in", heads * width, ActivationSplit.INNER, "norm"),
+        SavedTensor(f"{name}.rstd", heads, ActivationSplit.INNER, "float32"),
     )
 
 
-def _attention_products(config: ModelConfig, layer: int) -> tuple[Kept, ...]:
+def _attention_products(config: ModelConfig, layer: int) -> tuple[SavedTensor, ...]:
     """Results of attention's linears."""
-    cuts = {Split.COLUMN: Cut.INNER, Split.ROW: Cut.PARTIAL, Split.WHOLE: Cut.WHOLE}
+    cuts = {
+        Split.COLUMN: ActivationSplit.INNER,
+        Split.ROW: ActivationSplit.PARTIAL,
+        Split.WHOLE: ActivationSplit.WHOLE,
+    }
     linears = [t for t in block_tensors(config, layer) if t.is_matrix and ".attention." in t.name]
     # Without a sink's padding, attention saves the result of wv itself.
     names = {} if config.attention.sinks else {"wv": "v"}
     leaves = [(linear.module.rpartition(".")[2], linear) for linear in linears]
-    return tuple(Kept(names.get(leaf, leaf), linear.outputs, cuts[linear.split]) for leaf, linear in leaves)
+    return tuple(
+        SavedTensor(names.get(leaf, leaf), linear.outputs, cuts[linear.split]) for leaf, linear in leaves
+    )
 
 
 def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
@@ -200,39 +225,42 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
     wide, value, rank = heads * config.head_width, heads * of.v_head_dim, of.kv_lora_rank
     up = heads * (of.qk_nope_head_dim + of.v_head_dim)
     down = rank + of.qk_rope_head_dim
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[SavedTensor, ...] = ()
     if of.q_lora_rank is not None:
-        kept += (*_norm("q_norm", of.q_lora_rank, Cut.WHOLE), Kept("q_norm.out", of.q_lora_rank, Cut.WHOLE))
+        kept += (
+            *_norm("q_norm", of.q_lora_rank, ActivationSplit.WHOLE),
+            SavedTensor("q_norm.out", of.q_lora_rank, ActivationSplit.WHOLE),
+        )
     # The norm's input is a view of the latents and the rotated key together.
     kept += (
-        Kept("latents", down, Cut.WHOLE),
-        *_norm("kv_norm", rank, Cut.WHOLE)[1:],
-        Kept("kv_norm.out", rank, Cut.WHOLE),
-        Kept("q", wide, Cut.INNER),
-        Kept("k", wide, Cut.INNER),
+        SavedTensor("latents", down, ActivationSplit.WHOLE),
+        *_norm("kv_norm", rank, ActivationSplit.WHOLE)[1:],
+        SavedTensor("kv_norm.out", rank, ActivationSplit.WHOLE),
+        SavedTensor("q", wide, ActivationSplit.INNER),
+        SavedTensor("k", wide, ActivationSplit.INNER),
     )
     padded = on_cpu and value != wide
     out = (
-        Kept("attended", wide if padded else value, Cut.INNER),
-        Kept(LSE, heads, Cut.INNER, "float32"),
+        SavedTensor("attended", wide if padded else value, ActivationSplit.INNER),
+        SavedTensor(LSE, heads, ActivationSplit.INNER, "float32"),
     )
     # Values are a view of the result of wkv_b, unless a CPU's kernel needs them padded to the width of keys.
-    kept += (Kept("v", wide if padded else up, Cut.INNER), *out)
-    kept += (Kept("wo.in", value, Cut.INNER),) if padded else ()
+    kept += (SavedTensor("v", wide if padded else up, ActivationSplit.INNER), *out)
+    kept += (SavedTensor("wo.in", value, ActivationSplit.INNER),) if padded else ()
     backward = (
-        Kept("grad of attended", value, Cut.INNER),
-        Kept("grads of q, k, v", 2 * wide + up, Cut.INNER),
+        SavedTensor("grad of attended", value, ActivationSplit.INNER),
+        SavedTensor("grads of q, k, v", 2 * wide + up, ActivationSplit.INNER),
     )
-    return PartActivations(kept, _attention_products(config, layer), dear=out, backward=backward)
+    return PartActivations(kept, _attention_products(config, layer), always_saved=out, backward=backward)
 
 
 def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:
-    def inner(what: str, times: float = 1, by: Keeper = Keeper.ALL) -> Kept:
-        return Kept(f"{name}.{what}", times * hidden, Cut.INNER, by=by)
+    def inner(what: str, times: float = 1, by: SavedBy = SavedBy.ALL) -> SavedTensor:
+        return SavedTensor(f"{name}.{what}", times * hidden, ActivationSplit.INNER, by=by)
 
     return PartActivations(
-        kept=(inner("gate"), inner("up"), inner("silu", by=Keeper.EAGER), inner("product")),
-        products=(inner("gate"), inner("up"), Kept(f"{name}.w2", dim, Cut.PARTIAL)),
+        kept=(inner("gate"), inner("up"), inner("silu", by=SavedBy.EAGER), inner("product")),
+        products=(inner("gate"), inner("up"), SavedTensor(f"{name}.w2", dim, ActivationSplit.PARTIAL)),
         forward=(inner("gate, up, silu, product", 4),),
         # Backward multiplies the product's gradient by both factors; the product itself is freed by then.
         backward=(inner("grads", 2),),
@@ -244,13 +272,13 @@ def _mixture(config: ModelConfig) -> PartActivations:
     top_k, experts = of.top_k, of.num_experts
     rows, hidden = top_k * dim, top_k * of.hidden_dim
 
-    def routed(name: str, width: float, dtype: str = "compute", by: Keeper = Keeper.ALL) -> Kept:
-        return Kept(f"moe.{name}", width, Cut.ROUTED, dtype, by)
+    def routed(name: str, width: float, dtype: str = "compute", by: SavedBy = SavedBy.ALL) -> SavedTensor:
+        return SavedTensor(f"moe.{name}", width, ActivationSplit.ROUTED, dtype, by)
 
-    def inner(name: str, width: float, by: Keeper = Keeper.ALL) -> Kept:
-        return Kept(f"moe.{name}", width, Cut.ROUTED_INNER, by=by)
+    def inner(name: str, width: float, by: SavedBy = SavedBy.ALL) -> SavedTensor:
+        return SavedTensor(f"moe.{name}", width, ActivationSplit.ROUTED_INNER, by=by)
 
-    kept: tuple[Kept, ...] = (
+    kept: tuple[SavedTensor, ...] = (
         routed("scores", experts, "float32"),
         routed("chosen", top_k, "int64"),
         routed("weights", 2 * top_k, "float32"),
@@ -262,22 +290,22 @@ def _mixture(config: ModelConfig) -> PartActivations:
     plain = config.activation == "swiglu"
     # The clamped gate saves its clamped factors and their products; a bias is added out of place.
     kept += (
-        (inner("gate", hidden), inner("up", hidden), inner("silu", hidden, Keeper.EAGER))
+        (inner("gate", hidden), inner("up", hidden), inner("silu", hidden, SavedBy.EAGER))
         if plain
-        else (inner("gate, up", 3 * hidden), inner("factors", 3 * hidden, Keeper.EAGER))
+        else (inner("gate, up", 3 * hidden), inner("factors", 3 * hidden, SavedBy.EAGER))
     )
     kept += (inner("product", hidden),)
-    products: tuple[Kept, ...] = (
+    products: tuple[SavedTensor, ...] = (
         routed("router", experts, "float32"),
         inner("gate", hidden),
         inner("up", hidden),
         routed("outputs", rows),
     )
-    forward: tuple[Kept, ...] = (routed("rows", rows), inner("gate, up, silu, product", 4 * hidden))
-    backward: tuple[Kept, ...] = (inner("grads", 2 * hidden), routed("grads of rows", rows))
+    forward: tuple[SavedTensor, ...] = (routed("rows", rows), inner("gate, up, silu, product", 4 * hidden))
+    backward: tuple[SavedTensor, ...] = (inner("grads", 2 * hidden), routed("grads of rows", rows))
     if of.shared_hidden_dim:
         shared = _feed_forward(of.shared_hidden_dim, dim, "moe.shared_experts")
         kept, products = kept + shared.kept, products + shared.products
-        kept += (routed("router.in", dim, "widened", Keeper.EAGER),)
+        kept += (routed("router.in", dim, "widened", SavedBy.EAGER),)
     choices = (routed("top scores", top_k, "float32"), routed("top experts", top_k, "int64"))
     return PartActivations(kept, products, choices=choices, forward=forward, backward=backward)

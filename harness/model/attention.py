@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.model.config import ModelConfig
-from harness.model.kernels import Kernel, Reach, SdpaKernel
+from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
 from harness.model.rope import rotate
-from harness.model.sharding import as_plain, own_part
+from harness.model.sharding import local_shard, to_local
 
 # B: batch, T: sequence, C: residual width, H: heads of this rank, D: head width, E: head width of values
 
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.normed_eps = config.norm_eps if of.qk_norm == "l2" and self.is_rotated else None
         self.temperature = 0.0 if self.is_rotated else of.nope_temperature
         self.temperature_floor = of.nope_temperature_floor
-        self.inner: Kernel = SdpaKernel(Reach(of.span(layer), width**-0.5, of.sinks))
+        self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), width**-0.5, of.sinks))
 
     def forward(
         self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         if self.temperature:
             assert positions_T is not None, "the temperature depends on positions"
             q_BTHD = q_BTHD * self._temperatures(positions_T)[:, None, None].type_as(q_BTHD)
-        sinks_H = None if self.sinks is None else own_part(self, "sinks")
+        sinks_H = None if self.sinks is None else local_shard(self, "sinks")
         out_BTHD = self.inner(q_BTHD, k_BTHD, v_BTHD, mask, sinks_H)
         return self.wo(out_BTHD.reshape(B, T, -1))
 
@@ -108,7 +108,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(of.kv_lora_rank, eps=LATENT_EPS)
         self.wkv_b = nn.Linear(of.kv_lora_rank, heads * (self.nope + self.value), bias=False)
         self.wo = nn.Linear(heads * self.value, config.dim, bias=False)
-        self.inner: Kernel = SdpaKernel(Reach(of.span(layer), width**-0.5 * config.rope.score_scale))
+        self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), width**-0.5 * config.rope.score_scale))
 
     def forward(
         self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
@@ -121,7 +121,7 @@ class LatentAttention(nn.Module):
         kv = self.wkv_b(self.kv_norm(latent_BTL)).view(B, T, -1, self.nope + self.value)
         k_nope, v_BTHE = kv.split([self.nope, self.value], dim=-1)
         q_nope, q_rotated = q_BTHD.split([self.nope, self.rotated], dim=-1)
-        k_rotated = as_plain(k_rotated).unsqueeze(2)
+        k_rotated = to_local(k_rotated).unsqueeze(2)
         if self.is_rotated:
             q_rotated = rotate(q_rotated, rope_2TD, interleaved=self.interleaved)
             k_rotated = rotate(k_rotated, rope_2TD, interleaved=self.interleaved)

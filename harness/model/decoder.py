@@ -12,7 +12,7 @@ from harness.model.attention import build_attention
 from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward
 from harness.model.head import Head
-from harness.model.kernels import Kernel, Reach
+from harness.model.kernels import AttentionSpec, Kernel
 from harness.model.moe import MoE
 from harness.model.mtp import MTP
 from harness.model.rope import rope_table, signed_table
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
     def use_kernel(self, kernel: type[Kernel]) -> None:
         """Set the attention backend."""
         for block in self.blocks.values():
-            block.attention.inner = kernel(block.attention.inner.reach)
+            block.attention.inner = kernel(block.attention.inner.spec)
 
     @property
     def blocks(self) -> dict[int, Block]:
@@ -174,16 +174,14 @@ class Decoder(nn.Module):
         masks = self._masks(documents_BT, x)
         blocks = self.blocks
         for layer in map(int, self.layers):
-            x, load_E = blocks[layer](
-                x, self.rope, masks[blocks[layer].attention.inner.reach], self.positions
-            )
+            x, load_E = blocks[layer](x, self.rope, masks[blocks[layer].attention.inner.spec], self.positions)
             self._count(layer, load_E)
         stream = x
         x = self.norm(x) if self.norm is not None else x
         if later_BTC is not None:
             assert self.mtp is not None
             layer = self.config.n_layers
-            mask = masks[blocks[layer].attention.inner.reach]
+            mask = masks[blocks[layer].attention.inner.spec]
             further_BTC, load_E = self.mtp(stream, later_BTC, self.rope, mask, self.positions)
             self._count(layer, load_E)
             x = torch.cat((x, further_BTC))
@@ -192,9 +190,9 @@ class Decoder(nn.Module):
         # A float8 output projection takes no labels.
         return self.output(x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None))
 
-    def _masks(self, documents_BT: Tensor | None, x: Tensor) -> dict[Reach, Any | None]:
+    def _masks(self, documents_BT: Tensor | None, x: Tensor) -> dict[AttentionSpec, Any | None]:
         """Attention masks, one for all blocks of equal ``reach``."""
-        kernels = {block.attention.inner.reach: block.attention.inner for block in self.blocks.values()}
+        kernels = {block.attention.inner.spec: block.attention.inner for block in self.blocks.values()}
         return {
             reach: kernel.mask(documents_BT, x.shape[0], self.seq_len, x.device)
             for reach, kernel in kernels.items()

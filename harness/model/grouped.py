@@ -8,7 +8,7 @@ In bfloat16 groups begin at any row. The kernel wants a group's first element at
 checks it where rows lie along the contiguous dimension only (torch 2.13, aten/src/ATen/native/cuda/
 GroupMMCommon.cuh). They never do: the gradient of the matrices is the product of a transposed gradient with
 rows, both of which step by whole rows. torchtitan no longer pads for bfloat16 either (its pull request 2774).
-Other formats copy both with rows contiguous and need whole blocks of them: ``padded_places``.
+Other formats copy both with rows contiguous and need whole blocks of them: ``padded_positions``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def zero_gradients_where_empty(weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     return _ZeroWhereEmpty.apply(weight_EOI, ends_E)  # type: ignore[no-any-return]
 
 
-def padded_places(ends_E: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor, int]:
+def padded_positions(ends_E: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor, int]:
     """New positions of rows, so that every group is a positive multiple of ``block`` rows.
 
     Lengths stay on the device, so the result is sized for the worst case; the last group takes the rest.
@@ -157,7 +157,7 @@ class _Unpad(torch.autograd.Function):
 
 
 def pad(x_RC: Tensor, place_R: Tensor, places: int) -> Tensor:
-    """Rows at the positions of ``padded_places``, zeros elsewhere: [P, C]."""
+    """Rows at the positions of ``padded_positions``, zeros elsewhere: [P, C]."""
     return _Pad.apply(x_RC, place_R, places)  # type: ignore[no-any-return]
 
 

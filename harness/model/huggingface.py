@@ -16,7 +16,7 @@ from harness.config import NUMERICS, leaves
 from harness.errors import ConfigError, UserError
 from harness.model.config import ModelConfig
 from harness.model.families import ALL, Family
-from harness.model.families.core import NEEDED, ConfigField, Piece, Shape
+from harness.model.families.core import NEEDED, ConfigField, Shape, TensorMapping
 from harness.model.huggingface_rope import STRETCHING, found_rope, rope_scaling_of
 from harness.model.spec import tensor_shapes
 
@@ -128,7 +128,7 @@ def _required(family: Family, name: str) -> object:
 _DEFAULTS = {name: value for name, _, value in leaves(ModelConfig())}
 
 
-def hf_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
+def hf_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
     """Our tensors in each of Hugging Face's, in our order.
 
     Raises:
@@ -137,7 +137,7 @@ def hf_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
     return _grouped(family_of(model).pieces(model), lambda piece: piece.theirs)
 
 
-def our_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
+def our_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
     """The locations of each of our tensors in theirs, in our order, without copies.
 
     Raises:
@@ -147,7 +147,7 @@ def our_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
     return _grouped(pieces, lambda piece: piece.ours)
 
 
-def copied_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
+def copied_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
     """The additional copies of our tensors in theirs.
 
     Raises:
@@ -157,8 +157,8 @@ def copied_tensors(model: ModelConfig) -> dict[str, list[Piece]]:
     return _grouped(pieces, lambda piece: piece.ours)
 
 
-def _grouped(pieces: Iterable[Piece], key: Any) -> dict[str, list[Piece]]:
-    groups: dict[str, list[Piece]] = {}
+def _grouped(pieces: Iterable[TensorMapping], key: Any) -> dict[str, list[TensorMapping]]:
+    groups: dict[str, list[TensorMapping]] = {}
     for piece in pieces:
         groups.setdefault(key(piece), []).append(piece)
     return groups

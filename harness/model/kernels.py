@@ -25,7 +25,7 @@ from harness.model.attention_config import Span
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionSpec:
     """The parameters of a layer's attention.
 
     Attributes:
@@ -50,9 +50,9 @@ ALIGNED = 8
 class Kernel(nn.Module, ABC):
     """One backend. Layers of equal ``reach`` share one call of ``mask`` per pass."""
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: AttentionSpec) -> None:
         super().__init__()
-        self.reach = reach
+        self.spec = reach
 
     @abstractmethod
     def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Any | None:
@@ -82,14 +82,14 @@ class SdpaKernel(Kernel):
     def mask(
         self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
     ) -> Tensor | None:
-        if documents_BT is None and self.reach.is_causal(length) and not self.reach.has_sinks:
+        if documents_BT is None and self.spec.is_causal(length) and not self.spec.has_sinks:
             return None
         position = torch.arange(length, device=device)
-        sees = _sees(self.reach.span, position.unsqueeze(1), position).unsqueeze(0)
+        sees = _sees(self.spec.span, position.unsqueeze(1), position).unsqueeze(0)
         if documents_BT is not None:
             sees = sees & (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1))
         # All positions attend to the sink, the last key.
-        return F.pad(sees, (0, int(self.reach.has_sinks)), value=True).unsqueeze(1)
+        return F.pad(sees, (0, int(self.spec.has_sinks)), value=True).unsqueeze(1)
 
     def forward(
         self,
@@ -111,7 +111,7 @@ class SdpaKernel(Kernel):
             v_BTKE.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
-            scale=self.reach.scale,
+            scale=self.spec.scale,
             enable_gqa=grouped,
         )
         return out_BHTE.transpose(1, 2)[..., :width]
@@ -125,7 +125,7 @@ class SdpaKernel(Kernel):
         any kernel supports it, and the sink's gradient is that of a query.
         """
         B, _, K, D = k_BTKD.shape
-        score_BTHD = (sinks_H / self.reach.scale).to(q_BTHD.dtype)[:, None].expand(*q_BTHD.shape[:3], 1)
+        score_BTHD = (sinks_H / self.spec.scale).to(q_BTHD.dtype)[:, None].expand(*q_BTHD.shape[:3], 1)
         q_BTHD = F.pad(torch.cat((q_BTHD, score_BTHD), dim=-1), (0, ALIGNED - 1))
         sink_B1KD = F.pad(k_BTKD.new_ones(1), (D, ALIGNED - 1)).expand(B, 1, K, -1)
         k_BTKD = torch.cat((F.pad(k_BTKD, (0, ALIGNED)), sink_B1KD), dim=1)
@@ -140,8 +140,8 @@ class FlexKernel(Kernel):
 
     def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> BlockMask:
         if documents_BT is None:
-            return _block_mask(self.reach.span, length, device)
-        span = self.reach.span
+            return _block_mask(self.spec.span, length, device)
+        span = self.spec.span
 
         def own_past(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return _sees(span, q, k) & (documents_BT[b, q] == documents_BT[b, k])
@@ -162,7 +162,7 @@ class FlexKernel(Kernel):
             k_BTKD.transpose(1, 2),
             v_BTKE.transpose(1, 2),
             block_mask=mask,
-            scale=self.reach.scale,
+            scale=self.spec.scale,
             enable_gqa=q_BTHD.shape[2] != k_BTKD.shape[2],
             return_aux=AuxRequest(lse=True),
         )
@@ -180,7 +180,7 @@ class VarlenKernel(Kernel):
         self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
     ) -> Tensor | None:
         """Starts of documents in the flattened batch, and its length, int32. Chunks count as documents."""
-        chunk = self.reach.span.chunk
+        chunk = self.spec.span.chunk
         if documents_BT is None and (chunk is None or chunk >= length):
             return None
         if documents_BT is None:
@@ -223,8 +223,8 @@ class VarlenKernel(Kernel):
             # An upper bound of documents' lengths; the exact maximum would need to wait for the device.
             T,
             T,
-            scale=self.reach.scale,
-            window_size=(-1 if self.reach.span.window is None else self.reach.span.window - 1, 0),
+            scale=self.spec.scale,
+            window_size=(-1 if self.spec.span.window is None else self.spec.span.window - 1, 0),
             **gqa,
         )
         assert isinstance(out, Tensor)

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward, gated
-from harness.model.grouped import ends_for_linear, grouped_linear, pad, padded_places, unpad
-from harness.model.sharding import as_plain, own_part
+from harness.model.grouped import ends_for_linear, grouped_linear, pad, padded_positions, unpad
+from harness.model.sharding import local_shard, to_local
 
 # N: tokens, C: residual width, E: experts, K: experts of a token, R: rows (tokens times K), F: hidden width,
 # B: batch, T: sequence
@@ -56,8 +56,8 @@ class Router(nn.Linear):
             balance_bias_E: added to the scores for the choice only, not to the weights (arXiv:2408.15664).
         """
         of, length = self.config, x_BTC.shape[1]
-        bias = None if self.bias is None else own_part(self, "bias").float()
-        logits_NE = F.linear(x_BTC.flatten(0, 1).float(), own_part(self, "weight").float(), bias)
+        bias = None if self.bias is None else local_shard(self, "bias").float()
+        logits_NE = F.linear(x_BTC.flatten(0, 1).float(), local_shard(self, "weight").float(), bias)
         scores_NE = logits_NE.softmax(-1) if of.score == "softmax" else logits_NE.sigmoid()
         experts_NK = self._choose(scores_NE.detach(), balance_bias_E, length)
         if of.aux_loss_coeff:
@@ -166,20 +166,20 @@ class Experts(nn.Module):
         ends_E = load_E.cumsum(0).int()
         if self.row_block == 1:
             return self._feed_forward(x_RC, ends_E)
-        place_R, padded_ends_E, places = padded_places(ends_E, x_RC.shape[0], self.row_block)
+        place_R, padded_ends_E, places = padded_positions(ends_E, x_RC.shape[0], self.row_block)
         return unpad(self._feed_forward(pad(x_RC, place_R, places), padded_ends_E), place_R)
 
     def _feed_forward(self, x_RC: Tensor, ends_E: Tensor) -> Tensor:
         ends = ends_for_linear(x_RC, ends_E) if self.multiply is grouped_linear else ends_E
-        gate = self.multiply(x_RC, own_part(self, "w1"), ends)
-        up = self.multiply(x_RC, own_part(self, "w3"), ends)
+        gate = self.multiply(x_RC, local_shard(self, "w1"), ends)
+        up = self.multiply(x_RC, local_shard(self, "w3"), ends)
         if not self.has_bias:
-            return self.multiply(gated(gate, up, self.activation), own_part(self, "w2"), ends)
+            return self.multiply(gated(gate, up, self.activation), local_shard(self, "w2"), ends)
         rows = torch.arange(x_RC.shape[0], device=x_RC.device, dtype=torch.int32)
         expert_R = torch.searchsorted(ends_E, rows, right=True)
-        gate, up = gate + own_part(self, "b1")[expert_R], up + own_part(self, "b3")[expert_R]
-        out_RC = self.multiply(gated(gate, up, self.activation), own_part(self, "w2"), ends)
-        return out_RC + (own_part(self, "b2") / self.output_shares)[expert_R]
+        gate, up = gate + local_shard(self, "b1")[expert_R], up + local_shard(self, "b3")[expert_R]
+        out_RC = self.multiply(gated(gate, up, self.activation), local_shard(self, "w2"), ends)
+        return out_RC + (local_shard(self, "b2") / self.output_shares)[expert_R]
 
 
 class _Sort(torch.autograd.Function):
@@ -291,7 +291,7 @@ class MoE(nn.Module):
         Returns:
             The summand [B, T, C], and the number of tokens per expert, int64 [E].
         """
-        tokens_BTC = as_plain(x_BTC)
+        tokens_BTC = to_local(x_BTC)
         weights_NK, experts_NK = self.router(tokens_BTC, self.balance_bias)
         load_E = count_by_expert(experts_NK, self.num_experts)
         order_R = experts_NK.flatten().argsort(stable=True)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 
-def own_part(module: nn.Module, name: str) -> Tensor:
+def local_shard(module: nn.Module, name: str) -> Tensor:
     """The local shard of a parameter (``to_local``), or the parameter itself when it is no DTensor.
 
     ``module.partial_gradients`` maps a parameter's name to the placements of its gradient, where ranks with
@@ -19,7 +19,7 @@ def own_part(module: nn.Module, name: str) -> Tensor:
     return parameter.to_local(grad_placements=placements)
 
 
-def as_plain(x: Tensor) -> Tensor:
+def to_local(x: Tensor) -> Tensor:
     """A replicated activation as a plain tensor; the ranks' gradients are summed."""
     if not isinstance(x, DTensor):
         return x

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.parallelism.clip import local_squares, settle_gradients, without_waiting
+from harness.parallelism.clip import copy_async, local_squares, reduce_partial_gradients
 from harness.parallelism.mesh import Mesh
 
 
@@ -43,11 +43,11 @@ class UpdateInBackward:
     def take_squares(self) -> Tensor:
         """Return this rank's contribution to every gradient's squared norm since the last call."""
         taken, self.squares = self.squares, torch.zeros_like(self.squares)
-        return without_waiting(taken, self.device)
+        return copy_async(taken, self.device)
 
     def _hook(self, group_index: int, index: int) -> Callable[[Tensor], None]:
         def update(parameter: Tensor) -> None:
-            settle_gradients([parameter])
+            reduce_partial_gradients([parameter])
             self.squares[index] = local_squares([parameter], self.mesh, self.squares.device)[0]
             self._step([parameter], group_index)
             parameter.grad = None

@@ -45,7 +45,7 @@ class Balance:
         self.load_ME: Tensor | None = None
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def update_biases(self) -> None:
         """Sum the step's counts over the world and update the biases by them."""
         if not self.rows:
             return
@@ -70,7 +70,7 @@ class Balance:
         update_E = self.job.model.moe.balance_coeff * direction_E
         return update_E - update_E.mean()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Load metrics of the last step; waits for the device.
 
         ``moe.load_max`` and ``moe.load_min`` are the largest and smallest load of an expert divided by the

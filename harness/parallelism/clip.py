@@ -15,7 +15,7 @@ from harness.parallelism.mesh import Mesh
 _PIECE = 4096
 
 
-def settle_gradients(parameters: Iterable[Tensor]) -> None:
+def reduce_partial_gradients(parameters: Iterable[Tensor]) -> None:
     """Redistribute every gradient to its parameter's placements.
 
     A replicated parameter applied to a split sequence (a norm under sequence parallel) has a partial gradient
@@ -52,10 +52,10 @@ def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device
         gradients.append(torch.empty(0) if gradient is None else gradient)
         copies.append(holders // shards)
     squares = squares_of(gradients)
-    return without_waiting(squares / _vector(tuple(copies), squares.device), device)
+    return copy_async(squares / _device_constant(tuple(copies), squares.device), device)
 
 
-def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_async(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device without blocking the host; from the host (offload), through pinned memory."""
     if tensor.device.type == device.type:
         return tensor
@@ -85,7 +85,7 @@ def squares_of(tensors: list[Tensor]) -> Tensor:
 
 
 @functools.cache
-def _vector(values: tuple[int, ...], device: torch.device) -> Tensor:
+def _device_constant(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Vector of values, cached: each copy to the device makes the host wait."""
     return torch.tensor(values, dtype=torch.float64, device=device)
 

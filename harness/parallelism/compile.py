@@ -52,7 +52,7 @@ def apply_compile(part: Decoder, config: CompileConfig, layout: ParallelismConfi
         part.tok_embeddings.register_forward_hook(_wait)
     compiled = partial(torch.compile, backend=config.backend, fullgraph=config.fullgraph)
     for block in part.blocks.values():
-        if block.moe is None or not layout.lays_out_experts:
+        if block.moe is None or not layout.has_expert_mesh:
             block.forward = compiled(block.forward)  # type: ignore[method-assign]
             continue
         # Expert parallelism cannot be in a graph: the host reads the number of rows to exchange, and experts
@@ -88,13 +88,13 @@ class CompileWatch:
         """Compile time since the watch began; part of the first step's time."""
         return _seconds_so_far() - self._before[1]
 
-    def settle(self) -> None:
+    def mark_expected(self) -> None:
         """Mark all graphs compiled so far as expected."""
         self._expected = self.graphs
 
     @property
     def unexpected(self) -> int:
-        """Graphs compiled since the last ``settle()``."""
+        """Graphs compiled since the last ``mark_expected()``."""
         return self.graphs - self._expected
 
     @staticmethod

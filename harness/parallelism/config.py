@@ -149,7 +149,7 @@ class ParallelismConfig:
         return 0 if (num_experts // self.ep) % self.expert_shards == 0 else 1
 
     @property
-    def lays_out_experts(self) -> bool:
+    def has_expert_mesh(self) -> bool:
         """Whether experts, if any, are distributed differently from the other parameters."""
         return self.ep > 1 or (self.tp > 1 and not self.splits_experts)
 

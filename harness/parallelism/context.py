@@ -1,7 +1,7 @@
 """Context parallelism: the sequence is split over ranks; only attention needs the other ranks' positions.
 
 Everything else in a decoder works on one position at a time. So each rank selects its positions of inputs
-and labels (once, where a batch enters: ``take_share``) and of the rotation table, and attention gets a
+and labels (once, where a batch enters: ``local_positions_of``) and of the rotation table. Attention gets a
 kernel that exchanges keys and values with the other ranks.
 """
 
@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from harness.data.loader import Batch
 from harness.model.attention import Attention, LatentAttention
 from harness.model.decoder import Decoder
-from harness.model.kernels import Kernel, Reach
+from harness.model.kernels import AttentionSpec, Kernel
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.mesh import Mesh
 
@@ -35,7 +35,7 @@ def apply_context_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig)
             module.inner = (
                 UlyssesAttention(inner, group)
                 if layout.cp_method == "ulysses"
-                else RingAttention(inner.reach, *ring)
+                else RingAttention(inner.spec, *ring)
             )
 
 
@@ -52,7 +52,7 @@ def local_positions(layout: ParallelismConfig, seq_len: int, rank: int) -> Tenso
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
-def take_share(batch: Batch, positions_S: Tensor | None) -> Batch:
+def local_positions_of(batch: Batch, positions_S: Tensor | None) -> Batch:
     """This rank's positions of a batch; document numbers stay complete, because attention needs them all."""
     if positions_S is None:
         return batch
@@ -65,7 +65,7 @@ def take_share(batch: Batch, positions_S: Tensor | None) -> Batch:
 class RingAttention(Kernel):
     """Ring attention: keys and values rotate over the ranks; each rank keeps its queries."""
 
-    def __init__(self, reach: Reach, group: dist.ProcessGroup, balanced: bool, rotation: str) -> None:
+    def __init__(self, reach: AttentionSpec, group: dist.ProcessGroup, balanced: bool, rotation: str) -> None:
         super().__init__(reach)
         # Imported here: it needs private modules of torch, which other layouts should not depend on.
         from harness.parallelism.ring import ring_attention
@@ -74,7 +74,7 @@ class RingAttention(Kernel):
         self.attend = ring_attention
 
     def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> None:
-        causal = documents_BT is None and self.reach.is_causal(length) and not self.reach.has_sinks
+        causal = documents_BT is None and self.spec.is_causal(length) and not self.spec.has_sinks
         assert causal, "the ring supports the causal mask only: other jobs are refused"
 
     def forward(
@@ -82,7 +82,7 @@ class RingAttention(Kernel):
     ) -> Tensor:
         width, value_width = q_BTHD.shape[-1], v_BTKE.shape[-1]
         # The ring's kernels scale scores by width**-0.5 and need values as wide as keys.
-        q_BTHD = q_BTHD if self.reach.scale == width**-0.5 else q_BTHD * (self.reach.scale * width**0.5)
+        q_BTHD = q_BTHD if self.spec.scale == width**-0.5 else q_BTHD * (self.spec.scale * width**0.5)
         v_BTKE = F.pad(v_BTKE, (0, width - value_width))
         q_BHTD, k_BKTD, v_BKTE = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKE))
         out_BHTE, _ = self.attend(q_BHTD, k_BKTD, v_BKTE, *self.options)
@@ -96,7 +96,7 @@ class UlyssesAttention(Kernel):
     """
 
     def __init__(self, inner: Kernel, group: dist.ProcessGroup) -> None:
-        super().__init__(inner.reach)
+        super().__init__(inner.spec)
         self.inner, self.group, self.ranks = inner, group, group.size()
 
     def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Any | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
 from harness.model.decoder import Decoder
-from harness.parallelism.context import local_positions, take_share
+from harness.parallelism.context import local_positions, local_positions_of
 from harness.parallelism.fsdp import sync_gradients
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.mesh import Mesh
@@ -74,8 +74,8 @@ class DirectExecutor:
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         sync_gradients(self.part, self.layout, last)
         # Shifted before the sequence is split: the next position may be another rank's.
-        later = take_share(shift_by_one(batch), self.positions) if self.mtp.depth else None
-        batch = take_share(batch, self.positions)
+        later = local_positions_of(shift_by_one(batch), self.positions) if self.mtp.depth else None
+        batch = local_positions_of(batch, self.positions)
         with self.loss.context():
             if later is None:
                 loss = self._loss(batch)
@@ -87,7 +87,7 @@ class DirectExecutor:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
-        batch = take_share(batch, self.positions)
+        batch = local_positions_of(batch, self.positions)
         with self.loss.context():
             return self._loss(batch)
 
@@ -135,7 +135,7 @@ class PipelineExecutor:
             return self._run(self.schedule.eval, batch)
 
     def _run(self, run, batch: Batch) -> Tensor:  # type: ignore[no-untyped-def]
-        batch = take_share(batch, self.positions)
+        batch = local_positions_of(batch, self.positions)
         inputs = (batch.inputs_BT,) if self.holds_first else ()
         target = batch.labels_BT if self.holds_last else None
         losses: list[Tensor] | None = [] if self.holds_last else None

@@ -90,7 +90,7 @@ def build_mesh(layout: ParallelismConfig, device: torch.device, *, has_experts: 
     if layout.cp > 1:
         groups = context_groups(device_mesh.mesh, list(sizes).index(SHARD), layout.cp)
         context, _ = dist.new_subgroups_by_enumeration(groups)
-    experts = _expert_mesh(layout, device) if has_experts and layout.lays_out_experts else None
+    experts = _expert_mesh(layout, device) if has_experts and layout.has_expert_mesh else None
     return Mesh(device_mesh, degrees, context, experts)
 
 

@@ -35,14 +35,14 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decode
         The parts in the order of their stages, materialized.
     """
     job.validate_device(on_cpu=device.type == "cpu")
-    parts = lay_out(job, mesh, device)
+    parts = build_on_meta(job, mesh, device)
     parameter_device = torch.device("cpu") if job.parallelism.cpu_offload else device
     for part in parts:
         materialize(part, job.training.seed, device, parameter_device)
     return parts
 
 
-def lay_out(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
+def build_on_meta(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
     """Build and split the parts on the meta device: shapes and placements, no values."""
     layout = job.parallelism
     prepare_compiler(job.compile, job.activation_checkpoint, layout)

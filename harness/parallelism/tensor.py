@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from harness.errors import ConfigError
 from harness.model.decoder import Decoder
-from harness.model.sharding import own_part
+from harness.model.sharding import local_shard
 from harness.model.spec import Split, modules
 from harness.parallelism.config import ParallelismConfig
 from harness.precision.tensor import float8_style, region_cast
@@ -105,7 +105,7 @@ class VocabularyParallel(ParallelStyle):
         first_row = rows_per_rank * device_mesh.get_local_rank()
 
         def look_up(tokens_BT: Tensor) -> Tensor:
-            table_VC = own_part(module, "weight")
+            table_VC = local_shard(module, "weight")
             rows_BT = tokens_BT - first_row
             elsewhere_BT = (rows_BT < 0) | (rows_BT >= len(table_VC))
             own_BTC = F.embedding(rows_BT.masked_fill(elsewhere_BT, 0), table_VC)

@@ -52,7 +52,7 @@ class _Rank:
     """Its stages."""
 
 
-class Bounds:
+class TimeBounds:
     """Lower bounds on the step time of many points of one job.
 
     A rank runs the passes of its stages once per microbatch. Before its first pass, the microbatch goes

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def pretending(rank: int, world_size: int) -> Iterator[None]:
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Make this process a rank of a fake process group, whose other ranks do not exist.
 
     Raises:
@@ -58,7 +58,7 @@ def pretending(rank: int, world_size: int) -> Iterator[None]:
         _clear_sharding_prop_cache()
 
 
-def stand_in(job: Job) -> tuple[Job, list[str]]:
+def cpu_version(job: Job) -> tuple[Job, list[str]]:
     """Return the job in a form that a CPU can lay out, and notes on what was removed or replaced.
 
     Names, shapes and placements of parameters do not change.
@@ -90,8 +90,8 @@ def fake_tensors() -> Iterator[None]:
                 undo.enter_context(patch.object(mesh, name, _with_real_tensors(getattr(mesh, name))))
         undo.enter_context(patch.object(mesh, "mesh", property(_with_real_tensors(mesh.mesh.fget))))
         # It must not cache fake tensors.
-        clip._vector.cache_clear()
-        undo.callback(clip._vector.cache_clear)
+        clip._device_constant.cache_clear()
+        undo.callback(clip._device_constant.cache_clear)
         # Optimizers read their step counts.
         undo.enter_context(patch.object(adam, "_get_value", lambda _: 1.0))
         undo.enter_context(patch.object(RoundedAdamW, "_count", staticmethod(lambda _: 1.0)))
@@ -130,8 +130,8 @@ def replace_modules(part: Decoder) -> None:
 
 
 def _kernel(kernel: Kernel, seq_len: int) -> Kernel:
-    needs_mask = not kernel.reach.is_causal(seq_len) or kernel.reach.has_sinks
-    return kernel if isinstance(kernel, SdpaKernel) and needs_mask else FakeKernel(kernel.reach)
+    needs_mask = not kernel.spec.is_causal(seq_len) or kernel.spec.has_sinks
+    return kernel if isinstance(kernel, SdpaKernel) and needs_mask else FakeKernel(kernel.spec)
 
 
 class FakeKernel(Kernel):
@@ -147,9 +147,9 @@ class FakeKernel(Kernel):
     def forward(
         self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: None, sinks_H: Tensor | None = None
     ) -> Tensor:
-        keys = slice(None, self.reach.span.most_reach(k_BTKD.shape[1]))
+        keys = slice(None, self.spec.span.most_reach(k_BTKD.shape[1]))
         q, k, v = q_BTHD.transpose(1, 2), k_BTKD[:, keys].transpose(1, 2), v_BTKE[:, keys].transpose(1, 2)
-        scale = self.reach.scale
+        scale = self.spec.scale
         if q.shape[-1] == v.shape[-1]:
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
         else:

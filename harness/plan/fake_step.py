@@ -25,16 +25,16 @@ from harness.optimizer.build import build_optimizer
 from harness.optimizer.in_backward import UpdateInBackward
 from harness.parallelism.balance import Balance
 from harness.parallelism.chunked_loss import ChunkedLoss
-from harness.parallelism.clip import clip_gradients, local_squares, settle_gradients
-from harness.parallelism.context import local_positions, take_share
+from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
+from harness.parallelism.context import local_positions, local_positions_of
 from harness.parallelism.execute import DirectExecutor
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.materialize import allocate
 from harness.parallelism.mesh import Mesh, build_mesh
-from harness.parallelism.parallelize import lay_out
+from harness.parallelism.parallelize import build_on_meta
 from harness.parallelism.pipeline import boundary, build_schedule
 from harness.parallelism.stages import split_modules, stages_of_rank
-from harness.plan.fake import CPU, fake_tensors, pretending, replace_modules, stages_in
+from harness.plan.fake import CPU, fake_process_group, fake_tensors, replace_modules, stages_in
 from harness.plan.meter import Meter
 from harness.plan.order import gathering_passes, pipeline_order
 from harness.plan.plan import Action
@@ -72,7 +72,7 @@ def fake_steps(job: Job) -> list[FakeStep]:
     torch's schedules for up to three stages per rank.
 
     Args:
-        job: a job from ``fake.stand_in``.
+        job: a job from ``fake.cpu_version``.
     """
     known: dict[Any, Statistics] = {}
     steps = []
@@ -211,7 +211,7 @@ def statistics_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) 
     """Measure a step in which stages have only their first blocks.
 
     Args:
-        job: a job from ``fake.stand_in``.
+        job: a job from ``fake.cpu_version``.
         pp_rank: rank on the pipeline axis.
         depths: number of blocks by stage index; other stages, or all stages if None, have all their blocks.
     """
@@ -223,9 +223,9 @@ def statistics_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) 
         for stage, names in enumerate(stages)
     ]
     job = replace(job, parallelism=replace(layout, pp_modules_per_stage=named))
-    with pretending(pp_rank * (job.world_size // layout.pp), job.world_size):
+    with fake_process_group(pp_rank * (job.world_size // layout.pp), job.world_size):
         mesh = build_mesh(layout, CPU, has_experts=job.model.moe.enabled)
-        parts = lay_out(job, mesh, CPU)
+        parts = build_on_meta(job, mesh, CPU)
         indices = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
         with fake_tensors(), Meter(mesh) as meter:
             for place, (index, part) in enumerate(zip(indices, parts, strict=True)):
@@ -373,7 +373,7 @@ class _Step:
         self.meter.times = forward * self.job.accumulation_steps
         index, part, before = stage.stage_index, stage.submod, self.meter.live
         batch = self._batch(self.job.parallelism.pp_microbatch_size)
-        batch = take_share(batch, self.positions)
+        batch = local_positions_of(batch, self.positions)
         x = batch.inputs_BT if stage.is_first else self._boundary(part, index, entering=True)
         in_head = part.output is not None and self.job.training.loss_chunks > 1
         with self.loss.context():
@@ -408,11 +408,11 @@ class _Step:
         if self.updater is not None:
             self.updater.take_squares()
         else:
-            settle_gradients(self.parameters)
+            reduce_partial_gradients(self.parameters)
             square = local_squares(self.parameters, self.mesh, CPU).sum()
             if self.job.world_size > 1:
                 dist.all_reduce(square)
             clip_gradients(self.parameters, square.sqrt(), self.job.training.max_norm)
             self.optimizer.step()
-        self.balance.settle()
+        self.balance.update_biases()
         self.optimizer.zero_grad()

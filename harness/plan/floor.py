@@ -22,7 +22,7 @@ from harness.plan.plan import Action
 from harness.plan.space import Point
 
 
-class Floors:
+class MemoryBounds:
     """Lower bounds for the points of one job."""
 
     def __init__(self, base: Job) -> None:
@@ -33,13 +33,13 @@ class Floors:
         self._kinds = block_kinds(model)
         self._tables = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2)
 
-    def held_lacks(self, point: Point) -> float:
+    def persistent_shortfall(self, point: Point) -> float:
         """Bytes by which a legal point exceeds the limit for any microbatches; 0 if it may fit."""
         layout = point.layout(self._base.parallelism)
         limit = self._limit(point, layout)
         return 0.0 if limit is None or layout.cpu_offload else max(0.0, self._mean(layout) - limit)
 
-    def lacks(self, point: Point) -> float:
+    def shortfall(self, point: Point) -> float:
         """Bytes by which it at least exceeds the limit with its microbatches; 0 if it may fit."""
         layout = point.layout(self._base.parallelism)
         limit = self._limit(point, layout)

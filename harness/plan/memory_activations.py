@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from harness.job import Job
 from harness.model.activations import (
-    Cut,
-    Keeper,
-    Kept,
+    ActivationSplit,
     PartActivations,
+    SavedBy,
+    SavedTensor,
     block_activations,
     head_activations,
     prediction_activations,
@@ -58,12 +58,12 @@ class ActivationBytes:
         stream = layout.tp if layout.uses_sequence_parallel else 1
         routed = 1 if layout.splits_experts else stream
         self.degree = {
-            Cut.STREAM: stream,
-            Cut.WHOLE: 1,
-            Cut.PARTIAL: 1,
-            Cut.INNER: layout.tp,
-            Cut.ROUTED: routed,
-            Cut.ROUTED_INNER: layout.tp if layout.splits_experts else routed,
+            ActivationSplit.STREAM: stream,
+            ActivationSplit.WHOLE: 1,
+            ActivationSplit.PARTIAL: 1,
+            ActivationSplit.INNER: layout.tp,
+            ActivationSplit.ROUTED: routed,
+            ActivationSplit.ROUTED_INNER: layout.tp if layout.splits_experts else routed,
         }
         self.blocks: dict[tuple[bool, bool, bool], PartBytes] = {}
         precision = job.precision
@@ -73,15 +73,15 @@ class ActivationBytes:
         self.gathered_in_float8 = frozenset(converted)
         """Names of the linears whose weights FSDP gathers in float8."""
 
-    def total(self, tensors: Iterable[Kept], *, compiled: bool = False) -> float:
+    def total(self, tensors: Iterable[SavedTensor], *, compiled: bool = False) -> float:
         """Bytes of those tensors that are saved, per microbatch."""
         return sum(self.bytes_of(each) for each in tensors if self._keeps(each, compiled))
 
-    def bytes_of(self, tensor: Kept) -> float:
+    def bytes_of(self, tensor: SavedTensor) -> float:
         """Bytes of a tensor on a rank, per microbatch."""
         return self.tokens * tensor.width * self._size(tensor) / self.degree[tensor.cut]
 
-    def _size(self, tensor: Kept) -> int:
+    def _size(self, tensor: SavedTensor) -> int:
         compute = BYTES[self.job.precision.param_dtype]
         if tensor.dtype == "norm":
             return 4 if self.cpu else compute
@@ -89,10 +89,10 @@ class ActivationBytes:
             return 0 if compute == 4 else 4
         return {"compute": compute, "float32": 4, "int64": 8}[tensor.dtype]
 
-    def _keeps(self, tensor: Kept, compiled: bool) -> bool:
-        if tensor.by is Keeper.ALL:
+    def _keeps(self, tensor: SavedTensor, compiled: bool) -> bool:
+        if tensor.by is SavedBy.ALL:
             return True
-        return not compiled and (tensor.by is Keeper.EAGER or self.cpu)
+        return not compiled and (tensor.by is SavedBy.EAGER or self.cpu)
 
     def block(self, layer: int) -> PartBytes:
         """Bytes of a decoder block, under the job's recomputation and compiler."""
@@ -112,8 +112,8 @@ class ActivationBytes:
         compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
         everything = self.total(declared.kept, compiled=compiled)
         recomputed = self._recomputed(declared, layer, compiled=compiled)
-        stream = self.bytes_of(Kept("stream", self.job.model.dim, Cut.STREAM))
-        partial = self.bytes_of(Kept("summand", self.job.model.dim, Cut.PARTIAL))
+        stream = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
+        partial = self.bytes_of(SavedTensor("summand", self.job.model.dim, ActivationSplit.PARTIAL))
         gradients = self.total(declared.backward, compiled=compiled)
         late = self.total(declared.late_backward, compiled=compiled)
         if recomputed is None:
@@ -132,7 +132,7 @@ class ActivationBytes:
         how = self.job.activation_checkpoint
         if not self._is_recomputed(layer):
             return None
-        entering = self.bytes_of(Kept("stream", self.job.model.dim, Cut.STREAM))
+        entering = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
         choices = 0.0 if self.job.parallelism.splits_backward else self.total(declared.choices)
         if how.mode == "memory_budget":
             # torch's partitioner fills a budget: a fraction between the minimum it has to save and what it
@@ -141,33 +141,37 @@ class ActivationBytes:
             return entering + how.memory_budget * (everything - entering), 0.0
         if how.mode != "selective_op":
             return entering + choices, 0.0
-        saved = [*declared.dear, *self._collectives(), *self._products(declared, compiled=compiled)]
+        saved = [*declared.always_saved, *self._collectives(), *self._products(declared, compiled=compiled)]
         recomputed = {tensor.name for tensor in declared.kept}
         extra = sum(self.bytes_of(tensor) for tensor in saved if tensor.name not in recomputed)
         return entering + self.total(declared.choices) + self.total(saved), extra
 
-    def _products(self, declared: PartActivations, *, compiled: bool) -> list[Kept]:
+    def _products(self, declared: PartActivations, *, compiled: bool) -> list[SavedTensor]:
         """The matrix products that selective recomputation saves."""
         nth = self.job.activation_checkpoint.save_every_nth_matmul
         kept = [tensor for i, tensor in enumerate(declared.products, 1) if nth and i % nth == 0]
         if compiled and self.job.parallelism.tp > 1:
             # The compiler drops a summand whose sum is saved.
-            kept = [tensor for tensor in kept if tensor.cut is not Cut.PARTIAL]
+            kept = [tensor for tensor in kept if tensor.cut is not ActivationSplit.PARTIAL]
         return kept
 
-    def _collectives(self) -> list[Kept]:
+    def _collectives(self) -> list[SavedTensor]:
         """The results of collectives that it saves: sums and exchanges, but not gathers."""
         model, layout = self.job.model, self.job.parallelism
-        sums = [Kept(f"sum {i}", model.dim, Cut.STREAM) for i in range(2)] if layout.tp > 1 else []
+        sums = (
+            [SavedTensor(f"sum {i}", model.dim, ActivationSplit.STREAM) for i in range(2)]
+            if layout.tp > 1
+            else []
+        )
         if layout.ep > 1:
             rows = model.moe.top_k * model.dim
-            sums += [Kept(f"exchange {i}", rows, Cut.ROUTED) for i in range(2)]
+            sums += [SavedTensor(f"exchange {i}", rows, ActivationSplit.ROUTED) for i in range(2)]
         return sums
 
     def embedding(self) -> PartBytes:
         """Bytes of the embedding: it saves nothing but the batch; its output is the first block's input."""
-        stream = self.bytes_of(Kept("stream", self.job.model.dim, Cut.STREAM))
-        summand = self.bytes_of(Kept("summand", self.job.model.dim, Cut.PARTIAL))
+        stream = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
+        summand = self.bytes_of(SavedTensor("summand", self.job.model.dim, ActivationSplit.PARTIAL))
         return PartBytes(0.0, stream + summand, summand, 0.0)
 
     def head(self) -> PartBytes:

@@ -133,7 +133,7 @@ def parameters_of(
     stages = tuple(stages_of_rank(layout, model.n_layers, pp_rank))
     modules = split_modules(layout, model.n_layers)
     specs = tensors_by_module(model) if by_module is None else by_module
-    groups = fsdp_groups(model, experts_apart=layout.lays_out_experts)
+    groups = fsdp_groups(model, experts_apart=layout.has_expert_mesh)
     held = []
     for stage in stages:
         for module in (*modules[stage], *(("mtp",) if len(modules) == 1 else ())):

@@ -15,9 +15,9 @@ from itertools import islice
 
 from harness.errors import ConfigError, UserError
 from harness.hardware import ACCELERATORS
-from harness.plan.bound import Bounds
+from harness.plan.bound import TimeBounds
 from harness.plan.constants import Calibration
-from harness.plan.floor import Floors
+from harness.plan.floor import MemoryBounds
 from harness.plan.legality import Legality
 from harness.plan.machine import machine_of
 from harness.plan.make import make_plan
@@ -75,11 +75,11 @@ class Rejected:
         self.illegal[error.field] += 1
         self.rules.setdefault(error.field, error)
 
-    def add_too_large(self, lacks: float, point: Point) -> None:
-        """Count a point whose shortfall is at least ``lacks`` bytes."""
+    def add_too_large(self, shortfall: float, point: Point) -> None:
+        """Count a point whose shortfall is at least ``shortfall`` bytes."""
         self.too_large += 1
-        if self.closest is None or lacks < self.closest[0]:
-            self.closest = lacks, point
+        if self.closest is None or shortfall < self.closest[0]:
+            self.closest = shortfall, point
 
 
 @dataclass(frozen=True)
@@ -159,17 +159,20 @@ class Ranking:
             rule = "a search ranks by speed, and the hardware of these ranks is unknown"
             value = space.base.cluster.accelerator
             raise ConfigError("cluster.accelerator", value, rule, ACCELERATORS)
-        self._floors, self._bounds = Floors(space.base), Bounds(space.base, machine, space.world)
+        self._memory_bounds, self._time_bounds = (
+            MemoryBounds(space.base),
+            TimeBounds(space.base, machine, space.world),
+        )
         may_fit = []
         for point in points:
-            lacks = self._floors.held_lacks(point)
-            if lacks:
-                rejected.add_too_large(lacks, point)
+            shortfall = self._memory_bounds.persistent_shortfall(point)
+            if shortfall:
+                rejected.add_too_large(shortfall, point)
             else:
                 may_fit.append(point)
-        bounded = [(self._bounds.seconds(point), point) for point in may_fit]
+        bounded = [(self._time_bounds.seconds(point), point) for point in may_fit]
         self._bounded = sorted(bounded, key=lambda pair: pair[0])
-        self._lacking: dict[tuple[object, ...], list[tuple[int, int, float]]] = {}
+        self._too_large: dict[tuple[object, ...], list[tuple[int, int, float]]] = {}
         self._dropped: list[Point | Candidate] = []
 
     def run(self) -> None:
@@ -186,9 +189,9 @@ class Ranking:
     def _try(self, point: Point) -> None:
         if self._is_known_to_lack(point):
             return
-        lacks = self._floors.lacks(point)
-        if lacks:
-            self._note_lacking(point, lacks)
+        shortfall = self._memory_bounds.shortfall(point)
+        if shortfall:
+            self._note_too_large(point, shortfall)
             return
         try:
             job = point.job(self.base)
@@ -198,7 +201,7 @@ class Ranking:
         plan = make_plan(job, self.calibration)
         self.planned += 1
         if plan.memory_limit is not None and plan.peak > plan.memory_limit:
-            self._note_lacking(point, plan.peak - plan.memory_limit)
+            self._note_too_large(point, plan.peak - plan.memory_limit)
             return
         insort(self.best, Candidate(point, plan), key=lambda candidate: candidate.order)
         if len(self.best) > self.top:
@@ -208,27 +211,27 @@ class Ranking:
 
     def _is_known_to_lack(self, point: Point) -> bool:
         """Whether a point takes at least as much memory as one that did not fit; if so, count it."""
-        for size, kept, lacks in self._lacking.get(_group(point), ()):
+        for size, kept, shortfall in self._too_large.get(_group(point), ()):
             if size <= point.rows and kept <= _kept(point):
-                self.rejected.add_too_large(lacks, point)
+                self.rejected.add_too_large(shortfall, point)
                 return True
         return False
 
-    def _note_lacking(self, point: Point, lacks: float) -> None:
-        self._lacking.setdefault(_group(point), []).append((point.rows, _kept(point), lacks))
-        self.rejected.add_too_large(lacks, point)
+    def _note_too_large(self, point: Point, shortfall: float) -> None:
+        self._too_large.setdefault(_group(point), []).append((point.rows, _kept(point), shortfall))
+        self.rejected.add_too_large(shortfall, point)
 
     def _count_slower(self) -> None:
         """Count slower points by the part of the step in which they lose most to the best."""
         if not self.best:
             return
         fastest = self.best[0]
-        bound = self._bounds.parts(fastest.point)
+        bound = self._time_bounds.parts(fastest.point)
         for each in self._dropped:
             if isinstance(each, Candidate):
                 parts, others = each.parts, fastest.parts
             else:
-                parts, others = self._bounds.parts(each), bound
+                parts, others = self._time_bounds.parts(each), bound
             worst = max(PARTS, key=lambda part: parts.get(part, 0.0) - others.get(part, 0.0))
             self.rejected.slower[worst] += 1
 

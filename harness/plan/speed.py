@@ -17,7 +17,7 @@ from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
 from harness.plan.order import gathering_passes, pipeline_order
 from harness.plan.plan import PARTS, Action, Speed, Traffic
 from harness.plan.timeline import sends_of_rank, simulate
-from harness.plan.work import Block, Moved, Pass, Worker, added
+from harness.plan.work import Block, Collective, Pass, Worker, added
 
 # Memory traffic of the update per 32-bit parameter, in bytes: the norm reads the gradient (4), clipping reads
 # and writes it (8), fused AdamW reads four tensors and writes three (28).
@@ -30,8 +30,8 @@ Made = TypeVar("Made")
 class Sharing:
     """What FSDP, or replicas, do for a block around its passes."""
 
-    gather: tuple[Moved, ...]
-    reduce: tuple[Moved, ...]
+    gather: tuple[Collective, ...]
+    reduce: tuple[Collective, ...]
     copying: float
     """Seconds of copying gathered parameters out of the buffer that they came in."""
     held: float
@@ -146,9 +146,9 @@ class StepModel:
         copying = machine.pass_seconds(2 * values * param) if shards > 1 else 0.0
         return Sharing(tuple(gather), tuple(reduce), copying, values / shards)
 
-    def _moved(self, collective: str, size: float, group: Group) -> Moved:
+    def _moved(self, collective: str, size: float, group: Group) -> Collective:
         seconds = self.machine.collective_seconds(collective, size, group)
-        return Moved("dp", collective, group, size, seconds, seconds)
+        return Collective("dp", collective, group, size, seconds, seconds)
 
     def _around(
         self, blocks: list[Block], sharing: list[Sharing], *, has_head: bool
@@ -197,7 +197,7 @@ class StepModel:
         Args:
             gathers: the first so many of ``sharing`` are gathered.
         """
-        moved: list[Moved] = []
+        moved: list[Collective] = []
         copying = 0.0
         for i, shared in enumerate(sharing):
             mine = (*(shared.gather if i < gathers else ()), *(shared.reduce if reduces else ()))
@@ -208,7 +208,8 @@ class StepModel:
                 room = 0.0
             exposed = max(0.0, taken - room) / taken if taken else 0.0
             moved += [
-                Moved(m.axis, m.collective, m.group, m.bytes, m.seconds, m.seconds * exposed) for m in mine
+                Collective(m.axis, m.collective, m.group, m.bytes, m.seconds, m.seconds * exposed)
+                for m in mine
             ]
             copying += shared.copying if i < gathers else 0.0
         return Pass(copying, tuple(moved))
@@ -237,12 +238,12 @@ class StepModel:
         return one + stage.gathers[action.kind] if self.gathering and action in self.gathering else one
 
     @property
-    def _send(self) -> Moved:
+    def _send(self) -> Collective:
         size = self.worker.stream_rows * self.job.model.dim * self.worker.value_bytes
         group = group_of(self.job, self.machine.ranks_per_node, "pp")
         neighbours = Group(2, 2 if group.per_node >= 2 else 1)
         seconds = self.machine.collective_seconds("send", size, neighbours)
-        return Moved("pp", "send", neighbours, size, seconds, 0.0)
+        return Collective("pp", "send", neighbours, size, seconds, 0.0)
 
     def speed(self) -> tuple[Speed, list[Traffic]]:
         """The step's time and parts, and what the busiest rank moves."""
@@ -267,11 +268,11 @@ class StepModel:
         """Collectives of a step on one pipeline rank."""
         return self._traffic(self._rank(rank, 0.0)[1])
 
-    def _rank(self, rank: int, makespan: float) -> tuple[dict[str, float], list[tuple[Moved, int]]]:
+    def _rank(self, rank: int, makespan: float) -> tuple[dict[str, float], list[tuple[Collective, int]]]:
         """Parts of the step of one pipeline rank, and what it moves how often."""
         stages = [self.stages[i] for i in stages_of_rank(self.layout, self.job.model.n_layers, rank)]
         parts = dict.fromkeys(PARTS, 0.0)
-        moved: list[tuple[Moved, int]] = []
+        moved: list[tuple[Collective, int]] = []
 
         def add(one: Pass, times: int) -> None:
             parts["compute"] += one.compute * times
@@ -308,7 +309,7 @@ class StepModel:
         chain = {name: seconds / threads for name, seconds in slowest.items()}
         return total if sum(total.values()) >= sum(chain.values()) else chain
 
-    def _traffic(self, moved: list[tuple[Moved, int]]) -> list[Traffic]:
+    def _traffic(self, moved: list[tuple[Collective, int]]) -> list[Traffic]:
         """The same collectives of one axis added up."""
         sums: dict[tuple[str, str, Group], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
         for item, times in moved:

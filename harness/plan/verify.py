@@ -25,10 +25,10 @@ from harness.optimizer.build import build_optimizer
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.materialize import allocate
 from harness.parallelism.mesh import EXPERT, EXPERT_SHARD, EXPERT_TENSOR, SHARD, Mesh, build_mesh
-from harness.parallelism.parallelize import lay_out
+from harness.parallelism.parallelize import build_on_meta
 from harness.parallelism.pipeline import build_schedule
 from harness.parallelism.stages import stages_of_rank
-from harness.plan.fake import CPU, fake_tensors, pretending, stages_in, stand_in
+from harness.plan.fake import CPU, cpu_version, fake_process_group, fake_tensors, stages_in
 from harness.plan.fake_step import FakeStep, fake_steps
 from harness.plan.meter import WORLD
 from harness.plan.parameters import HeldTensor, RankParameters, parameters_of
@@ -88,7 +88,7 @@ def verify(plan: Plan, *, step: bool = False) -> Verified:
     """
     start = time.perf_counter()
     silence_known_noise()
-    job, notes = stand_in(plan.job)
+    job, notes = cpu_version(plan.job)
     if step and not plan.job.data.attend_across_documents:
         notes.append("the step's sequences are single documents: ends of documents are unknown without data")
     ranks, names = [], Counter[str]()
@@ -167,9 +167,9 @@ def _build(job: Job, pp_rank: int) -> tuple[VerifiedRank, list[str]]:
     """Build the first rank of a pipeline rank, and the last if shards are uneven; also returns names."""
     said, in_stage = parameters_of(job, pp_rank), job.world_size // job.parallelism.pp
     first = pp_rank * in_stage
-    with pretending(first, job.world_size):
+    with fake_process_group(first, job.world_size):
         mesh = build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled)
-        parts = lay_out(job, mesh, CPU)
+        parts = build_on_meta(job, mesh, CPU)
         named = [pair for part in parts for pair in part.named_parameters()]
         problems = list(_layout_problems(job, mesh, named, said))
         if job.parallelism.pp > 1:
@@ -189,9 +189,9 @@ def _build(job: Job, pp_rank: int) -> tuple[VerifiedRank, list[str]]:
     if not problems:
         rank.problems.extend(_byte_problems(rank, said))
     if in_stage > 1 and any(_is_uneven(parameter) for _, parameter in named):
-        with pretending(first + in_stage - 1, job.world_size):
+        with fake_process_group(first + in_stage - 1, job.world_size):
             mesh = build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled)
-            last = [pair for part in lay_out(job, mesh, CPU) for pair in part.named_parameters()]
+            last = [pair for part in build_on_meta(job, mesh, CPU) for pair in part.named_parameters()]
             rank.problems.extend(f"last rank: {found}" for found in _layout_problems(job, mesh, last, said))
     return rank, [name for name, _ in named]
 
@@ -255,7 +255,7 @@ def _splits(job: Job, mesh: Mesh, tensor: HeldTensor) -> dict[str, tuple[int, in
     sharded, split_dim = job.uses_fsdp, tensor.spec.split_dim
     if sharded and layout.dp_replicate > 1:
         axes["dp_replicate"] = layout.dp_replicate, None
-    if tensor.spec.is_expert and layout.lays_out_experts:
+    if tensor.spec.is_expert and layout.has_expert_mesh:
         if sharded:
             axes[EXPERT_SHARD] = layout.expert_shards, tensor.shard_dim
         if layout.ep > 1:

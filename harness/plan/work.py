@@ -29,7 +29,7 @@ CAST_FORWARD, CAST_INPUT_BACKWARD, CAST_GRADIENT = 5.0, 2.0, 7.0
 
 
 @dataclass(frozen=True)
-class Moved:
+class Collective:
     """One collective of a pass."""
 
     axis: str
@@ -47,7 +47,7 @@ class Pass:
     """A forward, or a part of a backward, of one microbatch."""
 
     compute: float = 0.0
-    moved: tuple[Moved, ...] = ()
+    moved: tuple[Collective, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -60,7 +60,9 @@ class Pass:
     def times(self, factor: float) -> Pass:
         """A part of it, or several."""
         scaled = (
-            Moved(m.axis, m.collective, m.group, m.bytes * factor, m.seconds * factor, m.exposed * factor)
+            Collective(
+                m.axis, m.collective, m.group, m.bytes * factor, m.seconds * factor, m.exposed * factor
+            )
             for m in self.moved
         )
         return Pass(self.compute * factor, tuple(scaled))
@@ -255,7 +257,7 @@ class Worker:
 
     # -- collectives inside of a block ----
 
-    def _tensor(self, operations: Operations, *, recompute: bool) -> tuple[Moved, ...]:
+    def _tensor(self, operations: Operations, *, recompute: bool) -> tuple[Collective, ...]:
         """Tensor parallel's: before and after attention, and before and after the feed-forward.
 
         Whole experts take rows as they are split along the sequence, so only a shared one has any there.
@@ -265,7 +267,7 @@ class Worker:
         whole = self.rows * self.job.model.dim * self.value_bytes
         return self._tensor_of(whole, regions, regions - 1 if recompute else regions)
 
-    def _tensor_of(self, whole: float, gathers: int, reductions: int) -> tuple[Moved, ...]:
+    def _tensor_of(self, whole: float, gathers: int, reductions: int) -> tuple[Collective, ...]:
         job, layout = self.job, self.job.parallelism
         if layout.tp == 1:
             return ()
@@ -284,10 +286,10 @@ class Worker:
         moved = []
         for collective, size, count in kinds:
             seconds = self.machine.collective_seconds(collective, size, group)
-            moved += [Moved("tp", collective, group, size, seconds, seconds * (1 - hidden))] * count
+            moved += [Collective("tp", collective, group, size, seconds, seconds * (1 - hidden))] * count
         return tuple(moved)
 
-    def _context(self, operations: Operations) -> tuple[Moved, ...]:
+    def _context(self, operations: Operations) -> tuple[Collective, ...]:
         """Context parallel's in forward: Ulysses' two exchanges, or a ring's keys and values."""
         layout, of = self.job.parallelism, operations.attention
         if layout.cp == 1:
@@ -302,7 +304,7 @@ class Worker:
             return self._context_moved("all_gather", [keys * layout.cp], behind)
         return self._context_moved("all_to_all", [self._one_hop(keys)] * (layout.cp - 1), behind)
 
-    def _context_backward(self, operations: Operations) -> tuple[Moved, ...]:
+    def _context_backward(self, operations: Operations) -> tuple[Collective, ...]:
         """The same in backward; in a ring gradients of keys and values go round as well, in float32.
 
         Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py,
@@ -326,27 +328,29 @@ class Worker:
         cp = self.job.parallelism.cp
         return size * cp / (cp - 1)
 
-    def _context_moved(self, collective: str, sizes: list[float], behind: float = 0.0) -> tuple[Moved, ...]:
+    def _context_moved(
+        self, collective: str, sizes: list[float], behind: float = 0.0
+    ) -> tuple[Collective, ...]:
         """Collectives over the context axis, of which so many seconds are hidden together."""
         group = group_of(self.job, self.machine.ranks_per_node, "cp")
         seconds = [self.machine.collective_seconds(collective, size, group) for size in sizes]
         exposed = max(0.0, 1 - behind / sum(seconds)) if behind else 1.0
         return tuple(
-            Moved("cp", collective, group, size, each, each * exposed)
+            Collective("cp", collective, group, size, each, each * exposed)
             for size, each in zip(sizes, seconds, strict=True)
         )
 
-    def _experts(self, operations: Operations) -> tuple[Moved, ...]:
+    def _experts(self, operations: Operations) -> tuple[Collective, ...]:
         """Expert parallel's in forward: the counts of rows, then the rows to the experts and back."""
         counts = self.job.model.moe.num_experts * COUNT_BYTES
         return (*self._expert_moved(operations, counts, times=1), *self._rows_to_experts(operations))
 
-    def _rows_to_experts(self, operations: Operations) -> tuple[Moved, ...]:
+    def _rows_to_experts(self, operations: Operations) -> tuple[Collective, ...]:
         """Rows travel to the experts and back; their gradients do so in backward."""
         size = self._expert_rows(1) * operations.expert_width * self.value_bytes
         return self._expert_moved(operations, size, times=2)
 
-    def _expert_moved(self, operations: Operations, size: float, *, times: int) -> tuple[Moved, ...]:
+    def _expert_moved(self, operations: Operations, size: float, *, times: int) -> tuple[Collective, ...]:
         job, layout = self.job, self.job.parallelism
         if layout.ep == 1 or not operations.expert_width:
             return ()
@@ -354,7 +358,7 @@ class Worker:
         whole = group_of(job, self.machine.ranks_per_node, *axes)
         group = Group(layout.ep, min(layout.ep, whole.per_node))
         seconds = self.machine.collective_seconds("all_to_all", size, group)
-        return (Moved("ep", "all_to_all", group, size, seconds, seconds),) * times
+        return (Collective("ep", "all_to_all", group, size, seconds, seconds),) * times
 
     # -- gradients ----
 

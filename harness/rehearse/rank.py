@@ -168,7 +168,7 @@ class Rehearsal:
             figures.cpu_seconds = passed_processor - processor + time.process_time() - updating_processor
             if step == 0:
                 figures.first_step_seconds = figures.host_seconds
-                watch.settle()
+                watch.mark_expected()
             if calls is not None:
                 self._count(calls, engine, store)
             figures.steps = step + 1

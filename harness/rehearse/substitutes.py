@@ -187,8 +187,8 @@ def _mask(
     if _asked_mask(kernel, documents_BT, batch, length, device) is None:
         return None
     pieces = DOCUMENTS if documents_BT is not None else 1
-    if kernel.reach.span.chunk is not None:
-        pieces = max(pieces, -(-length // kernel.reach.span.chunk))
+    if kernel.spec.span.chunk is not None:
+        pieces = max(pieces, -(-length // kernel.spec.span.chunk))
     return F.pad(torch.empty(batch * pieces, dtype=torch.int64, device=device), (0, 1)).int()
 
 

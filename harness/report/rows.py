@@ -30,7 +30,7 @@ from harness.report.naming import names_of
 from harness.run_folder import RunFolder
 from harness.sweep.registry import FILE as SWEEP
 from harness.sweep.registry import Point, Registry, labels
-from harness.sweep.state import PointState, look_at_all, typed_overrides
+from harness.sweep.state import PointState, read_states, typed_overrides
 
 Row = dict[str, Any]
 
@@ -89,7 +89,7 @@ def of_sweep(registry: Registry) -> list[Row]:
 def of_points(points: Sequence[Point], names: Sequence[str] | None = None) -> list[Row]:
     """Return rows of points that have a job, in order; named by their overrides unless names are given."""
     names = labels([point.overrides for point in points]) if names is None else names
-    return [_of_seen(shortened(name), each) for name, each in zip(names, look_at_all(points), strict=True)]
+    return [_of_seen(shortened(name), each) for name, each in zip(names, read_states(points), strict=True)]
 
 
 def _of_seen(name: str, seen: PointState) -> Row:

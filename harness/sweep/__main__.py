@@ -16,7 +16,7 @@ from harness.run_folder import RunFolder
 from harness.sweep.lost import record_lost
 from harness.sweep.registry import Registry, labels
 from harness.sweep.run import log_table, resume
-from harness.sweep.state import BUSY, PointState, look_at_all, points_in
+from harness.sweep.state import BUSY, PointState, points_in, read_states
 from harness.sweep.table import rows_of, table_markdown, table_text, write_csv
 from harness.verify import verify_all
 
@@ -115,15 +115,15 @@ def _skipped_in_words(registry: Registry) -> str:
 def cancel(arguments: argparse.Namespace) -> int:
     """Cancel the waiting and running SLURM jobs of a sweep or of single runs; their checkpoints are kept."""
     points = points_in(arguments.folder)
-    busy = [each for each in look_at_all(points) if each.state in BUSY]
+    busy = [each for each in read_states(points) if each.state in BUSY]
     ids = []
     for each in busy:
-        if each.ticket is not None and each.job_id is not None:
-            replace(each.ticket, job_id=each.job_id, cancelled=True).write(each.point.run_dir)
+        if each.job_record is not None and each.job_id is not None:
+            replace(each.job_record, job_id=each.job_id, cancelled=True).write(each.point.run_dir)
             ids.append(each.job_id)
     cancel_jobs(ids)
     sys.stdout.write(f"cancelled {len(ids)} of {len(points)} points\n")
-    here = sum(each.ticket is None for each in busy)
+    here = sum(each.job_record is None for each in busy)
     if here:
         sys.stdout.write(f"{here} run on this machine: ^C in their controller's terminal ends them\n")
     elsewhere = len(busy) - len(ids) - here

@@ -32,12 +32,16 @@ def record_lost(points: Sequence[Point]) -> list[PointState]:
         time.sleep(LAST_WRITES_SECONDS)
         seen |= {each.point.run_dir: read_state(each.point, listed) for each in lost}
         lost = [each for each in seen.values() if each.state == "lost"]
-    ids = [each.ticket.job_id for each in lost if each.ticket is not None and each.ticket.job_id is not None]
+    ids = [
+        each.job_record.job_id
+        for each in lost
+        if each.job_record is not None and each.job_record.job_id is not None
+    ]
     known = {} if listed is None else listed.states
     states = {**last_states([job_id for job_id in ids if job_id not in known]), **known}
     closed = []
     for each in lost:
-        state = None if each.ticket is None else states.get(each.ticket.job_id or "")
+        state = None if each.job_record is None else states.get(each.job_record.job_id or "")
         if state is not None and is_live(state):
             seen[each.point.run_dir] = replace(
                 each, state="running", kind=None, reason=f"another user's job, which is {state}"
@@ -72,12 +76,12 @@ def _close(lost: PointState, state: str | None) -> bool:
     try:
         # Another process may have held the folder until now, and finished or resubmitted the run.
         now = read_state(lost.point, Jobs([]))
-        if now.state != "lost" or now.ticket != lost.ticket:
+        if now.state != "lost" or now.job_record != lost.job_record:
             return False
-        if lost.ticket is None:
-            folder.settle(lost.point.job, "interrupted", EXIT_INTERRUPTED)
+        if lost.job_record is None:
+            folder.ensure_result(lost.point.job, "interrupted", EXIT_INTERRUPTED)
         else:
-            record_lost_job(lost.point.job, folder, lost.ticket, state, quiet=True)
+            record_lost_job(lost.point.job, folder, lost.job_record, state, quiet=True)
         return True
     finally:
         folder.release()

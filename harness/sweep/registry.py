@@ -18,7 +18,7 @@ from harness.config import LABEL, leaves
 from harness.errors import UserError
 from harness.files import sync_file
 from harness.job import Job
-from harness.locks import Held, lock
+from harness.locks import LockedError, lock
 
 FILE = "sweep.jsonl"
 LOCK = ".sweep.lock"
@@ -113,7 +113,7 @@ class Registry:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             held = lock(self.path / LOCK, create=True)
-        except Held:
+        except LockedError:
             raise UserError(
                 f"{self.path}: another process is starting the jobs of this sweep; wait for it"
             ) from None

@@ -25,7 +25,7 @@ from harness.sweep.arrays import Array, arrays_of
 from harness.sweep.distinct import unique_points
 from harness.sweep.lost import record_lost
 from harness.sweep.registry import Point, Registry, Skipped, folder_of, labels
-from harness.sweep.state import BUSY, PointState, look_at_all
+from harness.sweep.state import BUSY, PointState, read_states
 from harness.sweep.table import rows_of, table_text
 
 SKIPPED_SHOWN = 10
@@ -110,7 +110,7 @@ def _busy_besides(registry: Registry, points: Sequence[Point]) -> list[PointStat
     """Return pending and running points that other commands have added to the sweep."""
     typed = {os.path.normpath(point.run_dir) for point in points}
     others = [point for point in registry.points() if os.path.normpath(point.run_dir) not in typed]
-    return [each for each in look_at_all(others) if each.state in BUSY]
+    return [each for each in read_states(others) if each.state in BUSY]
 
 
 def _select(
@@ -187,7 +187,7 @@ def _show_dry(
     registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], skipped: Sequence[Skipped]
 ) -> int:
     """Show the scripts of a sweep without writing anything."""
-    seen = look_at_all(points)
+    seen = read_states(points)
     wanted, oom = _select(seen, jobs, out_of_memory=False, rerun=True)
     sys.stderr.write(_plan_in_words(registry, seen, wanted, oom, jobs, skipped))
     remote = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "slurm"]
@@ -209,7 +209,7 @@ def _arrays(
     """
     points = [(each.point, jobs[each.point.run_dir]) for each in wanted]
     limit = min((job.cluster.max_running for _, job in points), default=1)
-    there = [each for each in busy if each.ticket is not None]
+    there = [each for each in busy if each.job_record is not None]
     left = limit - len(there)
     if left > 0:
         return arrays_of(points, left), []
@@ -303,7 +303,7 @@ def _follow(points: Sequence[Point]) -> bool:
 
 def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], stopped: bool) -> int:
     """Show the table and the points that did not complete; return the exit code."""
-    seen = look_at_all(points)
+    seen = read_states(points)
     sys.stdout.write(table_text(rows_of(seen)))
     sys.stdout.flush()
     left = [each for each in seen if each.state not in ("completed", *BUSY)]

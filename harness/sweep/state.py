@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.cluster.follow import ended_without_result
+from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.queue import Jobs, Queued, jobs
-from harness.cluster.ticket import Ticket
 from harness.errors import UserError
 from harness.metrics.jsonl import read_rows
 from harness.run_folder import RunFolder
@@ -37,7 +37,7 @@ class PointState:
         reason: the message of a failure, or why a pending job waits.
         has_begun_elsewhere: whether its job has started on another machine, whose last writes may not be
             visible yet.
-        ticket: the record of its SLURM job, if it was submitted.
+        job_record: the record of its SLURM job, if it was submitted.
         job_id: id of its SLURM job, while that waits or runs.
     """
 
@@ -49,7 +49,7 @@ class PointState:
     kind: str | None = None
     reason: str = ""
     has_begun_elsewhere: bool = False
-    ticket: Ticket | None = None
+    job_record: SlurmJobRecord | None = None
     job_id: str | None = None
 
     @property
@@ -81,7 +81,7 @@ def typed_overrides(run_dir: Path) -> list[str]:
     return path.read_text().splitlines() if path.is_file() else []
 
 
-def look_at_all(points: Sequence[Point]) -> list[PointState]:
+def read_states(points: Sequence[Point]) -> list[PointState]:
     """Return the states of all points, with one query of SLURM if any point needs it.
 
     Raises:
@@ -98,7 +98,8 @@ def queued_jobs(points: Sequence[Point]) -> Jobs | None:
         SlurmError: the scheduler does not answer.
     """
     if not any(
-        Ticket.read(point.run_dir) and RunFolder(point.run_dir).state != "completed" for point in points
+        SlurmJobRecord.read(point.run_dir) and RunFolder(point.run_dir).state != "completed"
+        for point in points
     ):
         return Jobs([])
     return jobs() if shutil.which("squeue") is not None else None
@@ -111,13 +112,13 @@ def read_state(point: Point, listed: Jobs | None) -> PointState:
         point: the point.
         listed: SLURM's jobs; None if there is no SLURM here.
     """
-    ticket = Ticket.read(point.run_dir)
+    job_record = SlurmJobRecord.read(point.run_dir)
     folder = RunFolder(point.run_dir)
     status, row = folder.state, folder.row
     found = None
-    if ticket is not None and listed is not None:
-        found = ticket.find(listed.candidates(ticket.job_id, ticket.name))
-    state, reason, kind = _state(folder, status, ticket, listed, found)
+    if job_record is not None and listed is not None:
+        found = job_record.find(listed.candidates(job_record.job_id, job_record.name))
+    state, reason, kind = _state(folder, status, job_record, listed, found)
     if state == "failed":
         kind = row.get("error.kind", "unknown")
         reason = " ".join(str(row.get("error.message", "")).split())
@@ -133,8 +134,8 @@ def read_state(point: Point, listed: Jobs | None) -> PointState:
         facts={name: facts.get(name) for name in FACTS},
         kind=kind,
         reason=reason,
-        has_begun_elsewhere=ticket is not None and status not in ("planned", "submitted"),
-        ticket=ticket,
+        has_begun_elsewhere=job_record is not None and status not in ("planned", "submitted"),
+        job_record=job_record,
         job_id=None if found is None else found.id,
     )
 
@@ -142,7 +143,7 @@ def read_state(point: Point, listed: Jobs | None) -> PointState:
 def _state(
     folder: RunFolder,
     status: str | None,
-    ticket: Ticket | None,
+    job_record: SlurmJobRecord | None,
     listed: Jobs | None,
     found: Queued | None,
 ) -> tuple[str, str, str | None]:
@@ -150,22 +151,26 @@ def _state(
     if status == "completed":
         return "completed", "", None
     if found is not None and status != "failed":
-        again = f", started {ticket.restarts + 1} times" if ticket is not None and ticket.restarts else ""
+        again = (
+            f", started {job_record.restarts + 1} times"
+            if job_record is not None and job_record.restarts
+            else ""
+        )
         if found.is_waiting:
             return "pending", f"job {found.id} waits: {found.reason}{again}", None
         return "running", f"job {found.id}{again}", None
     if status == "failed":
         return "failed", "", None
     if status == "interrupted":
-        if ticket is not None and ticket.cancelled:
+        if job_record is not None and job_record.cancelled:
             return "cancelled", "", None
         return "stopped", folder.stop_reason or "before its end; resume continues it", None
     if status in (None, "planned"):
         return "planned", "", None
-    if ticket is not None:
+    if job_record is not None:
         if listed is None:
             return "running", "no SLURM here to read its state from", None
-        return "lost", ended_without_result(ticket), "unknown"
+        return "lost", ended_without_result(job_record), "unknown"
     if folder.may_be_running:
         return "running", "", None
     return "lost", "the process that ran it is gone", "unknown"

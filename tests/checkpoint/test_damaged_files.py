@@ -16,9 +16,9 @@ from harness.checkpoint.load import _ranks
 from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.resume import CONTINUES, can_resume, find_start, is_finished
 from harness.checkpoint.storage import Writer
-from harness.cluster.outcome import account_of
-from harness.cluster.ticket import FILE as TICKET
-from harness.cluster.ticket import Ticket
+from harness.cluster.job_record import FILE as JOB_RECORD
+from harness.cluster.job_record import SlurmJobRecord
+from harness.cluster.outcome import format_failure
 from harness.compose import compose_job
 from harness.config import from_dict
 from harness.convert import find_source
@@ -29,7 +29,7 @@ from harness.model.config import ModelConfig
 from harness.report.rows import completed
 from harness.run_folder import RunFolder
 from harness.sweep.registry import Point
-from harness.sweep.state import look_at_all
+from harness.sweep.state import read_states
 from harness.sweep.table import rows_of, table_text
 
 REMOVED = object()
@@ -224,8 +224,8 @@ def look(job: Job, folder: RunFolder) -> None:
     """Read the run folder like the read-only commands; a damaged file gives at most one line."""
     error = folder.first_error()
     if error is not None:
-        account_of(error, 1, folder)
-    [seen] = look_at_all([Point(job.id, folder.path, [])])
+        format_failure(error, 1, folder)
+    [seen] = read_states([Point(job.id, folder.path, [])])
     table_text(rows_of([seen]))
     completed({"world_size": 1, **folder.row, "state": "completed"})
 
@@ -258,7 +258,10 @@ def test_every_key_of_what_an_attempt_leaves(job: Job, tmp_path: Path, name: str
 
 READERS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "job.json": (lambda path: Job.read(path / "job.json"), {}),
-    TICKET: (Ticket.read, {"name": "n", "index": 0, "job_id": "7", "restarts": 0, "cancelled": False}),
+    JOB_RECORD: (
+        SlurmJobRecord.read,
+        {"name": "n", "index": 0, "job_id": "7", "restarts": 0, "cancelled": False},
+    ),
 }
 
 
@@ -270,7 +273,7 @@ def test_every_key_of_what_describes_a_run(job: Job, tmp_path: Path, name: str) 
         plain = {part: value for part, value in job.to_dict().items() if part in parts}
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    contents = [TOO_DEEP, b"[1]", b"null", b"\xff", b"", b"{}" if name == TICKET else b"7"]
+    contents = [TOO_DEEP, b"[1]", b"null", b"\xff", b"", b"{}" if name == JOB_RECORD else b"7"]
     for content in contents:
         path.write_bytes(content)
         with pytest.raises(UserError, match="damaged"):
@@ -283,7 +286,7 @@ def test_every_key_of_what_describes_a_run(job: Job, tmp_path: Path, name: str) 
         except UserError as error:
             assert str(path) in str(error) and "\n" not in str(error)
             refused.add(what)
-    required = {"job.json": "training.steps text", TICKET: "name removed"}
+    required = {"job.json": "training.steps text", JOB_RECORD: "name removed"}
     assert required[name] in refused
 
 

@@ -16,12 +16,12 @@ from harness.cluster import attempt, queue
 from harness.cluster.attempt import rank_environment, srun_command
 from harness.cluster.config import minutes_of
 from harness.cluster.follow import JobLost, state_of
+from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.queue import Queued
 from harness.cluster.slurm import Submission, _environment_for_submitting, shape_of
 from harness.cluster.snapshot import snapshot_path, take_snapshot
 from harness.cluster.srun_log import dead_ranks
 from harness.cluster.submit import confirm, cost_in_words
-from harness.cluster.ticket import Ticket
 from harness.compose import compose_job
 from harness.errors import ConfigError, UserError
 from harness.job import Job
@@ -247,12 +247,12 @@ def test_jobs_on_one_node_use_their_own_ports() -> None:
 def test_a_tickets_job_is_found_by_its_id_or_by_its_name() -> None:
     jobs = [Queued("7", "a.1", "RUNNING", "None"), Queued("8_0", "b.2", "RUNNING", "None")]
     jobs += [Queued("8_1", "b.2", "PENDING", "Resources"), Queued("9", "b.2", "PENDING", "None")]
-    assert Ticket("a.1", None, "7").find(jobs) == jobs[0]
-    assert Ticket("a.1").find(jobs) == jobs[0]
-    assert Ticket("b.2", 1).find(jobs) == jobs[2]
-    assert Ticket("b.2").find(jobs) == jobs[3]
-    assert Ticket("b.2", 2).find(jobs) is None
-    assert Ticket("a.1", None, "6").find(jobs) is None, "another job of that name is not this one"
+    assert SlurmJobRecord("a.1", None, "7").find(jobs) == jobs[0]
+    assert SlurmJobRecord("a.1").find(jobs) == jobs[0]
+    assert SlurmJobRecord("b.2", 1).find(jobs) == jobs[2]
+    assert SlurmJobRecord("b.2").find(jobs) == jobs[3]
+    assert SlurmJobRecord("b.2", 2).find(jobs) is None
+    assert SlurmJobRecord("a.1", None, "6").find(jobs) is None, "another job of that name is not this one"
 
 
 def test_the_queue_is_read_whatever_a_name_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_a_scheduler_that_does_not_answer_is_not_one_that_has_forgotten(
     assert queue.describe("1_0") == {}
     say("slurm_load_jobs error: Socket timed out on send/recv operation")
     with pytest.raises(queue.SlurmError):
-        state_of(Ticket("a", None, "7"))
+        state_of(SlurmJobRecord("a", None, "7"))
     monkeypatch.setattr(attempt, "ANSWER_SECONDS", 0.0)
     assert attempt.Allocation("7", 0).state() == "UNKNOWN"
 
@@ -309,8 +309,8 @@ def test_two_attempts_without_progress_are_not_followed_by_a_third(tmp_path: Pat
     [("NODE_FAIL", "node"), ("OUT_OF_MEMORY", "out_of_memory"), ("TIMEOUT", "preempted"), (None, "unknown")],
 )
 def test_a_job_that_is_gone_is_sorted_by_what_slurm_says(state: str | None, kind: str) -> None:
-    assert JobLost(Ticket("a", None, "7"), state).kind == kind
-    assert JobLost(Ticket("a", None, "7", cancelled=True), state).kind == "cancelled"
+    assert JobLost(SlurmJobRecord("a", None, "7"), state).kind == kind
+    assert JobLost(SlurmJobRecord("a", None, "7", cancelled=True), state).kind == "cancelled"
 
 
 def test_ranks_that_srun_names(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from harness.cluster import follow, queue, slurm, submit
+from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.queue import Jobs, Queued
-from harness.cluster.ticket import Ticket
 from harness.compose import compose_job
 from harness.errors import EXIT_MACHINE, EXIT_OK, UserError
 from harness.job import Job
@@ -85,7 +85,7 @@ def test_all_that_a_job_reads_is_there_before_sbatch(job: Job, monkeypatch: pyte
         run_dirs = submission._list_path.read_text().splitlines()
         found.append(submission.script_path.read_text() == submission.script())
         found.append(run_dirs == [str(path) for path in submission.run_dirs])
-        found.extend(Ticket.read(path) is not None for path in submission.run_dirs)
+        found.extend(SlurmJobRecord.read(path) is not None for path in submission.run_dirs)
         return "12"
 
     monkeypatch.setattr(slurm.Submission, "_sbatch", sbatch)
@@ -152,7 +152,7 @@ def test_a_row_that_comes_late_is_not_taken_for_a_lost_job(
     job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end_meanwhile(_: object) -> dict[str, str]:
-        followed.conclude(job, "completed", EXIT_OK, {})
+        followed.write_result(job, "completed", EXIT_OK, {})
         return {"12": "COMPLETED"}
 
     monkeypatch.setattr(follow, "last_states", end_meanwhile)

@@ -16,7 +16,7 @@ from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
 from harness.loop.engine import Engine, StepOutcome
 from harness.optimizer.build import build_optimizer
-from harness.parallelism.clip import without_waiting
+from harness.parallelism.clip import copy_async
 
 SMALL = ("training.steps=10", "training.seq_len=32", "training.global_batch_size=4")
 
@@ -185,8 +185,8 @@ def test_squares_of_offloaded_parameters_are_copied_without_waiting(monkeypatch:
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     with waits() as found:
-        copied = without_waiting(torch.ones(3), torch.device("meta"))
-        assert without_waiting(copied, copied.device) is copied
+        copied = copy_async(torch.ones(3), torch.device("meta"))
+        assert copy_async(copied, copied.device) is copied
     assert copied.is_meta
     assert found == []
     assert len(pinned) == 1

@@ -121,7 +121,7 @@ def test_a_row_that_is_being_written_is_not_interrupted(
 ) -> None:
     """For completed and failed runs, whether a rank or its controller writes."""
     job = compose_job([*TINY, f"runs_dir={tmp_path}"])
-    conclude, settle, seen = RunFolder.conclude, RunFolder.settle, []
+    write_result, ensure_result, seen = RunFolder.write_result, RunFolder.ensure_result, []
 
     def interrupt(name: str, call: Callable[..., None]) -> Callable[..., None]:
         def interrupted(*arguments: Any) -> None:
@@ -132,8 +132,8 @@ def test_a_row_that_is_being_written_is_not_interrupted(
 
         return interrupted
 
-    monkeypatch.setattr(RunFolder, "conclude", interrupt("conclude", conclude))
-    monkeypatch.setattr(RunFolder, "settle", interrupt("settle", settle))
+    monkeypatch.setattr(RunFolder, "write_result", interrupt("write_result", write_result))
+    monkeypatch.setattr(RunFolder, "ensure_result", interrupt("ensure_result", ensure_result))
     folder = RunFolder(tmp_path / "done")
     folder.begin(job, [])
     assert launch(job, folder) == 0 and folder.row["exit_code"] == 0
@@ -152,4 +152,4 @@ def test_a_row_that_is_being_written_is_not_interrupted(
     finally:
         for number in signals.STOP_SIGNALS:
             signal.signal(number, before if number != signal.SIGINT else signal.default_int_handler)
-    assert seen == ["conclude", "settle"] * 2
+    assert seen == ["write_result", "ensure_result"] * 2

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.model import grouped
-from harness.model.grouped import grouped_linear, pad, padded_places, unpad, zero_gradients_where_empty
+from harness.model.grouped import grouped_linear, pad, padded_positions, unpad, zero_gradients_where_empty
 
 
 def ends_of(lengths: list[int]) -> Tensor:
@@ -20,7 +20,7 @@ def ends_of(lengths: list[int]) -> Tensor:
 def test_padding(lengths: list[int], block: int) -> None:
     """Groups become whole blocks, none empty; rows find their way back, and gradients the same."""
     rows = sum(lengths)
-    place_R, ends_E, places = padded_places(ends_of(lengths), rows, block)
+    place_R, ends_E, places = padded_positions(ends_of(lengths), rows, block)
     assert ends_E.dtype == torch.int32 and int(ends_E[-1]) == places and places % block == 0
     sizes = torch.diff(ends_E, prepend=torch.zeros(1, dtype=torch.int32)).tolist()
     assert all(size > 0 and size % block == 0 for size in sizes)

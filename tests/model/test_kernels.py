@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from harness.model.attention_config import Span
-from harness.model.kernels import FlexKernel, Kernel, Reach, SdpaKernel, VarlenKernel
+from harness.model.kernels import AttentionSpec, FlexKernel, Kernel, SdpaKernel, VarlenKernel
 
 # E: width of values
 B, T, H, K, D, E = 2, 12, 6, 2, 8, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2]])
 SCALE = 0.3
 REACHES = {
-    "causal": Reach(Span(), SCALE),
-    "window": Reach(Span(window=4), SCALE),
-    "chunk": Reach(Span(chunk=5), SCALE),
-    "sinks": Reach(Span(), SCALE, has_sinks=True),
-    "window_sinks": Reach(Span(window=3), SCALE, has_sinks=True),
+    "causal": AttentionSpec(Span(), SCALE),
+    "window": AttentionSpec(Span(window=4), SCALE),
+    "chunk": AttentionSpec(Span(chunk=5), SCALE),
+    "sinks": AttentionSpec(Span(), SCALE, has_sinks=True),
+    "window_sinks": AttentionSpec(Span(window=3), SCALE, has_sinks=True),
 }
 
 
@@ -29,7 +29,7 @@ def tensors() -> list[Tensor]:
 
 
 def written_out(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, reach: Reach, documents: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, reach: AttentionSpec, documents: Tensor | None
 ) -> Tensor:
     """Position by position: the softmax over the keys it may see, and over the sink where there is one."""
     rows = []
@@ -78,7 +78,7 @@ def test_only_what_is_not_causal_needs_a_mask() -> None:
         name: SdpaKernel(reach).mask(None, B, T, torch.device("cpu")) for name, reach in REACHES.items()
     }
     assert [name for name, mask in needed.items() if mask is None] == ["causal"]
-    assert SdpaKernel(Reach(Span(window=T), SCALE)).mask(None, B, T, torch.device("cpu")) is None
+    assert SdpaKernel(AttentionSpec(Span(window=T), SCALE)).mask(None, B, T, torch.device("cpu")) is None
 
 
 def test_varlen_knows_where_documents_begin() -> None:

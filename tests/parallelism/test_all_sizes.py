@@ -25,8 +25,8 @@ from harness.model.spec import is_expert, parameter_shapes
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.materialize import local_ranges
 from harness.parallelism.mesh import build_mesh
-from harness.parallelism.parallelize import lay_out
-from harness.plan.fake import pretending
+from harness.parallelism.parallelize import build_on_meta
+from harness.plan.fake import fake_process_group
 
 CPU = torch.device("cpu")
 SEQ_LEN = 2048
@@ -154,9 +154,9 @@ def composed(model: str, degrees: str) -> Job:
 
 def laid_out(job: Job, rank: int) -> list[Decoder]:
     """Model parts of a rank; every parameter is checked while the process group exists."""
-    with pretending(rank, job.world_size):
+    with fake_process_group(rank, job.world_size):
         mesh = build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled)
-        parts = lay_out(job, mesh, CPU)
+        parts = build_on_meta(job, mesh, CPU)
         for part in parts:
             for name, parameter in part.named_parameters():
                 check(name, parameter, job.parallelism)
@@ -223,6 +223,6 @@ def test_layout(case: tuple[str, str]) -> None:
 
 def test_the_process_group_is_destroyed() -> None:
     """Later tests in this process need to start without a group, as a rank of another world."""
-    with pretending(3, 16):
+    with fake_process_group(3, 16):
         assert (dist.get_rank(), dist.get_world_size()) == (3, 16)
     assert not dist.is_initialized()

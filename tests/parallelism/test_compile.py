@@ -52,7 +52,7 @@ def test_a_new_shape_is_counted_as_unexpected() -> None:
         Engine(job, CPU).gradients(batch_of(4))  # compile time before the watch begins is not counted
         watch, engine = CompileWatch(), Engine(job, CPU)
         engine.gradients(batch_of(4))
-        watch.settle()
+        watch.mark_expected()
         engine.gradients(batch_of(4))
         assert watch.unexpected == 0
         engine.gradients(batch_of(2))

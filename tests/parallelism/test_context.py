@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.cluster.pool import RankPool
 from harness.model.attention_config import Span
-from harness.model.kernels import Kernel, Reach, SdpaKernel
+from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.context import RingAttention, UlyssesAttention, local_positions
 from harness.parallelism.mesh import context_groups
@@ -25,7 +25,7 @@ LAYOUTS = {
 }
 
 # Not the default scale of kernels.
-REACH = Reach(Span(), 0.3)
+REACH = AttentionSpec(Span(), 0.3)
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])

@@ -174,7 +174,7 @@ def loads(job_json: str) -> list[list[int]]:
     engine.evaluate(batch)
     engine.update(engine.gradients(batch).norm)
     assert engine.balance.load_ME is not None
-    metrics = engine.balance.figures()
+    metrics = engine.balance.metrics()
     assert metrics["moe.dropped"] == 0
     assert metrics["moe.load_max"] > 1 > metrics["moe.load_min"]
     return engine.balance.load_ME.tolist()

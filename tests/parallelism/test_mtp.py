@@ -203,7 +203,7 @@ def with_shift_after_the_split(job_json: str, steps: int) -> Trace:
     with (
         mock.patch.object(execute.DirectExecutor, "__init__", init),
         mock.patch.object(execute, "shift_by_one", shift_by_one_of_share),
-        mock.patch.object(execute, "take_share", take),
+        mock.patch.object(execute, "local_positions_of", take),
     ):
         return trace(job_json, steps)
 

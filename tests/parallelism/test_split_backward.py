@@ -15,7 +15,7 @@ from harness.errors import ConfigError
 from harness.job import Job
 from harness.parallelism.config import RESHARD
 from harness.parallelism.schedules import SCHEDULES
-from harness.parity import Judge, ParityConfig, ParityJob, Trace, job_of, trace
+from harness.parity import LayoutComparer, ParityConfig, ParityJob, Trace, job_of, trace
 
 RECOMPUTED = ["none", "selective_layer", "selective_op", "full"]
 TABLE = [
@@ -59,12 +59,12 @@ def layout(row: str) -> Job:
 
 
 @pytest.fixture(scope="module")
-def judge(pool: RankPool) -> Judge:
-    return Judge(pool, ParityConfig(steps=2))
+def judge(pool: RankPool) -> LayoutComparer:
+    return LayoutComparer(pool, ParityConfig(steps=2))
 
 
 @pytest.mark.parametrize("row", rest_is_thorough(TABLE, *CORE))
-def test_parameters_freed_between_passes(judge: Judge, row: str) -> None:
+def test_parameters_freed_between_passes(judge: LayoutComparer, row: str) -> None:
     schedule, _, _, recomputed, _ = row.split("-")
     if recomputed == "selective_op" and SCHEDULES[schedule].splits_backward:
         with pytest.raises(ConfigError, match=r"activation_checkpoint\.mode=selective_op"):
@@ -74,7 +74,7 @@ def test_parameters_freed_between_passes(judge: Judge, row: str) -> None:
     require_agreement(verdict)
 
 
-def test_one_microbatch_in_bfloat16(judge: Judge) -> None:
+def test_one_microbatch_in_bfloat16(judge: LayoutComparer) -> None:
     verdict = judge.verdict("one microbatch", compose(*ONE_MICROBATCH))
     require_agreement(verdict)
 

@@ -25,10 +25,10 @@ from harness.parallelism.config import AXES
 from harness.parallelism.stages import num_stages
 from harness.plan import found as found_module
 from harness.plan.__main__ import plan
-from harness.plan.bound import Bounds
+from harness.plan.bound import TimeBounds
 from harness.plan.config import PlanJob
 from harness.plan.constants import Calibration
-from harness.plan.floor import Floors
+from harness.plan.floor import MemoryBounds
 from harness.plan.found import sweep_path
 from harness.plan.legality import Legality
 from harness.plan.machine import machine_of
@@ -169,24 +169,24 @@ def test_bounds_and_floors_are_below_the_plan(
     points = [point for point in points_of(space) if legality.broken(point) is None][::every]
     machine = machine_of(points[0].job(space.base))
     assert machine is not None
-    bounds, times, starved = Bounds(space.base, machine, space.world), [], []
+    bounds, times, starved = TimeBounds(space.base, machine, space.world), [], []
     for point in points:
         plan = make_plan(point.job(space.base))
         assert plan.speed is not None
         times.append(bounds.seconds(point) / plan.speed.step_seconds)
         assert bounds.seconds(point) == pytest.approx(sum(bounds.parts(point).values()))
-        assert not lacks(point, space, plan.peak * (1 + 1e-9), monkeypatch), point
-        starved.append(lacks(point, space, plan.peak * size, monkeypatch))
+        assert not shortfall(point, space, plan.peak * (1 + 1e-9), monkeypatch), point
+        starved.append(shortfall(point, space, plan.peak * size, monkeypatch))
     assert max(times) <= 1 + 1e-9
     assert statistics.median(times) > time
     assert statistics.mean(starved) > 0.5
 
 
-def lacks(point: Point, space: Space, limit: float, monkeypatch: pytest.MonkeyPatch) -> bool:
+def shortfall(point: Point, space: Space, limit: float, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the floors exclude a point for a device with this memory limit."""
     monkeypatch.setattr("harness.plan.floor.memory_limit", lambda job: limit)
-    floors = Floors(space.base)
-    return floors.held_lacks(point) > 0 or floors.lacks(point) > 0
+    floors = MemoryBounds(space.base)
+    return floors.persistent_shortfall(point) > 0 or floors.shortfall(point) > 0
 
 
 def test_bounds_of_ranks_that_share_cores() -> None:
@@ -196,7 +196,7 @@ def test_bounds_of_ranks_that_share_cores() -> None:
     points = [point for point in points_of(space) if legality.broken(point) is None][::9]
     machine = machine_of(points[0].job(space.base), calibration)
     assert machine is not None and machine.shares_cores
-    bounds, ratios = Bounds(space.base, machine, space.world), []
+    bounds, ratios = TimeBounds(space.base, machine, space.world), []
     for point in points:
         speed = make_plan(point.job(space.base), calibration).speed
         assert speed is not None

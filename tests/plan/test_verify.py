@@ -29,7 +29,7 @@ from harness.model.spec import parameter_shapes
 from harness.parallelism.schedules import SCHEDULES
 from harness.plan import verify as module
 from harness.plan.constants import Calibration, Constants
-from harness.plan.fake import pretending
+from harness.plan.fake import fake_process_group
 from harness.plan.fake_step import Cycle, cycle_of, extrapolated, fake_steps, statistics_of
 from harness.plan.machine import machine_of
 from harness.plan.memory import rank_memory
@@ -37,7 +37,7 @@ from harness.plan.plan import Plan
 from harness.plan.speed import StepModel
 from harness.plan.verify import Verified, render_verified, verify
 
-module_lay_out = module.lay_out
+module_lay_out = module.build_on_meta
 
 SMALL = ("data=synthetic", "tokenizer=bytes", "training.seq_len=64", "training.global_batch_size=8")
 
@@ -89,14 +89,14 @@ def test_what_is_built_is_what_is_planned(model: str, degrees: str) -> None:
 
 
 def spoilt(change: Callable[[list[Decoder]], None]) -> Any:
-    """A ``lay_out`` that changes its result."""
+    """A ``build_on_meta`` that changes its result."""
 
-    def lay_out(job: Job, mesh: Any, device: torch.device) -> list[Decoder]:
+    def build_on_meta(job: Job, mesh: Any, device: torch.device) -> list[Decoder]:
         parts = module_lay_out(job, mesh, device)
         change(parts)
         return parts
 
-    return lay_out
+    return build_on_meta
 
 
 def other_dimension(parts: list[Decoder]) -> None:
@@ -137,7 +137,7 @@ SPOILT = {
 def test_other_shardings_and_dtypes_are_found(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[list[Decoder]], None]
 ) -> None:
-    monkeypatch.setattr(module, "lay_out", spoilt(change))
+    monkeypatch.setattr(module, "build_on_meta", spoilt(change))
     found = verified("llama3_tiny", "tp=2" if change is not_placed else "dp_shard=4").problems
     assert any(problem.endswith(SPOILT[change]) for problem in found), found
 
@@ -159,7 +159,7 @@ def test_bytes_of_another_plan_are_found() -> None:
 
 
 def test_a_rank_cannot_verify() -> None:
-    with pretending(0, 2), pytest.raises(UserError, match="is already in a process group"):
+    with fake_process_group(0, 2), pytest.raises(UserError, match="is already in a process group"):
         verified("llama3_tiny", "")
     assert not dist.is_initialized()
 

@@ -16,7 +16,7 @@ from harness.cluster.pool import RankPool
 from harness.compose import compose_job
 from harness.errors import ConfigError, UserError
 from harness.job import Job
-from harness.model.grouped import grouped_product, pad, padded_places, unpad
+from harness.model.grouped import grouped_product, pad, padded_positions, unpad
 from harness.model.moe import Experts
 from harness.parity import Trace, compare, trace
 from harness.precision.config import FLOAT8, GROUPED, PrecisionConfig
@@ -76,7 +76,7 @@ def test_a_product_by_hand(linear: str) -> None:
     rows = sum(LENGTHS)
     x = torch.randn(rows, 128) * torch.logspace(-2, 2, rows)[:, None]
     w, g = torch.randn(len(LENGTHS), 256, 128), torch.randn(rows, 256)
-    place_R, ends_E, places = padded_places(ends_of(LENGTHS), rows, precision.expert_block)
+    place_R, ends_E, places = padded_positions(ends_of(LENGTHS), rows, precision.expert_block)
     inputs, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
     output = unpad(build_grouped_product(precision)(pad(inputs, place_R, places), weight, ends_E), place_R)
     output.backward(g)

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from made import DEVICE, make_sweep, rate_of, result
 
-from harness.cluster.ticket import Ticket
+from harness.cluster.job_record import SlurmJobRecord
 from harness.compose import compose_job
 from harness.errors import UserError
 from harness.metrics.result import write_result
 from harness.metrics.window import THROUGHPUT, Window
 from harness.report.rows import KEPT, command_of, completed, job_of, keep, load, of_points, shortened
 from harness.sweep.registry import Registry
-from harness.sweep.state import look_at_all
+from harness.sweep.state import read_states
 from harness.sweep.table import rows_of, table_markdown, table_text
 
 RATE = "tokens_per_second_per_rank"
@@ -67,7 +67,7 @@ def test_the_folder_of_a_run_on_slurm_is_one_run(tmp_path: Path) -> None:
     folder = make_sweep(tmp_path)
     (folder / "sweep.jsonl").unlink()
     [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
-    Ticket("x", None, "5").write(run)
+    SlurmJobRecord("x", None, "5").write(run)
     for where, count in ((run, 1), (folder, 4), (tmp_path, 4)):
         assert len(load(where)) == count
     # A name may be a path.
@@ -92,9 +92,9 @@ def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
     assert own["measured.low"] == pytest.approx(deciles[0] / world) and own["measured.low"] > 0
     assert own["measured.high"] == pytest.approx(deciles[-1] / world)
     points = Registry(folder).points()
-    of_sweep = {each.point.run_dir.name: (each.facts or {})[RATE] for each in look_at_all(points)}
+    of_sweep = {each.point.run_dir.name: (each.facts or {})[RATE] for each in read_states(points)}
     assert {each["id"]: each[f"measured.{RATE}"] for each in of_points(points)} == of_sweep
-    shown = rows_of(look_at_all(points))[0]
+    shown = rows_of(read_states(points))[0]
     assert shown["tokens/s"] == f"{5 * 4096 / 38.7:,.0f}"
     assert shown["tokens/s/rank"] == f"{5 * 4096 / 38.7 / world:,.1f}"
     assert table_text([shown]).endswith(f"{THROUGHPUT}\n") and THROUGHPUT in table_markdown([shown])

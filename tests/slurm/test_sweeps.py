@@ -47,8 +47,8 @@ def table(commands: Commands) -> dict[str, dict[str, str]]:
 
 def submitted(commands: Commands) -> list[str]:
     """Return all SLURM jobs that were submitted for the sweep's points."""
-    tickets = (commands.home / "layouts").glob("*/slurm/job.json")
-    return sorted(str(read(path)["job_id"]) for path in tickets)
+    job_records = (commands.home / "layouts").glob("*/slurm/job.json")
+    return sorted(str(read(path)["job_id"]) for path in job_records)
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +160,10 @@ def test_a_sweep_that_is_cancelled(commands: Commands) -> None:
     held = (*ON_SLURM, "cluster.sbatch={hold: true}")
     sweep = ("-m", *TINY, f"runs_dir={commands.home}", "name=held", "training.seed=1,2,3")
     commands.run("train", *sweep, *held)
-    before = tickets(commands, "held")
+    before = job_records(commands, "held")
     # A sweep that is started twice is submitted once.
     assert "0 to run" in commands.run("train", *sweep, *held)
-    assert tickets(commands, "held") == before
+    assert job_records(commands, "held") == before
     assert "3 pending" in commands.run("sweep", "status", str(commands.home / "held"))
     assert "cancelled 3 of 3" in commands.run("sweep", "cancel", str(commands.home / "held"))
     shown = until(
@@ -176,7 +176,7 @@ def test_a_sweep_that_is_cancelled(commands: Commands) -> None:
     assert "failed" not in shown
 
 
-def tickets(commands: Commands, name: str) -> list[dict[str, object]]:
+def job_records(commands: Commands, name: str) -> list[dict[str, object]]:
     return [read(path) for path in sorted((commands.home / name).glob("*/slurm/job.json"))]
 
 

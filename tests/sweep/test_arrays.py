@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.ticket import Ticket
+from harness.cluster.job_record import SlurmJobRecord
 from harness.compose import compose_points
 from harness.config import with_value
 from harness.job import Job
@@ -77,10 +77,10 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
     jobs = {point.run_dir: job for point, job in own}
     for point, job in own:
         RunFolder(point.run_dir).plan(job, point.overrides)
-    tickets = [Ticket("before", index, f"77_{index}") for index in range(4)]
+    job_records = [SlurmJobRecord("before", index, f"77_{index}") for index in range(4)]
     waiting = [
-        PointState(point, "pending", ticket=ticket, job_id=ticket.job_id)
-        for (point, _), ticket in zip(own[:4], tickets, strict=True)
+        PointState(point, "pending", job_record=job_record, job_id=job_record.job_id)
+        for (point, _), job_record in zip(own[:4], job_records, strict=True)
     ]
     wanted = [PointState(point, "planned") for point, _ in own[4:]]
     asked = []
@@ -107,9 +107,9 @@ def test_points_of_another_command_for_the_same_sweep_count(
         ident = taken.get(str(point.run_dir))
         if ident is None:
             return PointState(point, "planned")
-        return PointState(point, "running", ticket=Ticket("n"), job_id=ident)
+        return PointState(point, "running", job_record=SlurmJobRecord("n"), job_id=ident)
 
-    monkeypatch.setattr(run, "look_at_all", lambda asked: [read_state(point) for point in asked])
+    monkeypatch.setattr(run, "read_states", lambda asked: [read_state(point) for point in asked])
     typed = ["cluster=slurm", "training.global_batch_size=8", f"runs_dir={tmp_path}", "name=n"]
     typed += ["training.seed=3,4,5", "cluster.max_running=3", "cluster.dry_run=true"]
     assert run.sweep(compose_points(typed)) == 0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from harness.cluster import submit as submit_module
+from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.queue import Queued
-from harness.cluster.ticket import Ticket
 from harness.compose import compose_job, compose_points
 from harness.errors import UserError
 from harness.run_folder import RunFolder
@@ -96,7 +96,7 @@ def test_a_job_in_the_queue_is_quoted_as_it_was_submitted(
     before = compose_job([*common, "cluster.time=1:00:00"])
     folder = RunFolder(before.run_dir)
     folder.plan(before, [])
-    Ticket("n.x", None, "5").write(folder.path)
+    SlurmJobRecord("n.x", None, "5").write(folder.path)
     monkeypatch.setattr(submit_module, "queued", lambda _: Queued("5", "n.x", "PENDING", "Priority"))
     now = compose_job([*common, "cluster.time=4:00:00", "cluster.partition=fast"])
     assert submit_module.submit_one(now, folder, []) == 0

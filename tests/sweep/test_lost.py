@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.ticket import Ticket
+from harness.cluster.job_record import SlurmJobRecord
 from harness.compose import compose_job
 from harness.errors import EXIT_USER
 from harness.run_folder import RunFolder
@@ -63,7 +63,7 @@ def sweep(tmp_path: Path) -> Registry:
     for n, point in enumerate(points):
         RunFolder(point.run_dir).plan(job, point.overrides)
         RunFolder(point.run_dir).set_status("submitted")
-        Ticket("sweep.1", n, f"7_{n}").write(point.run_dir)
+        SlurmJobRecord("sweep.1", n, f"7_{n}").write(point.run_dir)
     registry.add(points, [])
     return registry
 
@@ -116,7 +116,7 @@ def test_a_sweep_is_cancelled_by_one_command_and_its_points_have_not_failed(
     fake_slurm.prints(
         "squeue", *(f"7_{n}|sweep.1|PENDING|Resources" for n in range(POINTS - 1)), "9|x|RUNNING|None"
     )
-    Ticket("single", None, "9").write(sweep.points()[-1].run_dir)
+    SlurmJobRecord("single", None, "9").write(sweep.points()[-1].run_dir)
     out, _ = run(monkeypatch, capsys, "cancel", str(sweep.path))
     assert out == f"cancelled {POINTS} of {POINTS} points\n"
     tasks = ",".join(str(n) for n in range(POINTS - 1))

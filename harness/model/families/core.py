@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """The location of our values in one of their tensors.
 
     Attributes:
@@ -31,7 +31,7 @@ class Slot:
     transposed: bool = False
 
 
-Names = dict[str, str | Slot]
+Names = dict[str, str | TensorSlot]
 
 # From our names of modules in a block, or outside of all blocks, to theirs. Families add more.
 OUTSIDE: Names = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -50,7 +50,7 @@ _SUFFIX = re.compile(r"(.+)(\.weight|\.bias)")
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorMapping:
     """Maps one of our tensors, or an expert's slice of it, to one of their tensors.
 
     Attributes:
@@ -63,7 +63,7 @@ class Piece:
 
     ours: str
     theirs: str
-    slot: Slot
+    slot: TensorSlot
     expert: int | None = None
     is_copy: bool = False
 
@@ -87,7 +87,7 @@ class Piece:
 def per_expert(prefix: str) -> Names:
     """Names of experts with one tensor per projection and expert."""
     return {
-        f"moe.experts.{ours}": Slot(f"{prefix}.{{expert}}.{theirs}.weight")
+        f"moe.experts.{ours}": TensorSlot(f"{prefix}.{{expert}}.{theirs}.weight")
         for ours, theirs in PROJECTIONS.items()
     }
 
@@ -189,7 +189,7 @@ class Family:
     name: str
     model_type: str
     architecture: str
-    names: Mapping[str, str | Slot]
+    names: Mapping[str, str | TensorSlot]
     config_fields: Callable[[ModelConfig], list[ConfigField]]
     requires: Mapping[str, object] = field(default_factory=dict)
     is_mixture: bool = False
@@ -205,7 +205,7 @@ class Family:
     mtp: Names = field(default_factory=dict)
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
 
-    def pieces(self, model: ModelConfig) -> Iterator[Piece]:
+    def pieces(self, model: ModelConfig) -> Iterator[TensorMapping]:
         """The mapping of all tensors, in our order.
 
         Raises:
@@ -214,16 +214,18 @@ class Family:
         shapes = tensor_shapes(model)
         for name, shape in shapes.items():
             try:
-                yield from self.pieces_of(name, shape, model.n_layers)
+                yield from self.mappings_of(name, shape, model.n_layers)
             except ValueError:
                 rule = f"checkpoints of this family have no place for {name}"
                 raise ConfigError("model.family", self.name, rule) from None
         for name, theirs in self.mtp_copies.items() if model.mtp.depth else ():
-            slot = Slot(f"model.layers.{model.n_layers}.{theirs}")
+            slot = TensorSlot(f"model.layers.{model.n_layers}.{theirs}")
             # A tied output projection is the table.
-            yield Piece(name if name in shapes else "tok_embeddings.weight", slot.name, slot, is_copy=True)
+            yield TensorMapping(
+                name if name in shapes else "tok_embeddings.weight", slot.name, slot, is_copy=True
+            )
 
-    def pieces_of(self, name: str, shape: Shape, n_layers: int | None = None) -> Iterator[Piece]:
+    def mappings_of(self, name: str, shape: Shape, n_layers: int | None = None) -> Iterator[TensorMapping]:
         """The mapping of one of our tensors.
 
         Args:
@@ -235,21 +237,21 @@ class Family:
             ValueError: the family has no such tensor.
         """
         block = _IN_BLOCK.fullmatch(name)
-        known: Mapping[str, str | Slot] = {**self.names, **self.mtp} if block else OUTSIDE
+        known: Mapping[str, str | TensorSlot] = {**self.names, **self.mtp} if block else OUTSIDE
         prefix, inner = (f"model.layers.{block[1] or n_layers}.", block[2]) if block else ("", name)
         module = _SUFFIX.fullmatch(inner)
         slot = known.get(inner)
         if module is not None:
             parent, suffix = module.groups()
             place = known.get(parent)
-            slot = Slot(f"{place}{suffix}") if isinstance(place, str) else None
-        if not isinstance(slot, Slot):
+            slot = TensorSlot(f"{place}{suffix}") if isinstance(place, str) else None
+        if not isinstance(slot, TensorSlot):
             raise ValueError(f"no parameter of a decoder of family {self.name} is called {name!r}")
         if "{expert}" not in slot.name:
-            yield Piece(name, prefix + slot.name, slot)
+            yield TensorMapping(name, prefix + slot.name, slot)
             return
         for expert in range(shape[0]):
-            yield Piece(name, prefix + slot.name.format(expert=expert), slot, expert)
+            yield TensorMapping(name, prefix + slot.name.format(expert=expert), slot, expert)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from harness.model.families.core import (
     NORMS,
     ConfigField,
     Family,
-    Slot,
+    TensorSlot,
     common,
     every_nth,
     layers_in,
@@ -23,12 +23,12 @@ from harness.model.families.core import (
 _ALPHA, _LIMIT = 1.702, 7.0  # as in harness.model.feed_forward
 
 _EXPERTS = {
-    "w1": Slot("mlp.experts.gate_up_proj", half=0, interleaved=True, transposed=True),
-    "w3": Slot("mlp.experts.gate_up_proj", half=1, interleaved=True, transposed=True),
-    "w2": Slot("mlp.experts.down_proj", transposed=True),
-    "b1": Slot("mlp.experts.gate_up_proj_bias", half=0, interleaved=True),
-    "b3": Slot("mlp.experts.gate_up_proj_bias", half=1, interleaved=True),
-    "b2": Slot("mlp.experts.down_proj_bias"),
+    "w1": TensorSlot("mlp.experts.gate_up_proj", half=0, interleaved=True, transposed=True),
+    "w3": TensorSlot("mlp.experts.gate_up_proj", half=1, interleaved=True, transposed=True),
+    "w2": TensorSlot("mlp.experts.down_proj", transposed=True),
+    "b1": TensorSlot("mlp.experts.gate_up_proj_bias", half=0, interleaved=True),
+    "b3": TensorSlot("mlp.experts.gate_up_proj_bias", half=1, interleaved=True),
+    "b2": TensorSlot("mlp.experts.down_proj_bias"),
 }
 
 
@@ -75,7 +75,7 @@ GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     names=NORMS
     | ATTENTION
-    | {"attention.sinks": Slot("self_attn.sinks"), "moe.router": "mlp.router"}
+    | {"attention.sinks": TensorSlot("self_attn.sinks"), "moe.router": "mlp.router"}
     | {f"moe.experts.{name}": slot for name, slot in _EXPERTS.items()},
     config_fields=_config_fields,
     requires={

@@ -62,5 +62,5 @@ def hf_name(name: str) -> str:
     """
     if name.endswith(".bias"):
         raise ValueError(f"no parameter of a Llama is called {name!r}")
-    [piece] = LLAMA.pieces_of(name, ())
+    [piece] = LLAMA.mappings_of(name, ())
     return piece.theirs

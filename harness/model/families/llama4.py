@@ -17,7 +17,7 @@ from harness.model.families.core import (
     ConfigField,
     Family,
     Nested,
-    Slot,
+    TensorSlot,
     attention_biases,
     both_biases,
     common,
@@ -26,9 +26,9 @@ from harness.model.families.core import (
 )
 
 _EXPERTS = {
-    "w1": Slot("feed_forward.experts.gate_up_proj", half=0, transposed=True),
-    "w3": Slot("feed_forward.experts.gate_up_proj", half=1, transposed=True),
-    "w2": Slot("feed_forward.experts.down_proj", transposed=True),
+    "w1": TensorSlot("feed_forward.experts.gate_up_proj", half=0, transposed=True),
+    "w3": TensorSlot("feed_forward.experts.gate_up_proj", half=1, transposed=True),
+    "w2": TensorSlot("feed_forward.experts.down_proj", transposed=True),
 }
 
 

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from harness.model.config import ModelConfig
-from harness.model.families.core import ATTENTION, DENSE, NORMS, ConfigField, Family, Slot, common, head_width
+from harness.model.families.core import (
+    ATTENTION,
+    DENSE,
+    NORMS,
+    ConfigField,
+    Family,
+    TensorSlot,
+    common,
+    head_width,
+)
 
 _EXPERT = "block_sparse_moe.experts.{expert}"
 
@@ -45,7 +54,7 @@ MIXTRAL = Family(
     names=NORMS
     | ATTENTION
     | {"moe.router": "block_sparse_moe.gate"}
-    | {f"moe.experts.{ours}": Slot(f"{_EXPERT}.{ours}.weight") for ours in ("w1", "w2", "w3")},
+    | {f"moe.experts.{ours}": TensorSlot(f"{_EXPERT}.{ours}.weight") for ours in ("w1", "w2", "w3")},
     config_fields=_mixture,
     requires={"moe.normalize_scores": True},
     is_mixture=True,

@@ -21,7 +21,7 @@ class RankZeroFailed(MachineError):
     kind = "peer"
 
 
-class Together:
+class RankGroup:
     """The ranks of a job, with a process group of their own for saving and loading.
 
     Saving runs in a thread beside training's collectives, and needs a longer timeout than those.

@@ -16,7 +16,7 @@ FILE = "slurm/job.json"
 
 
 @dataclass(frozen=True)
-class Ticket:
+class SlurmJobRecord:
     """Record of a run's SLURM job; written before submission, and again once SLURM has returned its id.
 
     Attributes:
@@ -46,7 +46,7 @@ class Ticket:
         write_json_atomically(path, asdict(self))
 
     @classmethod
-    def read(cls, run_dir: Path) -> Ticket | None:
+    def read(cls, run_dir: Path) -> SlurmJobRecord | None:
         """Return the record of a run folder; None if the run was never submitted.
 
         Raises:
@@ -60,10 +60,10 @@ class Ticket:
         if "name" not in plain:
             raise UserError(f"{path}: damaged: name is missing")
         try:
-            ticket: Ticket = from_dict(cls, plain)
+            job_record: SlurmJobRecord = from_dict(cls, plain)
         except ConfigError as error:
             raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
-        return ticket
+        return job_record
 
     def find(self, queue: Iterable[Queued]) -> Queued | None:
         """Return the job in the queue; None if it has ended, or its controller died before submitting it."""
