@@ -44,9 +44,10 @@ test: lint  ## lint, then run the tests
 thorough: export THOROUGH = 1
 thorough: test  ## the same with all rows of all tables
 
-lint: $(READY)  ## check style and types
+lint: $(READY)  ## check style, words and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/check_words.py
 	$(BIN)/mypy
 
 format: $(READY)  ## bring the code into the house style

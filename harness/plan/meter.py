@@ -234,7 +234,7 @@ _FLOPS: dict[str, Callable[..., float]] = {
 
 
 def sent_by(collective: str, ranks: int) -> float:
-    """Bytes that a rank sends, over the bytes of what it puts in, in a ring of so many ranks.
+    """Return the bytes that a rank sends per input byte, in a ring of so many ranks.
 
     All-gather and reduce-scatter hand on every other rank's part (Thakur, Rabenseifner, Gropp: Optimization
     of Collective Communication Operations in MPICH, 2005, section 4); an all-reduce is one after the other.
