@@ -21,7 +21,6 @@ from harness.parity import (
     ParityJob,
     Trace,
     comparisons,
-    job_of,
     single_process,
     trace,
 )
@@ -35,7 +34,7 @@ STEPS = 2
 def sampled(seed: int, *fixed: str) -> tuple[list[str], ParityJob]:
     with Composer("parity", ParityJob) as composer:
         overrides, job = random_job(composer, seed, RANKS, fixed)
-    return overrides, job_of(job)
+    return overrides, job.plain
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def test_one_process_may_be_the_less_exact_one(pool: RankPool) -> None:
     with Composer("parity", ParityJob) as composer:
         _, job = random_job(composer, 150, 8, ())
     judge = LayoutComparer(pool, ParityConfig(steps=STEPS))
-    require_agreement(judge.verdict("parity.seed=150", job_of(job)))
+    require_agreement(judge.verdict("parity.seed=150", job.plain))
 
 
 def test_a_seed_stands_for_one_job() -> None:
@@ -124,7 +123,7 @@ def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: LayoutCompar
     typed = ["model=qwen3_moe_debug", "parallelism.dp_shard=2", "parallelism.ep=2", "precision=bf16"]
     typed += ["training.seq_len=32", "training.global_batch_size=4", "model.moe.aux_loss_coeff=0"]
     with Composer("parity", ParityJob) as composer:
-        job = job_of(composer.job(typed))
+        job = composer.job(typed).plain
     exact, in_turn = comparisons(job)
     assert (exact.precision.param_dtype, exact.model.moe.force_balance) == ("float32", False)
     assert (in_turn.precision.param_dtype, in_turn.model.moe.force_balance) == ("bfloat16", True)

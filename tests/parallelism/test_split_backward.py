@@ -15,7 +15,7 @@ from harness.errors import ConfigError
 from harness.job import Job
 from harness.parallelism.config import RESHARD
 from harness.parallelism.schedules import SCHEDULES
-from harness.parity import LayoutComparer, ParityConfig, ParityJob, Trace, job_of, trace
+from harness.parity import LayoutComparer, ParityConfig, ParityJob, Trace, trace
 
 RECOMPUTED = ["none", "selective_layer", "selective_op", "full"]
 TABLE = [
@@ -42,7 +42,7 @@ ONE_MICROBATCH = [
 
 def compose(*overrides: str) -> Job:
     with Composer("parity", ParityJob) as composer:
-        return job_of(composer.job(overrides))
+        return composer.job(overrides).plain
 
 
 def layout(row: str) -> Job:
