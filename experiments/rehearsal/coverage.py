@@ -93,6 +93,8 @@ def _sense(test: ast.expr) -> bool | None:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _sense(test.operand)
         return None if inner is None else not inner
+    if ".device " in text:
+        return None  # a field of the job, which every machine can compose
     if "== 'cuda'" in text or text.endswith(".is_cuda") or text == "torch.cuda.is_available()":
         return True
     return False if "!= 'cuda'" in text or ("== 'cpu'" in text and "device" in text) else None

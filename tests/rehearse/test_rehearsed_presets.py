@@ -131,6 +131,13 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
     assert wide in formats, "the head is not narrowed, and the tables are not multiplied"
 
 
+def test_ring_in_float32(rehearsals: Rehearsals) -> None:
+    """float32 has other kernels than the narrow formats."""
+    found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp_cp", "precision=fp32")
+    check(found)
+    assert any("mem_eff" in name or "fmha" in name for name in found.ranks[0].kernels)
+
+
 @pytest.mark.parametrize("preset", options("activation_checkpoint"))
 def test_activation_checkpoints(rehearsals: Rehearsals, preset: str) -> None:
     compiled = ["compile=on"] if preset == "memory_budget" else []

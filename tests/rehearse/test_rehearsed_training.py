@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from harness.checkpoint.catalog import CheckpointFolder
+from harness.errors import EXIT_USER
 from harness.rehearse.build import library
 from harness.rehearse.server import environment
 
@@ -28,9 +30,10 @@ BASE = [
 EXIT_FAILED = 3
 
 
-def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def train(folder: Path, *overrides: str, gpus: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "harness.train", *BASE, f"runs_dir={folder}", *overrides]
-    return subprocess.run(command, env=environment(library()), capture_output=True, text=True, timeout=300)
+    variables = environment(library()) | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
 
 
 def run_folder(folder: Path) -> Path:
@@ -62,8 +65,32 @@ def test_a_run_saves_asynchronously_traces_and_resumes(tmp_path: Path) -> None:
     snapshot = pickle.loads((run / "profile" / "step-4" / "memory" / "rank0.pickle").read_bytes())
     assert snapshot["segments"] and snapshot["device_traces"][0]
     assert (run / "profile" / "step-4" / "rank0.json.gz").is_file()
-    again = train(tmp_path / "again", f"checkpoint.initial_load_path={run}/checkpoints/step-4", *saving)
+    # As if it had been killed before the end.
+    shutil.rmtree(run / "checkpoints" / "step-4")
+    (run / "result.json").unlink()
+    again = train(tmp_path, *watching, *saving)
     assert again.returncode == 0, again.stderr
+    row = result(tmp_path)
+    assert (row["exit_reason"], row["start_step"], row["step"]) == ("completed", 2, 4)
+    other = train(tmp_path / "other", f"checkpoint.initial_load_path={run}/checkpoints/step-4", *saving)
+    assert other.returncode == 0, other.stderr
+
+
+def test_formats_of_products(tmp_path: Path) -> None:
+    """TF32 counts against its own peak, and eager float8 warns."""
+    alone = ["parallelism.dp_shard=1", "training.steps=2"]
+    done = train(tmp_path / "tf32", *alone, "training.matmul_precision=high")
+    assert done.returncode == 0 and "dense tf32" in done.stdout + done.stderr, done.stderr
+    narrow = ["precision=float8_tensorwise", "training.attention=varlen"]
+    done = train(tmp_path / "float8", *alone, *narrow, gpus="0")
+    assert done.returncode == 0 and "WARNING" in done.stdout + done.stderr, done.stderr
+    assert "compile=on" in done.stdout + done.stderr
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    done = train(tmp_path, gpus="0")
+    assert done.returncode == EXIT_USER
+    assert "the layout takes 2 ranks, one GPU each, and this machine has 1" in done.stderr
 
 
 def test_a_run_out_of_memory_says_so_and_leaves_a_snapshot(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ EXPORT CUresult cuDeviceGet(CUdevice* which, int ordinal) {
     return CUDA_SUCCESS;
 }
 EXPORT CUresult cuDeviceGetCount(int* count) {
-    *count = device.count;
+    *count = visible_devices();
     return CUDA_SUCCESS;
 }
 EXPORT CUresult cuDeviceGetName(char* name, int length, CUdevice) {

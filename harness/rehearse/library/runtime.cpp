@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -19,6 +20,15 @@ EXPORT void virtual_gpu_become(
     snprintf(device.name, sizeof device.name, "%s", name);
     device.major = major, device.minor = minor, device.bytes = bytes;
     device.multiprocessors = multiprocessors, device.shared_kib = shared_kib, device.count = count;
+}
+
+// Devices that CUDA_VISIBLE_DEVICES leaves to the process.
+int visible_devices() {
+    const char* names = getenv("CUDA_VISIBLE_DEVICES");
+    if (!names) return device.count;
+    int listed = *names ? 1 : 0;
+    for (; *names; ++names) listed += *names == ',';
+    return listed < device.count ? listed : device.count;
 }
 
 namespace {
@@ -219,7 +229,7 @@ EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
 // Devices.
 
 EXPORT cudaError_t cudaGetDeviceCount(int* count) {
-    *count = device.count;
+    *count = visible_devices();
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaGetDevice(int* which) {
@@ -227,7 +237,7 @@ EXPORT cudaError_t cudaGetDevice(int* which) {
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaSetDevice(int which) {
-    if (which < 0 || which >= device.count) return cudaErrorInvalidDevice;
+    if (which < 0 || which >= visible_devices()) return cudaErrorInvalidDevice;
     current = which;
     return cudaSuccess;
 }

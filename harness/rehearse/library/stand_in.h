@@ -33,6 +33,7 @@ struct Device {
     int count;
 };
 extern Device device;
+int visible_devices();
 
 // Memory (runtime.cpp). Device memory is address space whose pages are never touched.
 void* reserve(size_t bytes);
