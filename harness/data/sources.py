@@ -185,7 +185,7 @@ def _format_of(file: Path) -> str:
 
 
 def _opened(file: Path) -> IO[bytes]:
-    """Open a file for reading bytes, decompressed by its extension."""
+    """Open a file to read its bytes, decompressed as its extension says."""
     return _COMPRESSIONS.get(file.suffix, open)(file, "rb")
 
 

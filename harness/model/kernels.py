@@ -236,7 +236,7 @@ KERNELS: dict[str, type[Kernel]] = {"sdpa": SdpaKernel, "flex": FlexKernel, "var
 
 
 def _sees(span: Span, q: Tensor, k: Tensor) -> Tensor:
-    """Whether positions q attend to positions k, apart from documents."""
+    """Whether positions q attend to positions k within ``span``, ignoring document boundaries."""
     sees = q >= k
     if span.window is not None:
         sees = sees & (q - k < span.window)

@@ -107,7 +107,7 @@ class _Rank:
     def _as_reserved(self, moment: Bytes) -> Bytes:
         """Convert a moment to the displayed kinds, with the memory that CUDA's allocator reserves per stream.
 
-        FSDP2 allocates gradients of shards on its reduce stream, and gather buffers on its gather stream
+        FSDP2 allocates sharded gradients on its reduce stream, and gather buffers on its gather stream
         (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). The allocator does not reuse freed
         memory on other streams, so this memory counts at any moment.
         """
@@ -193,25 +193,25 @@ class _Rank:
             }
 
     def _gathered(self, ran: set[int]) -> float:
-        """Gathered parameters of a pipeline."""
+        """Bytes of gathered parameters that a pipeline rank holds at once."""
         if not self.pipelined:
             return 0.0
         return sum(sorted((self.stages[stage].resident for stage in ran), reverse=True)[:STAGES_GATHERED])
 
     def _accumulated_after(self, passes: int, stage: int) -> float:
-        """Unsharded gradients of a stage from earlier passes."""
+        """Bytes of a stage's unsharded gradients, accumulated by earlier passes."""
         layout = self.job.parallelism
         unsharded = not self.fsdp or (layout.parameter_shards == 1 and not self.pipelined)
         return self.stages[stage].accumulated if passes and unsharded else 0.0
 
     def _sharded_after(self, passes: int) -> float:
-        """Gradients of shards from earlier passes."""
+        """Bytes of sharded gradients, accumulated by earlier passes."""
         layout = self.job.parallelism
         scattered = self.fsdp and (layout.parameter_shards > 1 or self.pipelined)
         return self._gradients() if passes and scattered else 0.0
 
     def _gradients(self) -> float:
-        """Gradients of shards on the device after backward."""
+        """Bytes of sharded gradients on the device after backward."""
         if self.job.optimizer.in_backward or self.offloaded:
             return 0.0
         return self.parameters.gradient_bytes
