@@ -58,7 +58,7 @@ _BY_OUTPUT = (Split.VOCABULARY, Split.COLUMN, Split.HEAD, Split.HEADS)
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: a normal distribution of mean 0, truncated at +-``cut``; ``mean`` everywhere if std is 0."""
+    """Initial values: a normal of mean 0, truncated at +-``cut``; if ``std`` is 0, ``mean`` everywhere."""
 
     std: float
     cut: float = math.inf
