@@ -102,7 +102,7 @@ def _has_no_field(family: Family, model: ModelConfig, name: str, value: object) 
         for each in ALL.values()
         if _has_field(each, _fields_in_config(each, model), name, value)
     ]
-    lacks = "cannot say it"
+    lacks = "cannot store it"
     if name == "moe.balance_coeff":
         lacks = f"have no place for layers.{model.expert_layers[0]}.moe.balance_bias"
     rule = f"checkpoints of model.family={family.name} {lacks}"
