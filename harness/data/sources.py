@@ -87,7 +87,7 @@ class LocalFiles:
         return found
 
     def _hint(self) -> str:
-        """Return a correction if a pattern is a folder."""
+        """Return what to write instead, if a pattern is a folder."""
         for pattern in self._patterns:
             folder = Path(expand(pattern))
             if _is_saved(folder):

@@ -39,7 +39,7 @@ class AttentionSpec:
     has_sinks: bool = False
 
     def is_causal(self, length: int) -> bool:
-        """Whether attention over ``length`` positions is plainly causal."""
+        """Whether no window or chunk limits causal attention over ``length`` positions."""
         return self.span.most_reach(length) == length
 
 
@@ -56,7 +56,7 @@ class Kernel(nn.Module, ABC):
 
     @abstractmethod
     def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Any | None:
-        """Make the mask for ``forward``; None: plainly causal.
+        """Make the mask for ``forward``; None: causal, without further limits.
 
         Args:
             documents_BT: the document number of each position, equal numbers contiguous; None: a sequence is

@@ -127,7 +127,7 @@ class _Rank:
         yield plus(always, {"shards": self._gradients()}, self._update())
 
     def _always(self) -> Bytes:
-        """Memory that stays for the complete step, from the second step on (the optimizer has its state)."""
+        """Bytes that stay for the complete step, from the second step on (the optimizer has its state)."""
         buffers = self.parameters.buffer_bytes + self._rotation_table()
         return {
             "parameters": buffers + (0 if self.offloaded else self.parameters.parameter_bytes),
@@ -137,17 +137,17 @@ class _Rank:
         }
 
     def _batch(self) -> float:
-        """Tokens and labels, int64, of complete sequences, for all passes of a step."""
+        """Bytes of tokens and labels, int64, of complete sequences, for all passes of a step."""
         rows = self.job.global_batch_size // self.job.parallelism.data_parallel
         return 2.0 * 8 * rows * self.job.training.seq_len
 
     def _rotation_table(self) -> float:
-        """Cosines and sines of this rank's positions, float32, one table per stage."""
+        """Bytes of cosines and sines of this rank's positions, float32, one table per stage."""
         length = self.job.training.seq_len / self.job.parallelism.cp
         return len(self.stages) * 4 * length * self.job.model.rotated_width
 
     def _boundaries(self) -> float:
-        """Receive buffers of a pipeline's stages, for all microbatches (PipelineStage, args_recv_info)."""
+        """Bytes of the stages' receive buffers, for all microbatches (PipelineStage, args_recv_info)."""
         if not self.pipelined:
             return 0.0
         entering = sum(stage.boundary for index, stage in self.stages.items() if index > 0)
