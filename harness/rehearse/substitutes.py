@@ -1,9 +1,9 @@
-"""Substitutes for what a rank needs and a rehearsal does not have.
+"""Substitutes for what a rehearsal does not have: other ranks, values, and cuDNN's attention.
 
-* **Other ranks.** Between GPUs NCCL's calls lead nowhere (library/nccl.cpp). In host memory torch's fake
+* **Other ranks.** Between GPUs NCCL's calls send nothing (library/nccl.cpp). In host memory torch's fake
   process group leaves every tensor as it is. ``LoneStore`` answers for the missing ranks.
-* **Values.** All of the device's memory is zeros. Where the code reads a number from the device
-  and depends on it, it still reads, and then gets a plausible one from this file: rows are routed to experts
+* **Values.** All of the device's memory is zeros. Code that depends on a number from the
+  device still reads it, but then gets a plausible one from this file: rows are routed to experts
   evenly (or skewed by ``rehearse.skew``), a sequence has four documents, stages agree that shapes are known.
 * **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no workspace.
 """
