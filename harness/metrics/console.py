@@ -29,7 +29,7 @@ class PlainConsole:
         self._stream = stream or sys.stdout
 
     def start_at(self, step: int) -> None:
-        """Set the step that the run continues from; the remaining time is estimated from later steps only."""
+        """Set the last finished step, at the start; the remaining time is estimated from later steps only."""
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Show one row of metrics; it has a ``step``."""

@@ -260,7 +260,7 @@ class Worker:
     def _tensor(self, operations: Operations, *, recompute: bool) -> tuple[Collective, ...]:
         """Collectives of tensor parallel: before and after attention, and before and after the feed-forward.
 
-        Experts that are not split take rows of the split sequence; then only shared experts have collectives.
+        Experts that are not split take rows of the split sequence, so of a mixture only shared experts count.
         Recomputation ends before the last reduction, because backward needs nothing after it.
         """
         regions = 2 if operations.gate_width or self.job.parallelism.splits_experts else 1
