@@ -196,7 +196,7 @@ class Job:
         self.debug.validate(self.parallelism.tp, self.compile.blocks)
 
     def _validate_compiled_experts(self) -> None:
-        """Check that selective_op is not combined with blocks that are compiled in pieces."""
+        """Check that selective_op is off if blocks are compiled in pieces, around the exchange of experts."""
         in_pieces = self.compile.blocks and self.model.moe.enabled and self.parallelism.has_expert_mesh
         if in_pieces and self.activation_checkpoint.mode == "selective_op":
             raise ConfigError(

@@ -91,7 +91,7 @@ def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
 
 
 class LauncherGone(MachineError):
-    """The launcher was killed; its ranks end too."""
+    """Recorded when the launcher was killed, which ends its ranks too."""
 
 
 class Run:

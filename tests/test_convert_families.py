@@ -222,7 +222,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         ),
         (
             ["model=llama3_tiny", "model.attention.sinks=true"],
-            "model.attention.sinks=true: checkpoints of model.family=llama cannot say it; "
+            "model.attention.sinks=true: checkpoints of model.family=llama cannot store it; "
             "would work: false, model.family=gpt_oss",
         ),
         (
@@ -240,12 +240,12 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         ),
         (
             ["model=qwen3_moe_debug", "model.family=gpt_oss"],
-            "model.activation=swiglu: checkpoints of model.family=gpt_oss cannot say it; "
+            "model.activation=swiglu: checkpoints of model.family=gpt_oss cannot store it; "
             "would work: swiglu_clamped, model.family=llama",
         ),
         (
             ["model=llama4_debug", "model.moe.score_before_experts=false"],
-            "model.moe.score_before_experts=false: checkpoints of model.family=llama4 cannot say it",
+            "model.moe.score_before_experts=false: checkpoints of model.family=llama4 cannot store it",
         ),
     ],
 )

@@ -153,7 +153,7 @@ def _has_progress(folder: RunFolder) -> bool:
 
 
 def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
-    """Take the run folder; wait for the submitting process to release it."""
+    """Lock the run folder for this attempt; wait for the submitting process to release it."""
     deadline = time.monotonic() + HOLD_SECONDS
     while True:
         try:
@@ -164,7 +164,7 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
                 raise
             time.sleep(POLL_SECONDS)
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    # The job_record in the folder is another job's if the script was submitted again by hand.
+    # The record in the folder is another job's if the script was submitted again by hand.
     name, index = os.environ["SLURM_JOB_NAME"], None if task is None else int(task)
     job_record = SlurmJobRecord.read(folder.path) or SlurmJobRecord(name)
     ident, restarts = allocation.job_id, allocation.restarts
@@ -249,13 +249,16 @@ class StepFailed(MachineError):
 
 
 def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float) -> int:
-    """Requeue a stopped job that has saved, at most ``cluster.max_requeues`` times; return an exit code.
+    """Requeue a job that stopped after saving, at most ``cluster.max_requeues`` times.
 
     Args:
         job: the resolved job.
         folder: its run folder.
         allocation: the job's allocation.
         seconds: how long the job has run.
+
+    Returns:
+        EXIT_RESUMABLE in any case.
     """
     if allocation.restarts >= job.cluster.max_requeues:
         reason = _why_not_requeued(job, seconds)

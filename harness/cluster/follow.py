@@ -82,14 +82,14 @@ def is_live(state: str | None) -> bool:
 def record_lost_job(
     job: Job, folder: RunFolder, job_record: SlurmJobRecord, state: str | None, *, quiet: bool = False
 ) -> int:
-    """Write the row of a run whose job ended without one; return the run's exit code.
+    """Write the row of a run whose job ended without a result; return the run's exit code.
 
     A cancelled job counts as interrupted, not as failed.
 
     Args:
         job: the resolved job.
         folder: its run folder, held by this process.
-        job_record: the job_record of the SLURM job.
+        job_record: the record of the SLURM job.
         state: SLURM's final state of the job, or None.
         quiet: print nothing.
     """
@@ -132,7 +132,7 @@ def follow(job: Job, folder: RunFolder) -> int:
 
 
 def _record_if_lost(job: Job, folder: RunFolder) -> int | None:
-    """Write the row of a run whose job ended without one; return its exit code, or None if it has not."""
+    """If the job ended without a result, write the run's row and return its exit code; else return None."""
     job_record = SlurmJobRecord.read(folder.path)
     state = None if job_record is None else state_of(job_record)
     if job_record is None or is_live(state):

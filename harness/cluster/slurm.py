@@ -217,7 +217,7 @@ class Submission:
         number = self._sbatch()
         ids = [f"{number}_{job_record.index}" if several else number for job_record in job_records]
         for run_dir, job_record, ident in zip(self.run_dirs, job_records, ids, strict=True):
-            # The job may have started meanwhile and written a newer job_record.
+            # The job may have started meanwhile and written a newer record.
             if (SlurmJobRecord.read(run_dir) or job_record).job_id is None:
                 replace(job_record, job_id=ident).write(run_dir)
         return ids

@@ -76,8 +76,8 @@ def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued |
         output = "" if found is None else describe(found.id).get("StdOut", "")
         if found is not None and output and f"{submission.folder}/".startswith(output.rpartition("/")[0]):
             raise UserError(
-                f"{folder.path}: SLURM job {found.id} ({found.state}) is this run's, and the run folder was "
-                f"removed meanwhile; would work: scancel {found.id}, and then the same command"
+                f"{folder.path}: SLURM job {found.id} ({found.state}) belongs to this run, but its run "
+                f"folder was removed; would work: scancel {found.id}, then the same command"
             )
         return None
     return None if folder.state == "failed" else queued(folder.path)

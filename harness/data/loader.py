@@ -69,11 +69,11 @@ class Loader(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step at which ``state`` was saved, with this loader's rows.
+        """Continue after the step at which ``state`` was saved.
 
         Raises:
-            DataError: the state is of another kind of data or another global batch size, or does not have
-                this loader's rows.
+            DataError: the state is from a stream and this loader is not, or the reverse; or, for streams, it
+                is from another global batch size or does not contain this loader's rows.
         """
 
     @abstractmethod

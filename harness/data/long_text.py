@@ -32,7 +32,7 @@ def split_long_text(text: str, encode: Callable[[str], list[int]]) -> Iterator[s
 
 
 def _find_cut(text: str, first: int, encode: Callable[[str], list[int]]) -> int | None:
-    """Return the first possible cut from a position on; None if ``_TRIES`` lines have none."""
+    """Return the first possible cut at or after ``first``; None if none of ``_TRIES`` lines can be cut."""
     for _, line in zip(range(_TRIES), _NEW_LINE.finditer(text, first), strict=False):
         cut = line.start()
         before, after = text[cut - _WINDOW_CHARS : cut], text[cut : cut + _WINDOW_CHARS]

@@ -87,7 +87,7 @@ class LocalFiles:
         return found
 
     def _hint(self) -> str:
-        """Return a correction if a pattern is a folder."""
+        """Return what to write instead, if a pattern is a folder."""
         for pattern in self._patterns:
             folder = Path(expand(pattern))
             if _is_saved(folder):
@@ -185,7 +185,7 @@ def _format_of(file: Path) -> str:
 
 
 def _opened(file: Path) -> IO[bytes]:
-    """Open a file for reading bytes, decompressed by its extension."""
+    """Open a file to read its bytes, decompressed as its extension says."""
     return _COMPRESSIONS.get(file.suffix, open)(file, "rb")
 
 

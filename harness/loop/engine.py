@@ -35,7 +35,7 @@ class StepOutcome:
     """Loss and gradient norm of one step; the same on every rank, except ``local_loss``.
 
     The device may not have computed the values yet. The first access to one of them waits until they are
-    copied to the host, and not for work queued later.
+    copied to the host, but not for work queued later.
 
     Args:
         sums: summed over the world, on the device: square of the gradient norm, loss, and the loss of
@@ -233,7 +233,7 @@ class Engine:
     def update(self, norm: Tensor | float) -> None:
         """Clip, update the parameters (unless backward did) and advance the schedule.
 
-        If the norm is not finite, only the schedule advances, so that step and learning rate stay in step.
+        If the norm is not finite, only the schedule advances, so that the learning rate follows the step.
         (A run that then stops may have updated nevertheless: see ``asks_for_norm``.)
 
         Args:

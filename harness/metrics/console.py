@@ -29,7 +29,7 @@ class PlainConsole:
         self._stream = stream or sys.stdout
 
     def start_at(self, step: int) -> None:
-        """Set the last step already done; the remaining time is estimated from later steps."""
+        """Set the last finished step, at the start; the remaining time is estimated from later steps only."""
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Show one row of metrics; it has a ``step``."""
@@ -45,7 +45,7 @@ class PlainConsole:
         self.message(f"warning: {text}")
 
     def summary(self, title: str, values: Mapping[str, Any]) -> None:
-        """Show the final values of a run; None is left out."""
+        """Show the final values of a run, except those that are None."""
         self.message("\n".join(summary_lines(title, values)))
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class MetricsFile:
             )
 
     def close(self) -> None:
-        """Close the file, and add a note if lines were damaged meanwhile."""
+        """Close the file; add a note if lines in it are damaged."""
         if self._file.closed:
             return
         try:

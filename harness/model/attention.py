@@ -57,7 +57,7 @@ class Attention(nn.Module):
             positions_T: the positions, for layers whose temperature depends on them.
 
         Returns:
-            The summand for the residual stream, [B, T, C].
+            The update that is added to the residual stream, [B, T, C].
         """
         B, T, _ = x_BTC.shape
         # -1 and not n_heads: a tensor-parallel rank sees only its own heads.

@@ -37,7 +37,7 @@ class Block(nn.Module):
     def forward(
         self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Maps the residual stream [B, T, C] to the next block's.
+        """Map the residual stream [B, T, C] to the next block's input.
 
         Returns:
             The stream, and the number of tokens per expert, None without experts.
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         return {layer: block.moe for layer, block in self.blocks.items() if block.moe is not None}
 
     def take_loads(self) -> dict[int, Tensor]:
-        """Tokens per expert in the passes with gradients since the last call, by layer."""
+        """Return the tokens per expert by layer, counted in passes with gradients since the last call."""
         taken, self.loads = self.loads, {}
         return taken
 
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
         """Make the output projection the embedding table, if ``tied_embeddings``.
 
         Call it again after every step that replaces parameters module by module (tensor parallel,
-        materialization): it would silently leave two tables.
+        materialization): otherwise two tables would silently remain.
         """
         if self.config.tied_embeddings and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = self.tok_embeddings.weight

@@ -35,5 +35,5 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """Map the normed residual stream [B, T, C] to its summand, [B, T, C]."""
+        """Map the normed residual stream [B, T, C] to the update that is added to the stream, [B, T, C]."""
         return self.w2(gated(self.w1(x_BTC), self.w3(x_BTC), self.activation))

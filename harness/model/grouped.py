@@ -1,7 +1,7 @@
 """Grouped products: each group of rows times its own matrix, as experts need.
 
 On GPUs this is torch's grouped product, one kernel for all groups. It takes bfloat16 only, and so does its
-shape function. CPUs and other formats have custom operators, which multiply one group after another and can
+meta function. CPUs and other formats have custom operators, which multiply one group after another and can
 be traced.
 
 In bfloat16 groups begin at any row. The kernel wants a group's first element at a multiple of 16 bytes and
@@ -46,10 +46,10 @@ def _has_kernel(x_RI: Tensor) -> bool:
 
 
 def ends_for_linear(x_RI: Tensor, ends_E: Tensor) -> Tensor:
-    """``ends_E`` where ``grouped_linear`` reads it, copied once for all products of these rows.
+    """Move ``ends_E`` to where ``grouped_linear`` reads it, once for all products of these rows.
 
-    The kernel reads them on the device. Without it, the host multiplies one group after another and needs
-    them: reading them from the device would block at every product, forward and backward.
+    The kernel reads it on the device. Without the kernel, the host multiplies one group after another and
+    reads it: from the device, that would block at every product, forward and backward.
     """
     return on_host(ends_E) if x_RI.device.type != "cpu" and not _has_kernel(x_RI) else ends_E
 
@@ -126,7 +126,7 @@ def _lengths(ends_E: Tensor) -> Tensor:
 
 
 class _Pad(torch.autograd.Function):
-    """Scatter rows to their positions; all others are zeros."""
+    """Scatter rows to their positions; all other positions are zeros."""
 
     @staticmethod
     def forward(ctx: Any, x_RC: Tensor, place_R: Tensor, places: int) -> Tensor:
@@ -141,7 +141,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Gather rows from their positions; all others are ignored."""
+    """Gather rows from their positions: the inverse of ``_Pad``."""
 
     @staticmethod
     def forward(ctx: Any, x_PC: Tensor, place_R: Tensor) -> Tensor:

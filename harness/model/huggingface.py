@@ -63,7 +63,7 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def _checked_family(model: ModelConfig) -> Family:
-    """The same, after checking each field by itself."""
+    """Return the model's family after checking each field by itself."""
     family = ALL[model.family]
     if family.is_mixture and not model.moe.enabled:
         rule = f"checkpoints of model.family={family.name} have experts"
@@ -102,7 +102,7 @@ def _has_no_field(family: Family, model: ModelConfig, name: str, value: object) 
         for each in ALL.values()
         if _has_field(each, _fields_in_config(each, model), name, value)
     ]
-    lacks = "cannot say it"
+    lacks = "cannot store it"
     if name == "moe.balance_coeff":
         lacks = f"have no place for layers.{model.expert_layers[0]}.moe.balance_bias"
     rule = f"checkpoints of model.family={family.name} {lacks}"
@@ -129,7 +129,7 @@ _DEFAULTS = {name: value for name, _, value in leaves(ModelConfig())}
 
 
 def hf_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
-    """Our tensors in each of Hugging Face's, in our order.
+    """For each of Hugging Face's tensors, our tensors in it, in our order.
 
     Raises:
         ConfigError: the family's files cannot represent the model.

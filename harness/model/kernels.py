@@ -39,7 +39,7 @@ class AttentionSpec:
     has_sinks: bool = False
 
     def is_causal(self, length: int) -> bool:
-        """Whether attention over ``length`` positions is plainly causal."""
+        """Whether no window or chunk limits causal attention over ``length`` positions."""
         return self.span.most_reach(length) == length
 
 
@@ -56,7 +56,7 @@ class Kernel(nn.Module, ABC):
 
     @abstractmethod
     def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Any | None:
-        """Make the mask for ``forward``; None: plainly causal.
+        """Make the mask for ``forward``; None: causal, without further limits.
 
         Args:
             documents_BT: the document number of each position, equal numbers contiguous; None: a sequence is
@@ -236,7 +236,7 @@ KERNELS: dict[str, type[Kernel]] = {"sdpa": SdpaKernel, "flex": FlexKernel, "var
 
 
 def _sees(span: Span, q: Tensor, k: Tensor) -> Tensor:
-    """Whether positions q attend to positions k, apart from documents."""
+    """Whether positions q attend to positions k within ``span``, ignoring document boundaries."""
     sees = q >= k
     if span.window is not None:
         sees = sees & (q - k < span.window)

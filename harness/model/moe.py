@@ -35,9 +35,10 @@ class Router(nn.Linear):
     """Scores tokens in float32 and chooses their experts.
 
     Attributes:
-        aux_scale: makes the auxiliary losses of all passes and ranks a mean over the global batch.
+        aux_scale: factor that makes the sum of auxiliary losses over all passes and ranks a mean over the
+            global batch.
         sequence_parts: number of ranks that the tokens of a sequence are split over.
-        over_sequence: sums counts over those ranks.
+        over_sequence: function that sums counts over those ranks; None: there is only one.
         positions_T: positions of the sequence that this rank routes, in order; None: all.
     """
 
@@ -77,7 +78,7 @@ class Router(nn.Linear):
         return choice_NE.topk(of.top_k, dim=-1, sorted=False).indices
 
     def _in_turn(self, length: int, device: torch.device) -> Tensor:
-        """Experts [T, K] of each position of a sequence, independent of the rank."""
+        """Experts [T, K] of each position, round-robin, so that loads are equal; independent of the rank."""
         of = self.config
         positions_T = torch.arange(length, device=device) if self.positions_T is None else self.positions_T
         turns_TK = positions_T.unsqueeze(1) * of.top_k + torch.arange(of.top_k, device=device)
@@ -110,7 +111,7 @@ class Router(nn.Linear):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity of the first argument; in backward, the second is a loss of weight 1."""
+    """Identity of the first argument; in backward the second, a loss, gets gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -259,8 +260,8 @@ class MoE(nn.Module):
     """Routed experts, and shared experts for all tokens.
 
     Attributes:
-        reduce_output: sums the experts' outputs over the ranks that split each expert; None: experts are
-            not split.
+        reduce_output: function that sums the experts' outputs over the ranks that split each expert; None:
+            experts are not split.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -286,10 +287,10 @@ class MoE(nn.Module):
             self.balance_bias = torch.zeros(self.num_experts, device=device)
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Map the normed residual stream to its summand.
+        """Map the normed residual stream to the update that is added to the stream.
 
         Returns:
-            The summand [B, T, C], and the number of tokens per expert, int64 [E].
+            The update [B, T, C], and the number of tokens per expert, int64 [E].
         """
         tokens_BTC = to_local(x_BTC)
         weights_NK, experts_NK = self.router(tokens_BTC, self.balance_bias)

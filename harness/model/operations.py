@@ -45,7 +45,7 @@ class Operations:
 
 
 def block_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations:
-    """Count the operations of a block.
+    """Return the operations of a block.
 
     Args:
         model: the model, resolved.

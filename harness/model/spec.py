@@ -1,6 +1,6 @@
 """The one description of a decoder's modules and tensors, computed from its config (no torch).
 
-It has how tensor parallelism splits every module, the shape and initial values of every tensor, and the
+It defines how tensor parallelism splits every module, the shape and initial values of every tensor, and the
 groups of FSDP. Layouts, initialization, checkpoints, precision, counts of parameters and FLOPs, and the plan
 read it.
 """
@@ -58,7 +58,7 @@ _BY_OUTPUT = (Split.VOCABULARY, Split.COLUMN, Split.HEAD, Split.HEADS)
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: a normal distribution around ``mean``, truncated at +-``cut``."""
+    """Initial values: a normal of mean 0, truncated at +-``cut``; if ``std`` is 0, ``mean`` everywhere."""
 
     std: float
     cut: float = math.inf
@@ -74,7 +74,7 @@ class TensorSpec:
 
     name: str
     module: str
-    """Name of its module; of an expert's tensor, that of the stack."""
+    """Name of its module; for experts, of the stack."""
     shape: tuple[int, ...]
     """Matrices are [outputs, inputs]; tensors of experts have the experts as first dimension."""
     split: Split
@@ -82,11 +82,11 @@ class TensorSpec:
     is_matrix: bool = False
     """Whether tokens are multiplied by it."""
     top_k: int = 0
-    """Of an expert's tensor: how many of the experts a token goes to. 0: not an expert's tensor."""
+    """For experts: how many of them a token goes to. 0 for other tensors."""
 
     @property
     def split_dim(self) -> int | None:
-        """The dimension that tensor parallelism splits, if any; of experts, where it splits each expert."""
+        """The dimension that tensor parallelism splits, if any; for experts, if it splits each of them."""
         if self.split in _BY_OUTPUT:
             return int(self.is_expert)
         return len(self.shape) - 1 if self.split is Split.ROW and self.is_matrix else None

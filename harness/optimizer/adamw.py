@@ -118,7 +118,7 @@ class RoundedAdamW(torch.optim.Optimizer):
 
 
 class _Factors(NamedTuple):
-    """Factors of a group's parameters and running means in a step: numbers or device tensors."""
+    """Coefficients of one step's update of a parameter group: numbers or device tensors."""
 
     decay: Any
     """Factor of the parameter (1 - lr * weight_decay)."""

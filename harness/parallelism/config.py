@@ -144,7 +144,7 @@ class ParallelismConfig:
     def expert_shard_dim(self, num_experts: int) -> int:
         """The dimension of experts' tensors that FSDP shards.
 
-        It is the experts where they divide evenly; else, so that every rank holds something, the next one.
+        The first one (experts) if it divides evenly; else the next one, so that every rank has a part.
         """
         return 0 if (num_experts // self.ep) % self.expert_shards == 0 else 1
 

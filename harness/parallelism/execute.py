@@ -33,7 +33,7 @@ class Executor(Protocol):
         ...
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the batch's loss of the next token, a scalar, without gradients; 0 as above."""
+        """Return the batch's next-token loss, a scalar, without gradients; 0 on ranks without one."""
         ...
 
 

@@ -107,7 +107,7 @@ class TimeBounds:
         return (point.tp, point.cp, shards, point.ep, point.rows, point.schedule is not None, point.mode)
 
     def _load(self, point: Point, layout: ParallelismConfig) -> Key:
-        """Compute the loads of blocks, the table and the head, cached by the fields they depend on."""
+        """Compute the loads of blocks, the table and the head unless cached; return the cache key."""
         key = self._key(point)
         if key not in self._loads:
             base = self._base

@@ -58,15 +58,16 @@ def fit(
 ) -> Calibration:
     """Fit constants to measured rows.
 
-    Minimises the squared logarithms of predicted over measured, and of the constants over their start (a
-    maximum a posteriori estimate), by coordinate descent with steps that shrink when none helps.
+    Minimizes the sum over rows of (log(predicted / measured) / ``noise``)^2 plus the sum over constants of
+    (log(constant / start) / ``prior``)^2, a maximum a posteriori estimate, by coordinate descent. The step
+    is halved when no coordinate improves.
 
     Args:
         rows: measured jobs.
-        start: start of the fit; constants that are not in ``names`` keep their values.
+        start: initial constants; those that are not in ``names`` keep their values.
         names: the constants to fit.
-        prior: expected deviation of constants from their start (standard deviation of the logarithm).
-        noise: expected deviation of predictions from rows (standard deviation of the logarithm).
+        prior: expected deviation of constants from ``start`` (standard deviation of the logarithm).
+        noise: expected deviation of predictions from measurements (standard deviation of the logarithm).
     """
 
     def cost_of(logs: dict[str, float]) -> float:

@@ -130,6 +130,7 @@ def replace_modules(part: Decoder) -> None:
 
 
 def _kernel(kernel: Kernel, seq_len: int) -> Kernel:
+    """Return a ``FakeKernel``; keep sdpa if it needs a dense mask, whose memory counts."""
     needs_mask = not kernel.spec.is_causal(seq_len) or kernel.spec.has_sinks
     return kernel if isinstance(kernel, SdpaKernel) and needs_mask else FakeKernel(kernel.spec)
 

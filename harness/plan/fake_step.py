@@ -321,7 +321,7 @@ class _Step:
         self.meter.times = 1
 
     def _run_stages(self) -> None:
-        """Run a step with a pipeline: every stage runs a microbatch forward and at once backward."""
+        """Run a step with a pipeline: every stage runs a microbatch forward, then immediately backward."""
         stages, passes = stages_in(self.schedule), _passes(self.job, self.mesh.rank("pp"))
         own, frees = [stage.stage_index for stage in stages], self.job.parallelism.reshards_after_forward
         microbatches = Counter(action.stage for action in passes if action.kind == "F")
@@ -347,7 +347,7 @@ class _Step:
         self.meter.times = 1
 
     def _gather(self, stage: Any, times: int, *, again: bool = False) -> None:
-        """Gather a stage's parameters if they are freed (``again``: in any case), counted ``times`` times."""
+        """Gather a stage's parameters, counted ``times`` times; ``again``: even if they are gathered."""
         self.meter.times = times * self.job.accumulation_steps
         modules = [module for module in stage.submod.modules() if isinstance(module, FSDPModule)]
         for module in modules:

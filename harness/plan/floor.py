@@ -34,13 +34,13 @@ class MemoryBounds:
         self._tables = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2)
 
     def persistent_shortfall(self, point: Point) -> float:
-        """Bytes by which a legal point exceeds the limit for any microbatches; 0 if it may fit."""
+        """Least bytes by which a legal point exceeds the limit with any batch split; 0 if it may fit."""
         layout = point.layout(self._base.parallelism)
         limit = self._limit(point, layout)
         return 0.0 if limit is None or layout.cpu_offload else max(0.0, self._mean(layout) - limit)
 
     def shortfall(self, point: Point) -> float:
-        """Bytes by which it at least exceeds the limit with its microbatches; 0 if it may fit."""
+        """Least bytes by which a legal point exceeds the limit with its own batch split; 0 if it may fit."""
         layout = point.layout(self._base.parallelism)
         limit = self._limit(point, layout)
         if limit is None or layout.cpu_offload:
@@ -66,7 +66,7 @@ class MemoryBounds:
         return self._known[key]  # type: ignore[no-any-return]
 
     def _held(self, layout: ParallelismConfig, experts: float, others: float) -> tuple[float, float, float]:
-        """Bytes of a rank whose stages have this many parameters of experts, and others.
+        """Bytes of a rank whose stages have so many expert parameters, and other parameters.
 
         Returns:
             Shards with optimizer state; a pipeline's unsharded gradients and gathered parameters; sharded
@@ -133,7 +133,7 @@ class MemoryBounds:
         return _with_fragments(layout, always + boundaries - slack + max(early, late + gradients), after)
 
     def _kept(self, point: Point, layout: ParallelismConfig) -> tuple[dict[Any, float], float]:
-        """Bytes that a microbatch saves in each kind of block, and of the stream between blocks."""
+        """Bytes that a microbatch saves in each kind of block, and bytes of the stream between blocks."""
         passes = (point.rows, point.mode, layout.splits_backward, layout.pp > 1)
         key = ("kept", layout.tp, layout.cp, layout.ep, *passes)
         if key not in self._known:

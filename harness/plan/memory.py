@@ -107,7 +107,7 @@ class _Rank:
     def _as_reserved(self, moment: Bytes) -> Bytes:
         """Convert a moment to the displayed kinds, with the memory that CUDA's allocator reserves per stream.
 
-        FSDP2 allocates gradients of shards on its reduce stream, and gather buffers on its gather stream
+        FSDP2 allocates sharded gradients on its reduce stream, and gather buffers on its gather stream
         (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). The allocator does not reuse freed
         memory on other streams, so this memory counts at any moment.
         """
@@ -127,7 +127,7 @@ class _Rank:
         yield plus(always, {"shards": self._gradients()}, self._update())
 
     def _always(self) -> Bytes:
-        """Memory that stays for the complete step, from the second step on (the optimizer has its state)."""
+        """Bytes that stay for the complete step, from the second step on (the optimizer has its state)."""
         buffers = self.parameters.buffer_bytes + self._rotation_table()
         return {
             "parameters": buffers + (0 if self.offloaded else self.parameters.parameter_bytes),
@@ -137,17 +137,17 @@ class _Rank:
         }
 
     def _batch(self) -> float:
-        """Tokens and labels, int64, of complete sequences, for all passes of a step."""
+        """Bytes of tokens and labels, int64, of complete sequences, for all passes of a step."""
         rows = self.job.global_batch_size // self.job.parallelism.data_parallel
         return 2.0 * 8 * rows * self.job.training.seq_len
 
     def _rotation_table(self) -> float:
-        """Cosines and sines of this rank's positions, float32, one table per stage."""
+        """Bytes of cosines and sines of this rank's positions, float32, one table per stage."""
         length = self.job.training.seq_len / self.job.parallelism.cp
         return len(self.stages) * 4 * length * self.job.model.rotated_width
 
     def _boundaries(self) -> float:
-        """Receive buffers of a pipeline's stages, for all microbatches (PipelineStage, args_recv_info)."""
+        """Bytes of the stages' receive buffers, for all microbatches (PipelineStage, args_recv_info)."""
         if not self.pipelined:
             return 0.0
         entering = sum(stage.boundary for index, stage in self.stages.items() if index > 0)
@@ -193,25 +193,25 @@ class _Rank:
             }
 
     def _gathered(self, ran: set[int]) -> float:
-        """Gathered parameters of a pipeline."""
+        """Bytes of gathered parameters that a pipeline rank holds at once."""
         if not self.pipelined:
             return 0.0
         return sum(sorted((self.stages[stage].resident for stage in ran), reverse=True)[:STAGES_GATHERED])
 
     def _accumulated_after(self, passes: int, stage: int) -> float:
-        """Unsharded gradients of a stage from earlier passes."""
+        """Bytes of a stage's unsharded gradients, accumulated by earlier passes."""
         layout = self.job.parallelism
         unsharded = not self.fsdp or (layout.parameter_shards == 1 and not self.pipelined)
         return self.stages[stage].accumulated if passes and unsharded else 0.0
 
     def _sharded_after(self, passes: int) -> float:
-        """Gradients of shards from earlier passes."""
+        """Bytes of sharded gradients, accumulated by earlier passes."""
         layout = self.job.parallelism
         scattered = self.fsdp and (layout.parameter_shards > 1 or self.pipelined)
         return self._gradients() if passes and scattered else 0.0
 
     def _gradients(self) -> float:
-        """Gradients of shards on the device after backward."""
+        """Bytes of sharded gradients on the device after backward."""
         if self.job.optimizer.in_backward or self.offloaded:
             return 0.0
         return self.parameters.gradient_bytes

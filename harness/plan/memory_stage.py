@@ -80,7 +80,7 @@ class StageMemory:
         job: the resolved job.
         parameters: parameters of the rank, for all its stages.
         stage: the stage.
-        prices: activation bytes of model parts.
+        prices: converts activations of model parts to bytes.
     """
 
     def __init__(self, job: Job, parameters: RankParameters, stage: int, prices: ActivationBytes) -> None:
@@ -188,12 +188,12 @@ class StageMemory:
 
     @property
     def accumulated(self) -> float:
-        """Unsharded gradients of all modules."""
+        """Bytes of the unsharded gradients of all modules."""
         return sum(module.parameters.accumulated for module in self.modules)
 
     @property
     def sharded(self) -> float:
-        """Gradients of the shards of all modules."""
+        """Bytes of the sharded gradients of all modules."""
         return sum(module.parameters.sharded for module in self.modules)
 
     @property

@@ -39,21 +39,21 @@ _AXES = {
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is entered, inside of ``fake_tensors``.
+    """Context manager that counts operations, inside of ``fake_tensors``.
 
     Args:
-        mesh: the layout, for the names of axes.
+        mesh: names the axis of each process group.
 
     Attributes:
         live: bytes of live tensors created inside the context, without the allocator's rounding and
             fragmentation and without workspaces of kernels.
         peaks: maximum of ``live`` in each phase.
-        flops: of matrix products and attention, as ``harness/model/accounting.py`` counts: attention whole,
-            not the causal half of it, and its backward pass as four products, without the scores that kernels
-            compute again. What is recomputed by activation checkpointing counts.
-        sent: bytes that this rank sends by axis (``dp``, ``tp``, ``cp``, ``ep``, ``pp``, ``world``), in the
-            algorithms that ``sent_by`` tells.
-        times: how often what runs now stands for in ``flops`` and ``sent``.
+        flops: of matrix products and attention, counted as in ``harness/model/accounting.py``: attention in
+            full, not its causal half, and its backward pass as four products, without the scores that kernels
+            recompute. Recomputation by activation checkpointing counts.
+        sent: bytes that this rank sends by axis (``dp``, ``tp``, ``cp``, ``ep``, ``pp``, ``world``), by the
+            algorithms of ``sent_by``.
+        times: how many times each operation counts in ``flops`` and ``sent``.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -161,7 +161,7 @@ _LOCAL = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def axes_of_groups(mesh: Mesh) -> dict[str, str]:
-    """The axis of every process group, by the group's name; an axis may have the whole world."""
+    """The axis of every process group, by its name. An axis of all ranks may use the world's group."""
     axes = {dist.group.WORLD.group_name: WORLD}  # type: ignore[union-attr]
     if mesh.context is not None:
         axes[mesh.context.group_name] = "cp"
@@ -179,7 +179,7 @@ def _nothing(*_: Any) -> float:
 
 
 def _product(a: Tensor, b: Tensor, *_: Any) -> float:
-    """[.., R, I] times [I, O] or [.., I, O]."""
+    """FLOPs of [.., R, I] times [I, O] or [.., I, O]."""
     return 2.0 * a.numel() * b.shape[-1]
 
 
@@ -205,7 +205,7 @@ def _attention_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any)
 
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, group: str, *_: Any) -> float:
-    # Every rank's queries meet the keys of all.
+    # The queries of a rank attend to the keys of all ranks.
     return _attention(q, k, v) * _resolve_process_group(GroupName(group)).size()
 
 
@@ -236,8 +236,9 @@ _FLOPS: dict[str, Callable[..., float]] = {
 def sent_by(collective: str, ranks: int) -> float:
     """Return the bytes that a rank sends per input byte, in a ring of so many ranks.
 
-    All-gather and reduce-scatter hand on every other rank's part (Thakur, Rabenseifner, Gropp: Optimization
-    of Collective Communication Operations in MPICH, 2005, section 4); an all-reduce is one after the other.
+    In all-gather and reduce-scatter a rank sends one part per other rank (Thakur, Rabenseifner, Gropp:
+    Optimization of Collective Communication Operations in MPICH, 2005, section 4); an all-reduce is a
+    reduce-scatter, then an all-gather.
     """
     return {
         "all_gather": ranks - 1.0,
@@ -249,12 +250,12 @@ def sent_by(collective: str, ranks: int) -> float:
 
 
 def _functional(collective: str) -> Callable[..., tuple[ProcessGroup, float]]:
-    """torch's functional collectives: the input comes first, the group last."""
+    """Rule for torch's functional collectives: the input is the first argument, the group the last."""
     return lambda *args: _put_in(collective, args[0], args[-1])
 
 
 def _of_c10d(collective: str, tensor: int, group: int) -> Callable[..., tuple[ProcessGroup, float]]:
-    """Those in place: where among the arguments the input is, and where the group."""
+    """Rule for in-place collectives: positions of the input and of the group among the arguments."""
     return lambda *args: _put_in(collective, args[tensor], args[group])
 
 
@@ -268,7 +269,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _ring_sends(_q: Tensor, k: Tensor, v: Tensor, group: str, *_: Any) -> tuple[ProcessGroup, float]:
-    """Keys and values go round, or are gathered: as many bytes."""
+    """Keys and values pass around the ring, or are gathered: both send the same number of bytes."""
     found = _resolve_process_group(GroupName(group))
     return found, (found.size() - 1) * (_bytes(k) + _bytes(v))
 
@@ -276,7 +277,7 @@ def _ring_sends(_q: Tensor, k: Tensor, v: Tensor, group: str, *_: Any) -> tuple[
 def _ring_backward_sends(
     _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _o: Any, _l: Any, group: str, *_: Any
 ) -> tuple[ProcessGroup, float]:
-    """The same again, and their gradients in float32, which come home in a last step
+    """As in forward, and the gradients of keys and values in float32, with one more step back to their rank
     (``_templated_ring_attention_backward`` of torch's ``_context_parallel/_attention.py``)."""
     found, size = _ring_sends(q, k, v, group)
     return found, size + found.size() * 4 * (k.numel() + v.numel())

@@ -91,7 +91,7 @@ class RankParameters:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients, which have the parameters' format and shards."""
+        """Bytes of all gradients, which have the dtype and sharding of the parameters."""
         return self.parameter_bytes
 
     @property

@@ -28,19 +28,19 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Sharing:
-    """What FSDP, or replicas, do for a block around its passes."""
+    """Communication and copies of FSDP and replication for one block."""
 
     gather: tuple[Collective, ...]
     reduce: tuple[Collective, ...]
     copying: float
     """Seconds of copying gathered parameters out of the buffer that they came in."""
     held: float
-    """Parameters of the block that the rank keeps."""
+    """Number of the block's parameters in the rank's shard."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage, or the whole model: its passes of a microbatch, and what surrounds them."""
+    """One pipeline stage, or the full model: its passes of a microbatch, and FSDP's work around them."""
 
     passes: dict[str, Pass]
     """By kind of action: ``F``, ``B``, ``I``, ``W``."""
@@ -107,7 +107,7 @@ class StepModel:
     # -- FSDP ----
 
     def _share(self, layer: int) -> Sharing:
-        """What FSDP does for a block: experts are a group of their own, over ranks of their own."""
+        """FSDP's work for a block. Experts are a separate group, sharded over other ranks."""
         layout = self.layout
         experts, others = block_weights(self.job.model, layer)
         matrices = [t for t in block_tensors(self.job.model, layer) if t.is_matrix and not t.is_expert]
@@ -153,7 +153,7 @@ class StepModel:
     def _around(
         self, blocks: list[Block], sharing: list[Sharing], *, has_head: bool
     ) -> tuple[tuple[Pass, Pass], dict[str, Pass], Pass]:
-        """What FSDP adds to every forward and backward, to those that find freed parameters, and once.
+        """What FSDP adds to forward and backward, to passes that find freed parameters, and once a step.
 
         A block's parameters are gathered while the block before computes, its gradients reduced while the
         next one does (FSDP2's implicit prefetch): what takes longer than that is waited for, and so are the
@@ -192,10 +192,10 @@ class StepModel:
         gathers: int,
         reduces: bool,
     ) -> Pass:
-        """Collectives of one pass, with the seconds that computing does not hide.
+        """Collectives of one pass, with the seconds that computation does not hide.
 
         Args:
-            gathers: the first so many of ``sharing`` are gathered.
+            gathers: how many of ``sharing``, from the first, are gathered.
         """
         moved: list[Collective] = []
         copying = 0.0
@@ -246,7 +246,7 @@ class StepModel:
         return Collective("pp", "send", neighbours, size, seconds, 0.0)
 
     def speed(self) -> tuple[Speed, list[Traffic]]:
-        """The step's time and parts, and what the busiest rank moves."""
+        """The step's time and its parts, and the traffic of the slowest rank."""
         timeline = self.timeline()
         makespan = max(actions[-1].end for actions in timeline)
         ranks = [self._rank(rank, makespan) for rank in range(len(timeline))]
@@ -269,7 +269,7 @@ class StepModel:
         return self._traffic(self._rank(rank, 0.0)[1])
 
     def _rank(self, rank: int, makespan: float) -> tuple[dict[str, float], list[tuple[Collective, int]]]:
-        """Parts of the step of one pipeline rank, and what it moves how often."""
+        """Parts of the step time of one pipeline rank, and its collectives with their counts."""
         stages = [self.stages[i] for i in stages_of_rank(self.layout, self.job.model.n_layers, rank)]
         parts = dict.fromkeys(PARTS, 0.0)
         moved: list[tuple[Collective, int]] = []
@@ -310,7 +310,7 @@ class StepModel:
         return total if sum(total.values()) >= sum(chain.values()) else chain
 
     def _traffic(self, moved: list[tuple[Collective, int]]) -> list[Traffic]:
-        """The same collectives of one axis added up."""
+        """Add up equal collectives of the same axis and group."""
         sums: dict[tuple[str, str, Group], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
         for item, times in moved:
             ranks = item.group.ranks

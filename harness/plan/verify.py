@@ -137,7 +137,7 @@ def _gib(size: float) -> str:
 
 
 def _held_once(job: Job, names: Counter[str]) -> Iterator[str]:
-    """Problems of the pipeline split: parameters that no stage or several have, or that the model lacks."""
+    """Yield parameters that are in no stage or in several, or that the model does not have."""
     of_model = parameter_shapes(job.model)
     for name in [*of_model, *(name for name in names if name not in of_model)]:
         if names[name] != 1 or name not in of_model:
@@ -197,7 +197,7 @@ def _build(job: Job, pp_rank: int) -> tuple[VerifiedRank, list[str]]:
 
 
 def _is_uneven(parameter: Tensor) -> bool:
-    """Whether other ranks have smaller shards of it."""
+    """Whether other ranks have smaller shards of the parameter."""
     if not isinstance(parameter, DTensor):
         return False
     pieces = prod(

@@ -36,10 +36,10 @@ class Collective:
     collective: str
     group: Group
     bytes: float
-    """Of the whole tensor, as ``Machine.collective_seconds`` has it."""
+    """Of the full tensor, as ``Machine.collective_seconds`` expects."""
     seconds: float
     exposed: float
-    """Seconds that nothing hides."""
+    """Seconds that no computation hides."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        """Computing, and waiting for what nothing hides."""
+        """Seconds of computation and of exposed collectives."""
         return self.compute + sum(moved.exposed for moved in self.moved)
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(self.compute + other.compute, self.moved + other.moved)
 
     def times(self, factor: float) -> Pass:
-        """A part of it, or several."""
+        """The pass, scaled by ``factor``."""
         scaled = (
             Collective(
                 m.axis, m.collective, m.group, m.bytes * factor, m.seconds * factor, m.exposed * factor
@@ -69,7 +69,7 @@ class Pass:
 
 
 def added(passes: Iterable[Pass]) -> Pass:
-    """All of them one after the other."""
+    """The sum of the passes, run one after the other."""
     return sum(passes, Pass())
 
 
@@ -88,7 +88,7 @@ class Block:
 
 @dataclass
 class Worker:
-    """Computes the passes of a job on its machine."""
+    """Predicts the time and collectives of a job's passes on a machine."""
 
     job: Job
     machine: Machine
@@ -159,7 +159,7 @@ class Worker:
         return products + attention + self._passes(operations) + self._cast_inputs(operations)
 
     def _recompute(self, operations: Operations, layer: int) -> Pass:
-        """What is done again, by the mode of activation checkpointing."""
+        """What backward recomputes, by the mode of activation checkpointing."""
         ac = self.job.activation_checkpoint
         whole = self._forward(operations)
         collectives = self._tensor(operations, recompute=True)
@@ -195,7 +195,7 @@ class Worker:
         return local * self.machine.product_seconds(max(rows, 1), inputs, outputs, dtype, width)
 
     def _expert_rows(self, copies: int) -> int:
-        """Rows of a rank's experts, with even loads."""
+        """Rows of a rank's experts if loads are even; a token has ``copies`` rows."""
         rows = self.rows if self.job.parallelism.splits_experts else self.stream_rows
         return rows * copies
 
@@ -246,7 +246,7 @@ class Worker:
                 rows = float(self._expert_rows(product.top_k))
                 splits = splits and self.job.parallelism.splits_experts
             else:
-                # What is gathered for columns is cast before, where the stream is split.
+                # The input of column linears is cast before it is gathered, while the stream is split.
                 rows = self.rows if splits or not of_inputs else self.stream_rows
             source = (product.module.rpartition(".")[0], width)
             if of_inputs and source in seen:
@@ -258,10 +258,10 @@ class Worker:
     # -- collectives inside of a block ----
 
     def _tensor(self, operations: Operations, *, recompute: bool) -> tuple[Collective, ...]:
-        """Tensor parallel's: before and after attention, and before and after the feed-forward.
+        """Collectives of tensor parallel: before and after attention, and before and after the feed-forward.
 
-        Whole experts take rows as they are split along the sequence, so only a shared one has any there.
-        Recomputing ends before the last reduction: nothing of it is kept.
+        Experts that are not split take rows of the split sequence, so of a mixture only shared experts count.
+        Recomputation ends before the last reduction, because backward needs nothing after it.
         """
         regions = 2 if operations.gate_width or self.job.parallelism.splits_experts else 1
         whole = self.rows * self.job.model.dim * self.value_bytes
@@ -290,7 +290,7 @@ class Worker:
         return tuple(moved)
 
     def _context(self, operations: Operations) -> tuple[Collective, ...]:
-        """Context parallel's in forward: Ulysses' two exchanges, or a ring's keys and values."""
+        """Collectives of context parallel in forward: Ulysses' two exchanges, or a ring's keys and values."""
         layout, of = self.job.parallelism, operations.attention
         if layout.cp == 1:
             return ()
@@ -305,7 +305,7 @@ class Worker:
         return self._context_moved("all_to_all", [self._one_hop(keys)] * (layout.cp - 1), behind)
 
     def _context_backward(self, operations: Operations) -> tuple[Collective, ...]:
-        """The same in backward; in a ring gradients of keys and values go round as well, in float32.
+        """The same in backward; a ring also passes on the gradients of keys and values, in float32.
 
         Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py,
         _templated_ring_attention_backward.
@@ -319,19 +319,19 @@ class Worker:
         return (*forward, *self._context_moved("all_to_all", [gradients] * layout.cp, behind))
 
     def _keys(self, operations: Operations) -> float:
-        """Values of a rank's keys and values in a ring."""
+        """Number of elements in a rank's keys and values."""
         of = operations.attention
         return self.rows * of.kv_heads * (of.score_width + of.value_width) / self.job.parallelism.tp
 
     def _one_hop(self, size: float) -> float:
-        """Size of the all-to-all in which a rank sends so many bytes; a ring sends all it has to one rank."""
+        """Size of an all-to-all in which a rank sends ``size`` bytes, as it does in one hop of a ring."""
         cp = self.job.parallelism.cp
         return size * cp / (cp - 1)
 
     def _context_moved(
         self, collective: str, sizes: list[float], behind: float = 0.0
     ) -> tuple[Collective, ...]:
-        """Collectives over the context axis, of which so many seconds are hidden together."""
+        """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
         group = group_of(self.job, self.machine.ranks_per_node, "cp")
         seconds = [self.machine.collective_seconds(collective, size, group) for size in sizes]
         exposed = max(0.0, 1 - behind / sum(seconds)) if behind else 1.0
@@ -341,7 +341,7 @@ class Worker:
         )
 
     def _experts(self, operations: Operations) -> tuple[Collective, ...]:
-        """Expert parallel's in forward: the counts of rows, then the rows to the experts and back."""
+        """Collectives of expert parallel in forward: counts of rows, then rows to the experts and back."""
         counts = self.job.model.moe.num_experts * COUNT_BYTES
         return (*self._expert_moved(operations, counts, times=1), *self._rows_to_experts(operations))
 

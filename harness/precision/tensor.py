@@ -64,7 +64,7 @@ class Float8Cast:
 
 
 def region_cast(inner: Iterable[tuple[Split, nn.Module]]) -> Float8Cast | None:
-    """The cast of a region's input if only float8 linears use it, else None.
+    """Return the float8 cast of a region's input; None unless all linears that take the input are float8.
 
     Args:
         inner: the modules inside the region, and how each is split.

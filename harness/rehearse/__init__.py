@@ -1,1 +1,1 @@
-"""Rehearsals: a job's real code on a GPU that is not there."""
+"""Rehearsals: a job's real code on a virtual GPU."""

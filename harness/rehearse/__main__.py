@@ -1,4 +1,4 @@
-"""``python -m harness.rehearse``: a job's real code on a GPU that is not there, beside its plan."""
+"""``python -m harness.rehearse``: a job's real code on a virtual GPU, beside its plan."""
 
 from __future__ import annotations
 

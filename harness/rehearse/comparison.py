@@ -66,7 +66,7 @@ def work_lines(figures: RankFigures, plan: Plan) -> list[Line]:
 
 
 def traffic_lines(figures: RankFigures, plan: Plan) -> list[Line]:
-    """Compare collectives and their bytes by axis and kind, as planned for the rank's pipeline rank."""
+    """Compare a rank's collectives and their bytes, by axis and kind, with those planned for its stages."""
     here: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for each in figures.collectives:
         found = here[each.axis, HOST_KINDS.get(each.kind, each.kind)]

@@ -1,9 +1,9 @@
-"""Substitutes for what a rank needs and a rehearsal does not have.
+"""Substitutes for what a rehearsal does not have: other ranks, values, and cuDNN's attention.
 
-* **Other ranks.** Between GPUs NCCL's calls lead nowhere (library/nccl.cpp). In host memory torch's fake
+* **Other ranks.** Between GPUs NCCL's calls send nothing (library/nccl.cpp). In host memory torch's fake
   process group leaves every tensor as it is. ``LoneStore`` answers for the missing ranks.
-* **Values.** All of the device's memory is zeros. Where the code reads a number from the device
-  and depends on it, it still reads, and then gets a plausible one from this file: rows are routed to experts
+* **Values.** All of the device's memory is zeros. Code that depends on a number from the
+  device still reads it, but then gets a plausible one from this file: rows are routed to experts
   evenly (or skewed by ``rehearse.skew``), a sequence has four documents, stages agree that shapes are known.
 * **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no workspace.
 """
@@ -82,7 +82,7 @@ class LoneStore(dist.Store):
         return self._values[key]
 
     def _under_own_number(self, key: str) -> bytes | None:
-        """Return this rank's entry for symmetric memory with another rank's number; None for other keys."""
+        """Another rank's entry for symmetric memory: this rank's own, renumbered; None for other keys."""
         head, _, number = key.rpartition("/")
         own = next((value for k, value in self._values.items() if k.rpartition("/")[0] == head), None)
         if "SymmetricMemory" not in head or own is None:
@@ -150,9 +150,9 @@ _init_process_group = dist.init_process_group
 
 
 def _without_device(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
-    """Initialize without a device: the fake process group cannot split groups from the world.
+    """Initialize without ``device_id``, with which torch would split all groups from the world's.
 
-    So each group makes an NCCL communicator of its own when it is first used.
+    The fake process group cannot be split. Now each group makes its own NCCL communicator at first use.
     """
     _init_process_group(*args, **kwargs)
 
@@ -183,7 +183,7 @@ _asked_mask = VarlenKernel.mask
 def _mask(
     kernel: VarlenKernel, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
 ) -> Tensor | None:
-    """Return offsets of documents (or chunks): zeros, but as many as in training."""
+    """Return offsets of documents (or chunks): as many as in training, but all zero."""
     if _asked_mask(kernel, documents_BT, batch, length, device) is None:
         return None
     pieces = DOCUMENTS if documents_BT is not None else 1
@@ -196,7 +196,7 @@ _vote = getattr(PipelineStage, "_warmup_backward_result", None)
 
 
 def _shapes_are_known(stage: Any, received_result: Tensor | None = None) -> Tensor:
-    """Return the vote 1: all stages know their shapes (harness/parallelism/pipeline.py)."""
+    """Vote 1, "all stages know their shapes" (harness/parallelism/pipeline.py)."""
     assert _vote is not None
     _vote(stage, received_result=received_result)
     return torch.ones(1, dtype=torch.int32)

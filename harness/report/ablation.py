@@ -92,7 +92,7 @@ def _is_idle(name: str, row: Row) -> bool:
 
 
 def _fills_up(rows: Sequence[Row], knobs: dict[str, list[str]]) -> bool:
-    """Whether the number of shards follows from the other degrees."""
+    """Whether ``dp_shard`` follows from the other degrees, because all jobs have the same number of ranks."""
     worlds = {row["world_size"] for row in rows if job_of(row) is not None}
     others = [name for name in knobs if name.startswith("parallelism.") and name != "parallelism.dp_shard"]
     return len(worlds) == 1 and bool(others)

@@ -26,7 +26,8 @@ def is_there(folder: Path) -> bool:
 def read(folder: Path) -> list[Row]:
     """Return a row for each case of the harness: medians over rounds, with torchtitan's median beside it.
 
-    If a shape was reduced to fit, the last number of layers counts, as in ``table.md``.
+    If a shape was reduced to fit into memory, only rows with its final number of layers count, as in
+    ``table.md``.
     """
     rows = [json.loads(line) for line in (folder / FILES[0]).read_text().splitlines()]
     facts = json.loads((folder / FILES[1]).read_text())

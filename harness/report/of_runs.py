@@ -211,7 +211,7 @@ def errors_in_words(errors: Errors) -> str:
 
 
 def constants_in_words(calibration: Calibration | None) -> list[str]:
-    """Name the source of calibrated constants, as predictions of rows they were fitted to are no forecast."""
+    """Name the source of calibrated constants: a prediction of rows they were fitted to is no forecast."""
     source = None if calibration is None else calibration.source or "a calibration"
     return [] if source is None else [f"- The plan's constants are those of {source}."]
 

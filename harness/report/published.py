@@ -109,7 +109,7 @@ def _row(raw: dict[str, str]) -> Published:
 
 
 def recipe_of(job: Job) -> Recipe:
-    """Return the recipe of a job."""
+    """Return the fields of a job by which published tables describe a run."""
     layout = job.parallelism
     return Recipe(
         model=job.model.name,

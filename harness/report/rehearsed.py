@@ -1,4 +1,4 @@
-"""Memory of published jobs as their rehearsal found it, kept beside the published rows."""
+"""Rehearsed memory of published jobs, kept beside the published rows."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def rehearse_missing(folder: Path, jobs: Sequence[tuple[str, list[str], str]]) -
     """Rehearse the jobs that the file does not have, and add each when it is done.
 
     Args:
-        folder: of the experiment.
-        jobs: of each its id, its overrides, and the accelerator of the published row.
+        folder: folder of the experiment.
+        jobs: for each its id, its overrides, and the accelerator of its published row.
 
     Raises:
         UserError: this machine has a GPU, or has no build of torch for CUDA; a rehearsal failed.

@@ -16,7 +16,7 @@ _FIELDS = tuple(Recipe.__dataclass_fields__)
 
 
 def delta(value: float | None, reference: float | None) -> float | None:
-    """Return ``value / reference - 1``; None if one of them is unknown."""
+    """Return ``value / reference - 1``; None if either is unknown or the reference is 0."""
     return None if value is None or not reference else value / reference - 1
 
 

@@ -101,7 +101,8 @@ def test_a_run_folder_that_was_removed_while_the_job_waits(
     scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "Resources"))
     output = f"{job.run_dir.absolute()}/slurm/12_0_log.out"
     monkeypatch.setattr(submit, "describe", lambda _: {"StdOut": output})
-    with pytest.raises(UserError, match=r"SLURM job 12 \(PENDING\) is this run's.*would work: scancel 12"):
+    rule = r"SLURM job 12 \(PENDING\) belongs to this run.*would work: scancel 12"
+    with pytest.raises(UserError, match=rule):
         submit.submit_one(job, RunFolder(job.run_dir), [])
     # A job of the same name with another runs_dir.
     monkeypatch.setattr(submit, "describe", lambda _: {"StdOut": "/elsewhere/slurm/12_0_log.out"})

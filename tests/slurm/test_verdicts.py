@@ -150,7 +150,7 @@ def test_a_job_that_loses_its_files_while_it_waits(commands: Commands, orphan: P
     away = run.with_name("away")
     run.rename(away)
     said = commands.train(*typed, code=EXIT_USER)
-    assert f"SLURM job {job} (PENDING) is this run's" in said and said.count("\n") == 1
+    assert f"SLURM job {job} (PENDING) belongs to this run" in said and said.count("\n") == 1
     assert not run.exists()
     away.rename(run)
     shutil.rmtree(run / "code")

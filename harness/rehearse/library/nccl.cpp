@@ -68,7 +68,8 @@ EXPORT ncclResult_t ncclGetVersion(int* version) {
 EXPORT const char* ncclGetErrorString(ncclResult_t) { return "error of the virtual GPU's NCCL"; }
 EXPORT const char* ncclGetLastError(ncclComm_t) { return ""; }
 
-// An id is text, so that a communicator can be told by it. Ids of other ranks come from harness/rehearse/store.py.
+// An id is text, so that it identifies a communicator. Ids of other ranks come from LoneStore
+// (harness/rehearse/substitutes.py).
 EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
     *id = {};
     snprintf(id->internal, sizeof id->internal, "id %d", ids++);
