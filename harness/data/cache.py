@@ -127,15 +127,19 @@ def _find_damage(folder: Path, split: str) -> str | None:
 def remove_abandoned(root: Path) -> None:
     """Remove unfinished caches of builders that were killed; running builders hold a lock."""
     for path in root.glob(".tokens-*"):
+        # A builder makes its folder and then locks it; locking it in between would stop the builder.
+        age = _seconds_since_change(path)
+        if age <= _LOCKING_SECONDS:
+            continue
         try:
             held = lock(path / LOCK)
         except FileNotFoundError:
             held = None
         except (LockedError, OSError):  # OSError: another user's lock file cannot be opened
             continue
-        # A builder locks its folder right after making it. Without locks, the folder's age decides.
         with held or contextlib.nullcontext():
-            if _seconds_since_change(path) > (_ABANDONED_SECONDS if held is None else _LOCKING_SECONDS):
+            # Without locks, the folder's age decides.
+            if held is not None or age > _ABANDONED_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -290,3 +290,15 @@ def test_a_cache_dir_that_cannot_be_written():
     Path("cache").write_text("a file")
     with pytest.raises(DataError, match=r"data.cache_dir: cannot write to cache"):
         opened()
+
+
+def test_a_builder_that_has_not_locked_yet_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cleaning up must not hold the lock that the builder is about to take."""
+    folder = tmp_path / ".tokens-new"
+    folder.mkdir()
+    (folder / cache.LOCK).touch()
+    monkeypatch.setattr(cache, "lock", lambda *_, **__: pytest.fail("locked"))
+    cache.remove_abandoned(tmp_path)
+    assert folder.is_dir()
