@@ -91,6 +91,10 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     done = train(tmp_path, gpus="0")
     assert done.returncode == EXIT_USER
     assert "the layout takes 2 ranks, one GPU each, and this machine has 1" in done.stderr
+    # Where the job is composed, GPUs may not be visible; then the rank that has none refuses.
+    done = train(tmp_path / "nine", "parallelism.dp_shard=9", "training.global_batch_size=9")
+    assert done.returncode == EXIT_USER
+    assert "local rank 8 has no GPU" in done.stderr and "would work: cpu" in done.stderr
 
 
 def test_a_run_out_of_memory_says_so_and_leaves_a_snapshot(tmp_path: Path) -> None:
