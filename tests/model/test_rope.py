@@ -20,12 +20,14 @@ def complex_rotation(x_BTHD: Tensor, table_2TD: Tensor, *, interleaved: bool) ->
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("config", [RopeConfig(), RopeConfig(scaling="yarn", factor=4.0)])
-def test_rotation_and_its_gradient(interleaved: bool, config: RopeConfig) -> None:
+def test_rotation_and_its_gradient(compiled: bool, interleaved: bool, config: RopeConfig) -> None:
+    turn = torch.compile(rotate, backend="aot_eager") if compiled else rotate
     table_2TD = rope_table(config, D, T)
     ours, theirs = (torch.randn(B, T, H, D, generator=torch.manual_seed(0), requires_grad=True) for _ in "12")
-    out = rotate(ours, signed_table(table_2TD), interleaved=interleaved)
+    out = turn(ours, signed_table(table_2TD), interleaved=interleaved)
     expected = complex_rotation(theirs, table_2TD, interleaved=interleaved)
     grad = torch.randn_like(out)
     out.backward(grad)
