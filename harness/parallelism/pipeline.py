@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
@@ -45,6 +46,11 @@ class Stage(PipelineStage):
         if backward_type == "input":
             self._check_all_found(result[1] or [])
         return result
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # Before 2.12 torch also connects two stages of one rank, and gloo cannot send to its own rank.
+        operations = super()._get_init_p2p_neighbors_ops()
+        return [each for each in operations if each.group_peer != self.group_rank]
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # After the weight pass, some gradients of a group are in reduce_dtype and others still in
