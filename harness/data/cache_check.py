@@ -31,7 +31,7 @@ _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedCache(Exception):
-    """A token cache differs from what was written; the message has the details."""
+    """A token cache is damaged; the message has the details."""
 
 
 def files_of(split: str) -> tuple[str, str]:

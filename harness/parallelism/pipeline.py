@@ -48,7 +48,7 @@ class Stage(PipelineStage):
         return result
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # Before 2.12 torch also connects two stages of one rank, and gloo cannot send to its own rank.
+        # torch 2.11 also connects two stages of one rank, and gloo cannot send to its own rank.
         operations = super()._get_init_p2p_neighbors_ops()
         return [each for each in operations if each.group_peer != self.group_rank]
 

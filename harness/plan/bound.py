@@ -35,8 +35,8 @@ class _Load:
         both, parts = (forward, *backward), dict.fromkeys(KNOWN, 0.0)
         for each in both:
             parts["compute"] += each.compute
-            for moved in each.moved:
-                parts[moved.axis] += moved.exposed
+            for collective in each.collectives:
+                parts[collective.axis] += collective.exposed
         return cls(forward.seconds, sum(each.seconds for each in backward), tuple(parts.values()))
 
 

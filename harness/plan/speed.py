@@ -138,15 +138,15 @@ class StepModel:
         group = Group(shards, min(whole.per_node, shards))
         gather, reduce = [], []
         if shards > 1:
-            gather.append(self._moved("all_gather", values * param, group))
-            reduce.append(self._moved("reduce_scatter", values * reduced, group))
+            gather.append(self._over_shards("all_gather", values * param, group))
+            reduce.append(self._over_shards("reduce_scatter", values * reduced, group))
         if self.layout.dp_replicate > 1:
             replicas = group_of(self.job, machine.ranks_per_node, "dp_replicate")
-            reduce.append(self._moved("all_reduce", values / shards * reduced, replicas))
+            reduce.append(self._over_shards("all_reduce", values / shards * reduced, replicas))
         copying = machine.pass_seconds(2 * values * param) if shards > 1 else 0.0
         return Sharing(tuple(gather), tuple(reduce), copying, values / shards)
 
-    def _moved(self, collective: str, size: float, group: Group) -> Collective:
+    def _over_shards(self, collective: str, size: float, group: Group) -> Collective:
         seconds = self.machine.collective_seconds(collective, size, group)
         return Collective("dp", collective, group, size, seconds, seconds)
 
@@ -197,7 +197,7 @@ class StepModel:
         Args:
             gathers: how many of ``sharing``, from the first, are gathered.
         """
-        moved: list[Collective] = []
+        collectives: list[Collective] = []
         copying = 0.0
         for i, shared in enumerate(sharing):
             mine = (*(shared.gather if i < gathers else ()), *(shared.reduce if reduces else ()))
@@ -207,12 +207,12 @@ class StepModel:
             if self.machine.shares_cores:
                 room = 0.0
             exposed = max(0.0, taken - room) / taken if taken else 0.0
-            moved += [
+            collectives += [
                 Collective(m.axis, m.collective, m.group, m.bytes, m.seconds, m.seconds * exposed)
                 for m in mine
             ]
             copying += shared.copying if i < gathers else 0.0
-        return Pass(copying, tuple(moved))
+        return Pass(copying, tuple(collectives))
 
     # -- a step ----
 
@@ -272,13 +272,13 @@ class StepModel:
         """Parts of the step time of one pipeline rank, and its collectives with their counts."""
         stages = [self.stages[i] for i in stages_of_rank(self.layout, self.job.model.n_layers, rank)]
         parts = dict.fromkeys(PARTS, 0.0)
-        moved: list[tuple[Collective, int]] = []
+        collectives: list[tuple[Collective, int]] = []
 
         def add(one: Pass, times: int) -> None:
             parts["compute"] += one.compute * times
-            for item in one.moved:
+            for item in one.collectives:
                 parts[item.axis] += item.exposed * times
-                moved.append((item, times))
+                collectives.append((item, times))
 
         for action in self.order[rank]:
             add(self._pass(action), self.passes)
@@ -289,10 +289,10 @@ class StepModel:
         parts["optimizer"] = self.update_seconds(stages)
         if self.layout.pp > 1:
             sends = sends_of_rank(self.order, rank) * self.passes
-            moved.append((self._send, sends))
+            collectives.append((self._send, sends))
             if self.machine.shares_cores:
                 parts["pp"] += self._send.seconds * sends
-        return parts, moved
+        return parts, collectives
 
     def _on_shared_cores(self, ranks: list[dict[str, float]], slowest: dict[str, float]) -> dict[str, float]:
         """Parts of the step if ranks share cores, so that others work while one waits.
@@ -309,10 +309,10 @@ class StepModel:
         chain = {name: seconds / threads for name, seconds in slowest.items()}
         return total if sum(total.values()) >= sum(chain.values()) else chain
 
-    def _traffic(self, moved: list[tuple[Collective, int]]) -> list[Traffic]:
+    def _traffic(self, collectives: list[tuple[Collective, int]]) -> list[Traffic]:
         """Add up equal collectives of the same axis and group."""
         sums: dict[tuple[str, str, Group], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
-        for item, times in moved:
+        for item, times in collectives:
             ranks = item.group.ranks
             share = {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(
                 item.collective, (ranks - 1) / ranks

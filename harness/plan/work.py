@@ -47,15 +47,15 @@ class Pass:
     """A forward, or a part of a backward, of one microbatch."""
 
     compute: float = 0.0
-    moved: tuple[Collective, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def seconds(self) -> float:
         """Seconds of computation and of exposed collectives."""
-        return self.compute + sum(moved.exposed for moved in self.moved)
+        return self.compute + sum(each.exposed for each in self.collectives)
 
     def __add__(self, other: Pass) -> Pass:
-        return Pass(self.compute + other.compute, self.moved + other.moved)
+        return Pass(self.compute + other.compute, self.collectives + other.collectives)
 
     def times(self, factor: float) -> Pass:
         """The pass, scaled by ``factor``."""
@@ -63,7 +63,7 @@ class Pass:
             Collective(
                 m.axis, m.collective, m.group, m.bytes * factor, m.seconds * factor, m.exposed * factor
             )
-            for m in self.moved
+            for m in self.collectives
         )
         return Pass(self.compute * factor, tuple(scaled))
 
@@ -132,7 +132,7 @@ class Worker:
         """Forward and backward of the embedding: its collectives; the look-up is negligible."""
         rows = self.rows * (1 + self.job.model.mtp.depth)
         whole = rows * self.job.model.dim * self.value_bytes
-        return Pass(moved=self._tensor_of(whole, 0, 1)), Pass(moved=self._tensor_of(whole, 1, 0))
+        return Pass(collectives=self._tensor_of(whole, 0, 1)), Pass(collectives=self._tensor_of(whole, 1, 0))
 
     def head(self) -> tuple[Pass, Pass]:
         """Forward and backward of the head with the loss."""
@@ -175,7 +175,7 @@ class Worker:
         kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
         products = sum(self._product(product) for product in operations.products)
         again = self._passes(operations) + self._cast_inputs(operations)
-        gathers = tuple(moved for moved in collectives if moved.collective == "all_gather")
+        gathers = tuple(each for each in collectives if each.collective == "all_gather")
         return Pass(products * (1 - kept) + again, gathers)
 
     def _product(self, product: TensorSpec) -> float:
@@ -212,7 +212,7 @@ class Worker:
         """Seconds of element-wise operations in forward."""
         layout, costs = self.job.parallelism, COMPILED if self.compiled else EAGER
         experts = layout.tp if layout.splits_experts else 1
-        moved = (
+        traffic = (
             self.stream_rows * operations.norm_width * (costs["norm"] + costs["residual"])
             + self.rows * operations.rotated_width / layout.tp * costs["rotation"]
             + self.rows * operations.gate_width / layout.tp * costs["gate"]
@@ -220,7 +220,7 @@ class Worker:
             + self._expert_rows(1) * operations.expert_width * costs["sort"]
         )
         launches = self.machine.constants.launch * KERNELS[self.compiled]
-        return self.machine.pass_seconds(moved * self.value_bytes / 2) + launches
+        return self.machine.pass_seconds(traffic * self.value_bytes / 2) + launches
 
     # -- float8 ----
 
@@ -283,11 +283,13 @@ class Worker:
                 ("all_gather", whole / (self.value_bytes if cast else 1), gathers),
                 ("reduce_scatter", whole, reductions),
             ]
-        moved = []
+        collectives = []
         for collective, size, count in kinds:
             seconds = self.machine.collective_seconds(collective, size, group)
-            moved += [Collective("tp", collective, group, size, seconds, seconds * (1 - hidden))] * count
-        return tuple(moved)
+            collectives += [
+                Collective("tp", collective, group, size, seconds, seconds * (1 - hidden))
+            ] * count
+        return tuple(collectives)
 
     def _context(self, operations: Operations) -> tuple[Collective, ...]:
         """Collectives of context parallel in forward: Ulysses' two exchanges, or a ring's keys and values."""
@@ -297,12 +299,12 @@ class Worker:
         if layout.cp_method == "ulysses":
             per_head = self.rows * self.value_bytes / layout.tp
             inputs = per_head * (of.heads * of.score_width + of.kv_heads * (of.score_width + of.value_width))
-            return self._context_moved("all_to_all", [inputs, per_head * of.heads * of.value_width])
+            return self._over_context("all_to_all", [inputs, per_head * of.heads * of.value_width])
         keys = self._keys(operations) * self.value_bytes
         behind = self._attention_seconds(operations) * (layout.cp - 1) / layout.cp
         if layout.cp_rotate_method == "allgather":
-            return self._context_moved("all_gather", [keys * layout.cp], behind)
-        return self._context_moved("all_to_all", [self._one_hop(keys)] * (layout.cp - 1), behind)
+            return self._over_context("all_gather", [keys * layout.cp], behind)
+        return self._over_context("all_to_all", [self._one_hop(keys)] * (layout.cp - 1), behind)
 
     def _context_backward(self, operations: Operations) -> tuple[Collective, ...]:
         """The same in backward; a ring also passes on the gradients of keys and values, in float32.
@@ -316,7 +318,7 @@ class Worker:
             return forward
         gradients = self._one_hop(self._keys(operations) * DTYPE_BYTES["float32"])
         behind = self._attention_seconds(operations) * 1.5
-        return (*forward, *self._context_moved("all_to_all", [gradients] * layout.cp, behind))
+        return (*forward, *self._over_context("all_to_all", [gradients] * layout.cp, behind))
 
     def _keys(self, operations: Operations) -> float:
         """Number of elements in a rank's keys and values."""
@@ -328,7 +330,7 @@ class Worker:
         cp = self.job.parallelism.cp
         return size * cp / (cp - 1)
 
-    def _context_moved(
+    def _over_context(
         self, collective: str, sizes: list[float], behind: float = 0.0
     ) -> tuple[Collective, ...]:
         """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
@@ -343,14 +345,14 @@ class Worker:
     def _experts(self, operations: Operations) -> tuple[Collective, ...]:
         """Collectives of expert parallel in forward: counts of rows, then rows to the experts and back."""
         counts = self.job.model.moe.num_experts * COUNT_BYTES
-        return (*self._expert_moved(operations, counts, times=1), *self._rows_to_experts(operations))
+        return (*self._over_experts(operations, counts, times=1), *self._rows_to_experts(operations))
 
     def _rows_to_experts(self, operations: Operations) -> tuple[Collective, ...]:
         """Rows travel to the experts and back; their gradients do so in backward."""
         size = self._expert_rows(1) * operations.expert_width * self.value_bytes
-        return self._expert_moved(operations, size, times=2)
+        return self._over_experts(operations, size, times=2)
 
-    def _expert_moved(self, operations: Operations, size: float, *, times: int) -> tuple[Collective, ...]:
+    def _over_experts(self, operations: Operations, size: float, *, times: int) -> tuple[Collective, ...]:
         job, layout = self.job, self.job.parallelism
         if layout.ep == 1 or not operations.expert_width:
             return ()

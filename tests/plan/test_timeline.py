@@ -7,7 +7,7 @@ import pytest
 from harness.parallelism.config import ParallelismConfig
 from harness.plan.order import pipeline_order
 from harness.plan.plan import Action
-from harness.plan.timeline import simulate
+from harness.plan.timeline import sends_of_rank, simulate
 
 FORWARD, BACKWARD = 1.0, 2.0
 
@@ -62,3 +62,20 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
     order = [[Action(0, "B", 0), Action(0, "F", 0)]]
     with pytest.raises(ValueError, match="deadlocks"):
         simulate(order, lambda action: 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages_per_rank", "sends"),
+    [
+        ("1F1B", 1, [8, 16, 16, 8]),
+        ("Interleaved1F1B", 2, [24, 32, 32, 24]),
+        ("ZBVZeroBubble", 2, [16, 32, 32, 16]),
+    ],
+)
+def test_sends_of_every_rank(name: str, stages_per_rank: int, sends: list[int]) -> None:
+    """Eight microbatches: a stage sends each once to a neighbour, unless the neighbour is on the same rank.
+
+    In a V the first rank has the first and the last stage, and the last rank the two in the middle.
+    """
+    order = pipeline_order(ParallelismConfig(pp=4, pp_schedule=name), 4 * stages_per_rank * 2, 8)
+    assert [sends_of_rank(order, rank) for rank in range(4)] == sends
