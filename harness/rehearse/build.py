@@ -78,7 +78,7 @@ def require_build() -> None:
     if cuda_version() is None:
         raise UserError(
             "rehearsals need a build of torch for CUDA, and this one has none; "
-            "would work: make rehearsal, then .venv-rehearsal/bin/python -m harness.rehearse"
+            "would work: make rehearsal, then the same command by .venv-rehearsal/bin/python"
         )
     for tool in ("g++", "nm"):
         if shutil.which(tool) is None:

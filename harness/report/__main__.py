@@ -93,7 +93,7 @@ def report(
     else:
         if rehearse:
             raise UserError(
-                "--rehearse: is for experiments with published rows, such as experiments/llama3_h100"
+                f"--rehearse: {folder} has no published rows; would work: experiments/llama3_h100"
             )
         if runs is not None:
             raise UserError(f"--runs={runs}: is for experiments; would work: python -m harness.report {runs}")
