@@ -71,7 +71,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     from harness.loop.setup import process_group, set_up_process
     from harness.loop.trainer import Trainer
     from harness.metrics.recorder import Recorder
-    from harness.run_folder import RunFolder
+    from harness.run.folder import RunFolder
 
     folder = Path(tempfile.mkdtemp())
     overrides = [*overrides, f"training.steps={steps}", f"runs_dir={folder}"]

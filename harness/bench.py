@@ -23,7 +23,7 @@ from harness.job import Job
 from harness.launched import launched_ranks
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.result import flatten
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 EXIT_FAILED = 1
 BASE = "base"

@@ -29,7 +29,8 @@ from harness.job import Job
 from harness.loop import process
 from harness.loop.signals import ignore_stop_signals, stop_signals_ignored, stop_signals_interrupt
 from harness.model.accounting import account
-from harness.run_folder import RunFolder
+from harness.run.end import finish_run
+from harness.run.folder import RunFolder
 from harness.tables import degrees_in_words
 
 if TYPE_CHECKING:
@@ -78,8 +79,7 @@ def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
     def write_row() -> None:
         if not folder.has_result:
             gone = LauncherGone(f"the process that started the ranks (pid {launcher}) is gone")
-            folder.record_error(None, gone)
-            folder.ensure_result(job, "failed", gone.exit_code)
+            finish_run(job, folder, folder.record_error(None, gone)["exit_code"], quiet=True)
 
     def wait_for_row() -> None:
         # Otherwise rank 0 would see a peer disappear and record that as the cause.

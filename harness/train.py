@@ -16,7 +16,7 @@ from harness.data.vocabulary import require_vocabulary
 from harness.errors import UserError
 from harness.job import Job
 from harness.launched import launched_ranks
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 
 def train(job: Job, overrides: list[str]) -> int:

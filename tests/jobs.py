@@ -9,7 +9,7 @@ from typing import NamedTuple
 from harness.compose import compose_job
 from harness.job import Job
 from harness.rank import run_rank
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 TINY = (
     "model=llama3_tiny",

@@ -15,10 +15,10 @@ import torch
 from jobs import tiny
 
 from harness import rank
-from harness.cluster.outcome import finish_run
 from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_USER, DataError
 from harness.job import Job
-from harness.run_folder import RunFolder
+from harness.run.end import finish_run
+from harness.run.folder import RunFolder
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from jobs import tiny
 
-from harness.cluster.outcome import finish_run
 from harness.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -29,7 +28,8 @@ from harness.errors import (
 )
 from harness.job import Job
 from harness.metrics.jsonl import MetricsFile
-from harness.run_folder import RESERVE, RunFolder
+from harness.run.end import finish_run
+from harness.run.folder import RESERVE, RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_the_lock_ends_with_its_holder_however_that_ends(folder: RunFolder, job:
     (folder.path / "job.json").write_text(job.to_json())
     code = (
         "import os, sys; from pathlib import Path; from harness.job import Job;"
-        "from harness.run_folder import RunFolder;"
+        "from harness.run.folder import RunFolder;"
         "path = Path(sys.argv[1]); job = Job.from_json((path / 'job.json').read_text());"
         "folder = RunFolder(path); folder.begin(job, []); os.kill(os.getpid(), 9)"
     )
@@ -93,7 +93,7 @@ def test_the_lock_ends_with_its_holder_however_that_ends(folder: RunFolder, job:
 def test_a_status_counts_only_while_its_process_lives(
     folder: RunFolder, job: Job, pid_started: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.run_folder.LEAVING_SECONDS", 0.2)
+    monkeypatch.setattr("harness.run.folder.LEAVING_SECONDS", 0.2)
     folder.path.mkdir()
     status = {
         "state": "running",

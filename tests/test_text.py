@@ -15,7 +15,7 @@ from harness.config import leaves, with_value
 from harness.download import DownloadJob
 from harness.errors import EXIT_OK, EXIT_USER, ConfigError, UserError
 from harness.job import Job
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 from harness.text import SecretError, validate_texts
 
 SMALL = [

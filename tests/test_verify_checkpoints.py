@@ -14,7 +14,7 @@ from harness.checkpoint.storage import Reader, Writer
 from harness.checkpoint.verify import verify
 from harness.compose import compose_job
 from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 from harness.sweep.__main__ import main as sweep_main
 from harness.sweep.registry import Point, Registry
 from harness.verify import main

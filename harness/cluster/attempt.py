@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.cluster import queue
-from harness.cluster.job_record import SlurmJobRecord
+from harness.cluster.died import dead_ranks, record_dead
 from harness.cluster.node_check import UnfitNodes, check_nodes
-from harness.cluster.outcome import finish_run, last_lines
-from harness.cluster.srun_log import dead_ranks
+from harness.cluster.ranks import rank_environment, rendezvous_store
 from harness.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -38,9 +34,11 @@ from harness.errors import (
 )
 from harness.failures import VICTIMS, kind_of_text
 from harness.job import Job
-from harness.loop.process import importing_torch
-from harness.rank import STARTED, leave
-from harness.run_folder import RunFolder
+from harness.rank import leave
+from harness.run.end import finish_run
+from harness.run.errors import last_lines
+from harness.run.folder import RunFolder
+from harness.run.slurm_record import SlurmJobRecord
 
 if TYPE_CHECKING:
     from harness.cluster.batch import Received
@@ -144,8 +142,7 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
 
 def _has_progress(folder: RunFolder) -> bool:
     """Whether this attempt or the one before finished a step; True for the first attempt."""
-    attempts = [path for path in (folder.path / "attempts").glob("*") if path.name.isdigit()]
-    earlier = max(attempts, key=lambda path: int(path.name), default=None)
+    earlier = folder.earlier_attempt
     if earlier is None:
         return True
     rows = (folder.row, RunFolder(earlier).row)
@@ -177,8 +174,10 @@ def _run_ranks(
 ) -> int:
     """Start the ranks, wait, record those that ended without recording an error; return an exit code."""
     logs = folder.path / "logs"
-    with _store() as port, (logs / SRUN_LOG).open("ab") as log:
-        environment = {**os.environ, **rank_environment(job, port, started)}
+    with rendezvous_store() as port, (logs / SRUN_LOG).open("ab") as log:
+        # srun sets each task's rank. sbatch passes on OMP_NUM_THREADS of the submitting shell.
+        inherited = {name for name in os.environ if name != "OMP_NUM_THREADS"} | job.cluster.env.keys()
+        environment = {**os.environ, **rank_environment(job, port, started, inherited)}
         if received.last is not None:
             return EXIT_INTERRUPTED  # the signal would kill srun before it can handle it
         srun = subprocess.Popen(srun_command(job, folder.path), env=environment, stderr=log)
@@ -211,20 +210,14 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int) -> int:
     if allocation.state() in _TAKEN:
         return EXIT_INTERRUPTED  # SLURM ended the ranks; the errors they recorded are not the cause
     logs = folder.path / "logs"
-    dead = [
-        each
-        for each in dead_ranks((logs / SRUN_LOG).read_text(errors="replace"), logs)
-        if not folder.has_error_of(each[0])
-    ]
-    if not dead and code == EXIT_INTERRUPTED:
+    dead = record_dead(folder, dead_ranks((logs / SRUN_LOG).read_text(errors="replace"), logs))
+    if dead:
+        return dead[0].exit_code
+    if code == EXIT_INTERRUPTED:
         return EXIT_INTERRUPTED
-    if not dead and error is not None and error["kind"] != "interrupted":
+    if error is not None and error["kind"] != "interrupted":
         return int(error["exit_code"])
-    # The first rank that ended is the cause, unless the log of another one gives a reason.
-    explained = [each for each in dead if each[1].kind not in ("unknown", *VICTIMS)]
-    rank, died = next(iter(explained or dead), (None, StepFailed(returned, logs)))
-    folder.record_error(rank, died)
-    return died.exit_code
+    return int(folder.record_error(None, StepFailed(returned, logs))["exit_code"])
 
 
 class NoProgress(MachineError):
@@ -302,42 +295,6 @@ def _why_not_requeued(job: Job, seconds: float) -> str:
         f"{why}, and cluster.max_requeues={config.max_requeues} allows no further requeue; the same command "
         "continues from its last checkpoint"
     )
-
-
-@contextmanager
-def _store() -> Iterator[int]:
-    """Keep the rendezvous store of the ranks; yield its port, which the system chose and is thus free."""
-    with importing_torch():
-        from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
-    del store
-
-
-def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
-    """Return the environment variables that all ranks share; srun sets each task's rank.
-
-    Args:
-        job: the resolved job.
-        port: port of the store, on this node.
-        started: time.time() at which the job was started.
-    """
-    nodes, local = job.cluster.nodes_for(job.world_size)
-    # A node may be unable to resolve its own name; without a network that takes minutes to fail.
-    address = "127.0.0.1" if nodes == 1 else socket.gethostname()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = job.cluster.threads_per_rank or job.cluster.cpus_per_rank or max(1, cores // local)
-    return {
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_WORLD_SIZE": str(local),
-        "MASTER_ADDR": job.cluster.env.get("MASTER_ADDR", address),
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        STARTED: str(started),
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000"),  # see openmp_environment
-        "OMP_NUM_THREADS": job.cluster.env.get("OMP_NUM_THREADS", str(threads)),
-    }
 
 
 def srun_command(job: Job, run_dir: Path) -> list[str]:

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cluster.outcome import RankDied, finish_run, memory_kills
+from harness.cluster.died import RankDied, memory_kills, record_dead
+from harness.cluster.ranks import openmp_environment, rank_environment, rendezvous_store
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED
 from harness.job import Job
 from harness.loop.process import importing_torch
@@ -23,8 +24,9 @@ from harness.loop.signals import (
     stop_signals_ignored,
     stop_signals_interrupt,
 )
-from harness.rank import CONTROLLER, STARTED, run_rank
-from harness.run_folder import RunFolder
+from harness.rank import CONTROLLER, run_rank
+from harness.run.end import finish_run
+from harness.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
@@ -66,26 +68,6 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
         folder.release()
 
 
-def threads_per_rank(job: Job) -> int:
-    """Return the CPU threads per rank: the cores this process may use, divided evenly."""
-    if job.cluster.threads_per_rank is not None:
-        return job.cluster.threads_per_rank
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // job.world_size)
-
-
-def openmp_environment(job: Job) -> dict[str, str]:
-    """Return OpenMP's thread count and spin count for a rank; set them before torch is imported.
-
-    GNU's OpenMP threads spin for milliseconds at every barrier. On cores shared with other processes they
-    take time from the thread they wait for: on two shared cores steps took up to ten times as long. A spin
-    count of 1000 is as fast on an idle machine (experiments/LOG.md). Variables set by the user are kept.
-    """
-    wanted = {"OMP_NUM_THREADS": str(threads_per_rank(job)), "GOMP_SPINCOUNT": "1000"}
-    from_job = "OMP_NUM_THREADS" if job.cluster.threads_per_rank is not None else ""
-    return {name: value for name, value in wanted.items() if name == from_job or name not in os.environ}
-
-
 def _run_here(job: Job, folder: RunFolder, started: float) -> int:
     """Run the only rank in this process; return its exit code."""
     os.environ.update(openmp_environment(job))
@@ -95,19 +77,16 @@ def _run_here(job: Job, folder: RunFolder, started: float) -> int:
 
 def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     """Start the ranks, wait, record those that ended without recording an error; return the exit code."""
-    with (
-        StopRequest(raises=False) as stop,
-        memory_kills() as killed_for_memory,
-        Ranks(job, folder, started) as ranks,
-    ):
-        ended = _supervise(job, ranks, stop)
+    with StopRequest(raises=False) as stop, memory_kills() as killed_for_memory, rendezvous_store() as port:
+        environment = {CONTROLLER: str(os.getpid()), **rank_environment(job, port, started)}
+        with Ranks(job.world_size, folder.path, environment) as ranks:
+            ended = _supervise(job, ranks, stop)
     asked = stop.signal is not None
-    for rank, code in ended.items():
-        # Until its loop begins, a stop signal kills a rank.
-        obeyed = asked and code in (-signal.SIGTERM, -signal.SIGINT)
-        if code not in (EXIT_OK, *STOPPED) and not obeyed and not folder.has_error_of(rank):
-            died = RankDied.by_code(rank, code, killed_for_memory(), folder.path / "logs")
-            folder.record_error(rank, died)
+    # Until its loop begins, a stop signal kills a rank.
+    obeyed = (-signal.SIGTERM, -signal.SIGINT) if asked else ()
+    failed = {rank: code for rank, code in ended.items() if code not in (EXIT_OK, *STOPPED, *obeyed)}
+    kills, logs = killed_for_memory(), folder.path / "logs"
+    record_dead(folder, [(rank, RankDied.by_code(rank, code, kills, logs)) for rank, code in failed.items()])
     if EXIT_RESUMABLE in ended.values():
         return EXIT_RESUMABLE  # all ranks have saved, or none has
     if asked or EXIT_INTERRUPTED in ended.values():
@@ -144,21 +123,18 @@ class Ranks:
     signal that asks for an orderly stop, and requires that the host name resolves.
     """
 
-    def __init__(self, job: Job, folder: RunFolder, started: float) -> None:
-        self.job, self.folder, self.started = job, folder, started
+    def __init__(self, world_size: int, run_dir: Path, environment: dict[str, str]) -> None:
+        self.world_size, self.run_dir, self.environment = world_size, run_dir, environment
         self._context: PContext | None = None
 
     def __enter__(self) -> Ranks:
         with importing_torch():
-            from torch.distributed import TCPStore
             from torch.distributed.elastic.multiprocessing import start_processes
 
         # The run folder's error files describe failures better than elastic's log.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        # Created here and not on rank 0, on a port that the system picks: no other process can take it.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        arguments = ("-u", "-m", "harness.rank", str(self.folder.path))
-        ranks = range(self.job.world_size)
+        ranks = range(self.world_size)
+        arguments = ("-u", "-m", "harness.rank", str(self.run_dir))
 
         def start() -> None:
             try:
@@ -166,8 +142,11 @@ class Ranks:
                     name="rank",
                     entrypoint=sys.executable,
                     args=dict.fromkeys(ranks, arguments),
-                    envs={rank: self._environment(rank) for rank in ranks},
-                    logs_specs=_logs_specs(self.folder.path / "logs"),
+                    envs={
+                        rank: {**self.environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                        for rank in ranks
+                    },
+                    logs_specs=_logs_specs(self.run_dir / "logs"),
                 )
             except BaseException as error:
                 failures.append(error)
@@ -205,22 +184,6 @@ class Ranks:
         """Popen objects by rank."""
         handlers = getattr(self._context, "subprocess_handlers", {})
         return {rank: handler.proc for rank, handler in handlers.items()}
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        """Return the variables that torchrun would set, and those that tie the rank to this process."""
-        size = str(self.job.world_size)
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            CONTROLLER: str(os.getpid()),
-            STARTED: str(self.started),
-            **openmp_environment(self.job),
-        }
 
 
 def _logs_specs(folder: Path) -> LogsSpecs:

@@ -57,6 +57,11 @@ ENDED = (
 )
 
 
+def is_live(state: str | None) -> bool:
+    """Whether a job in this state has not ended; False if SLURM has forgotten it."""
+    return state is not None and state not in ENDED
+
+
 class Jobs:
     """Jobs listed by one call of squeue, including those that ended within the last minutes.
 
@@ -73,11 +78,6 @@ class Jobs:
             if job.state not in ENDED:
                 self._by_id[job.id] = job
                 self._by_name[job.name].append(job)
-
-    @property
-    def live(self) -> list[Queued]:
-        """Jobs that have not ended."""
-        return list(self._by_id.values())
 
     def candidates(self, job_id: str | None, name: str) -> list[Queued]:
         """Return jobs that have not ended and have this id, or this name if no id is given."""

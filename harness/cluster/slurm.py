@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.cluster.config import ClusterConfig
-from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.queue import partition_minutes, require_slurm, submit_script
 from harness.cluster.snapshot import snapshot_path, take_snapshot
 from harness.errors import ConfigError
 from harness.files import write_atomically
 from harness.job import Job
+from harness.run.slurm_record import SlurmJobRecord
 
 
 @dataclass(frozen=True)

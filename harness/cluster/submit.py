@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import sys
 
-from harness.cluster.follow import follow, is_live, job_id_of, queued, record_lost_job, state_of
+from harness.cluster.follow import follow, job_id_of, queued
 from harness.cluster.inputs import require_inputs
-from harness.cluster.job_record import SlurmJobRecord
-from harness.cluster.queue import Queued, describe, jobs, require_slurm
+from harness.cluster.queue import Queued, describe, is_live, jobs, last_states, require_slurm
 from harness.cluster.slurm import Submission, device_hours, shape_of
 from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import Job
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
+from harness.run.lost import close_run
+from harness.run.slurm_record import SlurmJobRecord
 
 # States of a run whose job has not recorded how it ended.
 UNFINISHED = ("submitted", "starting", "running", "requeued")
@@ -71,7 +72,7 @@ def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued |
         UserError: the job is queued but its run folder was removed, so it would fail when it starts.
     """
     if SlurmJobRecord.read(folder.path) is None:
-        found = SlurmJobRecord(submission.name).find(jobs().live)
+        found = SlurmJobRecord(submission.name).find(jobs())
         # A job of that name may have another runs_dir. SLURM cuts StdOut at a space.
         output = "" if found is None else describe(found.id).get("StdOut", "")
         if found is not None and output and f"{submission.folder}/".startswith(output.rpartition("/")[0]):
@@ -87,9 +88,9 @@ def _close_lost(job: Job, folder: RunFolder) -> None:
     """If the run's earlier job ended without a row, write the row and show how the job ended."""
     job_record = SlurmJobRecord.read(folder.path)
     if job_record is not None and job_record.job_id is not None and folder.state in UNFINISHED:
-        state = state_of(job_record)
+        state = last_states([job_record.job_id]).get(job_record.job_id)
         if not is_live(state):
-            record_lost_job(job, folder, job_record, state)
+            close_run(job, folder, job_record, state)
 
 
 def submit(

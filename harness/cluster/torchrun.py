@@ -9,14 +9,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from harness.checkpoint.resume import is_finished, show_finished
-from harness.cluster.local import openmp_environment
-from harness.cluster.outcome import format_failure
+from harness.cluster.ranks import openmp_environment
 from harness.errors import EXIT_OK, EXIT_USER, STOPPED, MachineError, UserError
 from harness.job import Job
 from harness.loop.process import importing_torch
 from harness.loop.signals import stop_signals_interrupt
 from harness.rank import end_with_launcher, leave, run_rank
-from harness.run_folder import RunFolder
+from harness.run.end import find_cause, finish_run, show_failure
+from harness.run.folder import RunFolder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -105,12 +105,11 @@ def _report_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:
         (folder.path / "errors" / "told").open("x").close()
     except OSError:
         return
-    error = folder.first_error()
-    if error is None:
+    cause = find_cause(folder, code)
+    if cause is None:
         return
-    sys.stderr.write(format_failure(error, job.world_size, folder))
-    sys.stderr.flush()
+    show_failure(job, folder, cause)
     deadline = time.monotonic() + (0.0 if rank == 0 else ROW_SECONDS)
     while not folder.has_result and time.monotonic() < deadline:
         time.sleep(0.05)
-    folder.ensure_result(job, "failed", error["exit_code"])
+    finish_run(job, folder, code, quiet=True)

@@ -37,7 +37,7 @@ from harness.metrics.window import StepTimer, Window
 from harness.model.accounting import account
 from harness.parallelism.compile import CompileWatch
 from harness.precision.linears import sort_linears, warning_of_eager
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 
 class Trainer:

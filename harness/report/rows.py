@@ -27,10 +27,10 @@ from harness.metrics.mfu import mfu
 from harness.metrics.result import flatten
 from harness.report import gpu_single
 from harness.report.naming import names_of
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
+from harness.run.state import RunState, read_states
 from harness.sweep.registry import FILE as SWEEP
-from harness.sweep.registry import Point, Registry, labels
-from harness.sweep.state import PointState, read_states, typed_overrides
+from harness.sweep.registry import Point, Registry, labels, typed_overrides
 
 Row = dict[str, Any]
 
@@ -89,11 +89,13 @@ def of_sweep(registry: Registry) -> list[Row]:
 def of_points(points: Sequence[Point], names: Sequence[str] | None = None) -> list[Row]:
     """Return rows of points that have a job, in order; named by their overrides unless names are given."""
     names = labels([point.overrides for point in points]) if names is None else names
-    return [_of_seen(shortened(name), each) for name, each in zip(names, read_states(points), strict=True)]
+    seen = read_states([point.run_dir for point in points])
+    return [
+        _of_seen(shortened(name), point, each) for name, point, each in zip(names, points, seen, strict=True)
+    ]
 
 
-def _of_seen(name: str, seen: PointState) -> Row:
-    point = seen.point
+def _of_seen(name: str, point: Point, seen: RunState) -> Row:
     row = {
         # The overrides of the last start; the sweep has those of the first.
         **as_planned(name, point.job, typed_overrides(point.run_dir) or point.overrides),

@@ -12,11 +12,10 @@ from harness.app import run_parsed
 from harness.arguments import Parser
 from harness.cluster.queue import cancel as cancel_jobs
 from harness.errors import EXIT_OK, UserError
-from harness.run_folder import RunFolder
-from harness.sweep.lost import record_lost
-from harness.sweep.registry import Registry, labels
-from harness.sweep.run import log_table, resume
-from harness.sweep.state import BUSY, PointState, points_in, read_states
+from harness.run.folder import RunFolder
+from harness.run.state import BUSY, RunState, read_states
+from harness.sweep.registry import Registry, labels, points_in
+from harness.sweep.run import log_table, resume, states_of
 from harness.sweep.table import rows_of, table_markdown, table_text, write_csv
 from harness.verify import verify_all
 
@@ -52,8 +51,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def status(arguments: argparse.Namespace) -> int:
     """Show the table of a sweep, or of single runs."""
-    seen = record_lost(points_in(arguments.folder))
-    sys.stdout.write(table_text(rows_of(seen)))
+    points = points_in(arguments.folder)
+    seen = states_of(points)
+    sys.stdout.write(table_text(rows_of(points, seen)))
     skipped = len(Registry(arguments.folder).skipped())
     counts = {
         state: sum(each.state == state for each in seen) for state in dict.fromkeys(s.state for s in seen)
@@ -63,13 +63,13 @@ def status(arguments: argparse.Namespace) -> int:
     return _verify(seen) if arguments.verify else EXIT_OK
 
 
-def _verify(seen: Sequence[PointState]) -> int:
+def _verify(seen: Sequence[RunState]) -> int:
     """Compare the newest checkpoint of each completed point with its checksums; return the exit code."""
     code = EXIT_OK
     for each in seen:
         if each.state == "completed":
             try:
-                code = max(code, verify_all([str(each.point.run_dir)], newest=True))
+                code = max(code, verify_all([str(each.run_dir)], newest=True))
             except UserError as error:  # the point was configured to save nothing
                 sys.stdout.write(f"{error}\n")
     return code
@@ -83,14 +83,15 @@ def resume_verb(arguments: argparse.Namespace) -> int:
 def collect(arguments: argparse.Namespace) -> int:
     """Write the results of a sweep as files."""
     registry = Registry.open(arguments.folder)
-    seen = record_lost(registry.points())
-    rows = rows_of(seen, full_reasons=True)
-    write_csv(registry.path / "table.csv", seen, [RunFolder(each.point.run_dir).row for each in seen])
+    points = registry.points()
+    seen = states_of(points)
+    rows = rows_of(points, seen, full_reasons=True)
+    write_csv(registry.path / "table.csv", points, seen, [RunFolder(each.run_dir).row for each in seen])
     (registry.path / "table.md").write_text(
         f"# {registry.name}\n\n{table_markdown(rows)}{_skipped_in_words(registry)}"
     )
     written = ["table.csv", "table.md", *(["plot.png"] if _draw(registry) else [])]
-    log_table(registry, seen, [each.point.job for each in seen])
+    log_table(registry, points, seen, [point.job for point in points])
     for name in written:
         sys.stdout.write(f"{registry.path / name}\n")
     return EXIT_OK
@@ -115,11 +116,11 @@ def _skipped_in_words(registry: Registry) -> str:
 def cancel(arguments: argparse.Namespace) -> int:
     """Cancel the waiting and running SLURM jobs of a sweep or of single runs; their checkpoints are kept."""
     points = points_in(arguments.folder)
-    busy = [each for each in read_states(points) if each.state in BUSY]
+    busy = [each for each in read_states([point.run_dir for point in points]) if each.state in BUSY]
     ids = []
     for each in busy:
         if each.job_record is not None and each.job_id is not None:
-            replace(each.job_record, job_id=each.job_id, cancelled=True).write(each.point.run_dir)
+            replace(each.job_record, job_id=each.job_id, cancelled=True).write(each.run_dir)
             ids.append(each.job_id)
     cancel_jobs(ids)
     sys.stdout.write(f"cancelled {len(ids)} of {len(points)} points\n")

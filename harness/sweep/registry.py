@@ -202,6 +202,29 @@ def folder_of(jobs: Sequence[Job]) -> Path:
     return Path(jobs[0].runs_dir) / name
 
 
+def points_in(folder: Path) -> list[Point]:
+    """Return the points of a sweep folder, the run of a run folder, or all runs of one name.
+
+    Raises:
+        UserError: the folder has neither a sweep nor a run.
+    """
+    registry = Registry(folder)
+    if registry.exists:
+        return registry.points()
+    runs = (
+        [folder] if (folder / "job.json").is_file() else sorted(p.parent for p in folder.glob("*/job.json"))
+    )
+    if not runs:
+        raise UserError(f"{folder}: neither a sweep folder nor a run folder{registry.neighbours()}")
+    return [Point(run.name, run, typed_overrides(run)) for run in runs]
+
+
+def typed_overrides(run_dir: Path) -> list[str]:
+    """Return the overrides that a run was last started with; empty if they are not recorded."""
+    path = run_dir / "overrides.txt"
+    return path.read_text().splitlines() if path.is_file() else []
+
+
 def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] = ()) -> list[str]:
     """Name points by the overrides that not all of them, and ``others``, share.
 

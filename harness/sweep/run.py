@@ -20,12 +20,13 @@ from harness.config import with_value
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
 from harness.job import Job
 from harness.metrics.views import log_sweep
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
+from harness.run.lost import record_lost
+from harness.run.slurm_record import SlurmJobRecord
+from harness.run.state import BUSY, RunState, read_states
 from harness.sweep.arrays import Array, arrays_of
 from harness.sweep.distinct import unique_points
-from harness.sweep.lost import record_lost
 from harness.sweep.registry import Point, Registry, Skipped, folder_of, labels
-from harness.sweep.state import BUSY, PointState, read_states
 from harness.sweep.table import rows_of, table_text
 
 SKIPPED_SHOWN = 10
@@ -55,8 +56,8 @@ def sweep(composed: Sequence[Composed]) -> int:
             RunFolder(point.run_dir).plan(job, point.overrides)
         registry.add(points, skipped)
         # Start the jobs as composed now: labels such as the partition or the time limit may have changed.
-        seen = record_lost(points)
-        started = _start(registry, seen, by_folder, skipped, rerun=True, busy=_busy_besides(registry, points))
+        busy = _busy_besides(registry, points)
+        started = _start(registry, points, by_folder, skipped, rerun=True, busy=busy)
     return _finish(registry, points, by_folder, started)
 
 
@@ -68,62 +69,90 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
         out_of_memory: also start points that ran out of memory; they fail again unless something has changed.
     """
     with registry.controlled():
-        seen = record_lost(registry.points())
-        jobs = {each.point.run_dir: each.point.job for each in seen}
-        started = _start(registry, seen, jobs, [], out_of_memory=out_of_memory)
-    return _finish(registry, [each.point for each in seen], jobs, started)
+        points = registry.points()
+        jobs = {point.run_dir: point.job for point in points}
+        started = _start(registry, points, jobs, [], out_of_memory=out_of_memory)
+    return _finish(registry, points, jobs, started)
+
+
+def states_of(points: Sequence[Point]) -> list[RunState]:
+    """Return the states of points; write the rows of those that ended without one.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    seen, closed = record_lost([point.run_dir for point in points])
+    if closed:
+        counts = Counter(each.kind or each.state for each in closed)
+        named = ", ".join(f"{count} {name}" for name, count in counts.items())
+        count = f"{len(closed)} point{'s' if len(closed) > 1 else ''}"
+        sys.stderr.write(f"{count} ended without a result: {named}\n")
+    return seen
 
 
 def _start(
     registry: Registry,
-    seen: Sequence[PointState],
+    points: Sequence[Point],
     jobs: dict[Path, Job],
     skipped: Sequence[Skipped],
     *,
     out_of_memory: bool = False,
     rerun: bool = False,
-    busy: Sequence[PointState] = (),
+    busy: Sequence[RunState] = (),
 ) -> _Started:
     """Print the plan, ask before a costly submission, then submit points to SLURM and run the local ones.
 
     Args:
         registry: the sweep.
-        seen: its points.
+        points: its points.
         jobs: their jobs, by run folder.
         skipped: points that are not valid jobs.
         out_of_memory: also start points that ran out of memory.
         rerun: also start completed points whose job has ``checkpoint.resume=false``.
         busy: other points of the sweep that are pending or running.
+
+    Raises:
+        UserError: the record of a SLURM job is damaged.
     """
-    wanted, oom = _select(seen, jobs, out_of_memory=out_of_memory, rerun=rerun)
-    sys.stderr.write(_plan_in_words(registry, seen, wanted, oom, jobs, skipped))
-    remote = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "slurm"]
-    local = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "local"]
+    for point in points:
+        SlurmJobRecord.read(point.run_dir)  # without a readable record a point could be submitted twice
+    seen = states_of(points)
+    wanted, oom = _select(points, seen, jobs, out_of_memory=out_of_memory, rerun=rerun)
+    sys.stderr.write(_plan_in_words(registry, points, seen, wanted, oom, jobs, skipped))
+    remote = [point for point in wanted if jobs[point.run_dir].cluster.kind == "slurm"]
+    local = [point for point in wanted if jobs[point.run_dir].cluster.kind == "local"]
     if remote:
-        confirm([jobs[each.point.run_dir] for each in remote])
+        confirm([jobs[point.run_dir] for point in remote])
         _submit(registry, remote, jobs, [*(each for each in seen if each.state in BUSY), *busy])
     stopped = _run_here(local, jobs)
     return _Started(stopped, submitted_only=not local and not oom)
 
 
-def _busy_besides(registry: Registry, points: Sequence[Point]) -> list[PointState]:
+def _busy_besides(registry: Registry, points: Sequence[Point]) -> list[RunState]:
     """Return pending and running points that other commands have added to the sweep."""
     typed = {os.path.normpath(point.run_dir) for point in points}
-    others = [point for point in registry.points() if os.path.normpath(point.run_dir) not in typed]
+    others = [each.run_dir for each in registry.points() if os.path.normpath(each.run_dir) not in typed]
     return [each for each in read_states(others) if each.state in BUSY]
 
 
 def _select(
-    seen: Sequence[PointState], jobs: dict[Path, Job], *, out_of_memory: bool, rerun: bool
-) -> tuple[list[PointState], list[PointState]]:
+    points: Sequence[Point],
+    seen: Sequence[RunState],
+    jobs: dict[Path, Job],
+    *,
+    out_of_memory: bool,
+    rerun: bool,
+) -> tuple[list[Point], list[Point]]:
     """Return the points to start, and those left out because they ran out of memory."""
-    oom = [] if out_of_memory else [each for each in seen if each.kind == "out_of_memory"]
-    done = [
-        each
-        for each in seen
-        if each.state == "completed" and (jobs[each.point.run_dir].checkpoint.resume or not rerun)
-    ]
-    return [each for each in seen if each.state not in BUSY and each not in (*done, *oom)], oom
+    wanted, oom = [], []
+    for point, each in zip(points, seen, strict=True):
+        if each.kind == "out_of_memory" and not out_of_memory:
+            oom.append(point)
+        elif each.state == "completed" and (jobs[point.run_dir].checkpoint.resume or not rerun):
+            continue
+        elif each.state not in BUSY:
+            wanted.append(point)
+    return wanted, oom
 
 
 @dataclass(frozen=True)
@@ -147,26 +176,28 @@ def _finish(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], 
 
 def _plan_in_words(
     registry: Registry,
-    seen: Sequence[PointState],
-    wanted: Sequence[PointState],
-    oom: Sequence[PointState],
+    points: Sequence[Point],
+    seen: Sequence[RunState],
+    wanted: Sequence[Point],
+    oom: Sequence[Point],
     jobs: dict[Path, Job],
     skipped: Sequence[Skipped],
 ) -> str:
     """Return the first lines of a sweep's output: how many points run, where, and what is skipped."""
     lines = [f"{registry.path}: {len(seen) + len(skipped)} points, {len(wanted)} to run"]
-    shapes = Counter(_resources(jobs[each.point.run_dir]) for each in wanted)
+    shapes = Counter(_resources(jobs[point.run_dir]) for point in wanted)
     lines += [f"  {count} x {resources}" for resources, count in shapes.items()]
-    costly = [jobs[each.point.run_dir] for each in wanted if jobs[each.point.run_dir].cluster.kind == "slurm"]
+    costly = [jobs[point.run_dir] for point in wanted if jobs[point.run_dir].cluster.kind == "slurm"]
     if costly:
         lines.append(f"  {cost_in_words(costly)}")
-    states = Counter(each.state for each in seen if each not in wanted and each not in oom)
+    started = (*wanted, *oom)
+    states = Counter(each.state for point, each in zip(points, seen, strict=True) if point not in started)
     lines += [f"  {count} {state} already" for state, count in states.items()]
     if oom:
         lines.append(f"  {len(oom)} out of memory before, left out (resume --out-of-memory starts them)")
     if skipped:
         lines.append(f"  {len(skipped)} skipped, which are not valid jobs")
-        lines += [f"    {line}" for line in _reasons(skipped, [each.point.overrides for each in seen])]
+        lines += [f"    {line}" for line in _reasons(skipped, [point.overrides for point in points])]
     return "\n".join(lines) + "\n"
 
 
@@ -187,10 +218,10 @@ def _show_dry(
     registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], skipped: Sequence[Skipped]
 ) -> int:
     """Show the scripts of a sweep without writing anything."""
-    seen = read_states(points)
-    wanted, oom = _select(seen, jobs, out_of_memory=False, rerun=True)
-    sys.stderr.write(_plan_in_words(registry, seen, wanted, oom, jobs, skipped))
-    remote = [each for each in wanted if jobs[each.point.run_dir].cluster.kind == "slurm"]
+    seen = read_states([point.run_dir for point in points])
+    wanted, oom = _select(points, seen, jobs, out_of_memory=False, rerun=True)
+    sys.stderr.write(_plan_in_words(registry, points, seen, wanted, oom, jobs, skipped))
+    remote = [point for point in wanted if jobs[point.run_dir].cluster.kind == "slurm"]
     busy = [*(each for each in seen if each.state in BUSY), *_busy_besides(registry, points)]
     arrays, first = _arrays(remote, jobs, busy)
     for array in arrays:
@@ -201,13 +232,13 @@ def _show_dry(
 
 
 def _arrays(
-    wanted: Sequence[PointState], jobs: dict[Path, Job], busy: Sequence[PointState]
+    wanted: Sequence[Point], jobs: dict[Path, Job], busy: Sequence[RunState]
 ) -> tuple[list[Array], list[str]]:
     """Return the arrays to submit, and ids of the jobs that must end before the first array may start.
 
     Points of the sweep that are already in SLURM's queue count towards ``cluster.max_running``.
     """
-    points = [(each.point, jobs[each.point.run_dir]) for each in wanted]
+    points = [(point, jobs[point.run_dir]) for point in wanted]
     limit = min((job.cluster.max_running for _, job in points), default=1)
     there = [each for each in busy if each.job_record is not None]
     left = limit - len(there)
@@ -223,7 +254,7 @@ def _submission(registry: Registry, array: Array, name: str, after: Sequence[str
 
 
 def _submit(
-    registry: Registry, wanted: Sequence[PointState], jobs: dict[Path, Job], busy: Sequence[PointState]
+    registry: Registry, wanted: Sequence[Point], jobs: dict[Path, Job], busy: Sequence[RunState]
 ) -> None:
     """Submit points; those of equal shape form one array."""
     arrays, first = _arrays(wanted, jobs, busy)
@@ -242,16 +273,16 @@ def _submit(
         sys.stderr.write(f"submitted {ids[0]}{tasks}: {len(ids)} x {submission.shape.describe()}{waits}\n")
 
 
-def _run_here(seen: Sequence[PointState], jobs: dict[Path, Job]) -> bool:
+def _run_here(points: Sequence[Point], jobs: dict[Path, Job]) -> bool:
     """Run points one after another; continue after a failed point.
 
     Returns:
         whether the user interrupted the sweep.
     """
-    names = labels([each.point.overrides for each in seen])
-    for number, (name, each) in enumerate(zip(names, seen, strict=True), start=1):
-        sys.stderr.write(f"[{number}/{len(seen)}] {name}\n")
-        if _run_point(jobs[each.point.run_dir], each.point) in STOPPED:
+    names = labels([point.overrides for point in points])
+    for number, (name, point) in enumerate(zip(names, points, strict=True), start=1):
+        sys.stderr.write(f"[{number}/{len(points)}] {name}\n")
+        if _run_point(jobs[point.run_dir], point) in STOPPED:
             return True
     return False
 
@@ -282,16 +313,16 @@ def _follow(points: Sequence[Point]) -> bool:
         while True:
             before = dict(shown)
             try:
-                seen = record_lost(points)
+                seen = states_of(points)
             except SlurmError as error:
                 sys.stderr.write(f"WARNING {error}\n")
                 time.sleep(LONGEST_FOLLOW_SECONDS)
                 continue
             for name, each in zip(names, seen, strict=True):
-                if shown.get(each.point.run_dir, "pending") != each.state:
+                if shown.get(each.run_dir, "pending") != each.state:
                     about = f" ({each.about})" if each.kind else ""
                     sys.stderr.write(f"{name}: {each.state}{about}\n")
-                shown[each.point.run_dir] = each.state
+                shown[each.run_dir] = each.state
             if not any(each.state in BUSY for each in seen):
                 return False
             wait = FOLLOW_SECONDS if shown != before else min(1.3 * wait, LONGEST_FOLLOW_SECONDS)
@@ -303,15 +334,15 @@ def _follow(points: Sequence[Point]) -> bool:
 
 def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], stopped: bool) -> int:
     """Show the table and the points that did not complete; return the exit code."""
-    seen = read_states(points)
-    sys.stdout.write(table_text(rows_of(seen)))
+    seen = read_states([point.run_dir for point in points])
+    sys.stdout.write(table_text(rows_of(points, seen)))
     sys.stdout.flush()
     left = [each for each in seen if each.state not in ("completed", *BUSY)]
     if left:
         names = labels([point.overrides for point in points])
         named = dict(zip([point.run_dir for point in points], names, strict=True))
         lines = "".join(
-            f"  {named[each.point.run_dir]}: {each.about if each.kind else each.state}\n" for each in left
+            f"  {named[each.run_dir]}: {each.about if each.kind else each.state}\n" for each in left
         )
         sys.stderr.write(
             f"{len(left)} of {len(seen)} points did not complete:\n{lines}"
@@ -319,17 +350,20 @@ def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job]
         )
     if stopped:
         return EXIT_INTERRUPTED
-    log_table(registry, seen, list(jobs.values()))
+    log_table(registry, points, seen, list(jobs.values()))
     return 1 if left else EXIT_OK
 
 
-def log_table(registry: Registry, seen: Sequence[PointState], jobs: Sequence[Job]) -> None:
+def log_table(
+    registry: Registry, points: Sequence[Point], seen: Sequence[RunState], jobs: Sequence[Job]
+) -> None:
     """Log the table of a sweep to W&B if its runs use W&B."""
     logged = [job for job in jobs if job.metrics.wandb]
     if not logged:
         return
     try:
-        log_sweep(logged[0].metrics, registry.path, registry.name, rows_of(seen, full_reasons=True))
+        rows = rows_of(points, seen, full_reasons=True)
+        log_sweep(logged[0].metrics, registry.path, registry.name, rows)
     except Exception as error:
         # W&B's client raises errors of many kinds. The table is in the sweep's folder in any case.
         sys.stderr.write(f"WARNING the table could not be logged to W&B: {type(error).__name__}: {error}\n")

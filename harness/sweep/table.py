@@ -8,22 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from harness.metrics.window import THROUGHPUT
-from harness.sweep.registry import labels
-from harness.sweep.state import PointState
+from harness.run.state import RunState
+from harness.sweep.registry import Point, labels
 from harness.tables import aligned, markdown, shortened
 
 COLUMNS = ("point", "state", "step", "tokens/s", "tokens/s/rank", "MFU", "memory GiB", "loss", "reason")
 LONGEST_REASON = 110
 
 
-def rows_of(seen: Sequence[PointState], *, full_reasons: bool = False) -> list[dict[str, str]]:
+def rows_of(
+    points: Sequence[Point], seen: Sequence[RunState], *, full_reasons: bool = False
+) -> list[dict[str, str]]:
     """Return one row of text per point; unknown values are empty.
 
     Args:
-        seen: states of the points.
+        points: the points.
+        seen: their states.
         full_reasons: do not shorten reasons.
     """
-    names = labels([each.point.overrides for each in seen])
+    names = labels([point.overrides for point in points])
     rows = []
     for name, each in zip(names, seen, strict=True):
         facts = each.facts or {}
@@ -54,9 +57,11 @@ def table_markdown(rows: Sequence[dict[str, str]]) -> str:
     return f"{markdown(COLUMNS, [list(row.values()) for row in rows])}\n\n{THROUGHPUT}.\n"
 
 
-def write_csv(path: Path, seen: Sequence[PointState], results: Sequence[dict[str, Any]]) -> None:
+def write_csv(
+    path: Path, points: Sequence[Point], seen: Sequence[RunState], results: Sequence[dict[str, Any]]
+) -> None:
     """Write all fields of the results: one row per point, one column per field."""
-    names = labels([each.point.overrides for each in seen])
+    names = labels([point.overrides for point in points])
     known = list(dict.fromkeys(key for result in results for key in result))
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

@@ -17,7 +17,7 @@ from harness.job import Job
 from harness.loop.engine import Engine
 from harness.loop.setup import set_up_process
 from harness.loop.trainer import Trainer
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 SMALL = [
     *(*TINY, "data.mask_fraction=0.3", "training.seq_len=32", "training.global_batch_size=8"),

@@ -16,9 +16,6 @@ from harness.checkpoint.load import _ranks
 from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.resume import CONTINUES, can_resume, find_start, is_finished
 from harness.checkpoint.storage import Writer
-from harness.cluster.job_record import FILE as JOB_RECORD
-from harness.cluster.job_record import SlurmJobRecord
-from harness.cluster.outcome import format_failure
 from harness.compose import compose_job
 from harness.config import from_dict
 from harness.convert import find_source
@@ -27,9 +24,12 @@ from harness.job import Job
 from harness.loop.progress import Progress
 from harness.model.config import ModelConfig
 from harness.report.rows import completed
-from harness.run_folder import RunFolder
+from harness.run.end import format_failure
+from harness.run.folder import RunFolder
+from harness.run.slurm_record import FILE as JOB_RECORD
+from harness.run.slurm_record import SlurmJobRecord
+from harness.run.state import read_states
 from harness.sweep.registry import Point
-from harness.sweep.state import read_states
 from harness.sweep.table import rows_of, table_text
 
 REMOVED = object()
@@ -225,8 +225,7 @@ def look(job: Job, folder: RunFolder) -> None:
     error = folder.first_error()
     if error is not None:
         format_failure(error, 1, folder)
-    [seen] = read_states([Point(job.id, folder.path, [])])
-    table_text(rows_of([seen]))
+    table_text(rows_of([Point(job.id, folder.path, [])], read_states([folder.path])))
     completed({"world_size": 1, **folder.row, "state": "completed"})
 
 

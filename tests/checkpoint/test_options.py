@@ -20,7 +20,7 @@ from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
 from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
 from harness.metrics.jsonl import read_metrics
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 
 def start(tmp_path: Path, *overrides: str, adopt: bool = False) -> tuple[int, RunFolder]:

@@ -16,7 +16,7 @@ from tiers import rest_is_thorough
 from harness.cluster.local import launch
 from harness.compose import compose_job
 from harness.errors import HarnessError
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments" / "checkpoint"))
 

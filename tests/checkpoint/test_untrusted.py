@@ -27,7 +27,7 @@ from harness.checkpoint.metadata import CHECKSUM, parse_metadata
 from harness.compose import compose_job
 from harness.convert import ConvertJob, convert
 from harness.errors import EXIT_OK, EXIT_USER, UserError
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 
 class Payload:

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from harness.cluster import attempt
-from harness.cluster.attempt import Allocation, StepFailed, _verdict, _why_not_requeued, rank_environment
+from harness.cluster.attempt import Allocation, StepFailed, _verdict, _why_not_requeued
 from harness.cluster.batch import Received
 from harness.cluster.node_check import UnfitNodes
 from harness.cluster.queue import SlurmError
+from harness.cluster.ranks import rank_environment
 from harness.compose import compose_job
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE
 from harness.job import Job
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 DIED = "srun: error: node1: task 1: Segmentation fault\n"
@@ -165,7 +166,7 @@ def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder) -
 def test_code_that_cannot_be_imported_leaves_a_row(submitted: RunFolder, tmp_path: Path) -> None:
     code = tmp_path / "code"
     shutil.copytree(ROOT / "harness", code / "harness", ignore=shutil.ignore_patterns("__pycache__"))
-    (code / "harness" / "run_folder.py").write_text("def broken(\n")
+    (code / "harness" / "run" / "folder.py").write_text("def broken(\n")
     (tmp_path / "list").write_text(f"/nobody\n{submitted.path}\n")
     done = start(tmp_path, code, "--list", str(tmp_path / "list"), SLURM_ARRAY_TASK_ID="1")
     assert (done.returncode, submitted.state) == (1, "failed")

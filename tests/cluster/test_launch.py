@@ -26,7 +26,7 @@ from harness.errors import (
     EXIT_USER,
 )
 from harness.job import Job
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 Start = Callable[..., Launch]
 GONE_SECONDS = 6.0

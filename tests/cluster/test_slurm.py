@@ -13,19 +13,19 @@ import pytest
 from torch.distributed import TCPStore
 
 from harness.cluster import attempt, queue
-from harness.cluster.attempt import rank_environment, srun_command
+from harness.cluster.attempt import srun_command
 from harness.cluster.config import minutes_of
-from harness.cluster.follow import JobLost, state_of
-from harness.cluster.job_record import SlurmJobRecord
+from harness.cluster.died import dead_ranks
 from harness.cluster.queue import Queued
+from harness.cluster.ranks import rank_environment, rendezvous_store
 from harness.cluster.slurm import Submission, _environment_for_submitting, shape_of
 from harness.cluster.snapshot import snapshot_path, take_snapshot
-from harness.cluster.srun_log import dead_ranks
 from harness.cluster.submit import confirm, cost_in_words
 from harness.compose import compose_job
 from harness.errors import ConfigError, UserError
 from harness.job import Job
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
+from harness.run.slurm_record import JobLost, SlurmJobRecord
 
 GOLDEN = """\
 #!/bin/bash
@@ -220,7 +220,7 @@ def test_one_task_a_rank_and_all_end_together(tmp_path: Path) -> None:
     assert {"--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--cpu-bind=none"} < set(command)
     assert f"--output={tmp_path}/100%%/logs/rank%t.out" in command
     assert command[-4:-1] == ["-u", "-m", "harness.rank"] and command[-5] == sys.executable
-    variables = rank_environment(made, 12345, 1.0)
+    variables = rank_environment(made, 12345, 1.0, inherited=())
     assert (variables["WORLD_SIZE"], variables["LOCAL_WORLD_SIZE"]) == ("16", "8")
     assert (variables["MASTER_PORT"], variables["OMP_NUM_THREADS"]) == ("12345", "12")
 
@@ -236,7 +236,7 @@ def test_ranks_in_a_container(container: str, tmp_path: Path) -> None:
 
 
 def test_jobs_on_one_node_use_their_own_ports() -> None:
-    with attempt._store() as one, attempt._store() as other:
+    with rendezvous_store() as one, rendezvous_store() as other:
         assert one != other
         for port in (one, other):
             store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
@@ -247,21 +247,20 @@ def test_jobs_on_one_node_use_their_own_ports() -> None:
 def test_a_tickets_job_is_found_by_its_id_or_by_its_name() -> None:
     jobs = [Queued("7", "a.1", "RUNNING", "None"), Queued("8_0", "b.2", "RUNNING", "None")]
     jobs += [Queued("8_1", "b.2", "PENDING", "Resources"), Queued("9", "b.2", "PENDING", "None")]
-    assert SlurmJobRecord("a.1", None, "7").find(jobs) == jobs[0]
-    assert SlurmJobRecord("a.1").find(jobs) == jobs[0]
-    assert SlurmJobRecord("b.2", 1).find(jobs) == jobs[2]
-    assert SlurmJobRecord("b.2").find(jobs) == jobs[3]
-    assert SlurmJobRecord("b.2", 2).find(jobs) is None
-    assert SlurmJobRecord("a.1", None, "6").find(jobs) is None, "another job of that name is not this one"
+    listed = queue.Jobs(jobs)
+    assert SlurmJobRecord("a.1", None, "7").find(listed) == jobs[0]
+    assert SlurmJobRecord("a.1").find(listed) == jobs[0]
+    assert SlurmJobRecord("b.2", 1).find(listed) == jobs[2]
+    assert SlurmJobRecord("b.2").find(listed) == jobs[3]
+    assert SlurmJobRecord("b.2", 2).find(listed) is None
+    assert SlurmJobRecord("a.1", None, "6").find(listed) is None, "another job of that name is not this one"
 
 
 def test_the_queue_is_read_whatever_a_name_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = "12|a|b c|PENDING|Resources\n13_4|x|RUNNING|None\n14|x|COMPLETED|None\n"
     monkeypatch.setattr(queue, "_run", lambda *_: shown)
-    assert queue.jobs().live == [
-        Queued("12", "a|b c", "PENDING", "Resources"),
-        Queued("13_4", "x", "RUNNING", "None"),
-    ]
+    assert queue.jobs().candidates("12", "") == [Queued("12", "a|b c", "PENDING", "Resources")]
+    assert queue.jobs().candidates(None, "x") == [Queued("13_4", "x", "RUNNING", "None")]
     assert queue.jobs().states["14"] == "COMPLETED"
 
 
@@ -281,7 +280,7 @@ def test_a_scheduler_that_does_not_answer_is_not_one_that_has_forgotten(
     assert queue.describe("1_0") == {}
     say("slurm_load_jobs error: Socket timed out on send/recv operation")
     with pytest.raises(queue.SlurmError):
-        state_of(SlurmJobRecord("a", None, "7"))
+        queue.last_states(["7"])
     monkeypatch.setattr(attempt, "ANSWER_SECONDS", 0.0)
     assert attempt.Allocation("7", 0).state() == "UNKNOWN"
 

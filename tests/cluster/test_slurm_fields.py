@@ -17,7 +17,7 @@ from harness.config import with_value
 from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.loop.setup import pick_device
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 
 def job(*overrides: str) -> Job:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from harness.cluster import follow, queue, slurm, submit
-from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.queue import Jobs, Queued
 from harness.compose import compose_job
 from harness.errors import EXIT_MACHINE, EXIT_OK, UserError
 from harness.job import Job
-from harness.run_folder import RunFolder
+from harness.run import lost
+from harness.run.folder import RunFolder
+from harness.run.slurm_record import SlurmJobRecord
 
 
 @pytest.fixture
@@ -32,7 +33,9 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> list[Queued]:
     monkeypatch.setattr(slurm.Submission, "_sbatch", lambda _: "12")
     for module in (submit, follow):
         monkeypatch.setattr(module, "jobs", lambda: Jobs(waiting))
-    monkeypatch.setattr(follow, "last_states", lambda _: {"12": "FAILED"})
+    monkeypatch.setattr(lost, "queued_jobs", lambda _: Jobs(waiting))
+    for module in (submit, lost):
+        monkeypatch.setattr(module, "last_states", lambda _: {"12": "FAILED"})
     return waiting
 
 
@@ -143,7 +146,7 @@ def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run whose job has left the queue."""
     for name in ("POLL_SECONDS", "QUEUE_SECONDS"):
         monkeypatch.setattr(follow, name, 0.01)
-    monkeypatch.setattr(follow, "LAST_WRITES_SECONDS", 0.0)
+    monkeypatch.setattr(lost, "LAST_WRITES_SECONDS", 0.0)
     folder = RunFolder(job.run_dir)
     submit.submit_one(job, folder, [])
     return folder
@@ -156,7 +159,7 @@ def test_a_row_that_comes_late_is_not_taken_for_a_lost_job(
         followed.write_result(job, "completed", EXIT_OK, {})
         return {"12": "COMPLETED"}
 
-    monkeypatch.setattr(follow, "last_states", end_meanwhile)
+    monkeypatch.setattr(lost, "last_states", end_meanwhile)
     assert follow.follow(job, followed) == EXIT_OK
     assert (followed.state, followed.row["exit_code"]) == ("completed", EXIT_OK)
 
@@ -174,7 +177,7 @@ def test_a_lost_job_gets_its_row_when_its_folder_is_free(
             other.release()
         return {"12": "NODE_FAIL"}
 
-    monkeypatch.setattr(follow, "last_states", release_when_asked_twice)
+    monkeypatch.setattr(lost, "last_states", release_when_asked_twice)
     assert follow.follow(job, followed) == EXIT_MACHINE
     assert followed.row["error.kind"] == "node"
 

@@ -18,7 +18,7 @@ from harness.cluster.torchrun import _rendezvous
 from harness.compose import compose_job
 from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, MachineError
 from harness.rank import Run, _end_failed_run
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness.train")
 

@@ -132,7 +132,7 @@ def _environment() -> dict[str, str]:
 def serve() -> None:
     """Answers requests until there are no more."""
     from harness.compose import compose_job
-    from harness.run_folder import _code
+    from harness.run.folder import _code
 
     for module in ENTRIES.values():
         importlib.import_module(module)

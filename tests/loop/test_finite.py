@@ -16,7 +16,7 @@ from harness.job import Job
 from harness.loop.engine import Engine
 from harness.loop.trainer import Trainer
 from harness.model.decoder import Decoder
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 SMALL = [
     *("training.steps=4", "training.seq_len=16", "training.global_batch_size=4", "checkpoint=disabled"),

@@ -16,7 +16,7 @@ from harness.compose import compose_job
 from harness.loop import signals
 from harness.loop.engine import Engine
 from harness.loop.signals import StopRequest, stop_signals_interrupt
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 TINY = (
     *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "metrics.console=none"),

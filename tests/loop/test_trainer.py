@@ -16,7 +16,7 @@ from harness.job import Job
 from harness.loop.engine import Engine
 from harness.loop.steps import LATE_STEPS
 from harness.metrics.jsonl import read_metrics
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 SMALL = ("training.steps=6", "training.seq_len=32", "training.global_batch_size=4")
 

@@ -20,7 +20,7 @@ from harness.loop.trainer import Trainer
 from harness.metrics import ProfilingConfig
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.profiler import Profiler
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
 
 SMALL = [
     *("training.steps=12", "training.seq_len=16", "training.global_batch_size=4", "checkpoint=disabled"),

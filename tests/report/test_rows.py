@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from made import DEVICE, make_sweep, rate_of, result
 
-from harness.cluster.job_record import SlurmJobRecord
 from harness.compose import compose_job
 from harness.errors import UserError
 from harness.metrics.result import write_result
 from harness.metrics.window import THROUGHPUT, Window
 from harness.report.rows import KEPT, command_of, completed, job_of, keep, load, of_points, shortened
+from harness.run.slurm_record import SlurmJobRecord
+from harness.run.state import read_states
 from harness.sweep.registry import Registry
-from harness.sweep.state import read_states
 from harness.sweep.table import rows_of, table_markdown, table_text
 
 RATE = "tokens_per_second_per_rank"
@@ -92,9 +92,10 @@ def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
     assert own["measured.low"] == pytest.approx(deciles[0] / world) and own["measured.low"] > 0
     assert own["measured.high"] == pytest.approx(deciles[-1] / world)
     points = Registry(folder).points()
-    of_sweep = {each.point.run_dir.name: (each.facts or {})[RATE] for each in read_states(points)}
+    seen = read_states([point.run_dir for point in points])
+    of_sweep = {each.run_dir.name: (each.facts or {})[RATE] for each in seen}
     assert {each["id"]: each[f"measured.{RATE}"] for each in of_points(points)} == of_sweep
-    shown = rows_of(read_states(points))[0]
+    shown = rows_of(points, seen)[0]
     assert shown["tokens/s"] == f"{5 * 4096 / 38.7:,.0f}"
     assert shown["tokens/s/rank"] == f"{5 * 4096 / 38.7 / world:,.1f}"
     assert table_text([shown]).endswith(f"{THROUGHPUT}\n") and THROUGHPUT in table_markdown([shown])

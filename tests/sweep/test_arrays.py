@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.job_record import SlurmJobRecord
 from harness.compose import compose_points
 from harness.config import with_value
 from harness.job import Job
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
+from harness.run.slurm_record import SlurmJobRecord
+from harness.run.state import RunState
 from harness.sweep import run
 from harness.sweep.arrays import Array, arrays_of
 from harness.sweep.registry import Point, Registry
-from harness.sweep.state import PointState
 
 SHAPES = "parallelism.dp_shard=1,2,4,8"
 
@@ -79,10 +79,10 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
         RunFolder(point.run_dir).plan(job, point.overrides)
     job_records = [SlurmJobRecord("before", index, f"77_{index}") for index in range(4)]
     waiting = [
-        PointState(point, "pending", job_record=job_record, job_id=job_record.job_id)
+        RunState(point.run_dir, "pending", job_record=job_record, job_id=job_record.job_id)
         for (point, _), job_record in zip(own[:4], job_records, strict=True)
     ]
-    wanted = [PointState(point, "planned") for point, _ in own[4:]]
+    wanted = [point for point, _ in own[4:]]
     asked = []
 
     def submit(submission: run.Submission, folders: list[RunFolder], overrides: list[list[str]]) -> list[str]:
@@ -103,13 +103,13 @@ def test_points_of_another_command_for_the_same_sweep_count(
     Registry(tmp_path / "n").add([point for point, _ in before], [])
     taken = {str(point.run_dir): f"77_{index}" for index, (point, _) in enumerate(before)}
 
-    def read_state(point: Point) -> PointState:
-        ident = taken.get(str(point.run_dir))
+    def read_state(run_dir: Path) -> RunState:
+        ident = taken.get(str(run_dir))
         if ident is None:
-            return PointState(point, "planned")
-        return PointState(point, "running", job_record=SlurmJobRecord("n"), job_id=ident)
+            return RunState(run_dir, "planned")
+        return RunState(run_dir, "running", job_record=SlurmJobRecord("n"), job_id=ident)
 
-    monkeypatch.setattr(run, "read_states", lambda asked: [read_state(point) for point in asked])
+    monkeypatch.setattr(run, "read_states", lambda asked: [read_state(path) for path in asked])
     typed = ["cluster=slurm", "training.global_batch_size=8", f"runs_dir={tmp_path}", "name=n"]
     typed += ["training.seed=3,4,5", "cluster.max_running=3", "cluster.dry_run=true"]
     assert run.sweep(compose_points(typed)) == 0

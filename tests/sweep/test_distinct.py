@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from harness.cluster import submit as submit_module
-from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.queue import Queued
 from harness.compose import compose_job, compose_points
 from harness.errors import UserError
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
+from harness.run.slurm_record import SlurmJobRecord
 from harness.sweep import run
 from harness.sweep.distinct import unique_points
 from harness.sweep.registry import Point, Registry, Skipped, labels

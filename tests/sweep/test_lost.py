@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.job_record import SlurmJobRecord
 from harness.compose import compose_job
 from harness.errors import EXIT_USER
-from harness.run_folder import RunFolder
+from harness.run.folder import RunFolder
+from harness.run.slurm_record import SlurmJobRecord
 from harness.sweep.__main__ import main
 from harness.sweep.registry import Point, Registry
 
@@ -50,7 +50,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr("harness.sweep.lost.LAST_WRITES_SECONDS", 0.0)
+    monkeypatch.setattr("harness.run.lost.LAST_WRITES_SECONDS", 0.0)
     return FakeSlurm(folder)
 
 

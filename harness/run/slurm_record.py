@@ -1,16 +1,16 @@
-"""``slurm/job.json`` of a run folder, which identifies the run's job in SLURM's queue. Imports no torch."""
+"""``slurm/job.json`` of a run folder, which identifies the run's job in SLURM's queue."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.cluster.queue import Queued
+from harness.cluster.queue import Jobs, Queued
 from harness.config import from_dict
-from harness.errors import ConfigError, UserError
+from harness.errors import ConfigError, MachineError, UserError
 from harness.metrics.encoding import read_object
 from harness.metrics.result import write_json_atomically
+from harness.run.errors import last_lines
 
 FILE = "slurm/job.json"
 
@@ -65,17 +65,50 @@ class SlurmJobRecord:
             raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
         return job_record
 
-    def find(self, queue: Iterable[Queued]) -> Queued | None:
+    def find(self, listed: Jobs) -> Queued | None:
         """Return the job in the queue; None if it has ended, or its controller died before submitting it."""
-        for job in queue:
-            if self.job_id is not None and job.id == self.job_id:
-                return job
+        for job in listed.candidates(self.job_id, self.name):
             # An array task has its index after an underscore; the id of a single job has no underscore.
             _, _, index = job.id.partition("_")
-            if (
-                self.job_id is None
-                and job.name == self.name
-                and index == ("" if self.index is None else str(self.index))
-            ):
+            if self.job_id is not None or index == ("" if self.index is None else str(self.index)):
                 return job
         return None
+
+    @property
+    def ended_without_result(self) -> str:
+        """A message that the job ended without a result, with the path of its log if known."""
+        named = f"SLURM job {self.job_id}" if self.job_id else f"the SLURM job {self.name}"
+        look = f", see {self._log}" if self._log is not None else ""
+        return f"{named} ended without a result{look}"
+
+    @property
+    def _log(self) -> Path | None:
+        """Path of the job script's output, if known."""
+        return Path(self.logs) / f"{self.job_id}_0_log.out" if self.logs and self.job_id else None
+
+
+class JobLost(MachineError):
+    """A SLURM job that ended without a result.
+
+    Args:
+        record: the record of the job.
+        state: SLURM's final state of the job; None if SLURM has forgotten it.
+    """
+
+    def __init__(self, record: SlurmJobRecord, state: str | None) -> None:
+        # SLURM keeps no record of a waiting task of an array that is cancelled.
+        self.kind = "cancelled" if record.cancelled else _KINDS.get(state or "", "unknown")
+        known = f"SLURM says {state}" if state else "SLURM does not know it any more"
+        log = "" if record._log is None else last_lines(record._log)
+        super().__init__(f"{record.ended_without_result}; {known}{log}")
+
+
+_KINDS = {
+    "NODE_FAIL": "node",
+    "BOOT_FAIL": "node",
+    "PREEMPTED": "preempted",
+    "TIMEOUT": "preempted",
+    "DEADLINE": "preempted",
+    "OUT_OF_MEMORY": "out_of_memory",
+    "CANCELLED": "cancelled",
+}

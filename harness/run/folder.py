@@ -1,4 +1,4 @@
-"""The run folder: the files needed to resume, resubmit or audit a run. Imports no torch.
+"""The run folder: the files needed to resume, resubmit or audit a run.
 
     job.json overrides.txt code.json status.json metrics.jsonl result.json
     checkpoints/ errors/ logs/ evidence/ flight_recorder/ profile/ slurm/ attempts/
@@ -17,48 +17,34 @@ import shutil
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from harness.checkpoint.catalog import CheckpointFolder
 from harness.checkpoint.resume import CONTINUES, can_resume
-from harness.errors import DISK_FULL, UserError
-from harness.failures import CONSEQUENCES, ERROR_FIELDS_IN_ROW, describe_failure
+from harness.errors import UserError
+from harness.failures import ERROR_FIELDS_IN_ROW
 from harness.files import write_atomically
 from harness.job import Job
 from harness.locks import LockedError, lock
-from harness.metrics.encoding import parse_object
-from harness.metrics.jsonl import read_rows
-from harness.metrics.result import git_commit, read_result, versions, write_json_atomically, write_result
-from harness.processes import is_running, start_of
+from harness.metrics.result import git_commit, versions, write_json_atomically, write_result
+from harness.run.errors import RunErrors
+from harness.run.siblings import unfinished_siblings
+from harness.run.status import LOCK, METRICS, RESERVE, RESERVED_BYTES, is_running
 
 DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
 PER_ATTEMPT = ("result.json", "status.json", "errors", "logs", "evidence", "flight_recorder", "profile")
 # An attempt that resumes appends to these.
-METRICS = "metrics.jsonl"
 PER_CURVE = (METRICS, "tensorboard")
-LOCK = ".lock"
-# Disk space reserved for the run's result, in case the disk is full when it ends.
-RESERVE, RESERVED_BYTES = ".reserve", 1 << 18
-# Required fields of a recorded error, and their types.
-_ERROR_FIELDS = {
-    **dict.fromkeys(("kind", "type", "message", "traceback"), str),
-    "exit_code": int,
-    "rank": int | None,
-    "time": int | float,
-}
 LEAVING_SECONDS = 10.0
 
 
-class RunFolder:
+class RunFolder(RunErrors):
     """The folder of one run."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self._lock: IO[bytes] | None = None
-        self._unrecorded: list[dict[str, Any]] = []
 
     def begin(self, job: Job, overrides: list[str], *, adopt: bool = False, state: str = "starting") -> None:
         """Prepare the folder for an attempt, and lock it.
@@ -77,7 +63,7 @@ class RunFolder:
             UserError: the same job is running in the folder, or the folder cannot be written.
         """
         with self._locked(job):
-            others = _unfinished_siblings(job) if adopt else []
+            others = unfinished_siblings(job) if adopt else []
             self._archive_earlier_attempt(job, (*DESCRIPTION, *PER_ATTEMPT))
             self._describe(job, overrides)
             if others:
@@ -155,74 +141,6 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def set_status(self, state: str, **facts: Any) -> None:
-        """Write ``status.json``: the state, and the time and process that set it."""
-        pid = os.getpid()
-        owner = {"host": socket.gethostname(), "pid": pid, "pid_started": start_of(pid), "time": time.time()}
-        self._write_with_reserve(
-            lambda: write_json_atomically(self.path / "status.json", {"state": state, **owner, **facts})
-        )
-
-    def record_error(
-        self, rank: int | None, error: BaseException, *, step: int | None = None
-    ) -> dict[str, Any]:
-        """Write ``errors/rank<rank>.json``; the earliest of these files is the cause of the run's failure.
-
-        If it cannot be written, print the error to stderr, so that the writing error does not hide it.
-
-        Args:
-            rank: the rank that failed; None for the controller.
-            error: the exception, or one that describes a failure observed by the controller.
-            step: the last completed step, if any.
-
-        Returns:
-            The recorded fields, with the ``kind`` and ``exit_code`` that the process should end with.
-        """
-        row = {
-            "time": time.time(),
-            "rank": rank,
-            "step": step,
-            "host": socket.gethostname(),
-            **describe_failure(error),
-            "traceback": "".join(traceback.format_exception(error)),
-        }
-        path = self._error_path(rank)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._write_with_reserve(lambda: write_json_atomically(path, row))
-        except OSError as failure:
-            self._unrecorded.append(row)
-            text = row["traceback"] if row["kind"] == "bug" else f"error: {row['message']} "
-            sys.stderr.write(f"{text}(could not be recorded in {path.parent}: {failure.strerror})\n")
-        return row
-
-    def rewrite_error(self, error: dict[str, Any]) -> None:
-        """Replace the recorded error of a rank, e.g. to add fields."""
-        path = self._error_path(error["rank"])
-        try:
-            write_json_atomically(path, error)
-        except OSError as failure:
-            sys.stderr.write(f"WARNING {path}: cannot be written: {failure}\n")
-
-    def _error_path(self, rank: int | None) -> Path:
-        return self.path / "errors" / ("controller.json" if rank is None else f"rank{rank}.json")
-
-    def has_error_of(self, rank: int) -> bool:
-        """Whether a rank has recorded an error."""
-        return self._error_path(rank).is_file()
-
-    def first_error(self) -> dict[str, Any] | None:
-        """The earliest error that is not a consequence of another rank's, or else the earliest of all."""
-        rows = list(self._unrecorded)
-        for path in (self.path / "errors").glob("*.json"):
-            # Skip unreadable files: they must not hide the other errors.
-            with contextlib.suppress(OSError, ValueError):
-                row = parse_object(path.read_bytes())
-                if all(isinstance(row.get(name), kind) for name, kind in _ERROR_FIELDS.items()):
-                    rows.append({"rank": None, **row})
-        # A rank that lost a peer can write its error before the failing rank does.
-        return min(rows, key=lambda row: (CONSEQUENCES.get(row["kind"], 0), row["time"]), default=None)
-
     def write_result(self, job: Job, exit_reason: str, exit_code: int, facts: dict[str, Any]) -> None:
         """Write ``result.json``, the run's one flat row, and the final status."""
         row = {
@@ -236,10 +154,8 @@ class RunFolder:
             "job": job.to_dict(),
             "code": self._read("code.json"),
             "host": {"name": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
+            **self._cause(exit_reason),
         }
-        error = self.first_error() if exit_reason == "failed" else None
-        if error is not None:
-            row["error"] = {key: error[key] for key in ERROR_FIELDS_IN_ROW if key in error}
         self._write_end(row, exit_reason, exit_code)
 
     def ensure_result(self, job: Job, exit_reason: str, exit_code: int) -> None:
@@ -248,15 +164,19 @@ class RunFolder:
         Rank 0 may have died before writing it, or may have written it knowing only that a peer was lost.
         """
         row = self.row
-        error = (self.first_error() if exit_reason == "failed" else None) or {}
-        cause = {f"error.{key}": error[key] for key in ERROR_FIELDS_IN_ROW if key in error}
-        recorded = {key: row.get(key) for key in ("exit_reason", "exit_code", *cause)}
-        wanted = {"exit_reason": exit_reason, "exit_code": exit_code, **cause}
+        wanted = {"exit_reason": exit_reason, "exit_code": exit_code, **self._cause(exit_reason)}
         if not row:
-            self.write_result(job, exit_reason, exit_code, self._last_metrics())
-        elif recorded != wanted:
+            last = self.last_metrics
+            facts = {"step": last.get("step", 0), "tokens": last.get("tokens", 0), "loss": last.get("loss")}
+            self.write_result(job, exit_reason, exit_code, facts)
+        elif any(row.get(key) != value for key, value in wanted.items()):
             others = {key: value for key, value in row.items() if not key.startswith("error.")}
             self._write_end({**others, **wanted}, exit_reason, exit_code)
+
+    def _cause(self, exit_reason: str) -> dict[str, Any]:
+        """Fields of the row that name the cause of a failure."""
+        error = (self.first_error() if exit_reason == "failed" else None) or {}
+        return {f"error.{key}": error[key] for key in ERROR_FIELDS_IN_ROW if key in error}
 
     def _write_end(self, row: dict[str, Any], exit_reason: str, exit_code: int) -> None:
         """Write the row and the final status; if that fails, print how the run ended in one line."""
@@ -269,77 +189,6 @@ class RunFolder:
                 f"WARNING {self.path}: how the run ended ({exit_reason}, exit code {exit_code}) cannot be "
                 f"written: {error.strerror}\n"
             )
-
-    def _write_with_reserve(self, write: Callable[[], object]) -> None:
-        """Call ``write``; if the disk is full, free the reserved space and try again.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        try:
-            write()
-        except OSError as error:
-            if error.errno not in DISK_FULL or not (self.path / RESERVE).exists():
-                raise
-            (self.path / RESERVE).unlink(missing_ok=True)
-            write()
-
-    @property
-    def state(self) -> str | None:
-        """State of the last attempt; None without a readable ``status.json``.
-
-        planned, submitted, starting, running, requeued, completed, interrupted or failed.
-        """
-        state = self._read("status.json").get("state")
-        return state if isinstance(state, str) else None
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why the last attempt was stopped early; None if unknown."""
-        return self._read("status.json").get("reason")
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Content of ``result.json``; empty if it is missing or damaged."""
-        try:
-            return read_result(self.path)
-        except (OSError, ValueError):
-            return {}
-
-    @property
-    def may_be_running(self) -> bool:
-        """Whether a process may be running the job; on another machine, judged by the lock if supported."""
-        status = self._read("status.json")
-        if status.get("host") == socket.gethostname() or status.get("state") not in ("starting", "running"):
-            return is_running(status)
-        try:
-            held = lock(self.path / LOCK)
-        except (LockedError, OSError):
-            return True
-        if held is not None:
-            held.close()
-        return held is None
-
-    @property
-    def has_result(self) -> bool:
-        """Whether this attempt has written ``result.json``."""
-        return (self.path / "result.json").is_file()
-
-    def _last_metrics(self) -> dict[str, Any]:
-        """Step, tokens and loss of the last row of metrics, for a run whose rank 0 wrote no result."""
-        try:
-            rows = [row for row in read_rows(self.path / METRICS)[0] if "loss" in row]
-        except OSError:
-            rows = []
-        last = rows[-1] if rows else {}
-        return {"step": last.get("step", 0), "tokens": last.get("tokens", 0), "loss": last.get("loss")}
-
-    def _read(self, name: str) -> dict[str, Any]:
-        """Content of a JSON file of the folder; empty if it is missing or damaged."""
-        try:
-            return parse_object((self.path / name).read_bytes())
-        except (OSError, ValueError):
-            return {}
 
     def hold(self) -> None:
         """Lock the folder, unless this object has done so; the lock ends with the process at the latest.
@@ -383,45 +232,15 @@ class RunFolder:
         present = [self.path / name for name in names if (self.path / name).exists()]
         if not present:
             return
-        attempts = self.path / "attempts"
-        attempts.mkdir(exist_ok=True)
-        number = 1 + max((int(p.name) for p in attempts.iterdir() if p.name.isdigit()), default=0)
-        target = attempts / str(number)
-        target.mkdir()
+        last = self.earlier_attempt
+        target = self.path / "attempts" / str(1 if last is None else 1 + int(last.name))
+        target.mkdir(parents=True)
         for path in present:
             path.rename(target / path.name)
         curve = self.path / METRICS
         if resumes and job.checkpoint.load_step >= 0 and curve.exists():
             # Keep a copy: rows after load_step are cut off, and the new attempt may not repeat them.
             shutil.copy2(curve, target)
-
-
-def _unfinished_siblings(job: Job) -> list[str]:
-    """Checkpoint folders of stopped runs of the same experiment on other layouts.
-
-    These have the same name and numerics, and another id. Completed and running ones are left out.
-    """
-    config, runs = job.checkpoint, job.run_dir.parent
-    if not config.enable or not config.resume or config.folder != type(config)().folder or not runs.is_dir():
-        return []
-    found = []
-    for path in sorted(runs.iterdir()):
-        folder, checkpoints = RunFolder(path), path / config.folder
-        if path.name == job.id or not checkpoints.is_dir() or folder.state in ("completed", None):
-            continue
-        if folder.may_be_running or _numerics_id(path) != job.numerics_id:
-            continue
-        if CheckpointFolder(str(checkpoints)).complete(1)[0]:
-            found.append(str(checkpoints.resolve()))
-    return found
-
-
-def _numerics_id(run_dir: Path) -> str | None:
-    """``numerics_id`` of the job in a run folder; None if this version cannot read it."""
-    try:
-        return Job.read(run_dir / "job.json").numerics_id
-    except (FileNotFoundError, UserError):
-        return None
 
 
 @functools.cache

@@ -1,0 +1,126 @@
+"""Ranks that ended without recording an error, found by their exit codes or by srun's messages."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.errors import MachineError
+from harness.failures import VICTIMS, kind_of_text
+from harness.run.errors import last_lines
+from harness.run.folder import RunFolder
+
+# srun: error: node2: tasks 2-3: Killed; also Exited with exit code 1, Segmentation fault, Out Of Memory.
+_TASKS = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+)")
+# srun's messages when it ends the remaining ranks, because one has failed or the job is cancelled.
+_ENDING = re.compile(r"Terminating StepId|CANCELLED AT|Job step aborted|Force Terminated")
+
+
+class RankDied(MachineError):
+    """A rank ended without recording an error: killed from outside, by the kernel, or by a library.
+
+    Without ``kind``, the kind is inferred from the end of its log, or else ``unknown``.
+
+    Args:
+        rank: the rank.
+        how: how it ended, e.g. ``signal 9 (SIGKILL)``.
+        logs: folder of the ranks' logs.
+        hint: further text for the message.
+        kind: the failure class, if known.
+    """
+
+    def __init__(self, rank: int, how: str, logs: Path, *, hint: str = "", kind: str | None = None) -> None:
+        tail = last_lines(logs / f"rank{rank}.err")
+        self.kind = kind or kind_of_text(tail) or "unknown"
+        super().__init__(f"rank {rank} ended with {how}{hint}{tail}")
+
+    @property
+    def has_reason(self) -> bool:
+        """Whether the cause of death is known."""
+        return self.kind not in ("unknown", *VICTIMS)
+
+    @classmethod
+    def by_code(cls, rank: int, exit_code: int, memory_kills: int | None, logs: Path) -> RankDied:
+        """Describe a rank of this machine by its exit code.
+
+        Args:
+            rank: the rank.
+            exit_code: its exit code, negative for a signal.
+            memory_kills: number of processes that the kernel's OOM killer killed meanwhile; None if unknown.
+            logs: folder of the ranks' logs.
+        """
+        if exit_code >= 0:
+            return cls(rank, f"exit code {exit_code}", logs)
+        how, hint, kind = f"signal {-exit_code} ({signal.Signals(-exit_code).name})", "", None
+        if exit_code == -signal.SIGKILL:
+            hint = ": killed from outside, or by the kernel's OOM killer"
+            if memory_kills:
+                kind = "out_of_memory"
+                hint = f": the kernel's OOM killer killed {memory_kills} process(es) meanwhile"
+        elif exit_code == -signal.SIGTERM:
+            hint = ": ended from outside"
+        return cls(rank, how, logs, hint=hint, kind=kind)
+
+
+def dead_ranks(output: str, logs: Path) -> list[tuple[int, RankDied]]:
+    """Return the ranks that failed by themselves, in the order in which they ended.
+
+    Args:
+        output: srun's output.
+        logs: folder of the ranks' logs.
+    """
+    memory = "out_of_memory" if kind_of_text(output) == "out_of_memory" else None
+    ending = _ENDING.search(output)
+    found: list[tuple[int, RankDied]] = []
+    for match in _TASKS.finditer(output):
+        tasks, how = match.groups()
+        is_ended = ending is not None and match.start() > ending.start()
+        hint = ": killed from outside, or out of memory" if how == "Killed" and not memory else ""
+        for part in tasks.split(","):
+            first, _, last = part.partition("-")
+            for rank in range(int(first), int(last or first) + 1):
+                died = RankDied(rank, f"'{how}'", logs, hint=hint, kind=memory)
+                # SLURM may announce the end of a step before it names the rank that ran out of memory; the
+                # rank's own log has the reason.
+                if not is_ended or died.has_reason or not how.startswith(("Killed", "Terminated", "Exited")):
+                    found.append((rank, died))
+    return found
+
+
+def record_dead(folder: RunFolder, dead: Iterable[tuple[int, RankDied]]) -> list[RankDied]:
+    """Record the ranks that have not recorded an error themselves; return these errors, the cause first.
+
+    Args:
+        folder: the run folder.
+        dead: the ranks, in the order in which they ended. The first one is the cause, unless the log of
+            another one gives a reason.
+    """
+    silent = [(rank, died) for rank, died in dead if not folder.has_error_of(rank)]
+    silent.sort(key=lambda each: not each[1].has_reason)
+    for rank, died in silent:
+        folder.record_error(rank, died)
+    return [died for _, died in silent]
+
+
+@contextmanager
+def memory_kills() -> Iterator[Any]:
+    """Yield a function that counts the kernel's out-of-memory kills on this machine since entry."""
+    before = _count_memory_kills()
+
+    def since() -> int | None:
+        after = _count_memory_kills()
+        return None if before is None or after is None else after - before
+
+    yield since
+
+
+def _count_memory_kills() -> int | None:
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
