@@ -6,11 +6,11 @@ A rank reads the resolved ``job.json`` and does not import Hydra.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -81,12 +81,8 @@ def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
             gone = LauncherGone(f"the process that started the ranks (pid {launcher}) is gone")
             finish_run(job, folder, folder.record_error(None, gone)["exit_code"], quiet=True)
 
-    def wait_for_row() -> None:
-        # Otherwise rank 0 would see a peer disappear and record that as the cause.
-        deadline = time.monotonic() + ROW_SECONDS
-        while not folder.has_result and time.monotonic() < deadline:
-            time.sleep(0.05)
-
+    # Otherwise rank 0 would see a peer disappear and record that as the cause.
+    wait_for_row = functools.partial(folder.wait_for_result, ROW_SECONDS)
     end_with_parent(launcher, write_row if os.environ["RANK"] == "0" else wait_for_row)
 
 
@@ -203,12 +199,10 @@ def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
     The error is already recorded; errors raised here must not replace it.
     """
     try:
-        error = folder.first_error()
         # torchrun stops the peers of a failed rank: their interruption is a consequence, not the cause.
-        if code == EXIT_INTERRUPTED and (error is None or error["exit_code"] == EXIT_INTERRUPTED):
-            folder.write_result(job, "interrupted", code, run.facts())
-        else:
-            folder.write_result(job, "failed", error["exit_code"] if error else code, run.facts())
+        error = folder.first_error()
+        code = code if error is None else error["exit_code"]
+        folder.write_result(job, "interrupted" if code == EXIT_INTERRUPTED else "failed", code, run.facts())
     except Exception:
         traceback.print_exc()
     if run.recorder is not None:

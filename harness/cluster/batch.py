@@ -8,6 +8,7 @@ can record an import error in the run folder.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import signal
@@ -130,8 +131,9 @@ def _check_code(wanted: str | None) -> None:
 
 def _record(run_dir: Path, error: Exception, kind: str, code: int) -> NoReturn:
     """Write the error and the run's row, and exit; the modules that usually do so may be broken."""
-    if _read(run_dir / "status.json").get("state") == "completed":
-        sys.exit(code)  # the script was submitted again by hand, but the run is complete
+    state = _read(run_dir / "status.json").get("state")
+    if state == "completed" or (state in ("starting", "running") and _is_held(run_dir)):
+        sys.exit(code)  # the script was submitted again by hand, but the run is complete or still runs
     now = {"time": time.time(), "host": socket.gethostname()}
     shown = {"kind": kind, "type": type(error).__name__, "rank": None, "step": None, "message": str(error)}
     trace = "".join(traceback.format_exception(error))
@@ -147,6 +149,18 @@ def _record(run_dir: Path, error: Exception, kind: str, code: int) -> NoReturn:
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
     sys.exit(code)
+
+
+def _is_held(run_dir: Path) -> bool:
+    """Whether another process holds the run folder's lock."""
+    try:
+        with (run_dir / ".lock").open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock, or a file system without locks
+        pass
+    return False
 
 
 def _read(path: Path) -> dict[str, Any]:

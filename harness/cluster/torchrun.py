@@ -109,7 +109,5 @@ def _report_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:
     if cause is None:
         return
     show_failure(job, folder, cause)
-    deadline = time.monotonic() + (0.0 if rank == 0 else ROW_SECONDS)
-    while not folder.has_result and time.monotonic() < deadline:
-        time.sleep(0.05)
+    folder.wait_for_result(0.0 if rank == 0 else ROW_SECONDS)
     finish_run(job, folder, code, quiet=True)

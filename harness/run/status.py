@@ -55,6 +55,12 @@ class RunStatus:
         """Whether this attempt has written ``result.json``."""
         return (self.path / "result.json").is_file()
 
+    def wait_for_result(self, seconds: float) -> None:
+        """Wait until this attempt has written ``result.json``, but no longer than ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while not self.has_result and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     @property
     def last_metrics(self) -> dict[str, Any]:
         """The last row of metrics that has a loss; empty if there is none."""

@@ -91,7 +91,7 @@ def collect(arguments: argparse.Namespace) -> int:
         f"# {registry.name}\n\n{table_markdown(rows)}{_skipped_in_words(registry)}"
     )
     written = ["table.csv", "table.md", *(["plot.png"] if _draw(registry) else [])]
-    log_table(registry, points, seen, [point.job for point in points])
+    log_table(registry, [(point, point.job) for point in points], seen)
     for name in written:
         sys.stdout.write(f"{registry.path / name}\n")
     return EXIT_OK

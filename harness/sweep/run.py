@@ -8,7 +8,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from harness.app import guarded
@@ -33,6 +32,8 @@ SKIPPED_SHOWN = 10
 # Interval between queries of the queue: short after a change, then increasing.
 FOLLOW_SECONDS, LONGEST_FOLLOW_SECONDS = 2.0, 30.0
 
+Task = tuple[Point, Job]
+
 
 def sweep(composed: Sequence[Composed]) -> int:
     """Run a multirun; return the exit code: 0 if all valid points are complete or submitted."""
@@ -47,18 +48,15 @@ def sweep(composed: Sequence[Composed]) -> int:
         (point, with_value(job, "metrics.wandb_group", job.metrics.wandb_group or registry.name))
         for point, job in unique_points(legal)
     ]
-    points = [point for point, _ in tasks]
-    by_folder = {point.run_dir: job for point, job in tasks}
     if jobs[0].cluster.dry_run:
-        return _show_dry(registry, points, by_folder, skipped)
+        return _show_dry(registry, tasks, skipped)
     with registry.controlled():
         for point, job in tasks:
             RunFolder(point.run_dir).plan(job, point.overrides)
-        registry.add(points, skipped)
+        registry.add([point for point, _ in tasks], skipped)
         # Start the jobs as composed now: labels such as the partition or the time limit may have changed.
-        busy = _busy_besides(registry, points)
-        started = _start(registry, points, by_folder, skipped, rerun=True, busy=busy)
-    return _finish(registry, points, by_folder, started)
+        stopped, submitted_only = _start(registry, tasks, skipped, rerun=True)
+    return _finish(registry, tasks, stopped, submitted_only)
 
 
 def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
@@ -69,10 +67,9 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
         out_of_memory: also start points that ran out of memory; they fail again unless something has changed.
     """
     with registry.controlled():
-        points = registry.points()
-        jobs = {point.run_dir: point.job for point in points}
-        started = _start(registry, points, jobs, [], out_of_memory=out_of_memory)
-    return _finish(registry, points, jobs, started)
+        tasks = [(point, point.job) for point in registry.points()]
+        stopped, submitted_only = _start(registry, tasks, [], out_of_memory=out_of_memory)
+    return _finish(registry, tasks, stopped, submitted_only)
 
 
 def states_of(points: Sequence[Point]) -> list[RunState]:
@@ -92,112 +89,95 @@ def states_of(points: Sequence[Point]) -> list[RunState]:
 
 def _start(
     registry: Registry,
-    points: Sequence[Point],
-    jobs: dict[Path, Job],
+    tasks: Sequence[Task],
     skipped: Sequence[Skipped],
     *,
     out_of_memory: bool = False,
     rerun: bool = False,
-    busy: Sequence[RunState] = (),
-) -> _Started:
+) -> tuple[bool, bool]:
     """Print the plan, ask before a costly submission, then submit points to SLURM and run the local ones.
 
     Args:
         registry: the sweep.
-        points: its points.
-        jobs: their jobs, by run folder.
+        tasks: points and their jobs.
         skipped: points that are not valid jobs.
         out_of_memory: also start points that ran out of memory.
         rerun: also start completed points whose job has ``checkpoint.resume=false``.
-        busy: other points of the sweep that are pending or running.
+
+    Returns:
+        whether the user interrupted the sweep, and whether all started points were only submitted.
 
     Raises:
         UserError: the record of a SLURM job is damaged.
     """
-    for point in points:
+    for point, _ in tasks:
         SlurmJobRecord.read(point.run_dir)  # without a readable record a point could be submitted twice
-    seen = states_of(points)
-    wanted, oom = _select(points, seen, jobs, out_of_memory=out_of_memory, rerun=rerun)
-    sys.stderr.write(_plan_in_words(registry, points, seen, wanted, oom, jobs, skipped))
-    remote = [point for point in wanted if jobs[point.run_dir].cluster.kind == "slurm"]
-    local = [point for point in wanted if jobs[point.run_dir].cluster.kind == "local"]
+    seen = states_of([point for point, _ in tasks])
+    wanted, oom = _select(tasks, seen, out_of_memory=out_of_memory, rerun=rerun)
+    sys.stderr.write(_plan_in_words(registry, tasks, seen, wanted, oom, skipped))
+    remote, local = ([each for each in wanted if each[1].cluster.kind == kind] for kind in ("slurm", "local"))
     if remote:
-        confirm([jobs[point.run_dir] for point in remote])
-        _submit(registry, remote, jobs, [*(each for each in seen if each.state in BUSY), *busy])
-    stopped = _run_here(local, jobs)
-    return _Started(stopped, submitted_only=not local and not oom)
+        confirm([job for _, job in remote])
+        _submit(registry, remote, _busy(registry, tasks, seen))
+    return _run_here(local), not local and not oom
 
 
-def _busy_besides(registry: Registry, points: Sequence[Point]) -> list[RunState]:
-    """Return pending and running points that other commands have added to the sweep."""
-    typed = {os.path.normpath(point.run_dir) for point in points}
+def _busy(registry: Registry, tasks: Sequence[Task], seen: Sequence[RunState]) -> list[RunState]:
+    """Return the pending and running points, including those that other commands have added to the sweep."""
+    typed = {os.path.normpath(point.run_dir) for point, _ in tasks}
     others = [each.run_dir for each in registry.points() if os.path.normpath(each.run_dir) not in typed]
-    return [each for each in read_states(others) if each.state in BUSY]
+    return [each for each in (*seen, *read_states(others)) if each.state in BUSY]
 
 
 def _select(
-    points: Sequence[Point],
-    seen: Sequence[RunState],
-    jobs: dict[Path, Job],
-    *,
-    out_of_memory: bool,
-    rerun: bool,
-) -> tuple[list[Point], list[Point]]:
+    tasks: Sequence[Task], seen: Sequence[RunState], *, out_of_memory: bool, rerun: bool
+) -> tuple[list[Task], list[Task]]:
     """Return the points to start, and those left out because they ran out of memory."""
     wanted, oom = [], []
-    for point, each in zip(points, seen, strict=True):
+    for task, each in zip(tasks, seen, strict=True):
+        again = rerun and each.state == "completed" and not task[1].checkpoint.resume
         if each.kind == "out_of_memory" and not out_of_memory:
-            oom.append(point)
-        elif each.state == "completed" and (jobs[point.run_dir].checkpoint.resume or not rerun):
-            continue
-        elif each.state not in BUSY:
-            wanted.append(point)
+            oom.append(task)
+        elif again or each.state not in ("completed", *BUSY):
+            wanted.append(task)
     return wanted, oom
 
 
-@dataclass(frozen=True)
-class _Started:
-    """Whether the user stopped the sweep, and whether all started points were only submitted."""
-
-    stopped: bool
-    submitted_only: bool
-
-
-def _finish(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], started: _Started) -> int:
+def _finish(registry: Registry, tasks: Sequence[Task], stopped: bool, submitted_only: bool) -> int:
     """Follow submitted jobs if ``cluster.wait``, show the results, and return the exit code."""
-    stopped, waits = started.stopped, any(job.cluster.wait for job in jobs.values())
+    waits = any(job.cluster.wait for _, job in tasks)
     if not stopped and waits:
-        stopped = _follow(points)
-    if started.submitted_only and not waits:
+        stopped = _follow([point for point, _ in tasks])
+    if submitted_only and not waits:
         sys.stderr.write(f"python -m harness.sweep status {registry.path}\n")
         return EXIT_OK
-    return _conclude(registry, points, jobs, stopped)
+    return _conclude(registry, tasks, stopped)
 
 
 def _plan_in_words(
     registry: Registry,
-    points: Sequence[Point],
+    tasks: Sequence[Task],
     seen: Sequence[RunState],
-    wanted: Sequence[Point],
-    oom: Sequence[Point],
-    jobs: dict[Path, Job],
+    wanted: Sequence[Task],
+    oom: Sequence[Task],
     skipped: Sequence[Skipped],
 ) -> str:
     """Return the first lines of a sweep's output: how many points run, where, and what is skipped."""
     lines = [f"{registry.path}: {len(seen) + len(skipped)} points, {len(wanted)} to run"]
-    shapes = Counter(_resources(jobs[point.run_dir]) for point in wanted)
+    shapes = Counter(_resources(job) for _, job in wanted)
     lines += [f"  {count} x {resources}" for resources, count in shapes.items()]
-    costly = [jobs[point.run_dir] for point in wanted if jobs[point.run_dir].cluster.kind == "slurm"]
+    costly = [job for _, job in wanted if job.cluster.kind == "slurm"]
     if costly:
         lines.append(f"  {cost_in_words(costly)}")
-    started = (*wanted, *oom)
-    states = Counter(each.state for point, each in zip(points, seen, strict=True) if point not in started)
+    states = Counter(
+        each.state for task, each in zip(tasks, seen, strict=True) if task not in wanted and task not in oom
+    )
     lines += [f"  {count} {state} already" for state, count in states.items()]
     if oom:
         lines.append(f"  {len(oom)} out of memory before, left out (resume --out-of-memory starts them)")
     if skipped:
         lines.append(f"  {len(skipped)} skipped, which are not valid jobs")
-        lines += [f"    {line}" for line in _reasons(skipped, [point.overrides for point in points])]
+        lines += [f"    {line}" for line in _reasons(skipped, [point.overrides for point, _ in tasks])]
     return "\n".join(lines) + "\n"
 
 
@@ -214,16 +194,13 @@ def _reasons(skipped: Sequence[Skipped], others: Sequence[list[str]] = ()) -> li
     return lines if left <= 1 else [*lines[:SKIPPED_SHOWN], f"and {left} more"]
 
 
-def _show_dry(
-    registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], skipped: Sequence[Skipped]
-) -> int:
+def _show_dry(registry: Registry, tasks: Sequence[Task], skipped: Sequence[Skipped]) -> int:
     """Show the scripts of a sweep without writing anything."""
-    seen = read_states([point.run_dir for point in points])
-    wanted, oom = _select(points, seen, jobs, out_of_memory=False, rerun=True)
-    sys.stderr.write(_plan_in_words(registry, points, seen, wanted, oom, jobs, skipped))
-    remote = [point for point in wanted if jobs[point.run_dir].cluster.kind == "slurm"]
-    busy = [*(each for each in seen if each.state in BUSY), *_busy_besides(registry, points)]
-    arrays, first = _arrays(remote, jobs, busy)
+    seen = read_states([point.run_dir for point, _ in tasks])
+    wanted, oom = _select(tasks, seen, out_of_memory=False, rerun=True)
+    sys.stderr.write(_plan_in_words(registry, tasks, seen, wanted, oom, skipped))
+    remote = [each for each in wanted if each[1].cluster.kind == "slurm"]
+    arrays, first = _arrays(remote, _busy(registry, tasks, seen))
     for array in arrays:
         after = first if array.after is None else [f"ID_OF_ARRAY_{array.after + 1}"]
         script = _submission(registry, array, registry.name, after).script(planned=True)
@@ -231,21 +208,18 @@ def _show_dry(
     return EXIT_OK
 
 
-def _arrays(
-    wanted: Sequence[Point], jobs: dict[Path, Job], busy: Sequence[RunState]
-) -> tuple[list[Array], list[str]]:
+def _arrays(wanted: Sequence[Task], busy: Sequence[RunState]) -> tuple[list[Array], list[str]]:
     """Return the arrays to submit, and ids of the jobs that must end before the first array may start.
 
     Points of the sweep that are already in SLURM's queue count towards ``cluster.max_running``.
     """
-    points = [(point, jobs[point.run_dir]) for point in wanted]
-    limit = min((job.cluster.max_running for _, job in points), default=1)
+    limit = min((job.cluster.max_running for _, job in wanted), default=1)
     there = [each for each in busy if each.job_record is not None]
     left = limit - len(there)
     if left > 0:
-        return arrays_of(points, left), []
+        return arrays_of(wanted, left), []
     ids = {each.job_id.partition("_")[0] for each in there if each.job_id is not None}
-    return arrays_of(points, limit), sorted(ids)
+    return arrays_of(wanted, limit), sorted(ids)
 
 
 def _submission(registry: Registry, array: Array, name: str, after: Sequence[str]) -> Submission:
@@ -253,11 +227,9 @@ def _submission(registry: Registry, array: Array, name: str, after: Sequence[str
     return Submission(array.jobs, run_dirs, registry.path, name, at_once=array.at_once, after=after)
 
 
-def _submit(
-    registry: Registry, wanted: Sequence[Point], jobs: dict[Path, Job], busy: Sequence[RunState]
-) -> None:
+def _submit(registry: Registry, wanted: Sequence[Task], busy: Sequence[RunState]) -> None:
     """Submit points; those of equal shape form one array."""
-    arrays, first = _arrays(wanted, jobs, busy)
+    arrays, first = _arrays(wanted, busy)
     submitted: list[str] = []
     for array in arrays:
         after = first if array.after is None else [submitted[array.after]]
@@ -273,16 +245,16 @@ def _submit(
         sys.stderr.write(f"submitted {ids[0]}{tasks}: {len(ids)} x {submission.shape.describe()}{waits}\n")
 
 
-def _run_here(points: Sequence[Point], jobs: dict[Path, Job]) -> bool:
+def _run_here(tasks: Sequence[Task]) -> bool:
     """Run points one after another; continue after a failed point.
 
     Returns:
         whether the user interrupted the sweep.
     """
-    names = labels([point.overrides for point in points])
-    for number, (name, point) in enumerate(zip(names, points, strict=True), start=1):
-        sys.stderr.write(f"[{number}/{len(points)}] {name}\n")
-        if _run_point(jobs[point.run_dir], point) in STOPPED:
+    names = labels([point.overrides for point, _ in tasks])
+    for number, (name, (point, job)) in enumerate(zip(names, tasks, strict=True), start=1):
+        sys.stderr.write(f"[{number}/{len(tasks)}] {name}\n")
+        if _run_point(job, point) in STOPPED:
             return True
     return False
 
@@ -332,37 +304,36 @@ def _follow(points: Sequence[Point]) -> bool:
         return True
 
 
-def _conclude(registry: Registry, points: Sequence[Point], jobs: dict[Path, Job], stopped: bool) -> int:
+def _conclude(registry: Registry, tasks: Sequence[Task], stopped: bool) -> int:
     """Show the table and the points that did not complete; return the exit code."""
+    points = [point for point, _ in tasks]
     seen = read_states([point.run_dir for point in points])
     sys.stdout.write(table_text(rows_of(points, seen)))
     sys.stdout.flush()
-    left = [each for each in seen if each.state not in ("completed", *BUSY)]
+    names = labels([point.overrides for point in points])
+    left = [
+        f"  {name}: {each.about if each.kind else each.state}\n"
+        for name, each in zip(names, seen, strict=True)
+        if each.state not in ("completed", *BUSY)
+    ]
     if left:
-        names = labels([point.overrides for point in points])
-        named = dict(zip([point.run_dir for point in points], names, strict=True))
-        lines = "".join(
-            f"  {named[each.run_dir]}: {each.about if each.kind else each.state}\n" for each in left
-        )
         sys.stderr.write(
-            f"{len(left)} of {len(seen)} points did not complete:\n{lines}"
+            f"{len(left)} of {len(seen)} points did not complete:\n{''.join(left)}"
             f"python -m harness.sweep resume {registry.path}\n"
         )
     if stopped:
         return EXIT_INTERRUPTED
-    log_table(registry, points, seen, list(jobs.values()))
+    log_table(registry, tasks, seen)
     return 1 if left else EXIT_OK
 
 
-def log_table(
-    registry: Registry, points: Sequence[Point], seen: Sequence[RunState], jobs: Sequence[Job]
-) -> None:
+def log_table(registry: Registry, tasks: Sequence[Task], seen: Sequence[RunState]) -> None:
     """Log the table of a sweep to W&B if its runs use W&B."""
-    logged = [job for job in jobs if job.metrics.wandb]
+    logged = [job for _, job in tasks if job.metrics.wandb]
     if not logged:
         return
     try:
-        rows = rows_of(points, seen, full_reasons=True)
+        rows = rows_of([point for point, _ in tasks], seen, full_reasons=True)
         log_sweep(logged[0].metrics, registry.path, registry.name, rows)
     except Exception as error:
         # W&B's client raises errors of many kinds. The table is in the sweep's folder in any case.

@@ -163,6 +163,13 @@ def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder) -
     assert submitted.first_error()["message"] == row["error.message"]  # type: ignore[index]
 
 
+def test_an_attempt_that_still_runs_keeps_its_status(submitted: RunFolder, job: Job) -> None:
+    submitted.begin_again(job)
+    done = start(submitted.path, ROOT, str(submitted.path), "--code", f"{submitted.path}/code/1")
+    assert (done.returncode, submitted.state, submitted.row) == (EXIT_MACHINE, "starting", {})
+    submitted.release()
+
+
 def test_code_that_cannot_be_imported_leaves_a_row(submitted: RunFolder, tmp_path: Path) -> None:
     code = tmp_path / "code"
     shutil.copytree(ROOT / "harness", code / "harness", ignore=shutil.ignore_patterns("__pycache__"))

@@ -74,7 +74,6 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
         (point, with_value(job, "cluster.max_running", 4))
         for point, job in points(tmp_path, "training.seed=1,2,3,4,5,6,7,8")
     ]
-    jobs = {point.run_dir: job for point, job in own}
     for point, job in own:
         RunFolder(point.run_dir).plan(job, point.overrides)
     job_records = [SlurmJobRecord("before", index, f"77_{index}") for index in range(4)]
@@ -82,7 +81,6 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
         RunState(point.run_dir, "pending", job_record=job_record, job_id=job_record.job_id)
         for (point, _), job_record in zip(own[:4], job_records, strict=True)
     ]
-    wanted = [point for point, _ in own[4:]]
     asked = []
 
     def submit(submission: run.Submission, folders: list[RunFolder], overrides: list[list[str]]) -> list[str]:
@@ -90,8 +88,8 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
         return [f"88_{index}" for index in range(len(folders))]
 
     monkeypatch.setattr(run, "submit", submit)
-    run._submit(Registry(tmp_path), wanted, jobs, waiting[:2])
-    run._submit(Registry(tmp_path), wanted, jobs, waiting)
+    run._submit(Registry(tmp_path), own[4:], waiting[:2])
+    run._submit(Registry(tmp_path), own[4:], waiting)
     assert asked == [(2, [], 4), (4, ["77"], 4)]
 
 

@@ -187,15 +187,17 @@ def test_a_point_that_another_process_submits_again_is_left_alone(
     folder.release()
 
 
+@pytest.mark.parametrize("name", ["job.json", "slurm/job.json"])
 def test_a_damaged_point_is_reported_and_hides_no_other(
+    name: str,
     fake_slurm: FakeSlurm,
     sweep: Registry,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (sweep.points()[0].run_dir / "job.json").write_text("{")
+    (sweep.points()[0].run_dir / name).write_text("{")
     out, err = run(monkeypatch, capsys, "status", str(sweep.path))
-    assert "user: " in out.splitlines()[1] and "job.json: damaged" in out
+    assert f"user: {sweep.points()[0].run_dir}/{name}: damaged" in out.splitlines()[1]
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
     assert err == f"{POINTS - 1} points ended without a result: {POINTS - 1} unknown\n"
 
