@@ -184,14 +184,14 @@ def layers(palette: Palette) -> Canvas:
     c.box(3, 49, 22, 7.5, "blue", "verbs", "train plan parity bench\nsweep report convert ...")
     c.box(28, 49, 22, 7.5, "blue", "compose.py", "Hydra ends here")
     c.box(53, 49, 19, 7.5, "blue", "job.py", "sum of all groups")
-    c.box(75, 49, 22, 7.5, "blue", "run_folder.py", "job.json, status, result")
+    c.box(75, 49, 22, 7.5, "blue", "run", "job.json, status, result")
     groups = (
         "model  parallelism  precision  data  optimizer  checkpoint\n"
         "metrics  loop  cluster: config.py of each package"
     )
     c.box(3, 37.5, 47, 8.5, "orange", "groups", groups)
     c.box(53, 37.5, 19, 8.5, "purple", "plan", "memory, time, search")
-    c.box(75, 37.5, 22, 8.5, "purple", "cluster", "local, SLURM, outcome")
+    c.box(75, 37.5, 22, 8.5, "purple", "cluster", "local, torchrun, SLURM")
     for x1, x2 in ((25, 28), (50, 53), (72, 75)):
         c.arrow((x1, 52.7), (x2, 52.7))
     c.arrow((39, 46), (39, 49))

@@ -73,7 +73,7 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
 
 
 def states_of(points: Sequence[Point]) -> list[RunState]:
-    """Return the states of points; write the rows of those that ended without one.
+    """Return the states of points; write missing rows of ended points.
 
     Raises:
         SlurmError: the scheduler does not answer.
