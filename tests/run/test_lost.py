@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.compose import compose_job
-from harness.errors import EXIT_USER
+from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 from harness.run.folder import RunFolder
 from harness.run.slurm_record import SlurmJobRecord
 from harness.sweep.__main__ import main
 from harness.sweep.registry import Point, Registry
 
 POINTS = 12
+Verb = Callable[..., tuple[str, str]]
 
 
 class FakeSlurm:
@@ -68,23 +70,23 @@ def sweep(tmp_path: Path) -> Registry:
     return registry
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[str, str]:
-    """Return stdout and stderr of ``python -m harness.sweep``."""
-    monkeypatch.setattr("sys.argv", ["sweep", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    shown = capsys.readouterr()
-    assert ended.value.code == 0, shown.err
-    return shown.out, shown.err
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
+    """Run a verb of ``python -m harness.sweep``; return stdout and stderr."""
+
+    def run(*arguments: object, code: int = EXIT_OK) -> tuple[str, str]:
+        monkeypatch.setattr("sys.argv", ["sweep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        shown = capsys.readouterr()
+        assert ended.value.code == code, shown.err
+        return shown.out, shown.err
+
+    return run
 
 
 def test_slurm_is_queried_once_for_any_number_of_points(
-    fake_slurm: FakeSlurm,
-    sweep: Registry,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
 ) -> None:
     # One waits, one failed recently, one is another user's, three are in accounting, the others unknown.
     fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
@@ -92,7 +94,7 @@ def test_slurm_is_queried_once_for_any_number_of_points(
     fake_slurm.prints("sacct", "7_3|NODE_FAIL", "7_4|CANCELLED by 1000", "7_5|TIMEOUT")
     for number in (1, 3):
         RunFolder(sweep.points()[number].run_dir).set_status("running")
-    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    out, err = verb("status", sweep.path)
     called = fake_slurm.calls()
     assert [call.split()[0] for call in called] == ["squeue", "squeue", "sacct"]
     assert "7_0," not in called[1] and "7_2," not in called[2] and "7_11" in called[2]
@@ -103,100 +105,79 @@ def test_slurm_is_queried_once_for_any_number_of_points(
     assert (row["error.kind"], row["exit_reason"]) == ("node", "failed")
     assert "SLURM says NODE_FAIL" in row["error.message"]
     # The others' rows are written; only the other user's job is queried again.
-    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    out, err = verb("status", sweep.path)
     assert [call.split()[0] for call in fake_slurm.calls()] == ["squeue", "squeue"] and not err
 
 
 def test_a_sweep_is_cancelled_by_one_command_and_its_points_have_not_failed(
-    fake_slurm: FakeSlurm,
-    sweep: Registry,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
 ) -> None:
     fake_slurm.prints(
         "squeue", *(f"7_{n}|sweep.1|PENDING|Resources" for n in range(POINTS - 1)), "9|x|RUNNING|None"
     )
     SlurmJobRecord("single", None, "9").write(sweep.points()[-1].run_dir)
-    out, _ = run(monkeypatch, capsys, "cancel", str(sweep.path))
+    out, _ = verb("cancel", sweep.path)
     assert out == f"cancelled {POINTS} of {POINTS} points\n"
     tasks = ",".join(str(n) for n in range(POINTS - 1))
     assert fake_slurm.calls()[1:] == [f"scancel 7_[{tasks}] 9"]
     fake_slurm.prints("squeue")
-    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    out, err = verb("status", sweep.path)
     assert out.splitlines()[-1] == f"{POINTS} cancelled"
     assert err == f"{POINTS} points ended without a result: {POINTS} cancelled\n"
     assert not list(sweep.path.glob("*/errors/*"))
     row = json.loads((sweep.points()[0].run_dir / "result.json").read_text())
     assert (row["exit_reason"], row["exit_code"]) == ("interrupted", 130)
-    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    out, err = verb("status", sweep.path)
     assert out.splitlines()[-1] == f"{POINTS} cancelled" and not err
 
 
 def test_cancel_fails_unless_the_job_has_ended(
-    fake_slurm: FakeSlurm,
-    sweep: Registry,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|PENDING|Resources")
     over = "scancel: error: Kill job error on job id 7_0: Invalid job id specified"
     fake_slurm.prints("scancel", over, file="fails")
-    run(monkeypatch, capsys, "cancel", str(sweep.path))
+    verb("cancel", sweep.path)
     fake_slurm.prints("scancel", over, "scancel: error: 7_1: Access/permission denied", file="fails")
-    monkeypatch.setattr("sys.argv", ["sweep", "cancel", str(sweep.path)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 3
-    assert "7_1: Access/permission denied" in capsys.readouterr().err
+    _, err = verb("cancel", sweep.path, code=EXIT_MACHINE)
+    assert "7_1: Access/permission denied" in err
     (fake_slurm.folder / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr("harness.cluster.queue.COMMAND_SECONDS", 1)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out, said.err) == (3, "", "error: scancel: no answer within 1 s\n")
+    silent = ("", "error: scancel: no answer within 1 s\n")
+    assert verb("cancel", sweep.path, code=EXIT_MACHINE) == silent
 
 
 def test_without_slurm_nothing_is_said_of_jobs_that_may_run(
-    sweep: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sweep: Registry, monkeypatch: pytest.MonkeyPatch, verb: Verb
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    out, err = verb("status", sweep.path)
     assert (
         out.splitlines()[-1] == f"{POINTS} running"
         and "no SLURM here to read its state from" in out
         and not err
     )
-    monkeypatch.setattr("sys.argv", ["sweep", "cancel", str(sweep.path)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out) == (EXIT_USER, f"cancelled 0 of {POINTS} points\n")
-    assert f"{POINTS} points were submitted to SLURM, and there is no squeue here" in said.err
+    out, err = verb("cancel", sweep.path, code=EXIT_USER)
+    assert out == f"cancelled 0 of {POINTS} points\n"
+    assert f"{POINTS} points were submitted to SLURM, and there is no squeue here" in err
 
 
 def test_a_point_that_another_process_submits_again_is_left_alone(
-    fake_slurm: FakeSlurm,
-    sweep: Registry,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
 ) -> None:
     folder = RunFolder(sweep.points()[0].run_dir)
     folder.hold()
-    out, _ = run(monkeypatch, capsys, "status", str(sweep.path))
+    out, _ = verb("status", sweep.path)
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
     folder.release()
 
 
 @pytest.mark.parametrize("name", ["job.json", "slurm/job.json"])
 def test_a_damaged_point_is_reported_and_hides_no_other(
-    name: str,
-    fake_slurm: FakeSlurm,
-    sweep: Registry,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
 ) -> None:
     (sweep.points()[0].run_dir / name).write_text("{")
-    out, err = run(monkeypatch, capsys, "status", str(sweep.path))
+    out, err = verb("status", sweep.path)
     assert f"user: {sweep.points()[0].run_dir}/{name}: damaged" in out.splitlines()[1]
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
     assert err == f"{POINTS - 1} points ended without a result: {POINTS - 1} unknown\n"
@@ -210,39 +191,25 @@ def test_a_damaged_point_is_reported_and_hides_no_other(
     ],
 )
 def test_what_is_resumed_keeps_the_rules_for_texts(
-    fake_slurm: FakeSlurm,
-    sweep: Registry,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    field: str,
-    text: object,
-    words: str,
+    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb, field: str, text: object, words: str
 ) -> None:
     path = sweep.points()[0].run_dir / "job.json"
     job = json.loads(path.read_text())
     job["cluster"][field] = text
     path.write_text(json.dumps(job))
-    monkeypatch.setattr("sys.argv", ["sweep", "resume", str(sweep.path)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == EXIT_USER
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    _, err = verb("resume", sweep.path, code=EXIT_USER)
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert words in line and "hf_x" not in line
 
 
-def test_single_runs_have_the_same_verbs(
-    fake_slurm: FakeSlurm,
-    sweep: Registry,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_single_runs_have_the_same_verbs(fake_slurm: FakeSlurm, sweep: Registry, verb: Verb) -> None:
     (sweep.path / "sweep.jsonl").unlink()
     (sweep.path / "p2" / "overrides.txt").unlink()  # a controller was killed before it wrote it
     fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|RUNNING|None")
-    out, _ = run(monkeypatch, capsys, "status", str(sweep.path / "p0"))
+    out, _ = verb("status", sweep.path / "p0")
     assert "job 7_0 waits: Resources" in out and out.endswith("1 pending\n")
-    out, _ = run(monkeypatch, capsys, "cancel", str(sweep.path / "p0"))
+    out, _ = verb("cancel", sweep.path / "p0")
     assert out == "cancelled 1 of 1 points\n" and fake_slurm.calls()[-1] == "scancel 7_[0]"
     # A folder of all runs of one name.
-    out, _ = run(monkeypatch, capsys, "status", str(sweep.path))
+    out, _ = verb("status", sweep.path)
     assert out.splitlines()[-1].startswith("1 pending, 1 running")
