@@ -175,9 +175,9 @@ def _run_ranks(
     """Start the ranks, wait, record those that ended without recording an error; return an exit code."""
     logs = folder.path / "logs"
     with rendezvous_store() as port, (logs / SRUN_LOG).open("ab") as log:
-        # srun sets each task's rank. sbatch passes on OMP_NUM_THREADS of the submitting shell.
-        inherited = {name for name in os.environ if name != "OMP_NUM_THREADS"} | job.cluster.env.keys()
-        environment = {**os.environ, **rank_environment(job, port, started, inherited)}
+        if "OMP_NUM_THREADS" not in job.cluster.env:
+            os.environ.pop("OMP_NUM_THREADS", None)  # of the submitting shell, passed on by sbatch
+        environment = {**os.environ, **rank_environment(job, port, started)}  # srun sets each task's rank
         if received.last is not None:
             return EXIT_INTERRUPTED  # the signal would kill srun before it can handle it
         srun = subprocess.Popen(srun_command(job, folder.path), env=environment, stderr=log)

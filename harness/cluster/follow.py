@@ -26,12 +26,6 @@ def queued(run_dir: Path) -> Queued | None:
     return None if job_record is None else job_record.find(jobs())
 
 
-def job_id_of(run_dir: Path) -> str | None:
-    """Return the id of a run's SLURM job, or None."""
-    job_record = SlurmJobRecord.read(run_dir)
-    return None if job_record is None else job_record.job_id
-
-
 def follow(job: Job, folder: RunFolder) -> int:
     """Show rank 0's output until the job ends; return the run's exit code.
 
@@ -58,7 +52,9 @@ def follow(job: Job, folder: RunFolder) -> int:
                 asked = time.monotonic()
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        sys.stderr.write(f"\nstopped following; job {job_id_of(folder.path)} continues in {folder.path}\n")
+        record = SlurmJobRecord.read(folder.path)
+        ident = None if record is None else record.job_id
+        sys.stderr.write(f"\nstopped following; job {ident} continues in {folder.path}\n")
         return EXIT_INTERRUPTED
 
 

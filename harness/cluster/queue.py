@@ -79,11 +79,13 @@ class Jobs:
                 self._by_id[job.id] = job
                 self._by_name[job.name].append(job)
 
-    def candidates(self, job_id: str | None, name: str) -> list[Queued]:
-        """Return jobs that have not ended and have this id, or this name if no id is given."""
-        if job_id is None:
-            return self._by_name[name]
-        return [self._by_id[job_id]] if job_id in self._by_id else []
+    def find(self, job_id: str | None, name: str, index: int | None) -> Queued | None:
+        """Return the job that has not ended and has this id; without an id, this name and array index."""
+        if job_id is not None:
+            return self._by_id.get(job_id)
+        # An array task has its index after an underscore; the id of a single job has no underscore.
+        task = "" if index is None else str(index)
+        return next((job for job in self._by_name[name] if job.id.partition("_")[2] == task), None)
 
 
 class SlurmError(MachineError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from harness.job import Job
@@ -27,16 +27,13 @@ def rendezvous_store() -> Iterator[int]:
     del store
 
 
-def rank_environment(
-    job: Job, port: int, started: float, inherited: Container[str] = os.environ
-) -> dict[str, str]:
+def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
     """Return the environment variables that all ranks of a job share.
 
     Args:
         job: the resolved job.
         port: port of the store, on this node.
         started: time.time() at which the job was started.
-        inherited: names of OpenMP's variables that keep their values, unless the job sets them.
     """
     nodes, local = job.cluster.nodes_for(job.world_size)
     # A node may be unable to resolve its own name; without a network that takes minutes to fail.
@@ -50,20 +47,16 @@ def rank_environment(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         STARTED: str(started),
-        **openmp_environment(job, inherited),
+        **openmp_environment(job),
     }
 
 
-def openmp_environment(job: Job, inherited: Container[str] = os.environ) -> dict[str, str]:
+def openmp_environment(job: Job) -> dict[str, str]:
     """Return OpenMP's thread count and spin count for a rank; set them before torch is imported.
 
     GNU's OpenMP threads spin for milliseconds at every barrier. On cores shared with other processes they
     take time from the thread they wait for: on two shared cores steps took up to ten times as long. A spin
-    count of 1000 is as fast on an idle machine (experiments/LOG.md).
-
-    Args:
-        job: the resolved job.
-        inherited: names of variables that keep their values, unless the job sets them.
+    count of 1000 is as fast on an idle machine (experiments/LOG.md). Variables set by the user are kept.
     """
     config = job.cluster
     _, local = config.nodes_for(job.world_size)
@@ -72,4 +65,4 @@ def openmp_environment(job: Job, inherited: Container[str] = os.environ) -> dict
     threads = config.threads_per_rank or reserved or max(1, cores // local)
     wanted = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000"}
     from_job = "OMP_NUM_THREADS" if config.threads_per_rank is not None else ""
-    return {name: value for name, value in wanted.items() if name == from_job or name not in inherited}
+    return {name: value for name, value in wanted.items() if name == from_job or name not in os.environ}

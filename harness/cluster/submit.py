@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 
-from harness.cluster.follow import follow, job_id_of, queued
+from harness.cluster.follow import follow, queued
 from harness.cluster.inputs import require_inputs
 from harness.cluster.queue import Queued, describe, is_live, jobs, last_states, require_slurm
 from harness.cluster.slurm import Submission, device_hours, shape_of
@@ -39,12 +39,12 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
         found = _queued_unless_failed(folder, submission)
         if found is None:
             _close_lost(job, folder)
-            submit(submission, [folder], [overrides], adopt=True)
+            [ident] = submit(submission, [folder], [overrides], adopt=True)
         folder.release()
     there = job if found is None else folder.read_job()
     how = "submitted" if found is None else f"already submitted ({found.state})"
-    # If another controller submitted the job, it may have died before it wrote the id.
-    ident = job_id_of(folder.path) if found is None else found.id
+    if found is not None:
+        ident = found.id  # if another controller submitted the job, it may have died before it wrote the id
     words = (
         f"{job.name}: {how} as job {ident}, {shape_of(there).describe()}, {cost_in_words([there])}"
         f"{_kept_in_words(there, job)}\nrun folder {folder.path}\n"

@@ -15,7 +15,7 @@ from harness.job import Job
 from harness.loop.process import importing_torch
 from harness.loop.signals import stop_signals_interrupt
 from harness.rank import end_with_launcher, leave, run_rank
-from harness.run.end import find_cause, finish_run, show_failure
+from harness.run.end import finish_run
 from harness.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -105,9 +105,4 @@ def _report_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:
         (folder.path / "errors" / "told").open("x").close()
     except OSError:
         return
-    cause = find_cause(folder, code)
-    if cause is None:
-        return
-    show_failure(job, folder, cause)
-    folder.wait_for_result(0.0 if rank == 0 else ROW_SECONDS)
-    finish_run(job, folder, code, quiet=True)
+    finish_run(job, folder, code, row_seconds=0.0 if rank == 0 else ROW_SECONDS)

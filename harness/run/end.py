@@ -15,44 +15,39 @@ from harness.run.absent import absent_ranks
 from harness.run.folder import RunFolder
 
 
-def find_cause(folder: RunFolder, code: int) -> dict[str, Any] | None:
-    """Return the error that caused a failure; None if the run completed or was stopped.
+def finish_run(
+    job: Job, folder: RunFolder, code: int, *, quiet: bool = False, row_seconds: float = 0.0
+) -> int:
+    """Find and show the cause of a failure, complete the run's row, and return the exit code.
 
     Args:
-        folder: the run folder.
+        job: the resolved job.
+        folder: its run folder.
         code: exit code of the ranks.
+        quiet: print nothing.
+        row_seconds: how long to wait for the row of rank 0, which has more fields.
     """
     error = folder.first_error() if code != EXIT_OK else None
     if code in STOPPED and error is not None and error["kind"] in VICTIMS:
         # Ranks that stop or are killed at different moments cause errors in each other, not failures.
-        return None
+        error = None
     if error is not None and error["kind"] == "collective_timeout":
-        return _name_absent(folder, error)
-    return error
-
-
-def finish_run(job: Job, folder: RunFolder, code: int, *, quiet: bool = False) -> int:
-    """Show the cause unless quiet, complete the run's row where no rank could, and return the exit code."""
-    error = find_cause(folder, code)
+        error = _name_absent(folder, error)
     if error is not None:
         code = error["exit_code"]
         if not quiet:
-            show_failure(job, folder, error)
+            sys.stderr.write(format_failure(error, job.world_size, folder))
+            sys.stderr.flush()
     if code == EXIT_INTERRUPTED and can_resume(job, folder.path):
         code = EXIT_RESUMABLE  # from an earlier checkpoint, not from where it was stopped
     reason = "completed" if code == EXIT_OK else "interrupted" if code in STOPPED else "failed"
+    folder.wait_for_result(row_seconds)
     try:
         folder.ensure_result(job, reason, code)
     except Exception:
         # The cause has been shown; failing to write it is secondary.
         traceback.print_exc()
     return code
-
-
-def show_failure(job: Job, folder: RunFolder, error: dict[str, Any]) -> None:
-    """Print a failure to stderr."""
-    sys.stderr.write(format_failure(error, job.world_size, folder))
-    sys.stderr.flush()
 
 
 def _name_absent(folder: RunFolder, error: dict[str, Any]) -> dict[str, Any]:

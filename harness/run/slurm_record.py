@@ -67,12 +67,7 @@ class SlurmJobRecord:
 
     def find(self, listed: Jobs) -> Queued | None:
         """Return the job in the queue; None if it has ended, or its controller died before submitting it."""
-        for job in listed.candidates(self.job_id, self.name):
-            # An array task has its index after an underscore; the id of a single job has no underscore.
-            _, _, index = job.id.partition("_")
-            if self.job_id is not None or index == ("" if self.index is None else str(self.index)):
-                return job
-        return None
+        return listed.find(self.job_id, self.name, self.index)
 
     @property
     def ended_without_result(self) -> str:

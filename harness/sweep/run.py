@@ -143,17 +143,6 @@ def _select(
     return wanted, oom
 
 
-def _finish(registry: Registry, tasks: Sequence[Task], stopped: bool, submitted_only: bool) -> int:
-    """Follow submitted jobs if ``cluster.wait``, show the results, and return the exit code."""
-    waits = any(job.cluster.wait for _, job in tasks)
-    if not stopped and waits:
-        stopped = _follow([point for point, _ in tasks])
-    if submitted_only and not waits:
-        sys.stderr.write(f"python -m harness.sweep status {registry.path}\n")
-        return EXIT_OK
-    return _conclude(registry, tasks, stopped)
-
-
 def _plan_in_words(
     registry: Registry,
     tasks: Sequence[Task],
@@ -304,9 +293,14 @@ def _follow(points: Sequence[Point]) -> bool:
         return True
 
 
-def _conclude(registry: Registry, tasks: Sequence[Task], stopped: bool) -> int:
-    """Show the table and the points that did not complete; return the exit code."""
-    points = [point for point, _ in tasks]
+def _finish(registry: Registry, tasks: Sequence[Task], stopped: bool, submitted_only: bool) -> int:
+    """Follow submitted jobs if ``cluster.wait``, show table and failures, and return the exit code."""
+    points, waits = [point for point, _ in tasks], any(job.cluster.wait for _, job in tasks)
+    if submitted_only and not waits:
+        sys.stderr.write(f"python -m harness.sweep status {registry.path}\n")
+        return EXIT_OK
+    if waits and not stopped:
+        stopped = _follow(points)
     seen = read_states([point.run_dir for point in points])
     sys.stdout.write(table_text(rows_of(points, seen)))
     sys.stdout.flush()

@@ -206,7 +206,7 @@ def test_what_the_user_has_set_for_sbatch_does_not_win_over_the_job(monkeypatch:
     assert os.environ["SBATCH_TIMELIMIT"] == "1"
 
 
-def test_one_task_a_rank_and_all_end_together(tmp_path: Path) -> None:
+def test_one_task_a_rank_and_all_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = job("cluster=slurm_h100", "parallelism.dp_shard=16", "cluster.srun_args=['--cpu-bind=none']")
     command = srun_command(made, tmp_path / "100%")
     for option in (
@@ -220,7 +220,8 @@ def test_one_task_a_rank_and_all_end_together(tmp_path: Path) -> None:
     assert {"--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--cpu-bind=none"} < set(command)
     assert f"--output={tmp_path}/100%%/logs/rank%t.out" in command
     assert command[-4:-1] == ["-u", "-m", "harness.rank"] and command[-5] == sys.executable
-    variables = rank_environment(made, 12345, 1.0, inherited=())
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    variables = rank_environment(made, 12345, 1.0)
     assert (variables["WORLD_SIZE"], variables["LOCAL_WORLD_SIZE"]) == ("16", "8")
     assert (variables["MASTER_PORT"], variables["OMP_NUM_THREADS"]) == ("12345", "12")
 
@@ -259,8 +260,9 @@ def test_a_tickets_job_is_found_by_its_id_or_by_its_name() -> None:
 def test_the_queue_is_read_whatever_a_name_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = "12|a|b c|PENDING|Resources\n13_4|x|RUNNING|None\n14|x|COMPLETED|None\n"
     monkeypatch.setattr(queue, "_run", lambda *_: shown)
-    assert queue.jobs().candidates("12", "") == [Queued("12", "a|b c", "PENDING", "Resources")]
-    assert queue.jobs().candidates(None, "x") == [Queued("13_4", "x", "RUNNING", "None")]
+    assert queue.jobs().find(None, "a|b c", None) == Queued("12", "a|b c", "PENDING", "Resources")
+    assert queue.jobs().find("13_4", "", None) == Queued("13_4", "x", "RUNNING", "None")
+    assert queue.jobs().find(None, "x", None) is None
     assert queue.jobs().states["14"] == "COMPLETED"
 
 
