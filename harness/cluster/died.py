@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from harness.errors import MachineError
 from harness.failures import VICTIMS, kind_of_text
@@ -44,13 +42,13 @@ class RankDied(MachineError):
         return self.kind not in ("unknown", *VICTIMS)
 
     @classmethod
-    def by_code(cls, rank: int, exit_code: int, memory_kills: int | None, logs: Path) -> RankDied:
+    def by_code(cls, rank: int, exit_code: int, memory_kills: int, logs: Path) -> RankDied:
         """Describe a rank of this machine by its exit code.
 
         Args:
             rank: the rank.
             exit_code: its exit code, negative for a signal.
-            memory_kills: number of processes that the kernel's OOM killer killed meanwhile; None if unknown.
+            memory_kills: number of processes that the kernel's OOM killer killed meanwhile.
             logs: folder of the ranks' logs.
         """
         if exit_code >= 0:
@@ -106,21 +104,10 @@ def record_dead(folder: RunFolder, dead: Iterable[tuple[int, RankDied]]) -> list
     return [died for _, died in silent]
 
 
-@contextmanager
-def memory_kills() -> Iterator[Any]:
-    """Yield a function that counts the kernel's out-of-memory kills on this machine since entry."""
-    before = _count_memory_kills()
-
-    def since() -> int | None:
-        after = _count_memory_kills()
-        return None if before is None or after is None else after - before
-
-    yield since
-
-
-def _count_memory_kills() -> int | None:
+def count_memory_kills() -> int:
+    """Count the kernel's out-of-memory kills on this machine since it was started; 0 if unknown."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

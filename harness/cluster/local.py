@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
-from harness.cluster.died import RankDied, memory_kills, record_dead
+from harness.cluster.died import RankDied, count_memory_kills, record_dead
 from harness.cluster.ranks import openmp_environment, rank_environment, rendezvous_store
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED
 from harness.job import Job
@@ -29,7 +30,9 @@ from harness.run.end import finish_run
 from harness.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
+    from subprocess import Popen
+
+    from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
 
 POLL_SECONDS = 0.05
 # Time that ranks have after one has failed, to notice it and to record their progress. A rank that hangs in a
@@ -77,15 +80,16 @@ def _run_here(job: Job, folder: RunFolder, started: float) -> int:
 
 def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     """Start the ranks, wait, record those that ended without recording an error; return the exit code."""
-    with StopRequest(raises=False) as stop, memory_kills() as killed_for_memory, rendezvous_store() as port:
+    kills_before = count_memory_kills()
+    with StopRequest(raises=False) as stop, rendezvous_store() as port:
         environment = {CONTROLLER: str(os.getpid()), **rank_environment(job, port, started)}
-        with Ranks(job.world_size, folder.path, environment) as ranks:
-            ended = _supervise(job, ranks, stop)
+        with _started(job.world_size, folder.path, environment) as processes:
+            ended = _supervise(job, processes, stop)
     asked = stop.signal is not None
     # Until its loop begins, a stop signal kills a rank.
     obeyed = (-signal.SIGTERM, -signal.SIGINT) if asked else ()
     failed = {rank: code for rank, code in ended.items() if code not in (EXIT_OK, *STOPPED, *obeyed)}
-    kills, logs = killed_for_memory(), folder.path / "logs"
+    kills, logs = count_memory_kills() - kills_before, folder.path / "logs"
     record_dead(folder, [(rank, RankDied.by_code(rank, code, kills, logs)) for rank, code in failed.items()])
     if EXIT_RESUMABLE in ended.values():
         return EXIT_RESUMABLE  # all ranks have saved, or none has
@@ -94,7 +98,7 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     return next((code if code > 0 else EXIT_MACHINE for code in ended.values() if code), EXIT_OK)
 
 
-def _supervise(job: Job, ranks: Ranks, stop: StopRequest) -> dict[int, int]:
+def _supervise(job: Job, processes: Mapping[int, Popen], stop: StopRequest) -> dict[int, int]:
     """Wait until all ranks have ended, or one has failed and the time for the others to end is over.
 
     Returns:
@@ -102,13 +106,15 @@ def _supervise(job: Job, ranks: Ranks, stop: StopRequest) -> dict[int, int]:
     """
     deadline, asked = float("inf"), False
     while True:
-        ended = ranks.ended()
+        codes = {rank: process.poll() for rank, process in processes.items()}
+        ended = {rank: code for rank, code in codes.items() if code is not None}
         if len(ended) == job.world_size:
             return ended
         now = time.monotonic()
         if stop.signal is not None and not asked:
             asked, deadline = True, min(deadline, now + job.cluster.stop_timeout_seconds)
-            ranks.ask_to_stop()
+            for process in processes.values():
+                process.send_signal(signal.SIGTERM)  # not to workers in its process group, which it needs
         if any(code not in (EXIT_OK, *STOPPED) for code in ended.values()):
             deadline = min(deadline, now + LEAVING_SECONDS)
         if stop.insists or now >= deadline:
@@ -116,74 +122,39 @@ def _supervise(job: Job, ranks: Ranks, stop: StopRequest) -> dict[int, int]:
         time.sleep(POLL_SECONDS)
 
 
-class Ranks:
-    """The rank processes of one job, managed by torch elastic; leaving the context kills the remaining ones.
+@contextlib.contextmanager
+def _started(world_size: int, run_dir: Path, environment: dict[str, str]) -> Iterator[dict[int, Popen]]:
+    """Start the ranks by torch elastic; yield their processes, and kill the remaining ones at the end.
 
-    Not ``elastic_launch``: its agent gives the other ranks of a failed one 30 seconds to end, sends them the
-    signal that asks for an orderly stop, and requires that the host name resolves.
+    Not by ``elastic_launch``: its agent gives the other ranks of a failed one 30 seconds to end, sends them
+    the signal that asks for an orderly stop, and requires that the host name resolves.
     """
+    with importing_torch():
+        from torch.distributed.elastic.multiprocessing import start_processes
 
-    def __init__(self, world_size: int, run_dir: Path, environment: dict[str, str]) -> None:
-        self.world_size, self.run_dir, self.environment = world_size, run_dir, environment
-        self._context: PContext | None = None
-
-    def __enter__(self) -> Ranks:
-        with importing_torch():
-            from torch.distributed.elastic.multiprocessing import start_processes
-
-        # The run folder's error files describe failures better than elastic's log.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        ranks = range(self.world_size)
-        arguments = ("-u", "-m", "harness.rank", str(self.run_dir))
-
-        def start() -> None:
-            try:
-                self._context = start_processes(
-                    name="rank",
-                    entrypoint=sys.executable,
-                    args=dict.fromkeys(ranks, arguments),
-                    envs={
-                        rank: {**self.environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                        for rank in ranks
-                    },
-                    logs_specs=_logs_specs(self.run_dir / "logs"),
-                )
-            except BaseException as error:
-                failures.append(error)
-
-        # In a thread: in the main thread elastic would replace our signal handlers with its own.
-        failures: list[BaseException] = []
-        starter = threading.Thread(target=start)
-        starter.start()
-        starter.join()
-        if failures:
-            raise failures[0]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
+    # The run folder's error files describe failures better than elastic's log.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    ranks = range(world_size)
+    start = functools.partial(
+        start_processes,
+        name="rank",
+        entrypoint=sys.executable,
+        args=dict.fromkeys(ranks, ("-u", "-m", "harness.rank", str(run_dir))),
+        envs={rank: {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks},
+        logs_specs=_logs_specs(run_dir / "logs"),
+    )
+    # In a thread: in the main thread elastic would replace our signal handlers with its own.
+    with ThreadPoolExecutor(1) as thread:
+        context = cast("SubprocessContext", thread.submit(start).result())
+    processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+    try:
+        yield processes
+    finally:
+        for process in processes.values():
             # Also for a rank that has ended: workers it started may remain in its process group.
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-        if self._context is not None:
-            self._context.close(signal.SIGKILL)
-
-    def ended(self) -> dict[int, int]:
-        """Return the exit codes of ranks that have ended, in the order of ranks."""
-        codes = {rank: process.poll() for rank, process in self._processes.items()}
-        return {rank: code for rank, code in codes.items() if code is not None}
-
-    def ask_to_stop(self) -> None:
-        """Ask the ranks to stop at a step boundary. Workers in their process groups are still needed."""
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-
-    @property
-    def _processes(self) -> Mapping[int, Any]:
-        """Popen objects by rank."""
-        handlers = getattr(self._context, "subprocess_handlers", {})
-        return {rank: handler.proc for rank, handler in handlers.items()}
+        context.close(signal.SIGKILL)
 
 
 def _logs_specs(folder: Path) -> LogsSpecs:
