@@ -116,7 +116,8 @@ def _skipped_in_words(registry: Registry) -> str:
 def cancel(arguments: argparse.Namespace) -> int:
     """Cancel the waiting and running SLURM jobs of a sweep or of single runs; their checkpoints are kept."""
     points = points_in(arguments.folder)
-    busy = [each for each in read_states([point.run_dir for point in points]) if each.state in BUSY]
+    seen = read_states([point.run_dir for point in points])
+    busy = [each for each in seen if each.state in BUSY]
     ids = []
     for each in busy:
         if each.job_record is not None and each.job_id is not None:
@@ -133,6 +134,9 @@ def cancel(arguments: argparse.Namespace) -> int:
             f"{elsewhere} points were submitted to SLURM, and there is no squeue here; would work: a login "
             "node of the cluster"
         )
+    for each in seen:
+        if each.is_damaged:
+            raise UserError(each.reason)
     return EXIT_OK
 
 
