@@ -7,16 +7,14 @@ import sys
 
 from harness.cluster.follow import follow, queued
 from harness.cluster.inputs import require_inputs
-from harness.cluster.queue import Queued, describe, is_live, jobs, last_states, require_slurm
+from harness.cluster.queue import Jobs, Queued, describe, is_live, jobs, last_states, require_slurm
 from harness.cluster.slurm import Submission, device_hours, shape_of
 from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.job import Job
 from harness.run.folder import RunFolder
 from harness.run.lost import close_run
 from harness.run.slurm_record import SlurmJobRecord
-
-# States of a run whose job has not recorded how it ended.
-UNFINISHED = ("submitted", "starting", "running", "requeued")
+from harness.run.state import read_state
 
 
 def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
@@ -86,11 +84,12 @@ def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued |
 
 def _close_lost(job: Job, folder: RunFolder) -> None:
     """If the run's earlier job ended without a row, write the row and show how the job ended."""
-    job_record = SlurmJobRecord.read(folder.path)
-    if job_record is not None and job_record.job_id is not None and folder.state in UNFINISHED:
-        state = last_states([job_record.job_id]).get(job_record.job_id)
+    earlier = read_state(folder.path, Jobs([]))
+    record = earlier.job_record
+    if earlier.state == "lost" and record is not None and record.job_id is not None:
+        state = last_states([record.job_id]).get(record.job_id)
         if not is_live(state):
-            close_run(job, folder, job_record, state)
+            close_run(job, folder, record, state)
 
 
 def submit(
