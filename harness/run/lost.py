@@ -52,7 +52,7 @@ def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState
         except UserError as error:  # its job.json is damaged, so no row can be written
             seen[each.run_dir] = replace(each, kind="user", reason=str(error))
     seen |= {each.run_dir: each for each in closed}
-    return list(seen.values()), closed
+    return [seen[run_dir] for run_dir in run_dirs], closed
 
 
 def _lost(seen: dict[Path, RunState]) -> list[RunState]:
