@@ -16,9 +16,9 @@ from held import Held
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from harness.checkpoint.huggingface import write_huggingface
 from harness.compose import schema_node
 from harness.config import with_value
+from harness.exchange.huggingface import write_huggingface
 from harness.model.attention_config import KINDS, QK_NORMS
 from harness.model.config import ACTIVATIONS, ModelConfig
 from harness.model.decoder import Decoder
