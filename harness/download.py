@@ -7,7 +7,6 @@ Files go to ``assets/hf/<repo>``, where conf/tokenizer expects them; existing fi
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -22,7 +21,7 @@ from harness.app import run_verb
 from harness.compose import option_values
 from harness.config import label
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
-from harness.exchange.config_json import check_hf_config
+from harness.exchange.config_json import CONFIG, check_hf_config, read_object
 from harness.exchange.from_config import model_from_config
 from harness.job import from_dict
 from harness.model.config import ModelConfig
@@ -201,14 +200,8 @@ def _command(verb: str, *overrides: str) -> str:
 
 def _config(folder: Path) -> dict[str, Any]:
     """Content of config.json; empty if there is none."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file}: cannot be read as JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
+    file = folder / CONFIG
+    return read_object(file) if file.is_file() else {}
 
 
 def _model_option(config: dict[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from held import Held
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -28,6 +29,9 @@ from harness.model.spec import tensor_shapes
 from harness.parallelism.materialize import materialize
 
 MODELS = Path(__file__).parents[1] / "conf" / "model"
+RELEASED_CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parent / "released_configs.yaml").read_text()
+)
 SEQ_LEN = 48  # longer than the windows and chunks of the rows
 
 

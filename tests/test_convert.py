@@ -42,8 +42,7 @@ from harness.exchange.huggingface import (
     plan_shards,
     write_huggingface,
 )
-from harness.exchange.meta import _load
-from harness.exchange.meta_rows import shard_dim
+from harness.exchange.meta import _load, shard_dim
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes

@@ -20,16 +20,7 @@ from torch import Tensor
 from harness.data.config import TokenizerConfig
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError, UserError
-from harness.exchange.config_json import HEAD as THEIR_HEAD
-from harness.exchange.config_json import (
-    check_hf_config,
-    check_hf_tensors,
-    copied_tensors,
-    hf_config,
-    our_tensors,
-    own_name,
-    read_object,
-)
+from harness.exchange.config_json import CONFIG, check_hf_config, hf_config, read_object
 from harness.exchange.pieces import HuggingFaceNames, fill, full_ranges
 from harness.exchange.source import (
     EMBEDDING,
@@ -40,12 +31,13 @@ from harness.exchange.source import (
     refuse_untied,
     total_bytes,
 )
+from harness.exchange.tensor_names import HF_HEAD, check_hf_tensors, copied_tensors, our_tensors, own_name
 from harness.exchange.tokenizer import export_tokenizer
 from harness.files import sync_file, sync_folder
 from harness.model.config import ModelConfig
 from harness.model.spec import is_buffer, tensor_shapes
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -79,7 +71,7 @@ class HuggingFaceSource:
                     first = self._locations[name][0].name
                     raise UserError(f"{folder}: {stored} is in {first} and in {file.name}")
                 found[name], self._locations[name] = facts, (file, stored)
-        check_hf_tensors(model, {name: shape for name, (shape, _) in found.items()})
+        check_hf_tensors(model, {name: shape for name, (shape, _) in found.items()}, str(folder))
         dtypes = {name: _torch_dtype(found[name][1], self._locations[name][0]) for name in found}
         self.tensors: Mapping[str, TensorFacts] = {
             name: TensorFacts(
@@ -100,8 +92,8 @@ class HuggingFaceSource:
         else:
             tensor = torch.empty(facts.shape, dtype=facts.dtype)
             self.fill(name, tensor, full_ranges(facts.shape))
-        if name == EMBEDDING and self._tied and THEIR_HEAD in self._locations:
-            refuse_untied(tensor, self._read(THEIR_HEAD), str(self._folder))
+        if name == EMBEDDING and self._tied and HF_HEAD in self._locations:
+            refuse_untied(tensor, self._read(HF_HEAD), str(self._folder))
         for copy in self._copies.get(name, ()):
             if copy.theirs in self._locations and not torch.equal(
                 tensor, self._read(copy.theirs).to(facts.dtype)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.exchange.config_json import hf_tensors
 from harness.exchange.families.core import Shape, TensorMapping
 from harness.exchange.source import Source, TensorFacts
+from harness.exchange.tensor_names import hf_tensors
 from harness.model.config import ModelConfig
 from harness.model.spec import tensor_shapes
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.errors import ConfigError
 from harness.exchange.config_json import family_of
-from harness.exchange.meta_rows import interleave_rope, permute_rope, rotated_heads
+from harness.exchange.meta import interleave_rope, permute_rope, rotated_heads
 from harness.exchange.source import EMBEDDING, HEAD, Source, TensorFacts
 from harness.model.config import ModelConfig
 

@@ -52,15 +52,3 @@ LLAMA = Family(
     refuse=both_biases,
     unbuildable=dividing_heads,
 )
-
-
-def hf_name(name: str) -> str:
-    """Hugging Face's name of one of a Llama's parameters, e.g. ``layers.3.attention.wq.weight``.
-
-    Raises:
-        ValueError: a Llama has no parameter of that name.
-    """
-    if name.endswith(".bias"):
-        raise ValueError(f"no parameter of a Llama is called {name!r}")
-    [piece] = LLAMA.mappings_of(name, ())
-    return piece.theirs
