@@ -25,15 +25,12 @@ from families_table import (
     with_another,
 )
 from held import Held
-from peak_memory import bytes_of_converting
-from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.checkpoint.catalog import open_checkpoint
-from harness.convert import WeightFolder, model_manifest
 from harness.errors import ConfigError, UserError
 from harness.exchange.config_json import check_hf_config, hf_config, relevant
-from harness.exchange.dcp import DistributedSource, write_distributed
+from harness.exchange.dcp import DistributedSource
 from harness.exchange.families import ALL
 from harness.exchange.huggingface import HuggingFaceSource, write_huggingface
 from harness.exchange.pieces import HuggingFaceNames, fill, full_ranges
@@ -445,29 +442,3 @@ def test_models_that_a_familys_files_cannot_store(overrides: str, says: str, tmp
 def test_names_that_no_decoder_has(name: str) -> None:
     with pytest.raises(ValueError, match="no parameter"):
         list(ALL["llama"].mappings_of(name, ()))
-
-
-# -- memory ----
-
-WIDE = ["model.dim=256", "model.ffn_hidden_dim=512", "model.moe.hidden_dim=192", "model.n_layers=16"]
-WAYS = [(family, way) for family in ("qwen3_moe", "gpt_oss") for way in ("hf-dcp", "dcp-hf")]
-
-
-@pytest.mark.parametrize("case", rest_is_thorough(WAYS, WAYS[3]), ids="-".join)
-def test_memory_is_that_of_a_few_tensors(case: tuple[str, str], tmp_path: Path) -> None:
-    family, way = case
-    source, target = way.split("-")
-    overrides = [f"model={family}_debug", "model.moe.num_experts=16", *WIDE]
-    for name, layers in (("small", 2), ("large", 16)):
-        model = model_of(*overrides, f"model.n_layers={layers}")
-        held = Held(random_tensors(model, torch.float32))
-        if source == "hf":
-            write_huggingface(held, model, None, tmp_path / name, None, 5.0)
-        else:
-            write_distributed(held, tmp_path / name, model_manifest(WeightFolder("hf", "", {}), model, None))
-    size = sum(file.stat().st_size for file in (tmp_path / "large").iterdir())
-    assert size > 150e6
-    typed = overrides if source == "hf" else []
-    small, large, out = (tmp_path / name for name in ("small", "large", "out"))
-    # A stack of experts has 3 MB.
-    assert bytes_of_converting(small, large, out, target, 2, typed) < size / 5
