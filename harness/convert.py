@@ -292,8 +292,7 @@ def _write(
     if config.format == "hf":
         from harness.exchange.huggingface import write_huggingface
 
-        # dtype is None: the source is already cast.
-        write_huggingface(source, model, tokenizer, target, None, config.max_shard_gb)
+        write_huggingface(source, model, tokenizer, target, config.max_shard_gb)
     elif config.format == "torch":
         from harness.exchange.torch_file import write_torch
 

@@ -173,7 +173,7 @@ def to_transformers(model: Decoder, folder: Path) -> Any:
     """transformers' model with the decoder's weights, in float32, loaded from the files that we write."""
     import transformers
 
-    write_huggingface(Held(tensors_of(model)), model.config, None, folder, None, 1e-4)
+    write_huggingface(Held(tensors_of(model)), model.config, None, folder, 1e-4)
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )

@@ -210,7 +210,7 @@ def test_weights_that_training_saved_for_transformers(network: Any, tmp_path: Pa
     model = model_of(*TINY)
     weights = ours(network, model)
     step = tmp_path / "run" / "checkpoints" / "step-7"
-    write_huggingface(Held(weights), model, None, step, None, 5.0)
+    write_huggingface(Held(weights), model, None, step)
     manifest = model_manifest(WeightFolder("dcp", "", {}), model, None)
     (step / "manifest.json").write_bytes(encode_manifest({**manifest, "step": 7, "holds": "hf", "files": {}}))
     run(tmp_path / "run", tmp_path / "out")
@@ -444,7 +444,7 @@ def test_tied_embeddings_that_are_not(network: Any, tmp_path: Path) -> None:
         ("same", source.held["tok_embeddings.weight"]),
     ):
         state = Held({**source.held, "output.weight": head})
-        write_huggingface(state, untied, None, tmp_path / case, None, 5.0)
+        write_huggingface(state, untied, None, tmp_path / case)
         (tmp_path / case / "config.json").write_text(
             json.dumps(hf_config(tied, dtype="float32", bos_id=None, eos_id=None))
         )
@@ -462,7 +462,7 @@ def test_values_that_a_format_cannot_hold(network: Any, tmp_path: Path) -> None:
     model = model_of(*TINY)
     weights = ours(network, model)
     weights["norm.weight"][3] = 1e6
-    write_huggingface(Held(weights), model, None, tmp_path / "hf", None, 5.0)
+    write_huggingface(Held(weights), model, None, tmp_path / "hf")
     message = refused(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=float16")
     assert message == "norm.weight has values that float16 cannot hold; would work: bfloat16, float32"
     run(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=bfloat16")
@@ -622,15 +622,15 @@ def test_progress_is_printed_in_lines() -> None:
 def test_ranks_share_the_shards(network: Any, tmp_path: Path) -> None:
     """Three processes write the same bytes as one."""
     model = model_of(*TINY)
-    source = Held(ours(network, model))
+    source = sources.Cast(Held(ours(network, model)), torch.bfloat16)
     options = (source, model, TokenizerConfig(kind="bytes"))
     limit = 5e-5
-    write_huggingface(*options, tmp_path / "alone", torch.bfloat16, limit)
+    write_huggingface(*options, tmp_path / "alone", limit)
     for rank in range(3):
-        write_huggingface(*options, tmp_path / "shared", torch.bfloat16, limit, share=(rank, 3), finish=False)
+        write_huggingface(*options, tmp_path / "shared", limit, share=(rank, 3), finish=False)
     weights = only_entry(tmp_path / "shared")
-    assert weights == list(plan_shards(sources.Cast(source, torch.bfloat16), limit)) and len(weights) > 3
-    finish_huggingface(*options, tmp_path / "shared", torch.bfloat16, limit)
+    assert weights == list(plan_shards(source, limit)) and len(weights) > 3
+    finish_huggingface(*options, tmp_path / "shared", limit)
     assert only_entry(tmp_path / "shared") == only_entry(tmp_path / "alone")
     for name in only_entry(tmp_path / "alone"):
         assert (tmp_path / "shared" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
@@ -658,7 +658,7 @@ def test_memory_is_that_of_a_few_tensors(way: tuple[str, str, str], tmp_path: Pa
         model = model_of(*overrides, f"model.n_layers={layers}")
         held = Held({name: torch.randn(shape) for name, shape in tensor_shapes(model).items()})
         if source == "hf":
-            write_huggingface(held, model, None, tmp_path / name, None, 5.0)
+            write_huggingface(held, model, None, tmp_path / name)
         elif source == "meta":
             save_meta(tmp_path / name, consolidated(to_meta(held.held, model), 2))
         else:

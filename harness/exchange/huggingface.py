@@ -24,7 +24,6 @@ from harness.exchange.config_json import CONFIG, check_hf_config, hf_config, rea
 from harness.exchange.pieces import HuggingFaceNames, fill, full_ranges
 from harness.exchange.source import (
     EMBEDDING,
-    Cast,
     Source,
     TensorFacts,
     bytes_view,
@@ -37,6 +36,7 @@ from harness.files import sync_file, sync_folder
 from harness.model.config import ModelConfig
 from harness.model.spec import is_buffer, tensor_shapes
 
+MAX_SHARD_GB = 5.0  # transformers' own default
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -187,8 +187,7 @@ def write_huggingface(
     model: ModelConfig,
     tokenizer: TokenizerConfig | None,
     folder: Path,
-    dtype: torch.dtype | None,
-    max_shard_gb: float,
+    max_shard_gb: float = MAX_SHARD_GB,
     *,
     share: tuple[int, int] = (0, 1),
     finish: bool = True,
@@ -203,7 +202,6 @@ def write_huggingface(
         model: the model they belong to.
         tokenizer: the tokenizer to export; None for none.
         folder: created if missing; existing files are overwritten.
-        dtype: dtype of the weights; None keeps each tensor's own.
         max_shard_gb: most GB (10^9 bytes) of values per file; a larger tensor gets a file of its own.
         share: (number of this process, number of processes).
         finish: whether this process also calls ``finish_huggingface``.
@@ -213,12 +211,11 @@ def write_huggingface(
         DataError: the tokenizer cannot be exported.
         OSError: the folder cannot be written to.
     """
-    cast = Cast(source, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     if finish:  # first, because the user's errors show here
-        finish_huggingface(source, model, tokenizer, folder, dtype, max_shard_gb)
+        finish_huggingface(source, model, tokenizer, folder, max_shard_gb)
     rank, ranks = share
-    renamed = HuggingFaceNames(cast, model)
+    renamed = HuggingFaceNames(source, model)
     for file, names in list(plan_shards(renamed, max_shard_gb).items())[rank::ranks]:
         _write_safetensors(renamed, names, folder / file)
     sync_folder(folder)
@@ -229,19 +226,17 @@ def finish_huggingface(
     model: ModelConfig,
     tokenizer: TokenizerConfig | None,
     folder: Path,
-    dtype: torch.dtype | None,
-    max_shard_gb: float,
+    max_shard_gb: float = MAX_SHARD_GB,
 ) -> None:
     """Write everything except the weights: the index, config.json, the tokenizer's files.
 
     Arguments and errors as for ``write_huggingface``.
     """
-    cast = Cast(source, dtype)
     # config.json has one dtype; if the source mixes several, it is the embedding table's.
-    name = str(cast.tensors[EMBEDDING].dtype).removeprefix("torch.")
+    name = str(source.tensors[EMBEDDING].dtype).removeprefix("torch.")
     bos, eos = _special_ids(model, tokenizer)
     _write_json(folder / CONFIG, hf_config(model, dtype=name, bos_id=bos, eos_id=eos))
-    renamed = HuggingFaceNames(cast, model)
+    renamed = HuggingFaceNames(source, model)
     shards = plan_shards(renamed, max_shard_gb)
     if len(shards) > 1:
         weight_map = {name: file for file, names in shards.items() for name in names}

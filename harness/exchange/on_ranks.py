@@ -26,7 +26,6 @@ from harness.model.config import ModelConfig
 from harness.model.spec import is_buffer, tensor_shapes
 from harness.parallelism.materialize import local_ranges
 
-MAX_SHARD_GB = 5.0  # transformers' own default
 _CHUNK = 1 << 24
 
 
@@ -90,7 +89,7 @@ def check_export(job: Job) -> None:
         UserError: transformers has no such model, or the tokenizer cannot be exported.
     """
     with tempfile.TemporaryDirectory() as folder:
-        finish_huggingface(_Announced(job), job.model, job.tokenizer, Path(folder), None, MAX_SHARD_GB)
+        finish_huggingface(_Announced(job), job.model, job.tokenizer, Path(folder))
 
 
 def write_share(source: str, target: str, job: Job, share: tuple[int, int]) -> None:
@@ -105,9 +104,7 @@ def write_share(source: str, target: str, job: Job, share: tuple[int, int]) -> N
     Raises:
         OSError: a file cannot be written.
     """
-    write_huggingface(
-        _source(source, job), job.model, None, Path(target), None, MAX_SHARD_GB, share=share, finish=False
-    )
+    write_huggingface(_source(source, job), job.model, None, Path(target), share=share, finish=False)
 
 
 def finish(source: str, target: str, job: Job, manifest: dict[str, Any]) -> None:
@@ -118,7 +115,7 @@ def finish(source: str, target: str, job: Job, manifest: dict[str, Any]) -> None
         UserError: the tokenizer cannot be exported.
     """
     folder = Path(target)
-    finish_huggingface(_source(source, job), job.model, job.tokenizer, folder, None, MAX_SHARD_GB)
+    finish_huggingface(_source(source, job), job.model, job.tokenizer, folder)
     files = {
         file.name: {"size": file.stat().st_size, CHECKSUM: _checksum(file)}
         for file in sorted(folder.iterdir())

@@ -207,7 +207,7 @@ def random_tensors(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> d
 
 
 def write(folder: Path, tensors: dict[str, Tensor], model: ModelConfig) -> None:
-    write_huggingface(Held(tensors), model, None, folder, None, 5.0)
+    write_huggingface(Held(tensors), model, None, folder)
 
 
 BFLOAT16 = [(case, torch.bfloat16) for case in CONVERTED]
@@ -219,7 +219,7 @@ def test_there_and_back(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Hugging Face's files to DCP and back, and to torch's."""
     model = CONVERTED[case]
     tensors = random_tensors(model, dtype)
-    write_huggingface(Held(tensors), model, None, tmp_path / "hf", None, 1e-4)
+    write_huggingface(Held(tensors), model, None, tmp_path / "hf", 1e-4)
     overrides = ["model=from_config", f"model.mtp.depth={model.mtp.depth}"]
     run(tmp_path / "hf", tmp_path / "step-0", *overrides)
     checkpoint = open_checkpoint(str(tmp_path / "step-0"))
@@ -278,7 +278,7 @@ def test_each_tensor_is_read_once(case: str) -> None:
 def test_balancing_biases_are_never_cast(tmp_path: Path) -> None:
     model = CASES["deepseek_v3"]
     tensors = random_tensors(model, torch.float32)
-    write_huggingface(Held(tensors), model, None, tmp_path / "hf", torch.bfloat16, 5.0)
+    write_huggingface(Cast(Held(tensors), torch.bfloat16), model, None, tmp_path / "hf")
     expected = {name: tensor if is_buffer(name) else tensor.bfloat16() for name, tensor in tensors.items()}
     require_same(HuggingFaceSource(tmp_path / "hf", model), expected)
     assert any(is_buffer(name) for name in tensors)
