@@ -37,14 +37,14 @@ def job_of(tmp_path: Path, *overrides: str) -> Job:
 
 
 def reference_of(job: Job, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model with the job's config; weights and biases are far from their initial values."""
+    """transformers' model with the job's config; its weights are far from usual initial values."""
     torch.manual_seed(3)
     content = hf_config(job.model, dtype="float32", bos_id=None, eos_id=None)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[content["model_type"]](**content))
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *biases_of(model).items()):
-            # The rounding of narrow formats grows with the spread of the norms.
-            if not (job.precision.is_mixed and "norm" in name):
+    config = CONFIG_MAPPING[content["model_type"]](**content, initializer_range=0.2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if job.model.moe.enabled:  # norms and biases too; float8's tolerance is for norms of one
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *biases_of(model).values()):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     return model.to(dtype).eval()
 
