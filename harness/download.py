@@ -7,7 +7,6 @@ Files go to ``assets/hf/<repo>``, where conf/tokenizer expects them; existing fi
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -22,14 +21,14 @@ from harness.app import run_verb
 from harness.compose import option_values
 from harness.config import label
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
+from harness.exchange.config_json import CONFIG, check_hf_config, read_object
+from harness.exchange.from_config import model_from_config
 from harness.job import from_dict
 from harness.model.config import ModelConfig
-from harness.model.from_config import model_from_config
-from harness.model.huggingface import check_hf_config
 from harness.text import validate_texts
 
 if TYPE_CHECKING:
-    from harness.hub import RemoteFile, Repository
+    from harness.exchange.hub import RemoteFile, Repository
 
 ASSETS = Path("assets/hf")
 
@@ -146,7 +145,7 @@ def _of_kind(kind: str, repository: Repository) -> list[RemoteFile]:
 
 def download(job: DownloadJob, overrides: list[str]) -> int:
     """Download the files; print their folder and the next commands; return the exit code."""
-    from harness.hub import fetch, look_up
+    from harness.exchange.hub import fetch, look_up
 
     job.validate()
     assert job.repo is not None
@@ -201,14 +200,8 @@ def _command(verb: str, *overrides: str) -> str:
 
 def _config(folder: Path) -> dict[str, Any]:
     """Content of config.json; empty if there is none."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file}: cannot be read as JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
+    file = folder / CONFIG
+    return read_object(file) if file.is_file() else {}
 
 
 def _model_option(config: dict[str, Any]) -> str | None:

@@ -21,23 +21,19 @@ class Hub:
     Attributes:
         repos: content of files by repository, revision and name.
         gated: repositories that only ``members`` may read.
-        private: repositories that do not exist for others.
         members: tokens with access.
         tokens: valid tokens.
-        requests: method, path and headers of every request.
-        sent: files whose content was requested, each with the range.
+        sent: files whose content was requested.
         is_listed: whether the tree of a commit can be listed; otherwise the answer is HTTP 400.
-        mishap: may act instead of sending the content of a file: it is given the handler and the content
-            from where it was asked for, and returns whether it did.
+        mishap: may act instead of sending the content of a file: takes the handler and the content, and
+            returns whether it did.
     """
 
     repos: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
-    private: set[str] = field(default_factory=set)
     members: set[str] = field(default_factory=set)
     tokens: set[str] = field(default_factory=set)
-    requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
-    sent: list[tuple[str, str]] = field(default_factory=list)
+    sent: list[str] = field(default_factory=list)
     is_listed: bool = True
     mishap: Callable[[Any, bytes], bool] = lambda handler, content: False
     url: str = ""
@@ -76,9 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        self.hub.requests.append((self.command, self.path, headers))
-        token = headers.get("authorization", "").removeprefix("Bearer ")
+        token = self.headers.get("authorization", "").removeprefix("Bearer ")
         path = self.path.split("?")[0]
         if token and token not in self.hub.tokens | self.hub.members:
             self.refuse(401, None, "Invalid credentials in Authorization header")
@@ -88,12 +82,6 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("/api/models/"):
             repo, _, revision = path.removeprefix("/api/models/").partition("/revision/")
             self.list_files(repo, revision or "main", token)
-        elif path.startswith("/cdn/"):
-            repo, _, rest = path.removeprefix("/cdn/").partition("/blobs/")
-            commit, _, name = rest.partition("/")
-            files = self.find(repo, commit, max(self.hub.members, default=""))
-            if files is not None:
-                self.send_content(files, name)
         else:
             repo, _, rest = path.removeprefix("/").partition("/resolve/")
             revision, _, name = rest.partition("/")
@@ -103,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def find(self, repo: str, revision: str, token: str) -> dict[str, bytes] | None:
         known = self.hub.repos.get(repo)
-        if known is None or (repo in self.hub.private and token not in self.hub.members):
+        if known is None:
             # Without access, the hub does not reveal whether a repository exists.
             self.refuse(404 if token else 401, "RepoNotFound", "Repository not found")
             return None
@@ -150,25 +138,11 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in files:
             self.refuse(404, "EntryNotFound", "Entry not found")
             return
-        if len(files[name]) < LARGE:
-            self.send_content(files, name)
-            return
-        # Large files are on another host, which must not see the token.
-        port = self.hub.url.rpartition(":")[2]
-        location = f"http://localhost:{port}/cdn/{repo}/blobs/{commit_of(files)}/{name}"
-        headers = {"Location": location, "X-Repo-Commit": commit_of(files)}
-        headers |= {"X-Linked-Size": str(len(files[name])), "X-Linked-ETag": etag(name, files[name])}
-        self.answer(302, b"", headers)
-
-    def send_content(self, files: dict[str, bytes], name: str) -> None:
-        content, asked = files[name], self.headers.get("Range")
+        content = files[name]
         if self.command == "GET":
-            self.hub.sent.append((name, asked or ""))
-        headers = {"X-Repo-Commit": commit_of(files), "Accept-Ranges": "bytes", "ETag": etag(name, content)}
-        start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
-        if asked:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        self.answer(206 if asked else 200, content[start:], headers, mishaps=True)
+            self.hub.sent.append(name)
+        headers = {"X-Repo-Commit": commit_of(files), "ETag": etag(name, content)}
+        self.answer(200, content, headers, mishaps=True)
 
     def refuse(self, status: int, code: str | None, message: str) -> None:
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
@@ -181,15 +155,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD" and not (mishaps and self.hub.mishap(self, body)):
             self.wfile.write(body)
-
-
-def break_off(handler: Any, content: bytes, at: int) -> bool:
-    """Send the first ``at`` bytes and close the connection."""
-    handler.wfile.write(content[:at])
-    handler.wfile.flush()
-    handler.close_connection = True
-    handler.connection.close()
-    return True
 
 
 @contextmanager

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from resumable_runs import SMALL, train
 from tiers import rest_is_thorough
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from harness.checkpoint.catalog import open_checkpoint
 from harness.cluster.pool import RankFailed, RankPool
 from harness.compose import compose_job
 from harness.data.tokenizer import build_tokenizer
+from harness.exchange.config_json import hf_config
 from harness.job import Job
 from harness.loop.batches import loader_of
-from harness.model.huggingface import hf_config
 
 LAYOUTS = {
     "single": "parallelism=single",
@@ -41,23 +36,17 @@ def job_of(tmp_path: Path, *overrides: str) -> Job:
     return compose_job([*SMALL, *shape, f"runs_dir={tmp_path}", *overrides])
 
 
-def reference_of(job: Job, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """A small random Llama with the job's shape, created by transformers."""
+def reference_of(job: Job, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model with the job's config; its weights are far from usual initial values."""
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=job.model.vocab_size,
-        hidden_size=job.model.dim,
-        intermediate_size=job.model.ffn_hidden_dim,
-        num_hidden_layers=job.model.n_layers,
-        num_attention_heads=job.model.n_heads,
-        num_key_value_heads=job.model.n_kv_heads,
-        rms_norm_eps=job.model.norm_eps,
-        rope_theta=job.model.rope.theta,
-        max_position_embeddings=job.model.max_seq_len,
-        tie_word_embeddings=job.model.tied_embeddings,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    content = hf_config(job.model, dtype="float32", bos_id=None, eos_id=None)
+    config = CONFIG_MAPPING[content["model_type"]](**content, initializer_range=0.2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if job.model.moe.enabled:  # norms and biases too; float8's tolerance is for norms of one
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *biases_of(model).values()):
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+    return model.to(dtype).eval()
 
 
 def loss_of(model: torch.nn.Module, job: Job) -> float:
@@ -143,7 +132,7 @@ def test_mixtures_start_and_end_in_safetensors(pool: RankPool, tmp_path: Path, n
     source = ("checkpoint.initial_load_in_hf=true", f"checkpoint.initial_load_path={tmp_path / 'hf'}")
     ends = ("checkpoint.last_save_model_only=true", "checkpoint.last_save_in_hf=true")
     job = job_of(tmp_path, *model, *source, *ends, "optimizer.lr=0.0", "training.steps=2")
-    reference = random_mixture(job)
+    reference = reference_of(job)
     reference.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     outcomes = pool.run(job.world_size, train, job.to_json(), str(tmp_path / "run"))
     for outcome in outcomes:
@@ -159,7 +148,7 @@ def test_balancing_biases_are_resharded(pool: RankPool, tmp_path: Path) -> None:
     start = ("checkpoint.initial_load_in_hf=true", f"checkpoint.initial_load_path={tmp_path / 'hf'}")
     layout = ("parallelism=fsdp", "parallelism.dp_shard=4", "parallelism.ep=2")
     first = job_of(tmp_path, *model, *start, *layout, "model.rope.scaling=none", "training.steps=2")
-    reference = random_mixture(first)
+    reference = reference_of(first)
     reference.save_pretrained(tmp_path / "hf")
     pool.run(first.world_size, train, first.to_json(), str(tmp_path / "first"))
     saved = tmp_path / "first" / "checkpoints" / "step-2"
@@ -170,17 +159,6 @@ def test_balancing_biases_are_resharded(pool: RankPool, tmp_path: Path) -> None:
     pool.run(second.world_size, train, second.to_json(), str(tmp_path / "second"))
     ended = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "checkpoints" / "step-2")
     require_same(ended, reference, second)
-
-
-def random_mixture(job: Job) -> torch.nn.Module:
-    """transformers' model with the job's config; weights and biases far from their initial values."""
-    torch.manual_seed(3)
-    content = hf_config(job.model, dtype="float32", bos_id=None, eos_id=None)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[content["model_type"]](**content))
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *biases_of(model).values()):
-            tensor.add_(torch.randn_like(tensor) * 0.2)
-    return model.eval()
 
 
 def require_same(ended: torch.nn.Module, reference: torch.nn.Module, job: Job) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from omegaconf import OmegaConf
+from families_table import MODELS, shipped
 
-from harness.compose import schema_node
 from harness.model.accounting import account, block_parameters
 from harness.model.config import ModelConfig
 from harness.model.decoder import Block, Decoder
+from harness.model.spec import parameter_shapes
 
-MODELS = Path(__file__).parents[2] / "conf" / "model"
 PUBLISHED = yaml.safe_load((Path(__file__).parent / "published_parameters.yaml").read_text())
 
 # All parameters, and those that a token meets: of the experts top_k, of the tables both, and the router. They
@@ -54,15 +54,6 @@ DEBUG = [
 ]
 
 
-def shipped(name: str) -> ModelConfig:
-    merged = OmegaConf.merge(schema_node(ModelConfig), OmegaConf.load(MODELS / f"{name}.yaml"))
-    read = OmegaConf.to_object(merged)
-    assert isinstance(read, ModelConfig)
-    config = read.resolve()
-    config.validate()
-    return config
-
-
 def on_meta(config: ModelConfig) -> Decoder:
     with torch.device("meta"):
         return Decoder(config, seq_len=16)
@@ -82,6 +73,7 @@ def test_every_shipped_llama_has_a_published_figure() -> None:
 def test_parameters(name: str) -> None:
     config = shipped(name)
     assert account(config, seq_len=128).parameters == PUBLISHED[name]
+    assert sum(math.prod(shape) for shape in parameter_shapes(config).values()) == PUBLISHED[name]
     assert count(on_meta(config)) == PUBLISHED[name]
 
 

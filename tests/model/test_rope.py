@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from families_table import STRETCHED
 from torch import Tensor
 
 from harness.model.rope import rope_table, rotate, signed_table
@@ -43,3 +46,18 @@ def test_narrow_inputs_are_rotated_in_float32() -> None:
     out = rotate(x_BTHD, signed_table(table_2TD))
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, complex_rotation(x_BTHD.float(), table_2TD, interleaved=False).bfloat16())
+
+
+def test_scaling_changes_long_wavelengths_only() -> None:
+    """Below original_max_position / high_freq_factor all is left alone, above / low_freq_factor stretched."""
+    plain = rope_table(dataclasses.replace(STRETCHED, scaling="none"), 32, seq_len=2)
+    stretched = rope_table(STRETCHED, 32, seq_len=2)
+    angles = [torch.atan2(table[1, 1], table[0, 1]) for table in (plain, stretched)]
+    wavelengths = 2 * torch.pi / angles[0]
+    short, long = wavelengths < 32 / 4, wavelengths > 32 / 1
+    assert short.any() and long.any() and (~short & ~long).any()
+    ratio = angles[0] / angles[1]
+    torch.testing.assert_close(ratio[short], torch.ones(int(short.sum())))
+    torch.testing.assert_close(ratio[long], torch.full((int(long.sum()),), 8.0), rtol=1e-4, atol=0)
+    between = ratio[~short & ~long]
+    assert ((between > 1) & (between < 8)).all()

@@ -1,31 +1,42 @@
-"""Hugging Face's format of models: names, shapes and config.json (no torch).
-
-``harness.model.families`` has the differences between families. Weights need no change, because
-``harness.model.rope`` rotates the same pairs as each family's files.
-"""
+"""Hugging Face's config.json: write it for a model, and check one that exists (no torch)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.config import NUMERICS, leaves
 from harness.errors import ConfigError, UserError
+from harness.exchange.families import ALL, Family
+from harness.exchange.families.core import NEEDED, ConfigField
 from harness.model.config import ModelConfig
-from harness.model.families import ALL, Family
-from harness.model.families.core import NEEDED, ConfigField, Shape, TensorMapping
-from harness.model.huggingface_rope import STRETCHING, found_rope, rope_scaling_of
-from harness.model.spec import tensor_shapes
 
-HEAD = "lm_head.weight"
-
-# Older files contain these; they can be computed.
-_BUFFER = ".rotary_emb.inv_freq"
-_SHOWN = 3  # names of a kind in one line of error, after their count
+CONFIG = "config.json"
 _SHOWN_ITEMS = 8  # of a list
+
+# The fields of RopeConfig that each scaling reads, with config.json's names and defaults.
+STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
+    "none": {},
+    "linear": {"factor": ("factor", None)},
+    "llama3": {
+        "factor": ("factor", None),
+        "low_freq_factor": ("low_freq_factor", None),
+        "high_freq_factor": ("high_freq_factor", None),
+        "original_max_position": ("original_max_position_embeddings", None),
+    },
+    "yarn": {
+        "factor": ("factor", None),
+        "original_max_position": ("original_max_position_embeddings", None),
+        "beta_fast": ("beta_fast", 32.0),
+        "beta_slow": ("beta_slow", 1.0),
+        "truncate": ("truncate", True),
+        "mscale": ("mscale", None),
+        "mscale_all_dim": ("mscale_all_dim", None),
+    },
+}
 
 # Fields that only affect training.
 _TRAINING = ("embedding_std", "moe.aux_loss_coeff", "mtp.loss_weight")
@@ -126,52 +137,6 @@ def _required(family: Family, name: str) -> object:
 
 
 _DEFAULTS = {name: value for name, _, value in leaves(ModelConfig())}
-
-
-def hf_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
-    """For each of Hugging Face's tensors, our tensors in it, in our order.
-
-    Raises:
-        ConfigError: the family's files cannot represent the model.
-    """
-    return _grouped(family_of(model).pieces(model), lambda piece: piece.theirs)
-
-
-def our_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
-    """The locations of each of our tensors in theirs, in our order, without copies.
-
-    Raises:
-        ConfigError: the family's files cannot represent the model.
-    """
-    pieces = (piece for piece in family_of(model).pieces(model) if not piece.is_copy)
-    return _grouped(pieces, lambda piece: piece.ours)
-
-
-def copied_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
-    """The additional copies of our tensors in theirs.
-
-    Raises:
-        ConfigError: the family's files cannot represent the model.
-    """
-    pieces = (piece for piece in family_of(model).pieces(model) if piece.is_copy)
-    return _grouped(pieces, lambda piece: piece.ours)
-
-
-def _grouped(pieces: Iterable[TensorMapping], key: Any) -> dict[str, list[TensorMapping]]:
-    groups: dict[str, list[TensorMapping]] = {}
-    for piece in pieces:
-        groups.setdefault(key(piece), []).append(piece)
-    return groups
-
-
-def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Shapes of Hugging Face's tensors by name.
-
-    Raises:
-        ConfigError: the family's files cannot represent the model.
-    """
-    ours = tensor_shapes(model)
-    return {name: pieces[0].their_shape(ours[pieces[0].ours]) for name, pieces in hf_tensors(model).items()}
 
 
 def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
@@ -311,47 +276,66 @@ def _rope_facts(family: Family, model: ModelConfig, found: Mapping[str, Any]) ->
     return facts
 
 
-def own_name(model: ModelConfig, name: str) -> str | None:
-    """A tensor's name without the prefix of a larger model; None if it is not the decoder's."""
-    family = ALL[model.family]
-    nested = family.nested
-    others = (nested.others if nested else ()) + (family.ignored(model) if family.ignored else ())
-    if name.endswith(_BUFFER) or (others and name.startswith(others)):
+# -- the rotation, as transformers 4 and 5 write it ----
+
+
+def rope_scaling_of(model: ModelConfig) -> dict[str, Any] | None:
+    """The content of ``rope_scaling``."""
+    rope = model.rope
+    if rope.scaling == "none":
         return None
-    return name.removeprefix(nested.prefix) if nested else name
+    content: dict[str, Any] = {"rope_type": rope.scaling}
+    for name, (theirs, _) in STRETCHING[rope.scaling].items():
+        value = getattr(rope, name)
+        if value is not None:
+            # Floats, because transformers warns about integer factors.
+            exact = name in ("truncate", "original_max_position")
+            content[theirs] = value if exact else float(value)
+    return content
 
 
-def check_hf_tensors(model: ModelConfig, found: Mapping[str, Shape]) -> None:
-    """Check that a checkpoint has the model's tensors.
+@dataclass(frozen=True)
+class FoundRope:
+    """The rotation in a config.json.
 
-    Redundant tensors are allowed: the output projection of a model with tied embeddings, the rotation's
-    inverse frequencies, and tensors that are not the decoder's (``own_name``). Copies may be missing.
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: our name of the scaling, or theirs if we do not have it.
+        fields: fields of the scaling, by their names.
+    """
 
-    Args:
-        model: the model.
-        found: shape of every tensor in the checkpoint by name.
+    theta: object
+    scaling: object
+    fields: Mapping[str, Any]
+
+    def values(self) -> dict[str, tuple[str, object]]:
+        """Their name and value for each field of RopeConfig that the scaling reads."""
+        return {
+            name: (theirs, self.fields.get(theirs, default))
+            for name, (theirs, default) in STRETCHING[str(self.scaling)].items()
+        }
+
+
+def found_rope(family: Family, found: Mapping[str, Any]) -> FoundRope:
+    """Read the rotation from a config.json of transformers 4 or 5.
 
     Raises:
-        UserError: one line with the counts and first names of missing, unexpected and misshapen tensors.
+        UserError: it is invalid, or has a scaling that training does not support.
     """
-    found = {own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None}
-    expected = hf_shapes(model)
-    optional = {HEAD: (model.vocab_size, model.dim)} if model.tied_embeddings else {}
-    allowed = expected | optional
-    copies = {piece.theirs for pieces in copied_tensors(model).values() for piece in pieces}
-    missing = [name for name in expected if name not in found and name not in copies]
-    unexpected = [name for name in found if name not in allowed]
-    misshapen = [
-        f"{name} is {list(shape)} and not {list(allowed[name])}"
-        for name, shape in found.items()
-        if name in allowed and tuple(shape) != allowed[name]
-    ]
-    groups = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
-    wrong = [f"{len(names)} {what} ({_first(names)})" for what, names in groups.items() if names]
-    if wrong:
-        raise UserError(f"the checkpoint's tensors are not those of model={model.name}: {', '.join(wrong)}")
-
-
-def _first(names: Iterable[str]) -> str:
-    every = list(names)
-    return ", ".join([*every[:_SHOWN], *(["..."] if len(every) > _SHOWN else [])])
+    # In this order, because transformers 5 prefers rope_scaling where a file has both.
+    name = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
+    parameters = found.get(name) or {}
+    if not isinstance(parameters, dict):
+        raise UserError(f"config.json has {name} {json.dumps(parameters)}: must be an object or null")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "dynamic":
+        raise UserError(
+            "config.json has rope_type dynamic: at inference it stretches each sequence that is longer than "
+            "max_position_embeddings by its own length, and shorter ones not at all; "
+            "would work: rope_scaling null"
+        )
+    return FoundRope(
+        theta=parameters.get("rope_theta", found.get("rope_theta", family.theta)),
+        scaling="none" if kind == "default" else kind,
+        fields={"original_max_position_embeddings": found.get("max_position_embeddings", 2048), **parameters},
+    )

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import STRETCHED, VARIANTS, close
+from conversions import consolidated, save_meta
+from families_table import CASES, LLAMAS, PLAIN, STRETCHED, close, set_fields
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.model.config import ModelConfig
-from harness.model.decoder import Decoder
-from harness.model.llama_original import (
-    is_buffer,
+from harness.exchange.meta import (
+    LlamaSource,
     is_vocabulary_parallel,
     merge,
     permute_rope,
     shard_dim,
 )
+from harness.model.config import ModelConfig
+from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes
 
 CONFIGS = {
-    "llama2": dataclasses.replace(VARIANTS["plain"]),
-    "grouped_query": dataclasses.replace(VARIANTS["plain"], n_kv_heads=2),
-    "wide_heads": dataclasses.replace(VARIANTS["plain"], n_kv_heads=2, head_dim=24),
-    "llama31": dataclasses.replace(VARIANTS["plain"], n_kv_heads=2, rope=STRETCHED),
+    "llama2": LLAMAS["llama"],
+    "grouped_query": LLAMAS["llama_grouped_query"],
+    "wide_heads": set_fields(PLAIN, n_kv_heads=2, head_dim=24),
+    "llama31": set_fields(PLAIN, n_kv_heads=2, rope=STRETCHED),
 }
-CONFIGS = {name: config.resolve() for name, config in CONFIGS.items()}
 
 
 def meta_weights(config: ModelConfig) -> dict[str, Tensor]:
@@ -95,34 +95,16 @@ def meta_logits(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig)
     return norm(x, "norm") @ weights["output.weight"].T
 
 
-def consolidated(
-    weights: dict[str, Tensor], files: int, vocabulary_parallel: bool
-) -> list[dict[str, Tensor]]:
-    """What Meta's model-parallel ranks save: rows of some, columns of others, and the norms whole."""
-    rows = ["wq", "wk", "wv", "w1", "w3", "output"] + ["tok_embeddings"] * vocabulary_parallel
-    columns = ["wo", "w2"] + ["tok_embeddings"] * (not vocabulary_parallel)
-    shards: list[dict[str, Tensor]] = [{"rope.freqs": torch.ones(4)} for _ in range(files)]
-    for name, weight in weights.items():
-        module = name.split(".")[-2]
-        dim = 0 if module in rows else 1 if module in columns else None
-        parts = [weight] * files if dim is None else weight.chunk(files, dim)
-        for shard, part in zip(shards, parts, strict=True):
-            shard[name] = part.clone()
-    return shards
-
-
 @pytest.mark.parametrize("files", [1, 2])
 @pytest.mark.parametrize("vocabulary_parallel", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_metas(name: str, vocabulary_parallel: bool, files: int, tmp_path: Path) -> None:
     config = CONFIGS[name]
     weights = meta_weights(config)
-    for rank, shard in enumerate(consolidated(weights, files, vocabulary_parallel)):
-        torch.save(shard, tmp_path / f"consolidated.{rank:02}.pth")
-    shards = [torch.load(file, weights_only=True) for file in sorted(tmp_path.glob("*.pth"))]
-    names = [name for name in shards[0] if not is_buffer(name)]
+    save_meta(tmp_path / "meta", consolidated(weights, files, vocabulary_parallel))
+    source = LlamaSource(tmp_path / "meta", config)
     model = Decoder(config, seq_len=48)
-    model.load_state_dict({name: merge(name, [shard[name] for shard in shards], config) for name in names})
+    model.load_state_dict({name: source.read(name) for name in source.tensors})
     tokens = torch.randint(config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(1))
     expected = meta_logits(weights, tokens, config)
     with torch.no_grad():
@@ -152,7 +134,7 @@ def test_permutation_by_hand() -> None:
 
 def test_the_head_of_a_tied_model_can_be_merged() -> None:
     """The files have it although the model does not; then it is the table again."""
-    config = dataclasses.replace(CONFIGS["llama2"], tied_embeddings=True)
+    config = LLAMAS["llama_tied"]
     table = torch.randn(96, 64)
     assert merge("output.weight", list(table.chunk(2)), config).equal(table)
 
@@ -174,9 +156,14 @@ def test_shards_that_do_not_make_up_the_model(name: str, shapes: list[list[int]]
     assert str(caught.value) == f"{name}: shapes {of_files} of {len(shapes)} file(s) {says}"
 
 
-@pytest.mark.parametrize(
-    "name", ["rope.freqs", "layers.3.attention.wq.weight", "layers.0.attention.wz.weight"]
-)
-def test_names_that_are_none(name: str) -> None:
-    with pytest.raises(ValueError, match="no parameter"):
-        merge(name, [torch.zeros(4)], CONFIGS["llama2"])
+@pytest.mark.parametrize("name", ["layers.3.attention.wq.weight", "layers.0.attention.wz.weight"])
+def test_names_that_are_none(name: str, tmp_path: Path) -> None:
+    weights = {**meta_weights(CONFIGS["llama2"]), name: torch.zeros(4)}
+    torch.save(weights, tmp_path / "consolidated.00.pth")
+    with pytest.raises(UserError, match=rf"consolidated\.00\.pth: .*: 1 unexpected \({re.escape(name)}\)"):
+        LlamaSource(tmp_path, CONFIGS["llama2"])
+
+
+def test_metas_files_are_llamas(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Meta's files are read for model\.family=llama, not qwen3"):
+        LlamaSource(tmp_path, CASES["qwen3"])

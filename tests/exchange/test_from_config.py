@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_accounting import DEBUG, shipped
-from test_families import CASES
-from test_family_configs import FILES
+from families_table import CASES, MODELS, RELEASED_CONFIGS, shipped
 from tiers import rest_is_thorough
 
 from harness.compose import Composer, compose_job, compose_points
 from harness.convert import ConvertJob
 from harness.errors import ConfigError, UserError
+from harness.exchange.config_json import check_hf_config, hf_config, relevant
+from harness.exchange.from_config import model_from_config
 from harness.model.config import ModelConfig
-from harness.model.from_config import model_from_config
-from harness.model.huggingface import check_hf_config, hf_config, relevant
 
 # What config.json does not say: how initial values are drawn, and speeds of training.
 UNSAID = {"embedding_std", "moe.balance_coeff", "moe.force_balance", "mtp.loss_weight"}
@@ -34,9 +32,9 @@ def meant(model: ModelConfig) -> dict[str, object]:
     return {name: value for name, value in relevant(model) if name not in UNSAID}
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", RELEASED_CONFIGS)
 def test_released_files_give_the_shipped_model(name: str, tmp_path: Path) -> None:
-    assert meant(model_from_config(write(tmp_path, FILES[name]))) == meant(shipped(name))
+    assert meant(model_from_config(write(tmp_path, RELEASED_CONFIGS[name]))) == meant(shipped(name))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,7 +46,7 @@ def test_what_we_write_comes_back(name: str, tmp_path: Path) -> None:
 def test_a_job_holds_the_numbers_and_what_is_typed_wins(tmp_path: Path) -> None:
     folder = tmp_path / "My Model"
     folder.mkdir()
-    write(folder, FILES["mistral_7b"])
+    write(folder, RELEASED_CONFIGS["mistral_7b"])
     typed = ["model=from_config", f"model.path='{folder}'", "data=synthetic", "tokenizer=bytes"]
     job = compose_job([*typed, "training.seq_len=64"])
     assert (job.model.name, job.name, job.model.path) == ("My_Model", "My_Model", str(folder))
@@ -62,7 +60,7 @@ def test_a_job_holds_the_numbers_and_what_is_typed_wins(tmp_path: Path) -> None:
 
 
 def test_a_conversion_reads_what_it_converts(tmp_path: Path) -> None:
-    write(tmp_path, FILES["qwen3_8b"])
+    write(tmp_path, RELEASED_CONFIGS["qwen3_8b"])
     typed = ["model=from_config", f"convert.source={tmp_path}", "convert.target=out"]
     job = compose_job(typed, config_name="convert", schema=ConvertJob)
     assert meant(job.model) == meant(shipped("qwen3_8b"))
@@ -72,7 +70,7 @@ def test_points_of_a_sweep_have_each_their_own(tmp_path: Path) -> None:
     paths = []
     for name in ("mistral_7b", "qwen3_8b"):
         (tmp_path / name).mkdir()
-        paths.append(write(tmp_path / name, FILES[name]))
+        paths.append(write(tmp_path / name, RELEASED_CONFIGS[name]))
     points = compose_points(["model=from_config", f"model.path={','.join(paths)}", "training.seq_len=32"])
     assert [point.job.model.family for point in points] == ["mistral", "qwen3"]
 
@@ -87,6 +85,7 @@ def test_a_path_that_is_not_read_is_refused(tmp_path: Path) -> None:
             composer.job(["model=from_config", f"model.path={tmp_path}"])
 
 
+DEBUG = sorted(file.stem for file in MODELS.glob("*_debug.yaml") if file.stem != "llama3_debug")
 WRONG: list[object] = [None, "x", "", -1, 0, 1.5, 10**30, True, [], [3, "a"], {}, {"rope_type": 3}, [[]]]
 
 
@@ -123,7 +122,7 @@ def test_wrong_values_end_in_one_line(name: str, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_taken_is_named(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
-        model_from_config(write(tmp_path, {**FILES["mistral_7b"], **change}))
+        model_from_config(write(tmp_path, {**RELEASED_CONFIGS["mistral_7b"], **change}))
     assert str(refused.value).startswith(f"{tmp_path}/config.json: {says}")
 
 
@@ -137,5 +136,5 @@ def test_paths_that_are_no_file() -> None:
 
 
 def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(FILES["qwen3_8b"]), encoding="utf-8-sig")
+    (tmp_path / "config.json").write_text(json.dumps(RELEASED_CONFIGS["qwen3_8b"]), encoding="utf-8-sig")
     assert model_from_config(str(tmp_path)).family == "qwen3"

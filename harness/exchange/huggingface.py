@@ -17,35 +17,27 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from harness.checkpoint.formats import (
+from harness.data.config import TokenizerConfig
+from harness.data.tokenizer import build_tokenizer
+from harness.errors import ConfigError, UserError
+from harness.exchange.config_json import CONFIG, check_hf_config, hf_config, read_object
+from harness.exchange.pieces import HuggingFaceNames, fill, full_ranges
+from harness.exchange.source import (
     EMBEDDING,
-    Cast,
     Source,
     TensorFacts,
     bytes_view,
     refuse_untied,
     total_bytes,
 )
-from harness.checkpoint.pieces import HuggingFaceNames, fill, full_ranges
-from harness.data.config import TokenizerConfig
-from harness.data.hf_tokenizer import export_tokenizer
-from harness.data.tokenizer import build_tokenizer
-from harness.errors import ConfigError, UserError
+from harness.exchange.tensor_names import HF_HEAD, check_hf_tensors, copied_tensors, our_tensors, own_name
+from harness.exchange.tokenizer import export_tokenizer
 from harness.files import sync_file, sync_folder
 from harness.model.config import ModelConfig
-from harness.model.huggingface import HEAD as THEIR_HEAD
-from harness.model.huggingface import (
-    check_hf_config,
-    check_hf_tensors,
-    copied_tensors,
-    hf_config,
-    our_tensors,
-    own_name,
-    read_object,
-)
 from harness.model.spec import is_buffer, tensor_shapes
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+MAX_SHARD_GB = 5.0  # transformers' own default
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -79,7 +71,7 @@ class HuggingFaceSource:
                     first = self._locations[name][0].name
                     raise UserError(f"{folder}: {stored} is in {first} and in {file.name}")
                 found[name], self._locations[name] = facts, (file, stored)
-        check_hf_tensors(model, {name: shape for name, (shape, _) in found.items()})
+        check_hf_tensors(model, {name: shape for name, (shape, _) in found.items()}, str(folder))
         dtypes = {name: _torch_dtype(found[name][1], self._locations[name][0]) for name in found}
         self.tensors: Mapping[str, TensorFacts] = {
             name: TensorFacts(
@@ -100,8 +92,8 @@ class HuggingFaceSource:
         else:
             tensor = torch.empty(facts.shape, dtype=facts.dtype)
             self.fill(name, tensor, full_ranges(facts.shape))
-        if name == EMBEDDING and self._tied and THEIR_HEAD in self._locations:
-            refuse_untied(tensor, self._read(THEIR_HEAD), str(self._folder))
+        if name == EMBEDDING and self._tied and HF_HEAD in self._locations:
+            refuse_untied(tensor, self._read(HF_HEAD), str(self._folder))
         for copy in self._copies.get(name, ()):
             if copy.theirs in self._locations and not torch.equal(
                 tensor, self._read(copy.theirs).to(facts.dtype)
@@ -195,8 +187,7 @@ def write_huggingface(
     model: ModelConfig,
     tokenizer: TokenizerConfig | None,
     folder: Path,
-    dtype: torch.dtype | None,
-    max_shard_gb: float,
+    max_shard_gb: float = MAX_SHARD_GB,
     *,
     share: tuple[int, int] = (0, 1),
     finish: bool = True,
@@ -211,7 +202,6 @@ def write_huggingface(
         model: the model they belong to.
         tokenizer: the tokenizer to export; None for none.
         folder: created if missing; existing files are overwritten.
-        dtype: dtype of the weights; None keeps each tensor's own.
         max_shard_gb: most GB (10^9 bytes) of values per file; a larger tensor gets a file of its own.
         share: (number of this process, number of processes).
         finish: whether this process also calls ``finish_huggingface``.
@@ -221,12 +211,11 @@ def write_huggingface(
         DataError: the tokenizer cannot be exported.
         OSError: the folder cannot be written to.
     """
-    cast = Cast(source, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     if finish:  # first, because the user's errors show here
-        finish_huggingface(source, model, tokenizer, folder, dtype, max_shard_gb)
+        finish_huggingface(source, model, tokenizer, folder, max_shard_gb)
     rank, ranks = share
-    renamed = HuggingFaceNames(cast, model)
+    renamed = HuggingFaceNames(source, model)
     for file, names in list(plan_shards(renamed, max_shard_gb).items())[rank::ranks]:
         _write_safetensors(renamed, names, folder / file)
     sync_folder(folder)
@@ -237,19 +226,17 @@ def finish_huggingface(
     model: ModelConfig,
     tokenizer: TokenizerConfig | None,
     folder: Path,
-    dtype: torch.dtype | None,
-    max_shard_gb: float,
+    max_shard_gb: float = MAX_SHARD_GB,
 ) -> None:
     """Write everything except the weights: the index, config.json, the tokenizer's files.
 
     Arguments and errors as for ``write_huggingface``.
     """
-    cast = Cast(source, dtype)
     # config.json has one dtype; if the source mixes several, it is the embedding table's.
-    name = str(cast.tensors[EMBEDDING].dtype).removeprefix("torch.")
+    name = str(source.tensors[EMBEDDING].dtype).removeprefix("torch.")
     bos, eos = _special_ids(model, tokenizer)
     _write_json(folder / CONFIG, hf_config(model, dtype=name, bos_id=bos, eos_id=eos))
-    renamed = HuggingFaceNames(cast, model)
+    renamed = HuggingFaceNames(source, model)
     shards = plan_shards(renamed, max_shard_gb)
     if len(shards) > 1:
         weight_map = {name: file for file, names in shards.items() for name in names}

@@ -20,17 +20,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from harness.checkpoint.catalog import METADATA, DamagedCheckpoint
-from harness.checkpoint.formats import EMBEDDING, HEAD, Source, TensorFacts, refuse_untied
 from harness.checkpoint.manifest import CHECKSUM
 from harness.checkpoint.metadata import first_line
 from harness.checkpoint.storage import Reader, Writer
-from harness.checkpoint.torchtitan import from_torchtitan
-from harness.errors import UserError
+from harness.exchange.source import EMBEDDING, HEAD, Source, TensorFacts, refuse_untied
+from harness.exchange.tensor_names import check_tensors
+from harness.exchange.torchtitan import from_torchtitan
 from harness.files import sync_file
 from harness.model.config import ModelConfig
 from harness.model.spec import tensor_shapes
-
-_SHOWN = 3  # names in one line of error
 
 
 class DistributedSource:
@@ -60,8 +58,10 @@ class DistributedSource:
         nested = self._foreign and EMBEDDING not in self._found
         self._prefix = "model." if nested else ""
         shapes = tensor_shapes(model)
-        self._check(shapes)
-        self.tensors: Mapping[str, TensorFacts] = {name: self._found[self._prefix + name] for name in shapes}
+        keys = {name: self._prefix + name for name in shapes}
+        found = {name: self._found[key].shape for name, key in keys.items() if key in self._found}
+        check_tensors(path, model, found, shapes)
+        self.tensors: Mapping[str, TensorFacts] = {name: self._found[key] for name, key in keys.items()}
 
     def read(self, name: str) -> Tensor:
         """Return one parameter, after checking its checksum if there is one.
@@ -94,22 +94,6 @@ class DistributedSource:
         if self._foreign and any(hasattr(place, CHECKSUM) for place in metadata.storage_data.values()):
             raise DamagedCheckpoint("the harness did not finish writing it: the manifest is missing")
         return metadata
-
-    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        found = {name: self._found.get(self._prefix + name) for name in shapes}
-        missing = [name for name, facts in found.items() if facts is None]
-        misshapen = [
-            f"{name} is {list(facts.shape)} and not {list(shapes[name])}"
-            for name, facts in found.items()
-            if facts is not None and facts.shape != shapes[name]
-        ]
-        for what, names in (("missing", missing), ("of another shape", misshapen)):
-            if names:
-                shown = ", ".join([*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
-                raise UserError(
-                    f"{self._path}: the tensors are not those of model={self._model.name}: "
-                    f"{len(names)} {what} ({shown})"
-                )
 
 
 def write_distributed(source: Source, folder: Path, manifest: Mapping[str, Any]) -> None:

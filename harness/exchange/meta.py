@@ -1,25 +1,28 @@
-"""Meta's original checkpoints: params.json, and one consolidated.*.pth per model-parallel rank."""
+"""Meta's original checkpoints: params.json, and one consolidated.*.pth per model-parallel rank.
+
+Their parameters have our names. Two things differ: each file has one rank's shard of a parameter, and the
+rows of wq and wk are ordered for rotating interleaved pairs.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.checkpoint.formats import EMBEDDING, HEAD, TensorFacts, refuse_untied
 from harness.checkpoint.metadata import load_failure
 from harness.errors import UserError
+from harness.exchange.config_json import read_object
+from harness.exchange.source import EMBEDDING, HEAD, TensorFacts, refuse_untied
+from harness.exchange.tensor_names import check_tensors
 from harness.model.config import ModelConfig
-from harness.model.huggingface import read_object
-from harness.model.llama_original import is_buffer, merge
 from harness.model.spec import parameter_shapes
 
 PATTERN, PARAMS = "consolidated.*.pth", "params.json"
-_SHOWN = 3  # names in one line of error
 
 # Defaults of ModelArgs in llama/model.py of meta-llama/llama and meta-llama/llama3.
 _DEFAULTS: dict[str, Any] = {
@@ -34,6 +37,14 @@ _DEFAULTS: dict[str, Any] = {
 }
 # rope_theta of Llama 2 (llama/model.py), whose files do not record it; those of Llama 3 do.
 _OLD_THETA = 10000.0
+
+# How the files are sharded: by fairscale's layers in the reference code of Llama 2 and 3 (llama/model.py in
+# meta-llama/llama and meta-llama/llama3). ColumnParallelLinear splits rows, RowParallelLinear columns.
+_COLUMN_PARALLEL = ("wq", "wk", "wv", "w1", "w3", "output")
+_ROW_PARALLEL = ("wo", "w2")
+_BUFFER = "rope.freqs"  # computed, so it is ignored
+
+# O: rows of a projection (heads x head width), I: its input width
 
 
 class LlamaSource:
@@ -83,16 +94,11 @@ class LlamaSource:
         return merged.clone() if merged.data_ptr() == shards[0].data_ptr() else merged
 
     def _check_names(self, shards: list[dict[str, Tensor]]) -> None:
+        model = self._model
+        expected = parameter_shapes(model) | ({HEAD: _shape_of(HEAD, model)} if HEAD in shards[0] else {})
         for file, shard in zip(self._files, shards, strict=True):
-            expected = set(parameter_shapes(self._model))
-            allowed = expected | {HEAD} if HEAD in shards[0] else expected
-            for what, names in (("missing", expected - set(shard)), ("unexpected", set(shard) - allowed)):
-                if names:
-                    shown = ", ".join([*sorted(names)[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
-                    raise UserError(
-                        f"{file}: the tensors are not those of model={self._model.name}: "
-                        f"{len(names)} {what} ({shown})"
-                    )
+            # Shapes are checked when the shards are merged.
+            check_tensors(str(file), model, {name: expected.get(name, ()) for name in shard}, expected)
 
 
 def _load(file: Path) -> dict[str, Tensor]:
@@ -107,7 +113,7 @@ def _load(file: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):
         raise UserError(f"{file}: is not a dict of tensors by name")
-    return {name: tensor for name, tensor in content.items() if not is_buffer(name)}
+    return {name: tensor for name, tensor in content.items() if name != _BUFFER}
 
 
 def check_params(model: ModelConfig, file: Path) -> None:
@@ -151,3 +157,103 @@ def hidden_width(params: Mapping[str, Any]) -> int:
         hidden = int(params["ffn_dim_multiplier"] * hidden)
     unit: int = params["multiple_of"]
     return unit * ((hidden + unit - 1) // unit)
+
+
+# -- shards and rows ----
+
+
+def shard_dim(name: str, *, vocabulary_parallel: bool) -> int | None:
+    """The dimension along which the files split a parameter; None: each file has the full parameter.
+
+    Args:
+        name: name of the parameter.
+        vocabulary_parallel: whether the embedding is split by rows (fairscale's VocabParallelEmbedding, in
+            Llama 3) or by columns (ParallelEmbedding, in Llama 2).
+    """
+    module = name.split(".")[-2]
+    if module == "tok_embeddings":
+        return 0 if vocabulary_parallel else 1
+    if module in _COLUMN_PARALLEL:
+        return 0
+    return 1 if module in _ROW_PARALLEL else None
+
+
+def is_vocabulary_parallel(shape: Sequence[int], files: int, config: ModelConfig) -> bool:
+    """Whether the embedding is split by rows, from its shape in one of ``files`` files.
+
+    Raises:
+        UserError: neither rows nor columns add up to the table.
+    """
+    rows, columns = shape
+    if (rows * files, columns) == (config.vocab_size, config.dim):
+        return True
+    if (rows, columns * files) == (config.vocab_size, config.dim):
+        return False
+    raise _misfit("tok_embeddings.weight", [tuple(shape)] * files, config)
+
+
+def permute_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
+    """Reorder rows of wq or wk from Meta's order to ours, [O, I].
+
+    In a head of width D, Meta rotates rows (2i, 2i + 1) together, and we rotate (i, i + D/2). It is
+    ``permute`` in transformers' models/llama/convert_llama_weights_to_hf.py.
+    """
+    rows, columns = weight_OI.shape
+    pairs = weight_OI.reshape(n_heads, rows // n_heads // 2, 2, columns)
+    return pairs.transpose(1, 2).reshape(rows, columns)
+
+
+def interleave_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
+    """Reorder rows of wq or wk from our order to Meta's, [O, I]: the inverse of ``permute_rope``."""
+    rows, columns = weight_OI.shape
+    halves = weight_OI.reshape(n_heads, 2, rows // n_heads // 2, columns)
+    return halves.transpose(1, 2).reshape(rows, columns)
+
+
+def rotated_heads(name: str, config: ModelConfig) -> int | None:
+    """The number of heads of wq or wk; None for other parameters."""
+    return {"wq.weight": config.n_heads, "wk.weight": config.n_kv_heads}.get(name.rpartition("attention.")[2])
+
+
+def merge(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    """Merge the shards of one parameter, in our row order.
+
+    Args:
+        name: name of the parameter.
+        shards: its tensors in the order of the files, at least one.
+        config: the model.
+
+    Raises:
+        UserError: the shards do not add up to the model's parameter.
+    """
+    whole = _join(name, shards, config)
+    if tuple(whole.shape) != _shape_of(name, config):
+        raise _misfit(name, [tuple(shard.shape) for shard in shards], config)
+    heads = rotated_heads(name, config)
+    return whole if heads is None else permute_rope(whole, heads)
+
+
+def _join(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    if len(shards) == 1:
+        return shards[0]
+    by_rows = name == "tok_embeddings.weight" and is_vocabulary_parallel(shards[0].shape, len(shards), config)
+    dim = shard_dim(name, vocabulary_parallel=by_rows)
+    if dim is None:
+        return shards[0]
+    widths = {shard.shape[:dim] + shard.shape[dim + 1 :] for shard in shards}
+    if len(widths) > 1:
+        raise _misfit(name, [tuple(shard.shape) for shard in shards], config)
+    return torch.cat(list(shards), dim=dim)
+
+
+def _shape_of(name: str, config: ModelConfig) -> tuple[int, ...]:
+    # Files of a tied model may have the output projection.
+    return (config.vocab_size, config.dim) if name == HEAD else parameter_shapes(config)[name]
+
+
+def _misfit(name: str, shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> UserError:
+    have = ", ".join(str(list(shape)) for shape in shapes)
+    want = list(_shape_of(name, config))
+    return UserError(
+        f"{name}: shapes {have} of {len(shapes)} file(s) do not make up {want} of model={config.name}"
+    )

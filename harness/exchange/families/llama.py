@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.model.config import ModelConfig
-from harness.model.families.core import (
+from harness.exchange.families.core import (
     ATTENTION,
     DENSE,
     NORMS,
@@ -18,6 +17,7 @@ from harness.model.families.core import (
     dividing_heads,
     head_width,
 )
+from harness.model.config import ModelConfig
 
 # LlamaConfig's defaults.
 _DEFAULTS: dict[str, Any] = {
@@ -52,15 +52,3 @@ LLAMA = Family(
     refuse=both_biases,
     unbuildable=dividing_heads,
 )
-
-
-def hf_name(name: str) -> str:
-    """Hugging Face's name of one of a Llama's parameters, e.g. ``layers.3.attention.wq.weight``.
-
-    Raises:
-        ValueError: a Llama has no parameter of that name.
-    """
-    if name.endswith(".bias"):
-        raise ValueError(f"no parameter of a Llama is called {name!r}")
-    [piece] = LLAMA.mappings_of(name, ())
-    return piece.theirs

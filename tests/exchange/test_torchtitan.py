@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from families_table import LLAMAS, close
 from held import Held
-from small_models import VARIANTS, close
-from test_llama_original import CONFIGS, meta_logits, meta_weights
+from test_meta import CONFIGS, meta_logits, meta_weights
 from torch import Tensor
 
-from harness.checkpoint.distributed import DistributedSource, write_plain
-from harness.checkpoint.torchtitan import Torchtitan, torchtitan_arguments
 from harness.config import with_value
 from harness.errors import ConfigError
+from harness.exchange.dcp import DistributedSource, write_plain
+from harness.exchange.torchtitan import Torchtitan, torchtitan_arguments
 from harness.model.attention_config import AttentionConfig
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
@@ -50,7 +50,7 @@ def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
 
 
 def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
-    config = dataclasses.replace(VARIANTS["plain"], tied_embeddings=True).resolve()
+    config = dataclasses.replace(LLAMAS["llama"], tied_embeddings=True).resolve()
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)
     write_plain(source, tmp_path)
@@ -60,7 +60,7 @@ def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
 
 
 def test_rows_of_qwen3_stay_where_they_are() -> None:
-    config = dataclasses.replace(VARIANTS["plain"], family="qwen3").resolve()
+    config = dataclasses.replace(LLAMAS["llama"], family="qwen3").resolve()
     config = with_value(config, "attention.qk_norm", "learned")
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)

@@ -14,19 +14,18 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from harness.checkpoint.catalog import open_checkpoint
-from harness.checkpoint.distributed import DistributedSource
-from harness.checkpoint.formats import TensorFacts
-from harness.checkpoint.huggingface import HuggingFaceSource, finish_huggingface, write_huggingface
 from harness.checkpoint.manifest import CHECKSUM, MANIFEST, encode_manifest
 from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.storage import write_last
 from harness.errors import UserError
+from harness.exchange.dcp import DistributedSource
+from harness.exchange.huggingface import HuggingFaceSource, finish_huggingface, write_huggingface
+from harness.exchange.source import TensorFacts
 from harness.job import Job
 from harness.model.config import ModelConfig
 from harness.model.spec import is_buffer, tensor_shapes
 from harness.parallelism.materialize import local_ranges
 
-MAX_SHARD_GB = 5.0  # transformers' own default
 _CHUNK = 1 << 24
 
 
@@ -90,7 +89,7 @@ def check_export(job: Job) -> None:
         UserError: transformers has no such model, or the tokenizer cannot be exported.
     """
     with tempfile.TemporaryDirectory() as folder:
-        finish_huggingface(_Announced(job), job.model, job.tokenizer, Path(folder), None, MAX_SHARD_GB)
+        finish_huggingface(_Announced(job), job.model, job.tokenizer, Path(folder))
 
 
 def write_share(source: str, target: str, job: Job, share: tuple[int, int]) -> None:
@@ -105,9 +104,7 @@ def write_share(source: str, target: str, job: Job, share: tuple[int, int]) -> N
     Raises:
         OSError: a file cannot be written.
     """
-    write_huggingface(
-        _source(source, job), job.model, None, Path(target), None, MAX_SHARD_GB, share=share, finish=False
-    )
+    write_huggingface(_source(source, job), job.model, None, Path(target), share=share, finish=False)
 
 
 def finish(source: str, target: str, job: Job, manifest: dict[str, Any]) -> None:
@@ -118,7 +115,7 @@ def finish(source: str, target: str, job: Job, manifest: dict[str, Any]) -> None
         UserError: the tokenizer cannot be exported.
     """
     folder = Path(target)
-    finish_huggingface(_source(source, job), job.model, job.tokenizer, folder, None, MAX_SHARD_GB)
+    finish_huggingface(_source(source, job), job.model, job.tokenizer, folder)
     files = {
         file.name: {"size": file.stat().st_size, CHECKSUM: _checksum(file)}
         for file in sorted(folder.iterdir())

@@ -1,0 +1,228 @@
+"""config.json against released files and transformers' own; names and shapes of tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families_table import CASES, MODELS, PLAIN, RELEASED_CONFIGS, set_fields, shipped
+from test_families import as_stored
+
+from harness.errors import UserError
+from harness.exchange.config_json import check_hf_config, hf_config
+from harness.exchange.tensor_names import check_hf_tensors, hf_shapes
+from harness.model.config import ModelConfig
+from harness.model.rope import rope_table
+
+transformers = pytest.importorskip("transformers")
+
+RELEASED = sorted({file.stem for file in MODELS.glob("*.yaml")} - {"llama3_tiny"})
+LLAMA = RELEASED_CONFIGS["llama3_8b"]
+SCALING = LLAMA["rope_scaling"]
+NO_LENGTH = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
+
+
+def content_of(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
+    return hf_config(config, dtype=dtype, bos_id=1, eos_id=None)
+
+
+# -- written ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fields_that_are_not_the_models(dtype: str, tmp_path: Path) -> None:
+    content = content_of(CASES["llama_everything"], dtype)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (read.model_type, read.architectures) == ("llama", ["LlamaForCausalLM"])
+    assert (read.bos_token_id, read.eos_token_id) == (1, None)
+    assert read.max_position_embeddings == 256 and read.dtype == getattr(torch, dtype)
+    # Fields of transformers 4, which the installed version may not read.
+    assert content["torch_dtype"] == dtype and content["rope_theta"] == 1000.0
+    assert content["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    assert content["rope_parameters"] == {**content["rope_scaling"], "rope_theta": 1000.0}
+
+
+@pytest.mark.parametrize("left_out", [["rope_parameters"], ["rope_theta", "rope_scaling"]])
+def test_either_form_of_rotation_is_enough(left_out: list[str]) -> None:
+    """A reader that knows only one of the two gets the same rotation from it."""
+    if "rope_theta" in left_out and not hasattr(transformers.LlamaConfig(), "rope_parameters"):
+        pytest.skip("transformers 4 does not know the new form")
+    config = CASES["llama_scaled"]
+    content = {name: value for name, value in content_of(config).items() if name not in left_out}
+    rotation = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+        transformers.LlamaConfig(**content)
+    )
+    cos, sin = rotation(torch.zeros(1), torch.arange(48).unsqueeze(0))
+    ours = rope_table(config.rope, config.head_width, seq_len=48)
+    torch.testing.assert_close(torch.stack((cos[0, :, :8], sin[0, :, :8])), ours, rtol=0, atol=1e-5)
+
+
+# -- read ----
+
+
+@pytest.mark.parametrize("name", RELEASED_CONFIGS)
+def test_released_files_are_read(name: str) -> None:
+    check_hf_config(shipped(name), RELEASED_CONFIGS[name])
+
+
+def test_the_new_form_of_a_released_file_is_read() -> None:
+    new = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "rope_theta")}
+    check_hf_config(shipped("llama3_8b"), {**new, "rope_parameters": {**SCALING, "rope_theta": 500000.0}})
+    says = r"^model\.rope\.theta=500000\.0: config\.json has rope_theta 10000\.0; would work: "
+    with pytest.raises(UserError, match=says):
+        check_hf_config(shipped("llama3_8b"), {**new, "rope_parameters": SCALING})
+
+
+# Changes of released files, and the beginning of the error, or after "..." a part of it.
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "llama3_8b": [
+        ({"hidden_size": 2048}, "model.dim=4096: config.json has hidden_size 2048; model.head_dim=128: "),
+        ({"head_dim": 64}, "model.head_dim=128: config.json has head_dim 64"),
+        ({"num_key_value_heads": None}, "model.n_kv_heads=8: config.json has num_key_value_heads 32"),
+        ({"intermediate_size": 1}, "model.ffn_hidden_dim=14336: config.json has intermediate_size 1"),
+        ({"num_hidden_layers": 2}, "model.n_layers=32: config.json has num_hidden_layers 2"),
+        ({"rms_norm_eps": 1e-6}, "model.norm_eps=1e-05: config.json has rms_norm_eps 1e-06"),
+        ({"vocab_size": 128000}, "model.vocab_size=128256: config.json has vocab_size 128000"),
+        ({"tie_word_embeddings": True}, "model.tied_embeddings=false: config.json has tie_word_embeddings t"),
+        ({"max_position_embeddings": 8192}, "model.max_seq_len=131072: config.json has max_position_embedd"),
+        ({"rope_theta": 1e4}, "model.rope.theta=500000.0: config.json has rope_theta 10000.0"),
+        ({"rope_scaling": None}, "model.rope.scaling=llama3: config.json has rope_type none"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 8.0}},
+            "model.rope.scaling=llama3: config.json has rope_type linear",
+        ),
+        (
+            {"rope_scaling": {**SCALING, "factor": 32.0, "low_freq_factor": 2.0}},
+            "model.rope.factor=8.0: config.json has factor 32.0; "
+            "model.rope.low_freq_factor=1.0: config.json has low_freq_factor 2.0",
+        ),
+        (
+            {"rope_scaling": NO_LENGTH},
+            "model.rope.high_freq_factor=4.0: config.json has high_freq_factor 2.0; "
+            "model.rope.original_max_position=8192: config.json has original_max_position_embeddings 131072",
+        ),
+        ({"hidden_act": "gelu"}, "config.json has hidden_act gelu: the decoder only knows hidden_act silu"),
+        (
+            {"attention_bias": True},
+            "model.attention.qkv_bias=false: config.json has attention_bias true; model.attention.output_bi",
+        ),
+        ({"mlp_bias": True}, "config.json has mlp_bias true: "),
+        ({"model_type": "mistral"}, "config.json has model_type mistral: only checkpoints with model_t"),
+        ({"model_type": None}, "config.json has no model_type: only checkpoints with model_type llama"),
+    ],
+    "gpt_oss_20b": [
+        ({"swiglu_limit": 5.0}, "config.json has swiglu_limit 5.0: the decoder only knows"),
+        (
+            {"layer_types": ["full_attention"] * 24},
+            'model.attention.global_every_nth_layer=2: config.json has layer_types ["full_attention", ',
+        ),
+        (
+            {"rope_scaling": {**RELEASED_CONFIGS["gpt_oss_20b"]["rope_scaling"], "attention_factor": 1.5}},
+            "model.rope.mscale=null: config.json has attention_factor 1.5",
+        ),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "config.json has quantization_config: weights quantized by mxfp4 are not read; "
+            "would work: the same in bfloat16",
+        ),
+    ],
+    "deepseek_v2_lite_16b": [
+        ({"norm_topk_prob": True}, "config.json has norm_topk_prob true: the decoder"),
+        ({"q_lora_rank": 7}, "model.attention.q_lora_rank=null: config.json has q_lora_"),
+    ],
+    "deepseek_v3_671b": [
+        ({"n_shared_experts": 2}, "model.moe.shared_hidden_dim=2048: config.json has n_sha"),
+        ({"n_shared_experts": 2}, "...which is model.moe.shared_hidden_dim=4096"),
+        ({"vocab_size": None}, "model.vocab_size=129280: config.json has vocab_size null"),
+    ],
+    "mistral_7b": [({"sliding_window": 7}, "...would work: model=from_config")],
+    "qwen3_8b": [
+        ({"use_sliding_window": True}, "config.json has use_sliding_window true: the decoder only"),
+        ({"model_type": "gemma3"}, "config.json has model_type gemma3: only checkpoints with model_t"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "model.rope.scaling=none: config.json has rope_type yarn",
+        ),
+        ({"rope_scaling": "linear"}, '...rope_scaling "linear": must be an object or null'),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "...rope_type dynamic: at inference it stretches",
+        ),
+    ],
+    "qwen3_30b_a3b": [
+        ({"mlp_only_layers": [3]}, "model.moe.first_dense_layers=0: config.json has mlp_only_"),
+        ({"mlp_only_layers": [0, 1]}, "...which is model.moe.first_dense_layers=2"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [(name, change, says) for name, rows in REFUSED.items() for change, says in rows],
+)
+def test_a_file_that_differs_is_refused(name: str, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_hf_config(shipped(name), {**RELEASED_CONFIGS[name], **change})
+    message = str(caught.value)
+    assert says[3:] in message if says.startswith("...") else message.startswith(says)
+    assert "\n" not in message
+
+
+# -- tensors ----
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_have_their_families_tensors(name: str) -> None:
+    """transformers' own model of our config.json has these tensors, of these shapes."""
+    config = shipped(name)
+    layers = max(config.moe.first_dense_layers, config.moe.every_nth_layer) + 1
+    config = dataclasses.replace(config, n_layers=layers)
+    content = content_of(config, "bfloat16")
+    config_class = transformers.CONFIG_MAPPING[content["model_type"]]
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config_class(**content))
+    shapes = {key: tuple(value.shape) for key, value in as_stored(theirs.state_dict(), config.family).items()}
+    check_hf_tensors(config, shapes)
+    assert len([key for key in hf_shapes(config) if f"layers.{layers - 1}.input" in key]) == 1
+
+
+def test_redundant_tensors_are_allowed() -> None:
+    tied = CASES["llama_tied"]
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,), "lm_head.weight": (96, 64)}
+    check_hf_tensors(tied, {**hf_shapes(tied), **extra})
+    says = r"1 of another shape \(lm_head.weight is \[95, 64\] and not \[96, 64\]\)"
+    with pytest.raises(UserError, match=says):
+        check_hf_tensors(tied, {**hf_shapes(tied), "lm_head.weight": (95, 64)})
+
+
+def test_tensors_that_do_not_fit_are_named() -> None:
+    found = hf_shapes(CASES["llama"])
+    del found["lm_head.weight"]
+    found["model.norm.weight"] = (63,)
+    found |= {f"model.layers.{layer}.self_attn.q_proj.bias": (64,) for layer in range(5)}
+    with pytest.raises(UserError) as caught:
+        check_hf_tensors(CASES["llama"], found, "folder")
+    bias = ", ".join(f"model.layers.{layer}.self_attn.q_proj.bias" for layer in range(3))
+    assert str(caught.value) == (
+        "folder: the tensors are not those of model=small: 1 missing (lm_head.weight), "
+        f"5 unexpected ({bias}, ...), 1 of another shape (model.norm.weight is [63] and not [64])"
+    )
+
+
+def test_weights_of_another_depth_are_refused() -> None:
+    deeper = set_fields(PLAIN, n_layers=4)
+    with pytest.raises(UserError, match="9 unexpected"):
+        check_hf_tensors(CASES["llama"], hf_shapes(deeper))
+    with pytest.raises(UserError, match="9 missing"):
+        check_hf_tensors(deeper, hf_shapes(CASES["llama"]))
