@@ -207,7 +207,7 @@ def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
         traceback.print_exc()
     if run.recorder is not None:
         with contextlib.suppress(Exception):
-            run.recorder.close({})
+            run.recorder.close({"exit_code": code})
 
 
 def describe(job: Job, folder: RunFolder, device: Any) -> str:

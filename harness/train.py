@@ -13,7 +13,7 @@ from harness.app import run_verb
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.compose import Composed
 from harness.data.vocabulary import require_vocabulary
-from harness.errors import UserError
+from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.launched import launched_ranks
 from harness.run.folder import RunFolder
@@ -33,6 +33,9 @@ def train(job: Job, overrides: list[str]) -> int:
         from harness.cluster.submit import submit_one
 
         return submit_one(job, folder, overrides)
+    if job.cluster.dry_run:
+        rule = "shows a job for SLURM, and cluster.kind is local"
+        raise ConfigError("cluster.dry_run", True, rule, "cluster=slurm, or false with --cfg job")
     from harness.cluster.local import launch
 
     folder.begin(job, overrides, adopt=True)

@@ -38,10 +38,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def apply(path: Path, diff: str) -> None:
-    """Takes lines out of a file and puts others there."""
+    """Apply one hunk of a unified diff, without its header."""
     lines = diff.splitlines()
-    old = "\n".join(line[1:] for line in lines if line.startswith("-"))
-    new = "\n".join(line[1:] for line in lines if line.startswith("+"))
+    old = "\n".join(line[1:] for line in lines if line[0] in " -")
+    new = "\n".join(line[1:] for line in lines if line[0] in " +")
     text = path.read_text()
     assert text.count(old) == 1, f"{path.name} has no line {old!r}"
     path.write_text(text.replace(old, new))

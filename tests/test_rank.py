@@ -46,7 +46,10 @@ class BrokenTrainer:
 class BrokenRecorder:
     """A recorder whose service is gone."""
 
-    def close(self, _summary: object) -> None:
+    closed_with: object = None
+
+    def close(self, summary: object) -> None:
+        self.closed_with = summary
         raise ConnectionError("no service")
 
 
@@ -67,14 +70,17 @@ def test_errors_while_ending_do_not_hide_the_cause(
     code: int,
     reason: str,
 ) -> None:
+    recorder = BrokenRecorder()
+
     def train(job: Job, folder: RunFolder, number: int, run: Any, *_: object) -> str:
-        run.trainer, run.recorder = BrokenTrainer(), BrokenRecorder()
+        run.trainer, run.recorder = BrokenTrainer(), recorder
         raise error
 
     monkeypatch.setattr(rank, "_train", train)
     assert rank.run_rank(job, folder, started=time.time()) == code
     row = json.loads((folder.path / "result.json").read_text())
     assert (row["exit_reason"], row["exit_code"]) == (reason, code)
+    assert recorder.closed_with == {"exit_code": code}  # W&B shows the run as failed
     if reason == "failed":
         assert (row["error.message"], row["error.step"]) == (str(error), 5)
 

@@ -17,8 +17,10 @@ def require_vocabulary(job: Job) -> None:
 
     Raises:
         ConfigError: it does not fit.
-        DataError: the tokenizer's file is malformed.
+        DataError: the tokenizer's file is malformed, or missing where the ranks run on this machine.
     """
+    if job.cluster.kind == "local" and job.tokenizer.kind != "bytes":
+        read_tokenizer(job.tokenizer.file)
     if job.data.kind != "synthetic":
         tokenizer = job.tokenizer
         num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 STOP_SIGNALS = tuple(
@@ -60,9 +60,10 @@ class StopRequest:
         if self.signal is None:
             self.signal, self._noted_at = signal.Signals(number), time.monotonic()
             # Ranks started by a controller or torchrun stay silent. os.write, because the handler may have
-            # interrupted a write to sys.stderr.
+            # interrupted a write to sys.stderr. Its reader may be gone: ^C also ends the tee of a pipeline.
             if "RANK" not in os.environ:
-                os.write(2, b"\nstopping after the step in progress; ^C again ends at once\n")
+                with suppress(OSError):
+                    os.write(2, b"\nstopping after the step in progress; ^C again ends at once\n")
         elif number == signal.SIGINT and time.monotonic() - self._noted_at > SAME_KEY_PRESS_SECONDS:
             self.insists = True
             if self.raises:

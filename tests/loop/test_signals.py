@@ -50,6 +50,21 @@ def test_the_first_signal_is_noted_and_handlers_come_back(number: int) -> None:
         signal.signal(number, outer)
 
 
+def test_a_pipe_of_stderr_may_be_closed() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stderr = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        with StopRequest() as request:
+            send(signal.SIGTERM)
+            assert request.signal == signal.SIGTERM
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(writer)
+
+
 def test_a_second_interrupt_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "SAME_KEY_PRESS_SECONDS", 0.0)
     with StopRequest(), pytest.raises(KeyboardInterrupt):
