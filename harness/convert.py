@@ -237,7 +237,7 @@ def _convert(
     started = time.monotonic()
     for note in _notes(config, found, tokenizer):
         _print(f"note: {note}")
-    checked = FiniteCheckSource(_open(found, model))
+    checked = FiniteCheckSource(open_source(found, model))
     source = Cast(checked, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)
     with atomic_target(target, nbytes) as temporary, progress(nbytes) as advance:
@@ -267,7 +267,7 @@ def _notes(config: ConvertConfig, found: WeightFolder, tokenizer: TokenizerConfi
     return notes
 
 
-def _open(found: WeightFolder, model: ModelConfig) -> Source:
+def open_source(found: WeightFolder, model: ModelConfig) -> Source:
     if found.kind == "hf":
         from harness.checkpoint.huggingface import HuggingFaceSource
 
