@@ -19,9 +19,9 @@ from typing import Any, cast
 from harness.compose_errors import MISSING, to_user_error
 from harness.config import leaf_fields, rules_of
 from harness.errors import UserError
+from harness.exchange.from_config import model_node, require_read
 from harness.job import Job, from_dict
 from harness.launched import launched_ranks
-from harness.model.from_config import model_node, require_read
 from harness.overrides import (
     FROM_CONFIG,
     check_overrides,

@@ -34,7 +34,7 @@ from harness.job import Job, from_dict
 from harness.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from harness.checkpoint.formats import Source
+    from harness.exchange.source import Source
 
 FORMATS = ("dcp", "hf", "torch", "torchtitan")
 # Files of conf/experiment and conf/sweep may set any group.
@@ -231,8 +231,8 @@ def _convert(
 ) -> None:
     import torch
 
-    from harness.checkpoint.formats import Cast, FiniteCheckSource, ProgressSource, atomic_target, total_bytes
     from harness.checkpoint.progress import progress
+    from harness.exchange.source import Cast, FiniteCheckSource, ProgressSource, atomic_target, total_bytes
 
     started = time.monotonic()
     for note in _notes(config, found, tokenizer):
@@ -250,7 +250,7 @@ def _convert(
     if warning := checked.warning():
         _print(warning)
     if config.format == "torchtitan":
-        from harness.checkpoint.torchtitan import torchtitan_arguments
+        from harness.exchange.torchtitan import torchtitan_arguments
 
         _print(f"note: torchtitan's model needs {torchtitan_arguments(model)}")
 
@@ -269,14 +269,14 @@ def _notes(config: ConvertConfig, found: WeightFolder, tokenizer: TokenizerConfi
 
 def open_source(found: WeightFolder, model: ModelConfig) -> Source:
     if found.kind == "hf":
-        from harness.checkpoint.huggingface import HuggingFaceSource
+        from harness.exchange.huggingface import HuggingFaceSource
 
         return HuggingFaceSource(Path(found.path), model)
     if found.kind == "llama":
-        from harness.checkpoint.llama import LlamaSource
+        from harness.exchange.meta import LlamaSource
 
         return LlamaSource(Path(found.path), model)
-    from harness.checkpoint.distributed import DistributedSource
+    from harness.exchange.dcp import DistributedSource
 
     return DistributedSource(found.path, found.manifest, model)
 
@@ -290,21 +290,21 @@ def _write(
     target: Path,
 ) -> None:
     if config.format == "hf":
-        from harness.checkpoint.huggingface import write_huggingface
+        from harness.exchange.huggingface import write_huggingface
 
         # dtype is None: the source is already cast.
         write_huggingface(source, model, tokenizer, target, None, config.max_shard_gb)
     elif config.format == "torch":
-        from harness.checkpoint.torch_file import write_torch
+        from harness.exchange.torch_file import write_torch
 
         write_torch(source, target, tied=model.tied_embeddings)
     elif config.format == "torchtitan":
-        from harness.checkpoint.distributed import write_plain
-        from harness.checkpoint.torchtitan import Torchtitan
+        from harness.exchange.dcp import write_plain
+        from harness.exchange.torchtitan import Torchtitan
 
         write_plain(Torchtitan(source, model), target)
     else:
-        from harness.checkpoint.distributed import write_distributed
+        from harness.exchange.dcp import write_distributed
 
         write_distributed(source, target, model_manifest(found, model, tokenizer))
 

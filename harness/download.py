@@ -22,14 +22,14 @@ from harness.app import run_verb
 from harness.compose import option_values
 from harness.config import label
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
+from harness.exchange.config_json import check_hf_config
+from harness.exchange.from_config import model_from_config
 from harness.job import from_dict
 from harness.model.config import ModelConfig
-from harness.model.from_config import model_from_config
-from harness.model.huggingface import check_hf_config
 from harness.text import validate_texts
 
 if TYPE_CHECKING:
-    from harness.hub import RemoteFile, Repository
+    from harness.exchange.hub import RemoteFile, Repository
 
 ASSETS = Path("assets/hf")
 
@@ -146,7 +146,7 @@ def _of_kind(kind: str, repository: Repository) -> list[RemoteFile]:
 
 def download(job: DownloadJob, overrides: list[str]) -> int:
     """Download the files; print their folder and the next commands; return the exit code."""
-    from harness.hub import fetch, look_up
+    from harness.exchange.hub import fetch, look_up
 
     job.validate()
     assert job.repo is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from harness.checkpoint.formats import TensorFacts
+from harness.exchange.source import TensorFacts
 
 
 class Held:

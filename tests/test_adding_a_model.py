@@ -56,7 +56,7 @@ def commands() -> list[str]:
 
 def test_the_page_has_what_a_family_needs(sources: Path) -> None:
     assert (sources / "conf/model/smollm3_debug.yaml").exists()
-    assert (sources / "harness/model/families/smollm3.py").exists()
+    assert (sources / "harness/exchange/families/smollm3.py").exists()
     assert len(commands()) == 2
 
 

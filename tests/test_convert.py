@@ -23,16 +23,8 @@ from peak_memory import bytes_of_converting
 from tiers import rest_is_thorough
 from torch import Tensor
 
-from harness.checkpoint import formats, progress
+from harness.checkpoint import progress
 from harness.checkpoint.catalog import CheckpointFolder, open_checkpoint
-from harness.checkpoint.distributed import DistributedSource, write_distributed
-from harness.checkpoint.huggingface import (
-    HuggingFaceSource,
-    finish_huggingface,
-    plan_shards,
-    write_huggingface,
-)
-from harness.checkpoint.llama import _load
 from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
@@ -40,11 +32,20 @@ from harness.config import check_rules
 from harness.convert import ConvertConfig, ConvertJob, WeightFolder, convert, find_source, model_manifest
 from harness.data import TokenizerConfig
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
+from harness.exchange import source as sources
+from harness.exchange.config_json import hf_config
+from harness.exchange.dcp import DistributedSource, write_distributed
+from harness.exchange.families.llama import hf_name
+from harness.exchange.huggingface import (
+    HuggingFaceSource,
+    finish_huggingface,
+    plan_shards,
+    write_huggingface,
+)
+from harness.exchange.meta import _load
+from harness.exchange.meta_rows import shard_dim
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
-from harness.model.families.llama import hf_name
-from harness.model.huggingface import hf_config
-from harness.model.llama_original import shard_dim
 from harness.model.spec import parameter_shapes
 
 transformers = pytest.importorskip("transformers")
@@ -96,7 +97,7 @@ def ours(network: Any, model: ModelConfig) -> dict[str, Tensor]:
     return {name: theirs[hf_name(name)].detach().clone() for name in parameter_shapes(model)}
 
 
-def read_all(source: formats.Source) -> dict[str, Tensor]:
+def read_all(source: sources.Source) -> dict[str, Tensor]:
     return {name: source.read(name) for name in source.tensors}
 
 
@@ -667,17 +668,17 @@ def test_a_full_disk(target: str, theirs: Path, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))  # type: ignore[attr-defined]
-    with pytest.raises(formats.MachineError, match=r"needs .* GB, and the disk has 0\.000 GB left"):
+    monkeypatch.setattr(sources.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))  # type: ignore[attr-defined]
+    with pytest.raises(sources.MachineError, match=r"needs .* GB, and the disk has 0\.000 GB left"):
         run(theirs, tmp_path / "out", *TINY)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["formats.ProgressSource.read", "storage.HashingStream.write"])
+@pytest.mark.parametrize("place", ["sources.ProgressSource.read", "storage.HashingStream.write"])
 def test_an_end_from_outside(place: str, theirs: Path, tmp_path: Path) -> None:
     """SIGTERM while a tensor is read, or while torch writes one."""
     kill = (
-        "from harness.checkpoint import formats, storage\n"
+        "from harness.checkpoint import storage\nfrom harness.exchange import source as sources\n"
         "count = iter(range(9999))\n"
         f"original = {place}\n"
         "def end(self, argument):\n"
@@ -744,7 +745,7 @@ def test_ranks_share_the_shards(tmp_path: Path) -> None:
     for rank in range(3):
         write_huggingface(*options, tmp_path / "shared", torch.bfloat16, limit, share=(rank, 3), finish=False)
     weights = only_entry(tmp_path / "shared")
-    assert weights == list(plan_shards(formats.Cast(source, torch.bfloat16), limit)) and len(weights) > 3
+    assert weights == list(plan_shards(sources.Cast(source, torch.bfloat16), limit)) and len(weights) > 3
     finish_huggingface(*options, tmp_path / "shared", torch.bfloat16, limit)
     assert only_entry(tmp_path / "shared") == only_entry(tmp_path / "alone")
     for name in only_entry(tmp_path / "alone"):

@@ -14,13 +14,13 @@ from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.checkpoint.catalog import open_checkpoint
-from harness.checkpoint.distributed import DistributedSource, write_distributed
-from harness.checkpoint.formats import Cast, Source
-from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
-from harness.checkpoint.pieces import HuggingFaceNames
 from harness.compose import compose_job
 from harness.convert import ConvertJob, WeightFolder, convert, model_manifest
 from harness.errors import EXIT_OK, ConfigError, UserError
+from harness.exchange.dcp import DistributedSource, write_distributed
+from harness.exchange.huggingface import HuggingFaceSource, write_huggingface
+from harness.exchange.pieces import HuggingFaceNames
+from harness.exchange.source import Cast, Source
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.spec import is_buffer, tensor_shapes

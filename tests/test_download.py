@@ -20,7 +20,6 @@ import pytest
 from stand_in_hub import Hub, break_off, commit_of, serving
 from tiers import rest_is_thorough
 
-from harness import hub as client
 from harness.compose import compose_job
 from harness.convert import ConvertJob
 from harness.download import DownloadJob, choose, download, next_commands
@@ -34,9 +33,10 @@ from harness.errors import (
     MachineError,
     UserError,
 )
-from harness.hub import RemoteFile, Repository
+from harness.exchange import hub as client
+from harness.exchange.config_json import hf_config
+from harness.exchange.hub import RemoteFile, Repository
 from harness.job import Job
-from harness.model.huggingface import hf_config
 
 ROOT = Path(__file__).resolve().parents[1]
 REPO = "meta-llama/Llama-3.1-8B"

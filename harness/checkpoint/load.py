@@ -14,9 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from harness.checkpoint import exchange
 from harness.checkpoint.catalog import Checkpoint, CheckpointFolder, DamagedCheckpoint, reading
-from harness.checkpoint.formats import is_finite, non_finite_warning
 from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.resume import find_start, folder_of, no_usable_error, written_by
 from harness.checkpoint.state import (
@@ -31,6 +29,8 @@ from harness.checkpoint.state import (
 from harness.checkpoint.storage import Reader
 from harness.data.loader import Loader
 from harness.errors import MachineError, UserError
+from harness.exchange import on_ranks
+from harness.exchange.source import is_finite, non_finite_warning
 from harness.job import Job
 from harness.loop.engine import Engine
 from harness.model.spec import tensor_shapes
@@ -158,8 +158,8 @@ class CheckpointLoader:
         path, group = checkpoint.path, self.ranks.group
         try:
             if self.config.initial_load_in_hf:
-                self.ranks.on_rank_zero(lambda: exchange.check(path, self.job.model))
-                exchange.load(path, self.job.model, model_state(self.engine), self.ranks)
+                self.ranks.on_rank_zero(lambda: on_ranks.check(path, self.job.model))
+                on_ranks.load(path, self.job.model, model_state(self.engine), self.ranks)
                 return {}
             self.ranks.on_rank_zero(lambda: self._require_parameters(checkpoint))
             if not self.config.initial_load_model_only:

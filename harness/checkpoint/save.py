@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from harness.checkpoint import exchange
 from harness.checkpoint.catalog import (
     CheckpointFolder,
     DamagedCheckpoint,
@@ -31,6 +30,7 @@ from harness.checkpoint.state import model_state, optimizer_state, rng_key, rng_
 from harness.checkpoint.storage import Writer
 from harness.data.loader import Loader, merge_states
 from harness.errors import MachineError, UserError
+from harness.exchange import on_ranks
 from harness.job import Job
 from harness.locks import LockedError
 from harness.loop.engine import Engine
@@ -143,7 +143,7 @@ class Saver:
                 "checkpoint.load_only=true, or checkpoint=disabled"
             ) from error
         if self.config.last_save_in_hf:
-            exchange.check_export(self.job)
+            on_ranks.check_export(self.job)
 
     @property
     def is_staging(self) -> bool:
@@ -262,8 +262,8 @@ class Saver:
         try:
             self._dcp_save(temporary, self._exported(), {**manifest, "holds": "model"})
             self.ranks.on_rank_zero(lambda: make_room(target))
-            self.ranks.everywhere(lambda: exchange.write_share(temporary, target, self.job, (rank, size)))
-            self.ranks.on_rank_zero(lambda: exchange.finish(temporary, target, self.job, manifest))
+            self.ranks.everywhere(lambda: on_ranks.write_share(temporary, target, self.job, (rank, size)))
+            self.ranks.on_rank_zero(lambda: on_ranks.finish(temporary, target, self.job, manifest))
         finally:
             if rank == 0:
                 self._drop(temporary)

@@ -21,9 +21,9 @@ from harness.checkpoint.catalog import open_checkpoint
 from harness.cluster.pool import RankFailed, RankPool
 from harness.compose import compose_job
 from harness.data.tokenizer import build_tokenizer
+from harness.exchange.config_json import hf_config
 from harness.job import Job
 from harness.loop.batches import loader_of
-from harness.model.huggingface import hf_config
 
 LAYOUTS = {
     "single": "parallelism=single",

@@ -15,9 +15,9 @@ import pytest
 from test_data_tokenizer import AWKWARD, write_tiktoken
 
 from harness.data import TokenizerConfig
-from harness.data.hf_tokenizer import export_tokenizer
 from harness.data.tokenizer import Tokenizer, _cut_long_runs, build_tokenizer
 from harness.errors import DataError
+from harness.exchange.tokenizer import export_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 transformers = pytest.importorskip("transformers")

@@ -15,13 +15,13 @@ from small_models import close, ours
 from test_accounting import shipped
 from torch import Tensor
 
-from harness.checkpoint.huggingface import HuggingFaceSource, write_huggingface
-from harness.checkpoint.pieces import fill, full_ranges
 from harness.config import with_value
+from harness.exchange.config_json import our_tensors
+from harness.exchange.families import ALL
+from harness.exchange.huggingface import HuggingFaceSource, write_huggingface
+from harness.exchange.pieces import fill, full_ranges
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
-from harness.model.families import ALL
-from harness.model.huggingface import our_tensors
 from harness.model.spec import is_buffer, tensor_shapes
 
 transformers = pytest.importorskip("transformers")

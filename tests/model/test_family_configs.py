@@ -13,7 +13,7 @@ from test_accounting import RELEASED, shipped
 from test_families import CASES, as_stored
 
 from harness.errors import UserError
-from harness.model.huggingface import (
+from harness.exchange.config_json import (
     check_hf_config,
     check_hf_tensors,
     hf_config,

@@ -14,9 +14,9 @@ from small_models import VARIANTS, close, ours, with_another
 from test_accounting import PUBLISHED, on_meta, shipped
 
 from harness.errors import ConfigError, UserError
+from harness.exchange.config_json import check_hf_config, check_hf_tensors, hf_config, relevant
+from harness.exchange.families.llama import hf_name
 from harness.model.config import ModelConfig
-from harness.model.families.llama import hf_name
-from harness.model.huggingface import check_hf_config, check_hf_tensors, hf_config, relevant
 from harness.model.rope import rope_table
 from harness.model.rope_config import RopeConfig
 from harness.model.spec import parameter_shapes

@@ -13,15 +13,15 @@ from small_models import STRETCHED, VARIANTS, close
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.model.config import ModelConfig
-from harness.model.decoder import Decoder
-from harness.model.llama_original import (
+from harness.exchange.meta_rows import (
     is_buffer,
     is_vocabulary_parallel,
     merge,
     permute_rope,
     shard_dim,
 )
+from harness.model.config import ModelConfig
+from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes
 
 CONFIGS = {

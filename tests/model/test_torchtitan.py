@@ -13,10 +13,10 @@ from small_models import VARIANTS, close
 from test_llama_original import CONFIGS, meta_logits, meta_weights
 from torch import Tensor
 
-from harness.checkpoint.distributed import DistributedSource, write_plain
-from harness.checkpoint.torchtitan import Torchtitan, torchtitan_arguments
 from harness.config import with_value
 from harness.errors import ConfigError
+from harness.exchange.dcp import DistributedSource, write_plain
+from harness.exchange.torchtitan import Torchtitan, torchtitan_arguments
 from harness.model.attention_config import AttentionConfig
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder

@@ -13,10 +13,10 @@ from typing import Any, get_args, get_type_hints
 
 from harness.config import check_rules, with_value
 from harness.errors import ConfigError, UserError
+from harness.exchange.config_json import check_hf_config, decoder_part, read_object
+from harness.exchange.config_json_rope import STRETCHING, found_rope
+from harness.exchange.families import ALL, Family
 from harness.model.config import ModelConfig
-from harness.model.families import ALL, Family
-from harness.model.huggingface import check_hf_config, decoder_part, read_object
-from harness.model.huggingface_rope import STRETCHING, found_rope
 
 CONFIG = "config.json"
 

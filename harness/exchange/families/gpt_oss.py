@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.model.config import ModelConfig
-from harness.model.families.core import (
+from harness.exchange.families.core import (
     ATTENTION,
     NORMS,
     ConfigField,
@@ -19,6 +18,7 @@ from harness.model.families.core import (
     every_nth,
     layers_in,
 )
+from harness.model.config import ModelConfig
 
 _ALPHA, _LIMIT = 1.702, 7.0  # as in harness.model.feed_forward
 

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from harness.checkpoint.formats import EMBEDDING, HEAD, Source, bytes_view
+from harness.exchange.source import EMBEDDING, HEAD, Source, bytes_view
 from harness.files import sync_file
 
 

@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from harness.checkpoint.catalog import open_checkpoint
-from harness.checkpoint.distributed import DistributedSource
-from harness.checkpoint.formats import TensorFacts
-from harness.checkpoint.huggingface import HuggingFaceSource, finish_huggingface, write_huggingface
 from harness.checkpoint.manifest import CHECKSUM, MANIFEST, encode_manifest
 from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.storage import write_last
 from harness.errors import UserError
+from harness.exchange.dcp import DistributedSource
+from harness.exchange.huggingface import HuggingFaceSource, finish_huggingface, write_huggingface
+from harness.exchange.source import TensorFacts
 from harness.job import Job
 from harness.model.config import ModelConfig
 from harness.model.spec import is_buffer, tensor_shapes

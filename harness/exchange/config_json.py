@@ -1,6 +1,6 @@
 """Hugging Face's format of models: names, shapes and config.json (no torch).
 
-``harness.model.families`` has the differences between families. Weights need no change, because
+``harness.exchange.families`` has the differences between families. Weights need no change, because
 ``harness.model.rope`` rotates the same pairs as each family's files.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 from harness.config import NUMERICS, leaves
 from harness.errors import ConfigError, UserError
+from harness.exchange.config_json_rope import STRETCHING, found_rope, rope_scaling_of
+from harness.exchange.families import ALL, Family
+from harness.exchange.families.core import NEEDED, ConfigField, Shape, TensorMapping
 from harness.model.config import ModelConfig
-from harness.model.families import ALL, Family
-from harness.model.families.core import NEEDED, ConfigField, Shape, TensorMapping
-from harness.model.huggingface_rope import STRETCHING, found_rope, rope_scaling_of
 from harness.model.spec import tensor_shapes
 
 HEAD = "lm_head.weight"

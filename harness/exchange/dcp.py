@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from harness.checkpoint.catalog import METADATA, DamagedCheckpoint
-from harness.checkpoint.formats import EMBEDDING, HEAD, Source, TensorFacts, refuse_untied
 from harness.checkpoint.manifest import CHECKSUM
 from harness.checkpoint.metadata import first_line
 from harness.checkpoint.storage import Reader, Writer
-from harness.checkpoint.torchtitan import from_torchtitan
 from harness.errors import UserError
+from harness.exchange.source import EMBEDDING, HEAD, Source, TensorFacts, refuse_untied
+from harness.exchange.torchtitan import from_torchtitan
 from harness.files import sync_file
 from harness.model.config import ModelConfig
 from harness.model.spec import tensor_shapes

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checkpoint.formats import EMBEDDING, HEAD, TensorFacts, refuse_untied
 from harness.checkpoint.metadata import load_failure
 from harness.errors import UserError
+from harness.exchange.config_json import read_object
+from harness.exchange.meta_rows import is_buffer, merge
+from harness.exchange.source import EMBEDDING, HEAD, TensorFacts, refuse_untied
 from harness.model.config import ModelConfig
-from harness.model.huggingface import read_object
-from harness.model.llama_original import is_buffer, merge
 from harness.model.spec import parameter_shapes
 
 PATTERN, PARAMS = "consolidated.*.pth", "params.json"

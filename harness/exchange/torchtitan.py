@@ -12,11 +12,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from harness.checkpoint.formats import EMBEDDING, HEAD, Source, TensorFacts
 from harness.errors import ConfigError
+from harness.exchange.config_json import family_of
+from harness.exchange.meta_rows import interleave_rope, permute_rope, rotated_heads
+from harness.exchange.source import EMBEDDING, HEAD, Source, TensorFacts
 from harness.model.config import ModelConfig
-from harness.model.huggingface import family_of
-from harness.model.llama_original import interleave_rope, permute_rope, rotated_heads
 
 INTERLEAVES = {"llama": True, "qwen3": False}
 """Families with our parameter names in torchtitan, and whether torchtitan rotates interleaved pairs."""

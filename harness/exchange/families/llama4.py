@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.model.config import ModelConfig
-from harness.model.families.core import (
+from harness.exchange.families.core import (
     ATTENTION,
     NORMS,
     PROJECTIONS,
@@ -24,6 +23,7 @@ from harness.model.families.core import (
     every_nth,
     layers_in,
 )
+from harness.model.config import ModelConfig
 
 _EXPERTS = {
     "w1": TensorSlot("feed_forward.experts.gate_up_proj", half=0, transposed=True),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.model.config import ModelConfig
-from harness.model.families.core import (
+from harness.exchange.families.core import (
     ATTENTION,
     DENSE,
     NORMS,
@@ -18,6 +17,7 @@ from harness.model.families.core import (
     dividing_heads,
     head_width,
 )
+from harness.model.config import ModelConfig
 
 # LlamaConfig's defaults.
 _DEFAULTS: dict[str, Any] = {

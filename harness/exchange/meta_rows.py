@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
+from harness.exchange.families.llama import hf_name
 from harness.model.config import ModelConfig
-from harness.model.families.llama import hf_name
 from harness.model.spec import parameter_shapes
 
 # O: rows of a projection (heads x head width), I: its input width

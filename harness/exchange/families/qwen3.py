@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.model.config import ModelConfig
-from harness.model.families.core import (
+from harness.exchange.families.core import (
     ATTENTION,
     DENSE,
     NORMS,
@@ -17,6 +16,7 @@ from harness.model.families.core import (
     head_width,
     per_expert,
 )
+from harness.model.config import ModelConfig
 
 _NAMES = (
     NORMS

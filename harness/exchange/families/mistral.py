@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from harness.model.config import ModelConfig
-from harness.model.families.core import (
+from harness.exchange.families.core import (
     ATTENTION,
     DENSE,
     NORMS,
@@ -13,6 +12,7 @@ from harness.model.families.core import (
     common,
     head_width,
 )
+from harness.model.config import ModelConfig
 
 _EXPERT = "block_sparse_moe.experts.{expert}"
 

@@ -6,8 +6,7 @@ Fields are those of config.json at deepseek-ai, and of transformers' models/deep
 from __future__ import annotations
 
 from harness.errors import ConfigError
-from harness.model.config import ModelConfig
-from harness.model.families.core import (
+from harness.exchange.families.core import (
     DENSE,
     NORMS,
     PROJECTIONS,
@@ -20,6 +19,7 @@ from harness.model.families.core import (
     per_expert,
     whole_multiple,
 )
+from harness.model.config import ModelConfig
 
 _NAMES = (
     NORMS

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.errors import UserError
+from harness.exchange.families import Family
 from harness.model.config import ModelConfig
-from harness.model.families import Family
 
 # The fields of RopeConfig that each scaling reads, with config.json's names and defaults.
 STRETCHING: dict[str, dict[str, tuple[str, object]]] = {

@@ -1,4 +1,4 @@
-"""Convert tensors from and to Hugging Face's layout, by the mapping of ``harness.model.families``."""
+"""Convert tensors from and to Hugging Face's layout, by the mapping of ``harness.exchange.families``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.checkpoint.formats import Source, TensorFacts
+from harness.exchange.config_json import hf_tensors
+from harness.exchange.families.core import Shape, TensorMapping
+from harness.exchange.source import Source, TensorFacts
 from harness.model.config import ModelConfig
-from harness.model.families.core import Shape, TensorMapping
-from harness.model.huggingface import hf_tensors
 from harness.model.spec import tensor_shapes
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]

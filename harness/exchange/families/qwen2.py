@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from harness.model.config import ModelConfig
-from harness.model.families.core import (
+from harness.exchange.families.core import (
     ATTENTION,
     DENSE,
     NORMS,
@@ -13,6 +12,7 @@ from harness.model.families.core import (
     dividing_heads,
     head_width,
 )
+from harness.model.config import ModelConfig
 
 
 def _config_fields(model: ModelConfig) -> list[ConfigField]:

@@ -17,24 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from harness.checkpoint.formats import (
-    EMBEDDING,
-    Cast,
-    Source,
-    TensorFacts,
-    bytes_view,
-    refuse_untied,
-    total_bytes,
-)
-from harness.checkpoint.pieces import HuggingFaceNames, fill, full_ranges
 from harness.data.config import TokenizerConfig
-from harness.data.hf_tokenizer import export_tokenizer
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError, UserError
-from harness.files import sync_file, sync_folder
-from harness.model.config import ModelConfig
-from harness.model.huggingface import HEAD as THEIR_HEAD
-from harness.model.huggingface import (
+from harness.exchange.config_json import HEAD as THEIR_HEAD
+from harness.exchange.config_json import (
     check_hf_config,
     check_hf_tensors,
     copied_tensors,
@@ -43,6 +30,19 @@ from harness.model.huggingface import (
     own_name,
     read_object,
 )
+from harness.exchange.pieces import HuggingFaceNames, fill, full_ranges
+from harness.exchange.source import (
+    EMBEDDING,
+    Cast,
+    Source,
+    TensorFacts,
+    bytes_view,
+    refuse_untied,
+    total_bytes,
+)
+from harness.exchange.tokenizer import export_tokenizer
+from harness.files import sync_file, sync_folder
+from harness.model.config import ModelConfig
 from harness.model.spec import is_buffer, tensor_shapes
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"

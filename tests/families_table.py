@@ -1,0 +1,215 @@
+"""Small models of every family, for comparison with transformers.
+
+``CASES`` is the table: one row for each family, and more for its options. Every row has a random decoder
+(``random_model``), transformers' model with the same weights (``to_transformers``), and tokens (``batch``).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from held import Held
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from harness.compose import schema_node
+from harness.config import with_value
+from harness.exchange.huggingface import write_huggingface
+from harness.model.attention_config import KINDS, QK_NORMS
+from harness.model.config import ACTIVATIONS, ModelConfig
+from harness.model.decoder import Decoder
+from harness.model.moe_config import GROUP_SCORES, SCORES
+from harness.model.rope_config import SCALINGS, RopeConfig
+from harness.model.spec import tensor_shapes
+from harness.parallelism.materialize import materialize
+
+MODELS = Path(__file__).parents[1] / "conf" / "model"
+SEQ_LEN = 48  # longer than the windows and chunks of the rows
+
+
+def shipped(name: str) -> ModelConfig:
+    """A model of conf/model."""
+    merged = OmegaConf.merge(schema_node(ModelConfig), OmegaConf.load(MODELS / f"{name}.yaml"))
+    read = OmegaConf.to_object(merged)
+    assert isinstance(read, ModelConfig)
+    return set_fields(read)
+
+
+def set_fields(model: ModelConfig, **fields: Any) -> ModelConfig:
+    """The model with other values of some fields (``moe__top_k=2``), resolved and validated."""
+    for field, value in fields.items():
+        model = with_value(model, field.replace("__", "."), value)
+    config = model.resolve()
+    config.validate()
+    return config
+
+
+def changed(name: str, **fields: Any) -> ModelConfig:
+    """A model of conf/model with other values, without the auxiliary loss, which is not compared."""
+    return set_fields(shipped(name), moe__aux_loss_coeff=0.0, **fields)
+
+
+# Sequences go past original_max_position, and there are wavelengths in every branch of the scaling.
+STRETCHED = RopeConfig(
+    theta=1000.0,
+    scaling="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position=32,
+)
+PLAIN = ModelConfig(
+    name="small",
+    vocab_size=96,
+    dim=64,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=4,
+    ffn_hidden_dim=112,
+    max_seq_len=256,
+    rope=RopeConfig(theta=10000.0),
+)
+LLAMAS = {
+    "llama": set_fields(PLAIN),
+    "llama_grouped_query": set_fields(PLAIN, n_kv_heads=2),
+    "llama_multi_query": set_fields(PLAIN, n_kv_heads=1),
+    "llama_tied": set_fields(PLAIN, tied_embeddings=True),
+    "llama_wide_heads": set_fields(PLAIN, head_dim=32),
+    "llama_narrow_heads": set_fields(PLAIN, head_dim=8, n_kv_heads=2),
+    "llama_large_eps": set_fields(PLAIN, norm_eps=0.1),
+    "llama_theta": set_fields(PLAIN, rope__theta=500.0),
+    "llama_scaled": set_fields(PLAIN, rope=STRETCHED),
+    "llama_everything": set_fields(
+        PLAIN, n_kv_heads=2, head_dim=24, tied_embeddings=True, rope=STRETCHED, norm_eps=1e-3
+    ),
+}
+CASES = {
+    **LLAMAS,
+    "llama_biases_linear": changed(
+        "qwen2_debug",
+        family="llama",
+        attention__output_bias=True,
+        rope__scaling="linear",
+        rope__factor=4.0,
+    ),
+    "qwen2": changed("qwen2_debug"),
+    "qwen2_tied": changed("qwen2_debug", tied_embeddings=True, norm_eps=1e-3),
+    "mistral": changed("mistral_debug"),
+    "mistral_wide": changed("mistral_debug", head_dim=24, attention__window=5, rope__scaling="linear"),
+    "mixtral": changed("mixtral_debug"),
+    "mixtral_window": changed("mixtral_debug", attention__window=7, moe__top_k=3),
+    "qwen3": changed("qwen3_debug"),
+    "qwen3_untied": changed("qwen3_debug", tied_embeddings=False, norm_eps=1e-3),
+    "qwen3_moe": changed("qwen3_moe_debug"),
+    "qwen3_moe_some_dense": changed(
+        "qwen3_moe_debug", moe__first_dense_layers=1, moe__every_nth_layer=2, moe__normalize_scores=False
+    ),
+    "deepseek_v2": changed("deepseek_v2_debug"),
+    "deepseek_v2_groups": changed(
+        "deepseek_v2_debug",
+        attention__q_lora_rank=32,
+        moe__num_groups=4,
+        moe__top_groups=2,
+        moe__score_scale=16.0,
+        rope__mscale=1.0,
+    ),
+    "deepseek_v3": changed("deepseek_v3_debug"),
+    "deepseek_v3_plain": changed(
+        "deepseek_v3_debug",
+        attention__q_lora_rank=None,
+        moe__num_groups=1,
+        moe__top_groups=1,
+        moe__normalize_scores=False,
+        moe__shared_hidden_dim=64,
+        rope__scaling="none",
+        rope__interleaved=False,
+    ),
+    "gpt_oss": changed("gpt_oss_debug"),
+    "gpt_oss_truncated": changed("gpt_oss_debug", rope__truncate=True, attention__global_every_nth_layer=3),
+    "llama4": changed("llama4_debug"),
+    "llama4_maverick": changed("llama4_debug", attention__qk_norm="none", rope__scaling="none"),
+    "llama4_all_experts": changed(
+        "llama4_debug", moe__every_nth_layer=1, moe__top_k=2, attention__nope_temperature=0.0
+    ),
+}
+
+
+def random_model(config: ModelConfig, seq_len: int = SEQ_LEN) -> Decoder:
+    """A decoder in float32; its weights, also biases and sinks, are far from their initial values.
+
+    Norms of one and logits near zero would hide mistakes.
+    """
+    with torch.device("meta"):
+        model = Decoder(config, seq_len)
+    cpu = torch.device("cpu")
+    materialize(model, seed=7, device=cpu, parameter_device=cpu)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if re.search(r"\.(bias|b[123]|sinks|balance_bias)$", name):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+            elif "norm" in name:
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.2)
+            elif tensor.requires_grad and name != "tok_embeddings.weight":
+                tensor.mul_(6.0 if name.startswith("layers.") else 3.0)
+    return model
+
+
+def tensors_of(model: Decoder) -> dict[str, Tensor]:
+    """The decoder's tensors in the order of checkpoints, without a tied output projection."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return {name: state[name] for name in tensor_shapes(model.config)}
+
+
+def to_transformers(model: Decoder, folder: Path) -> Any:
+    """transformers' model with the decoder's weights, in float32, loaded from the files that we write."""
+    import transformers
+
+    write_huggingface(Held(tensors_of(model)), model.config, None, folder, None, 1e-4)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    return loaded.eval()
+
+
+def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Random tokens and labels, [2, SEQ_LEN]."""
+    tokens = torch.randint(config.vocab_size, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-5, name: str = "tensor") -> None:
+    """Fail if the largest difference, relative to the largest value of ``b``, is above a tolerance."""
+    assert a.shape == b.shape, f"{name}: {tuple(a.shape)} against {tuple(b.shape)}"
+    difference, largest = (a - b).abs().max().item(), b.abs().max().item()
+    assert difference <= tolerance * largest, (
+        f"{name}: differs by {difference:.1e}; its largest value is {largest:.1e}"
+    )
+
+
+CHOICES = {
+    "activation": ACTIVATIONS,
+    "scaling": SCALINGS,
+    "kind": KINDS,
+    "qk_norm": QK_NORMS,
+    "score": SCORES,
+    "group_score": GROUP_SCORES,
+}
+
+
+def with_another(config: ModelConfig, field: str) -> ModelConfig:
+    """The model with another value of one field, such as ``attention.sinks``; it may be invalid."""
+    before = functools.reduce(getattr, field.split("."), config)
+    value: object
+    if isinstance(before, bool):
+        value = not before
+    elif isinstance(before, str):
+        value = next(choice for choice in CHOICES[field.split(".")[-1]] if choice != before)
+    else:
+        value = 7 if before != 7 else 8
+    return with_value(config, field, value)
