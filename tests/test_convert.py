@@ -29,7 +29,8 @@ from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
 from harness.config import check_rules
-from harness.convert import ConvertConfig, ConvertJob, WeightFolder, convert, find_source, model_manifest
+from harness.convert import ConvertConfig, ConvertJob, convert, model_manifest
+from harness.exchange.found import WeightFolder, find_source
 from harness.data import TokenizerConfig
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
 from harness.exchange import source as sources

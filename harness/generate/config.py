@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.config import label, part
 from harness.inference.config import InferenceJob
+
+PROMPT = "prompt="
+
+
+def _with_quotes(override: str) -> str:
+    text = override.removeprefix(PROMPT)
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    if not override.startswith(PROMPT) or is_quoted or text == "null":
+        return override
+    # In quotes Hydra reads \' as ', and keeps all other backslashes but those before it and at the end.
+    escaped = re.sub(
+        r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), text.replace("${", "\\${")
+    )
+    return f"{PROMPT}'{escaped}'"
 
 
 @dataclass(frozen=True)
@@ -45,9 +61,14 @@ class GenerateConfig:
 class GenerateJob(InferenceJob):
     """A job plus the options of a generation."""
 
-    SHORT: ClassVar[dict[str, str]] = {"checkpoint": "generate.checkpoint"}
+    @classmethod
+    def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
+        """Also quote the prompt, so that Hydra does not parse it."""
+        return [_with_quotes(each) for each in super().spelled_out(overrides)]
+
+    WEIGHTS: ClassVar[str] = "generate.checkpoint"
 
     prompt: str | None = label(None)
-    """The prompt, one line."""
+    """The prompt, one line; brackets, commas and quotes in it need no quotes around."""
     generate: GenerateConfig = part(GenerateConfig)
     """Weights, prompts, and how tokens are chosen."""

@@ -74,7 +74,7 @@ def _agreed(token_B: Tensor, model: InferenceModel) -> Tensor:
 
 
 def _all_ended(ended: bool, model: InferenceModel) -> bool:
-    """Whether all ranks' sequences have ended: data-parallel ranks gather weights and exchange rows together."""
+    """Whether the sequences of all ranks have ended: data-parallel ranks make every pass together."""
     if model.job.parallelism.data_parallel == 1:
         return ended
     running = torch.tensor(int(not ended))

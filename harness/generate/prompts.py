@@ -43,8 +43,8 @@ def read_prompts(job: GenerateJob, tokenizer: Tokenizer) -> list[Prompt]:
             raise UserError(f"prompt {number}: is empty, and the tokenizer has no token to begin with")
         if max(prompt.ids) >= job.model.vocab_size:
             raise UserError(
-                f"tokenizer={job.tokenizer.name}: token {max(prompt.ids)} of prompt {number} is not in the model's "
-                f"vocabulary of {job.model.vocab_size}; would work: the tokenizer that it was trained with"
+                f"prompt {number}: has token {max(prompt.ids)}, and model.vocab_size={job.model.vocab_size}; "
+                "would work: the tokenizer that the model was trained with"
             )
     return prompts
 
@@ -59,7 +59,8 @@ def require_room(prompts: Sequence[Prompt], job: GenerateJob) -> int:
     if longest >= most:
         number = next(i for i, prompt in enumerate(prompts, start=1) if len(prompt.ids) == longest)
         raise UserError(
-            f"prompt {number}: has {longest} tokens, and model.max_seq_len={most}; would work: at most {most - 1}"
+            f"prompt {number}: has {longest} tokens, and model.max_seq_len={most}; "
+            f"would work: at most {most - 1}"
         )
     new = job.generate.max_new_tokens
     if longest + new > most:
@@ -78,7 +79,11 @@ def _lines(name: str) -> list[str]:
     except UnicodeDecodeError as error:
         raise ConfigError("generate.prompt_file", name, "is not UTF-8 text") from error
     lines = _non_empty(text, name)
-    return [_prompt_of(line, f"{name}, line {i}") for i, line in enumerate(lines, 1)] if name.endswith(".jsonl") else lines
+    return (
+        [_prompt_of(line, f"{name}, line {i}") for i, line in enumerate(lines, 1)]
+        if name.endswith(".jsonl")
+        else lines
+    )
 
 
 def _non_empty(text: str, name: str) -> list[str]:

@@ -19,8 +19,8 @@ class Sampler:
     Args:
         temperature: logits are divided by it; 0 chooses the most probable token.
         top_k: sample from this many tokens; None: all.
-        top_p: sample from the most probable tokens whose probabilities sum to at least this (nucleus sampling,
-            arXiv:1904.09751).
+        top_p: sample from the most probable tokens whose probabilities sum to at least this
+            (arXiv:1904.09751).
         seed: seed of the generators.
         numbers: number of each sequence.
     """
@@ -29,16 +29,15 @@ class Sampler:
         self, temperature: float, top_k: int | None, top_p: float, seed: int, numbers: Sequence[int]
     ) -> None:
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        # Seeds that differ in few bits give similar streams at first (torch.Generator.manual_seed).
-        self._generators = [
-            torch.Generator().manual_seed(hash((seed, number)) % 2**63) for number in numbers
-        ]
+        self._generators = [torch.Generator().manual_seed((seed << 32) + number) for number in numbers]
 
     def choose(self, logits_BV: Tensor) -> Tensor:
         """Return the chosen token of each sequence, int64 [B]."""
         if self.temperature == 0:
             return logits_BV.argmax(-1)
-        logits_BV, tokens_BV = (logits_BV.float() / self.temperature).sort(dim=-1, descending=True, stable=True)
+        logits_BV, tokens_BV = (logits_BV.float() / self.temperature).sort(
+            dim=-1, descending=True, stable=True
+        )
         if self.top_k is not None:
             logits_BV, tokens_BV = logits_BV[:, : self.top_k], tokens_BV[:, : self.top_k]
         ends_BV = logits_BV.softmax(-1).cumsum(-1)

@@ -9,7 +9,7 @@ from harness.data.tokenizer_base import Tokenizer
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer returns for bytes that are not a complete character."""
 CONTEXT = 8
-"""Tokens of the prompt that are decoded with the first new ones: a token's text can depend on its neighbours."""
+"""Tokens of the prompt to decode with the new ones: a token's text can depend on its neighbours."""
 LONGEST_CHARACTER = 4
 """Bytes of the longest character in UTF-8; more undecodable bytes are not the beginning of one."""
 

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 from harness.errors import ConfigError
 from harness.job import Job
+from harness.overrides import FROM_CONFIG, typed_value
 
 
 @dataclass(frozen=True)
 class InferenceJob(Job):
     """A job whose model and tokenizer are those of a checkpoint."""
+
+    WEIGHTS: ClassVar[str] = ""
+    """The field with the path of the weights."""
+
+    @classmethod
+    def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
+        """Return overrides with ``checkpoint=PATH`` as the field it is short for, and the weights' model."""
+        spelled = [
+            f"{cls.WEIGHTS}={each.removeprefix('checkpoint=')}" if each.startswith("checkpoint=") else each
+            for each in overrides
+        ]
+        if typed_value(spelled, cls.WEIGHTS) and typed_value(spelled, "model") is None:
+            spelled.insert(0, f"model={FROM_CONFIG}")
+        return spelled
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
         """Return the job with derived fields set, after a check of every rule.
@@ -37,9 +53,29 @@ class InferenceJob(Job):
         return [
             ("parallelism.pp", layout.pp, 1, f"{one_token}, so all stages but one would wait"),
             ("parallelism.cp", layout.cp, 1, f"{one_token}, which cannot be split"),
-            ("precision.linear", self.precision.linear, "none", "float8 products need many rows; a pass has few"),
-            ("compile.blocks", self.compile.blocks, False, f"{one_token} of growing sequences, and is not compiled"),
+            (
+                "precision.linear",
+                self.precision.linear,
+                "none",
+                "float8 products need many rows; a pass has few",
+            ),
+            (
+                "compile.blocks",
+                self.compile.blocks,
+                False,
+                f"{one_token} of growing sequences, and is not compiled",
+            ),
             ("training.attention", self.training.attention, "sdpa", "the cache has a kernel of its own"),
-            ("model.moe.force_balance", self.model.moe.force_balance, False, "is for measurements of training"),
-            ("cluster.kind", self.cluster.kind, "local", "starts no SLURM job; use torchrun inside of an allocation"),
+            (
+                "model.moe.force_balance",
+                self.model.moe.force_balance,
+                False,
+                "is for measurements of training",
+            ),
+            (
+                "cluster.kind",
+                self.cluster.kind,
+                "local",
+                "starts no SLURM job; use torchrun inside of an allocation",
+            ),
         ]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from harness.checkpoint import exchange
 from harness.checkpoint.catalog import open_checkpoint
 from harness.checkpoint.load import opened
 from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.state import model_state
-from harness.convert import WeightFolder, open_source
+from harness.exchange import on_ranks
+from harness.exchange.found import WeightFolder, open_source
 from harness.job import Job
-from harness.model.decoder import Decoder
 from harness.parallelism.materialize import allocate, local_ranges
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_on_meta
@@ -52,7 +50,7 @@ class InferenceModel:
         """
         state = model_state(self)
         if found.kind == "hf":
-            exchange.load(found.path, self.job.model, state, self.ranks)
+            on_ranks.load(found.path, self.job.model, state, self.ranks)
         elif found.kind == "dcp" and found.manifest:
             with opened(open_checkpoint(found.path), self.ranks) as reader:
                 dcp.load(dict(state), storage_reader=reader, process_group=self.ranks.group)

@@ -133,7 +133,9 @@ class Pass:
             return F.pad(x_BKTD, (0, 0, 0, slots - self.tokens))
         # The latest position of each slot, or 0 for a slot that no token has reached.
         position_BS = _latest(self.lengths_B - 1, slots).clamp(min=0)
-        return x_BKTD.gather(2, position_BS[:, None, :, None].expand(-1, x_BKTD.shape[1], -1, x_BKTD.shape[3]))
+        return x_BKTD.gather(
+            2, position_BS[:, None, :, None].expand(-1, x_BKTD.shape[1], -1, x_BKTD.shape[3])
+        )
 
     def visible(self, span: Span, slots: int) -> tuple[Tensor | None, int]:
         """Slots that the new tokens attend to.
@@ -157,4 +159,3 @@ def _latest(position_B: Tensor, slots: int) -> Tensor:
     slot_S = torch.arange(slots, device=position_B.device)
     position_B1 = position_B[:, None]
     return position_B1 - (position_B1 - slot_S) % slots
-

@@ -110,7 +110,7 @@ class Decoder(nn.Module):
             block.attention.inner = kernel(block.attention.inner.spec)
 
     def use_cache(self, capacity: int) -> None:
-        """Make attention store keys and values of up to ``capacity`` positions, for passes with ``cached``."""
+        """Make attention store up to ``capacity`` positions, for passes with ``cached``."""
         for block in self.blocks.values():
             block.attention.use_cache(capacity)
 

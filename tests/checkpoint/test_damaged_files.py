@@ -21,7 +21,7 @@ from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.outcome import format_failure
 from harness.compose import compose_job
 from harness.config import from_dict
-from harness.convert import find_source
+from harness.exchange.found import find_source
 from harness.errors import UserError
 from harness.job import Job
 from harness.loop.progress import Progress
