@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +30,7 @@ class Sampler:
         self, temperature: float, top_k: int | None, top_p: float, seed: int, numbers: Sequence[int]
     ) -> None:
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self._generators = [torch.Generator().manual_seed((seed << 32) + number) for number in numbers]
+        self._generators = [random.Random(f"{seed}.{number}") for number in numbers]
 
     def choose(self, logits_BV: Tensor) -> Tensor:
         """Return the chosen token of each sequence, int64 [B]."""
@@ -47,7 +48,7 @@ class Sampler:
             kept_BV = starts_BV < self.top_p
             kept_BV[:, 0] = True
             ends_BV = logits_BV.masked_fill(~kept_BV, float("-inf")).softmax(-1).cumsum(-1)
-        drawn = torch.tensor([torch.rand((), generator=each).item() for each in self._generators])
+        drawn = torch.tensor([each.random() for each in self._generators])
         drawn_B1 = drawn.to(ends_BV).unsqueeze(1) * ends_BV[:, -1:]
         place_B1 = torch.searchsorted(ends_BV, drawn_B1, right=True).clamp(max=ends_BV.shape[1] - 1)
         return tokens_BV.gather(1, place_B1).squeeze(1)

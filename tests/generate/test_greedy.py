@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families_table import CASES, random_model, to_transformers
+from tiers import rest_is_thorough
 
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
@@ -28,6 +29,28 @@ LAYOUTS = {
     "ep": ["parallelism=fsdp", "parallelism.dp_shard=2", "parallelism.ep=2"],
     "tp_ep": ["parallelism=tp", "parallelism.tp=2", "parallelism.dp_shard=2", "parallelism.ep=2"],
 }
+CORE = (
+    "llama",
+    "qwen2",
+    "mistral_wide",
+    "mixtral_window",
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+)
+CORE += ("gpt_oss", "llama4")
+"""A case of every family."""
+RANKED = [
+    (case, layout) for case in FAMILIES for layout in LAYOUTS if CASES[case].moe.enabled or "ep" not in layout
+]
+CORE_RANKED = [
+    ("llama", "tp"),
+    ("llama", "fsdp"),
+    ("deepseek_v3", "tp"),
+    ("gpt_oss", "tp_ep"),
+    ("llama4", "ep"),
+]
 
 
 def prompts(vocab_size: int) -> list[Prompt]:
@@ -64,7 +87,7 @@ def on_rank(job: GenerateJob, folder: str, given: list[Prompt]) -> list[list[int
     return [text.tokens for text in outcome.texts]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rest_is_thorough(CASES, *CORE))
 def test_one_process(case: str, tmp_path: Path) -> None:
     model, given = random_model(CASES[case]), prompts(CASES[case].vocab_size)
     theirs = to_transformers(model, tmp_path / "hf")
@@ -73,15 +96,11 @@ def test_one_process(case: str, tmp_path: Path) -> None:
         made = on_rank(job, str(tmp_path / "hf"), given)
     for prompt, tokens in zip(given, made, strict=True):
         assert tokens == expected(theirs, prompt, use_cache=True), f"a prompt of {len(prompt.ids)} tokens"
-    without_cache = expected(theirs, given[0], use_cache=False)
-    assert made[0] == without_cache
+    assert made[0] == expected(theirs, given[0], use_cache=False)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize(("case", "layout"), rest_is_thorough(RANKED, *CORE_RANKED))
 def test_ranks(case: str, layout: str, tmp_path: Path, pool: RankPool) -> None:
-    if "ep" in layout and not CASES[case].moe.enabled:
-        pytest.skip("the model has no experts")
     model, given = random_model(CASES[case]), prompts(CASES[case].vocab_size)
     theirs = to_transformers(model, tmp_path / "hf")
     job = job_of(tmp_path / "hf", *LAYOUTS[layout])
@@ -92,7 +111,7 @@ def test_ranks(case: str, layout: str, tmp_path: Path, pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(24, 24), (24, 9), (1, 2)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rest_is_thorough(CASES, *CORE))
 def test_cached_logits(case: str, lengths: tuple[int, int]) -> None:
     """Logits of every new token equal those of a pass over the complete sequences."""
     length, device = 48, torch.device("cpu")
