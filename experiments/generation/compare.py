@@ -2,8 +2,8 @@
 
     python experiments/generation/compare.py [--rounds N] [--threads N]
 
-A Llama of 30 million parameters with random weights, float32, eager attention there, prompts of 128 tokens, 128
-new tokens, greedy. Both run in one process and in turn; rates are compared as ratios within a round.
+A Llama of 30 million parameters with random weights, float32, eager attention in transformers, prompts of 128
+tokens, 128 new tokens, greedy. Both run in one process and in turn; rates are compared as ratios within a round.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def main() -> None:
                 row for size in (1, 8) for row in measure(own, other, size, typed.rounds, model.vocab_size)
             ]
     print(
-        f"{count / 1e6:.1f} M parameters, prompts of {PROMPT} tokens, {NEW} new, float32, {typed.threads} threads, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}, {typed.rounds} rounds\n"
+        f"{count / 1e6:.1f} M parameters, prompts of {PROMPT} tokens, {NEW} new, float32, "
+        f"{typed.threads} threads, torch {torch.__version__}, transformers {transformers.__version__}, {typed.rounds} rounds\n"
     )
     headings = ("prompts", "pass", "harness, tokens/s", "transformers, tokens/s", "ratio", "range")
     print(markdown(headings, rows, right=range(2, 5)))

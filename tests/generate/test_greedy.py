@@ -1,4 +1,4 @@
-"""Greedy text equals that of transformers, for every family, with and without a cache, and on several ranks."""
+"""Greedy text equals that of transformers: every family, with and without a cache, on several ranks."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ def test_one_process(case: str, tmp_path: Path) -> None:
     assert made[0] == expected(theirs, given[0], use_cache=False)
 
 
-@pytest.mark.parametrize(("case", "layout"), rest_is_thorough(RANKED, *CORE_RANKED))
-def test_ranks(case: str, layout: str, tmp_path: Path, pool: RankPool) -> None:
+@pytest.mark.parametrize("row", rest_is_thorough(RANKED, *CORE_RANKED), ids="-".join)
+def test_ranks(row: tuple[str, str], tmp_path: Path, pool: RankPool) -> None:
+    case, layout = row
     model, given = random_model(CASES[case]), prompts(CASES[case].vocab_size)
     theirs = to_transformers(model, tmp_path / "hf")
     job = job_of(tmp_path / "hf", *LAYOUTS[layout])
