@@ -3,7 +3,7 @@
     python experiments/generation/compare.py [--rounds N] [--threads N]
 
 A Llama of 30 million parameters with random weights, float32, eager attention in transformers, prompts of 128
-tokens, 128 new tokens, greedy. Both run in one process and in turn; rates are compared as ratios within a round.
+tokens, 128 new tokens, greedy. Both run in one process and in turn; a ratio is taken within a round.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +50,25 @@ class Weights:
 
     def __init__(self, decoder: Decoder) -> None:
         self.values = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-        self.tensors = {name: TensorFacts(tuple(t.shape), t.dtype) for name, t in self.values.items()}
+        self.tensors: Mapping[str, TensorFacts] = {
+            name: TensorFacts(tuple(t.shape), t.dtype) for name, t in self.values.items()
+        }
 
     def read(self, name: str) -> Tensor:
         return self.values[name].clone()
 
 
-def ours(model: InferenceModel, prompts: list[list[int]]) -> tuple[float, float, list[list[int]]]:
+@dataclass(frozen=True)
+class Run:
     """Seconds of the pass over the prompts and of all later passes, and the new tokens."""
+
+    prefill: float
+    decode: float
+    tokens: list[list[int]]
+
+
+def ours(model: InferenceModel, prompts: list[list[int]]) -> Run:
+    """Generate with the harness."""
     made: list[list[int]] = [[] for _ in prompts]
 
     def add(row: int, token: int) -> bool:
@@ -64,11 +77,11 @@ def ours(model: InferenceModel, prompts: list[list[int]]) -> tuple[float, float,
 
     model.part.use_cache(PROMPT + NEW)
     timing = generate_batch(model, prompts, Sampler(0.0, None, 1.0, SEED, range(len(prompts))), NEW, add)
-    return timing.prefill, timing.decode, made
+    return Run(timing.prefill, timing.decode, made)
 
 
-def theirs(model: Any, prompts: list[list[int]]) -> tuple[float, float, list[list[int]]]:
-    """The same with transformers; the first pass is timed by a generation of one token."""
+def theirs(model: Any, prompts: list[list[int]]) -> Run:
+    """Generate with transformers; the first pass is timed by a generation of one token."""
     tokens = torch.tensor(prompts)
     options = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0}
     started = time.perf_counter()
@@ -76,7 +89,7 @@ def theirs(model: Any, prompts: list[list[int]]) -> tuple[float, float, list[lis
     first = time.perf_counter() - started
     started = time.perf_counter()
     made = model.generate(tokens, max_new_tokens=NEW, **options)
-    return first, time.perf_counter() - started - first, made[:, PROMPT:].tolist()
+    return Run(first, time.perf_counter() - started - first, made[:, PROMPT:].tolist())
 
 
 def main() -> None:
@@ -109,7 +122,8 @@ def main() -> None:
             ]
     print(
         f"{count / 1e6:.1f} M parameters, prompts of {PROMPT} tokens, {NEW} new, float32, "
-        f"{typed.threads} threads, torch {torch.__version__}, transformers {transformers.__version__}, {typed.rounds} rounds\n"
+        f"{typed.threads} threads, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"{typed.rounds} rounds\n"
     )
     headings = ("prompts", "pass", "harness, tokens/s", "transformers, tokens/s", "ratio", "range")
     print(markdown(headings, rows, right=range(2, 5)))
@@ -124,14 +138,15 @@ def measure(own: InferenceModel, other: Any, size: int, rounds: int, vocabulary:
         order = (lambda: ours(own, prompts), lambda: theirs(other, prompts))
         first, second = (call() for call in (order if number % 2 else order[::-1]))
         pair = (first, second) if number % 2 else (second, first)
-        if pair[0][2] != pair[1][2]:
+        if pair[0].tokens != pair[1].tokens:
             raise SystemExit("the tokens differ")
         if number:
             pairs.append(pair)
     rows = []
-    for index, name, tokens in ((0, "prefill", size * PROMPT), (1, "decode", size * (NEW - 1))):
-        ratios = sorted(b[index] / a[index] for a, b in pairs)
-        rates = [tokens / statistics.median(pair[side][index] for pair in pairs) for side in (0, 1)]
+    for name, tokens in (("prefill", size * PROMPT), ("decode", size * (NEW - 1))):
+        seconds = [(getattr(a, name), getattr(b, name)) for a, b in pairs]
+        ratios = sorted(b / a for a, b in seconds)
+        rates = [tokens / statistics.median(side) for side in zip(*seconds, strict=True)]
         rows.append(
             [
                 *(str(size), name, *(f"{rate:,.0f}" for rate in rates), f"{statistics.median(ratios):.2f}"),
