@@ -21,6 +21,7 @@ from harness.compose import (
     help_text,
     register_schema,
     shown_config,
+    spelled_out,
     sweep_params,
     to_user_error,
 )
@@ -78,6 +79,7 @@ def run_verb(
 
     def run() -> int:
         line = parse(typed_arguments(), flags)
+        line.overrides = spelled_out(line.overrides, schema)
         name = line.flags.get("--config-name", config_name).removesuffix(".yaml")
         if line.shows is not None:
             return _show(line, name, schema)

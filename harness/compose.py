@@ -19,6 +19,7 @@ from typing import Any, cast
 from harness.compose_errors import MISSING, to_user_error
 from harness.config import leaf_fields, rules_of
 from harness.errors import UserError
+from harness.exchange.found import recorded_model
 from harness.exchange.from_config import model_node, require_read
 from harness.job import Job, from_dict
 from harness.launched import launched_ranks
@@ -36,6 +37,8 @@ from harness.overrides import (
 from harness.paths import conf_dir
 from harness.text import SecretError
 
+WEIGHTS = ("generate.checkpoint", "evaluate.checkpoint")
+"""Fields with weights that are used: ``model=from_config`` is the model that they record."""
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
 
@@ -79,15 +82,20 @@ def register_model(overrides: Iterable[str]) -> str | None:
     """
     from hydra.core.config_store import ConfigStore
 
-    overrides = list(overrides)
+    overrides, store = list(overrides), ConfigStore.instance()
     if typed_value(overrides, "model") != FROM_CONFIG:
         return None
+    for field in WEIGHTS:
+        path = typed_value(overrides, field)
+        if path is not None:
+            store.store(group="model", name=FROM_CONFIG, node=recorded_model(path, field))
+            return path
     # A conversion reads the config.json of its source.
     path = typed_value(overrides, "model.path") or typed_value(overrides, "convert.source")
     if path is None:
         works = "model=from_config model.path=FOLDER, which holds a config.json"
         raise UserError(f"model.path: must be given with model=from_config; would work: {works}")
-    ConfigStore.instance().store(group="model", name=FROM_CONFIG, node=model_node(path))
+    store.store(group="model", name=FROM_CONFIG, node=model_node(path))
     return path
 
 
@@ -102,10 +110,16 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
     Raises:
         UserError: one line that names the wrong override, field or value, and what would work.
     """
-    overrides = list(overrides)
+    overrides = spelled_out(overrides, schema)
     check_overrides(overrides, schema)  # before Hydra is imported
     with Composer(config_name, schema) as composer:
         return composer.job(overrides)
+
+
+def spelled_out(overrides: Iterable[str], schema: type) -> list[str]:
+    """Return overrides without the abbreviations of a verb."""
+    spell: Callable[[Iterable[str]], list[str]] = getattr(schema, "spelled_out", list)
+    return spell(overrides)
 
 
 class Composer:

@@ -17,20 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from harness.app import run_verb
 from harness.checkpoint.catalog import (
-    MANIFEST,
-    Checkpoint,
-    CheckpointFolder,
     DamagedCheckpoint,
-    is_foreign,
     is_url,
-    open_checkpoint,
     reading,
 )
 from harness.checkpoint.config import EXPORT_DTYPES
-from harness.config import LABEL, label, leaves, part
+from harness.config import label, part
 from harness.data import TokenizerConfig
 from harness.errors import EXIT_OK, ConfigError, UserError
-from harness.job import Job, from_dict
+from harness.exchange.found import (
+    WeightFolder,
+    choose_model,
+    choose_tokenizer,
+    find_source,
+    open_source,
+)
+from harness.job import Job
 from harness.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -97,114 +99,6 @@ class ConvertJob(Job):
     """Source, target and format."""
 
 
-@dataclass(frozen=True)
-class WeightFolder:
-    """The detected source.
-
-    Attributes:
-        kind: ``hf``, ``llama`` or ``dcp``.
-        path: folder of the weights, a path or an fsspec URL.
-        manifest: the checkpoint's manifest; empty if the harness did not write it.
-    """
-
-    kind: str
-    path: str
-    manifest: dict[str, Any]
-
-
-def find_source(source: str) -> WeightFolder:
-    """Detect the format of the weights at a path, without torch.
-
-    Raises:
-        UserError: there are no weights in a known format.
-        DamagedCheckpoint: the checkpoint is incomplete.
-    """
-    for folder in (CheckpointFolder(f"{source}/checkpoints"), CheckpointFolder(source)):
-        if folder.steps():
-            return _of_checkpoint(_newest(folder))
-    if is_url(source):
-        return (
-            WeightFolder("dcp", source, {}) if is_foreign(source) else _of_checkpoint(open_checkpoint(source))
-        )
-    path = Path(source)
-    if not path.exists():
-        raise ConfigError("convert.source", source, "no such folder")
-    if path.is_file():
-        raise ConfigError("convert.source", source, "is a file, must be a folder", str(path.parent))
-    if (path / MANIFEST).exists():
-        return _of_checkpoint(open_checkpoint(source))
-    if any(path.glob("*.safetensors")):
-        return WeightFolder("hf", source, {})
-    if any(path.glob("consolidated.*.pth")):
-        return WeightFolder("llama", source, {})
-    if is_foreign(source):
-        return WeightFolder("dcp", source, {})
-    if any(path.glob("*.distcp")):
-        raise DamagedCheckpoint("it was not finished: there is no .metadata")
-    works = "a folder with *.safetensors, consolidated.*.pth, a DCP checkpoint, or a run's folder"
-    raise ConfigError("convert.source", source, "holds no weights", works)
-
-
-def _newest(folder: CheckpointFolder) -> Checkpoint:
-    complete, wrong = folder.complete()
-    for path, reason in wrong.items():
-        _print(f"note: {path} is skipped: {reason}")
-    if not complete:
-        raise UserError(f"{folder.path}: none of its {len(wrong)} checkpoints is complete")
-    return complete[0]
-
-
-def _of_checkpoint(checkpoint: Checkpoint) -> WeightFolder:
-    if checkpoint.holds == "hf" and is_url(checkpoint.path):
-        rule = "holds Hugging Face's safetensors, which are read from local folders only"
-        raise ConfigError("convert.source", checkpoint.path, rule, "a local copy")
-    return WeightFolder("hf" if checkpoint.holds == "hf" else "dcp", checkpoint.path, checkpoint.manifest)
-
-
-def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelConfig:
-    """The model of the source: the manifest's, or the one in the overrides.
-
-    Raises:
-        ConfigError: the overrides contradict the manifest.
-        UserError: neither names a model.
-    """
-    typed = _typed(overrides, "model")
-    if not found.manifest.get("model"):
-        if not typed:
-            works = "model=NAME, an option of conf/model"
-            raise UserError(f"{found.path}: does not record its model; would work: {works}")
-        return job.model
-    stored: ModelConfig = from_dict(ModelConfig, found.manifest["model"])
-    theirs = {name: value for name, role, value in leaves(stored) if role != LABEL}
-    for name, role, value in leaves(job.model):
-        if role != LABEL and _covers(typed, name) and value != theirs[name]:
-            rule = f"the checkpoint says model.{name}={theirs[name]} (model={stored.name})"
-            raise ConfigError(f"model.{name}", value, rule, "no model= at all")
-    return stored
-
-
-def choose_tokenizer(job: Job, overrides: list[str], found: WeightFolder) -> TokenizerConfig | None:
-    """The tokenizer of the source: the manifest's with the overrides applied; None if neither names one."""
-    typed = _typed(overrides, "tokenizer")
-    stored = found.manifest.get("tokenizer")
-    if not stored:
-        return job.tokenizer if typed else None
-    names = [field.name for field in dataclasses.fields(TokenizerConfig) if _covers(typed, field.name)]
-    chosen: TokenizerConfig = from_dict(TokenizerConfig, stored)
-    return dataclasses.replace(chosen, **{name: getattr(job.tokenizer, name) for name in names})
-
-
-def _typed(overrides: list[str], group: str) -> list[str]:
-    """Names of the fields of a group in the overrides; an empty name means the complete group."""
-    keys = [override.split("=")[0].lstrip("+~") for override in overrides]
-    fields = [key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")]
-    return [*fields, *("" for key in keys if key in (group, *_SETS_ANY_GROUP))]
-
-
-def _covers(typed: list[str], name: str) -> bool:
-    return any(field in ("", name) or name.startswith(f"{field}.") for field in typed)
-
-
 def convert(job: ConvertJob, overrides: list[str]) -> int:
     """Convert the weights and print a summary; return the exit code."""
     config = job.convert
@@ -212,7 +106,7 @@ def convert(job: ConvertJob, overrides: list[str]) -> int:
     assert config.source is not None and config.target is not None
     found = None
     try:
-        found = find_source(config.source)
+        found = find_source(config.source, "convert.source")
         model = choose_model(job, overrides, found)
         tokenizer = choose_tokenizer(job, overrides, found)
         with reading(found.path) if found.manifest else nullcontext():
@@ -237,7 +131,7 @@ def _convert(
     started = time.monotonic()
     for note in _notes(config, found, tokenizer):
         _print(f"note: {note}")
-    checked = FiniteCheckSource(_open(found, model))
+    checked = FiniteCheckSource(open_source(found, model))
     source = Cast(checked, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)
     with atomic_target(target, nbytes) as temporary, progress(nbytes) as advance:
@@ -265,20 +159,6 @@ def _notes(config: ConvertConfig, found: WeightFolder, tokenizer: TokenizerConfi
     if config.format == "hf" and tokenizer is None:
         notes.append("no tokenizer is written: the source does not record one; would work: tokenizer=NAME")
     return notes
-
-
-def _open(found: WeightFolder, model: ModelConfig) -> Source:
-    if found.kind == "hf":
-        from harness.exchange.huggingface import HuggingFaceSource
-
-        return HuggingFaceSource(Path(found.path), model)
-    if found.kind == "llama":
-        from harness.exchange.meta import LlamaSource
-
-        return LlamaSource(Path(found.path), model)
-    from harness.exchange.dcp import DistributedSource
-
-    return DistributedSource(found.path, found.manifest, model)
 
 
 def _write(

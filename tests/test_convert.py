@@ -29,12 +29,13 @@ from harness.checkpoint.catalog import CheckpointFolder, open_checkpoint
 from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.storage import Writer
 from harness.config import check_rules
-from harness.convert import ConvertConfig, WeightFolder, find_source, model_manifest
+from harness.convert import ConvertConfig, model_manifest
 from harness.data import TokenizerConfig
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
 from harness.exchange import source as sources
 from harness.exchange.config_json import hf_config
 from harness.exchange.dcp import DistributedSource, write_distributed
+from harness.exchange.found import WeightFolder, find_source
 from harness.exchange.huggingface import (
     HuggingFaceSource,
     finish_huggingface,

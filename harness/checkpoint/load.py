@@ -127,7 +127,7 @@ class CheckpointLoader:
         excluded = set(self.config.exclude_from_loading)
         if written_by(self.job, checkpoint):
             excluded = set()  # this command excluded them when it started, and has saved its own since
-        with self._reading(checkpoint) as reader:
+        with opened(checkpoint, self.ranks) as reader:
             sizes = self.ranks.on_rank_zero(lambda: _sizes(reader, OPTIMIZER, RNG))
             wanted = model_state(self.engine)
             # A checkpoint from before the first update has no optimizer state.
@@ -149,22 +149,6 @@ class CheckpointLoader:
             self.loader.load_state_dict(state["data_loader"])
         return {} if "train_state" in excluded else state["train_state"]
 
-    @contextmanager
-    def _reading(self, checkpoint: Checkpoint) -> Iterator[Reader]:
-        """Yield a reader; protect the checkpoint from removal, and turn DCP's errors into ours."""
-        try:
-            with contextlib.ExitStack() as stack:
-                self.ranks.on_rank_zero(lambda: stack.enter_context(reading(checkpoint.path)))
-                yield Reader(checkpoint.path, checkpoint.manifest)
-        except CheckpointException as error:
-            rank, cause = next((rank, cause) for rank, (cause, _) in error.failures.items())
-            if isinstance(cause, DamagedCheckpoint | FileNotFoundError):
-                raise DamagedCheckpoint(f"{cause} (found by rank {rank})") from error
-            if isinstance(cause, OSError):
-                # The checkpoint may be intact, so do not silently fall back to an older one.
-                raise MachineError(f"{checkpoint.path}: rank {rank} cannot read it: {cause}") from error
-            raise
-
     def _load_initial(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Load initial_load_path.
 
@@ -180,7 +164,7 @@ class CheckpointLoader:
             self.ranks.on_rank_zero(lambda: self._require_parameters(checkpoint))
             if not self.config.initial_load_model_only:
                 return self._load(checkpoint)
-            with self._reading(checkpoint) as reader:
+            with opened(checkpoint, self.ranks) as reader:
                 dcp.load(dict(model_state(self.engine)), storage_reader=reader, process_group=group)
             return {}
         except DamagedCheckpoint as error:
@@ -208,6 +192,28 @@ class CheckpointLoader:
                     f"checkpoint.initial_load_path={checkpoint.path}: {name} {has}, and the model's has "
                     f"shape {list(shape)}; would work: the model that it was saved with"
                 )
+
+
+@contextmanager
+def opened(checkpoint: Checkpoint, ranks: RankGroup) -> Iterator[Reader]:
+    """Yield a reader; protect the checkpoint from removal, and turn DCP's errors into ours.
+
+    Raises:
+        DamagedCheckpoint: on all ranks, if any found damage.
+        MachineError: a rank cannot read a file.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            ranks.on_rank_zero(lambda: stack.enter_context(reading(checkpoint.path)))
+            yield Reader(checkpoint.path, checkpoint.manifest)
+    except CheckpointException as error:
+        rank, cause = next((rank, cause) for rank, (cause, _) in error.failures.items())
+        if isinstance(cause, DamagedCheckpoint | FileNotFoundError):
+            raise DamagedCheckpoint(f"{cause} (found by rank {rank})") from error
+        if isinstance(cause, OSError):
+            # The checkpoint may be intact, so do not silently fall back to an older one.
+            raise MachineError(f"{checkpoint.path}: rank {rank} cannot read it: {cause}") from error
+        raise
 
 
 def _sizes(reader: Reader, *prefixes: str) -> dict[str, tuple[int, ...]]:

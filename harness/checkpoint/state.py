@@ -14,13 +14,15 @@ from __future__ import annotations
 import base64
 import json
 import random
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from harness.loop.engine import Engine
+from harness.model.decoder import Decoder
 from harness.model.spec import is_buffer
 from harness.parallelism.mesh import Mesh
 from harness.precision.swap import plain
@@ -28,11 +30,24 @@ from harness.precision.swap import plain
 OPTIMIZER, RNG = "optimizer.", "rng."
 
 
-def model_state(engine: Engine, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+class HasWeights(Protocol):
+    """An ``Engine``, or a model that is not trained."""
+
+    @property
+    def parts(self) -> Sequence[Decoder]:
+        """The model parts of this rank."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters (or shards) that this rank holds, under their names in the full model."""
+        ...
+
+
+def model_state(model: HasWeights, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """This rank's parameters, cast if ``dtype`` is given, and its saved buffers."""
-    weights = {name: plain(parameter.detach()) for name, parameter in engine.named_parameters()}
+    weights = {name: plain(parameter.detach()) for name, parameter in model.named_parameters()}
     weights = weights if dtype is None else {name: weight.to(dtype) for name, weight in weights.items()}
-    buffers = (named for part in engine.parts for named in part.named_buffers())
+    buffers = (named for part in model.parts for named in part.named_buffers())
     return weights | {name: buffer for name, buffer in buffers if is_buffer(name)}
 
 

@@ -37,17 +37,18 @@ class RankFailed(HarnessError):
 
 
 class RankPool:
-    """``size`` CPU ranks that run functions together.
+    """``size`` ranks that run functions together.
 
     The ranks end with this process, however it ends.
 
     Args:
         size: maximum number of ranks of a job.
-        timeout_seconds: maximum duration of a job.
+        timeout_seconds: maximum duration of a job; infinity: no maximum.
+        on_gpus: whether ranks see the machine's GPUs.
     """
 
-    def __init__(self, size: int, timeout_seconds: float = 300.0) -> None:
-        self.size, self.timeout_seconds = size, timeout_seconds
+    def __init__(self, size: int, timeout_seconds: float = 300.0, *, on_gpus: bool = False) -> None:
+        self.size, self.timeout_seconds, self.on_gpus = size, timeout_seconds, on_gpus
         self._job = 0
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._start()
@@ -101,8 +102,9 @@ class RankPool:
         context.set_forkserver_preload(_PRELOADED)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
-            with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
+            process = context.Process(target=_serve, args=(rank, theirs, self.on_gpus), daemon=True)
+            hidden = {} if self.on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+            with _environment(OMP_NUM_THREADS="1", **hidden):
                 process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -114,7 +116,8 @@ class RankPool:
         results: list[Any] = [None] * world_size
         failures: list[tuple[int, str]] = []
         while pending:
-            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            ready = wait(list(pending), timeout=left if left < float("inf") else None)
             if not ready:
                 break
             for connection in ready:
@@ -174,7 +177,7 @@ def _forget_meshes() -> None:
     gc.collect()
 
 
-def _serve(rank: int, connection: Connection) -> None:
+def _serve(rank: int, connection: Connection, on_gpus: bool) -> None:
     """Run jobs as one rank of the pool until the owner closes the connection."""
     # ^C on the terminal reaches the ranks too. Their owner handles it, and they end with the owner.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -184,7 +187,9 @@ def _serve(rank: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from harness.loop.setup import loopback_interface
+    from harness.loop.setup import backend_of, loopback_interface
+
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface() or "")
     torch.set_num_threads(1)
@@ -200,7 +205,13 @@ def _serve(rank: int, connection: Connection) -> None:
             continue
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            dist.init_process_group(
+                backend_of(device),
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                device_id=device if on_gpus else None,
+            )
             # init_process_group does not synchronize: a rank that finishes its job early could close its
             # connections while another rank still opens them.
             dist.barrier()

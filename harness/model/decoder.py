@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.model.attention import build_attention
+from harness.model.cache import Pass
 from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward
 from harness.model.head import Head
@@ -108,6 +109,11 @@ class Decoder(nn.Module):
         for block in self.blocks.values():
             block.attention.inner = kernel(block.attention.inner.spec)
 
+    def use_cache(self, capacity: int) -> None:
+        """Make attention store up to ``capacity`` positions, for passes with ``cached``."""
+        for block in self.blocks.values():
+            block.attention.use_cache(capacity)
+
     @property
     def blocks(self) -> dict[int, Block]:
         """This part's blocks, by number in the full model; multi-token prediction's is the last."""
@@ -148,6 +154,7 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         later_BT: Tensor | None = None,
         later_labels_BT: Tensor | None = None,
+        cached: Pass | None = None,
     ) -> Tensor:
         """Run this part's modules.
 
@@ -158,6 +165,7 @@ class Decoder(nn.Module):
                 Positions do not restart: rotation depends on the distance of two tokens only.
             later_BT: tokens one position later, for multi-token prediction; None: run without it.
             later_labels_BT: labels of ``later_BT``, if there are labels.
+            cached: after ``use_cache``: the new tokens of a generation; x has them, [B, T] or [B, 1].
 
         Returns:
             Logits [B, T, V] from a part with the output projection, or the loss if there are labels; else the
@@ -171,11 +179,17 @@ class Decoder(nn.Module):
             x, later_BTC = self.tok_embeddings(torch.cat((x, later_BT))).chunk(2)
         elif self.tok_embeddings is not None:
             x = self.tok_embeddings(x)
-        masks = self._masks(documents_BT, x)
-        blocks = self.blocks
+        rope, positions, blocks = self.rope, self.positions, self.blocks
+        if cached is None:
+            masks = self._masks(documents_BT, x)
+        else:
+            positions = cached.positions
+            rope = self.rope[:, positions]
+            masks = {block.attention.inner.spec: cached for block in blocks.values()}
         for layer in map(int, self.layers):
-            x, load_E = blocks[layer](x, self.rope, masks[blocks[layer].attention.inner.spec], self.positions)
+            x, load_E = blocks[layer](x, rope, masks[blocks[layer].attention.inner.spec], positions)
             self._count(layer, load_E)
+        x = x if cached is None else cached.last_of(x)
         stream = x
         x = self.norm(x) if self.norm is not None else x
         if later_BTC is not None:

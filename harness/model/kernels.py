@@ -85,11 +85,11 @@ class SdpaKernel(Kernel):
         if documents_BT is None and self.spec.is_causal(length) and not self.spec.has_sinks:
             return None
         position = torch.arange(length, device=device)
-        sees = _sees(self.spec.span, position.unsqueeze(1), position).unsqueeze(0)
+        visible = sees(self.spec.span, position.unsqueeze(1), position).unsqueeze(0)
         if documents_BT is not None:
-            sees = sees & (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1))
+            visible = visible & (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1))
         # All positions attend to the sink, the last key.
-        return F.pad(sees, (0, int(self.spec.has_sinks)), value=True).unsqueeze(1)
+        return F.pad(visible, (0, int(self.spec.has_sinks)), value=True).unsqueeze(1)
 
     def forward(
         self,
@@ -144,7 +144,7 @@ class FlexKernel(Kernel):
         span = self.spec.span
 
         def own_past(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return _sees(span, q, k) & (documents_BT[b, q] == documents_BT[b, k])
+            return sees(span, q, k) & (documents_BT[b, q] == documents_BT[b, k])
 
         B = documents_BT.shape[0]
         return _on(device, create_block_mask)(own_past, B, None, length, length, device=device)
@@ -235,20 +235,20 @@ KERNELS: dict[str, type[Kernel]] = {"sdpa": SdpaKernel, "flex": FlexKernel, "var
 """Backends by the names of training.attention."""
 
 
-def _sees(span: Span, q: Tensor, k: Tensor) -> Tensor:
+def sees(span: Span, q: Tensor, k: Tensor) -> Tensor:
     """Whether positions q attend to positions k within ``span``, ignoring document boundaries."""
-    sees = q >= k
+    visible = q >= k
     if span.window is not None:
-        sees = sees & (q - k < span.window)
+        visible = visible & (q - k < span.window)
     if span.chunk is not None:
-        sees = sees & (q // span.chunk == k // span.chunk)
-    return sees
+        visible = visible & (q // span.chunk == k // span.chunk)
+    return visible
 
 
 @lru_cache(maxsize=8)
 def _block_mask(span: Span, length: int, device: torch.device) -> BlockMask:
     def past(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return _sees(span, q, k)
+        return sees(span, q, k)
 
     return _on(device, create_block_mask)(past, None, None, length, length, device=device)
 

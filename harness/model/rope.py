@@ -85,12 +85,12 @@ def rotate(x_BTHD: Tensor, table_2TD: Tensor, *, interleaved: bool = False) -> T
 
     Args:
         x_BTHD: queries or keys.
-        table_2TD: result of ``signed_table``.
+        table_2TD: rows of ``signed_table``; [2, B, T, D] if positions differ between sequences.
         interleaved: pairs are (2i, 2i + 1), not (i, i + D/2).
     """
     if interleaved:
         x_BTHD = x_BTHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         # torch 2.11 compiles wrong gradients of _Rotation; a compiler fuses these operations anyway.
         return _rotated(x_BTHD.float(), table_2TD, 1).type_as(x_BTHD)
     out: Tensor = _Rotation.apply(x_BTHD, table_2TD)
@@ -112,6 +112,6 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x_BTHD: Tensor, table_2TD: Tensor, direction: int) -> Tensor:
-    cos, sin = table_2TD[0].unsqueeze(1), table_2TD[1].unsqueeze(1)
+    cos, sin = table_2TD.unsqueeze(-2)
     others = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_BTHD * cos, others, sin, value=direction).type_as(x_BTHD)

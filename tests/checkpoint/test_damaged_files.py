@@ -18,8 +18,8 @@ from harness.checkpoint.resume import CONTINUES, can_resume, find_start, is_fini
 from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
 from harness.config import from_dict
-from harness.convert import find_source
 from harness.errors import UserError
+from harness.exchange.found import find_source
 from harness.job import Job
 from harness.loop.progress import Progress
 from harness.model.config import ModelConfig

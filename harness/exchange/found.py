@@ -1,0 +1,178 @@
+"""Find weights at a path: their format, and the model and tokenizer that they record. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.checkpoint.catalog import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointFolder,
+    DamagedCheckpoint,
+    is_foreign,
+    is_url,
+    open_checkpoint,
+)
+from harness.config import LABEL, leaves
+from harness.data import TokenizerConfig
+from harness.errors import ConfigError, UserError
+from harness.exchange.from_config import model_node
+from harness.job import Job, from_dict
+from harness.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from harness.exchange.source import Source
+
+# Files of conf/experiment and conf/sweep may set any group.
+_SETS_ANY_GROUP = ("experiment", "sweep")
+
+
+@dataclass(frozen=True)
+class WeightFolder:
+    """The detected source.
+
+    Attributes:
+        kind: ``hf``, ``llama`` or ``dcp``.
+        path: folder of the weights, a path or an fsspec URL.
+        manifest: the checkpoint's manifest; empty if the harness did not write it.
+    """
+
+    kind: str
+    path: str
+    manifest: dict[str, Any]
+
+
+def find_source(source: str, field: str = "convert.source") -> WeightFolder:
+    """Detect the format of the weights at a path.
+
+    Args:
+        source: a folder with weights, or a run folder, whose newest complete checkpoint is used.
+        field: the field of the job that has the path, for messages.
+
+    Raises:
+        UserError: there are no weights in a known format.
+        DamagedCheckpoint: the checkpoint is incomplete.
+    """
+    for folder in (CheckpointFolder(f"{source}/checkpoints"), CheckpointFolder(source)):
+        if folder.steps():
+            return _of_checkpoint(_newest(folder), field)
+    if is_url(source):
+        return (
+            WeightFolder("dcp", source, {})
+            if is_foreign(source)
+            else _of_checkpoint(open_checkpoint(source), field)
+        )
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError(field, source, "no such folder")
+    if path.is_file():
+        raise ConfigError(field, source, "is a file, must be a folder", str(path.parent))
+    if (path / MANIFEST).exists():
+        return _of_checkpoint(open_checkpoint(source), field)
+    if any(path.glob("*.safetensors")):
+        return WeightFolder("hf", source, {})
+    if any(path.glob("consolidated.*.pth")):
+        return WeightFolder("llama", source, {})
+    if is_foreign(source):
+        return WeightFolder("dcp", source, {})
+    if any(path.glob("*.distcp")):
+        raise DamagedCheckpoint("it was not finished: there is no .metadata")
+    works = "a folder with *.safetensors, consolidated.*.pth, a DCP checkpoint, or a run's folder"
+    raise ConfigError(field, source, "holds no weights", works)
+
+
+def _newest(folder: CheckpointFolder) -> Checkpoint:
+    complete, wrong = folder.complete()
+    for path, reason in wrong.items():
+        sys.stderr.write(f"note: {path} is skipped: {reason}\n")
+    if not complete:
+        raise UserError(f"{folder.path}: none of its {len(wrong)} checkpoints is complete")
+    return complete[0]
+
+
+def _of_checkpoint(checkpoint: Checkpoint, field: str) -> WeightFolder:
+    if checkpoint.holds == "hf" and is_url(checkpoint.path):
+        rule = "holds Hugging Face's safetensors, which are read from local folders only"
+        raise ConfigError(field, checkpoint.path, rule, "a local copy")
+    return WeightFolder("hf" if checkpoint.holds == "hf" else "dcp", checkpoint.path, checkpoint.manifest)
+
+
+def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelConfig:
+    """The model of the source: the manifest's, or the one in the overrides.
+
+    Raises:
+        ConfigError: the overrides contradict the manifest.
+        UserError: neither names a model.
+    """
+    typed = _typed(overrides, "model")
+    if not found.manifest.get("model"):
+        if not typed:
+            works = "model=NAME, an option of conf/model"
+            raise UserError(f"{found.path}: does not record its model; would work: {works}")
+        return job.model
+    stored: ModelConfig = from_dict(ModelConfig, found.manifest["model"])
+    theirs = {name: value for name, role, value in leaves(stored) if role != LABEL}
+    for name, role, value in leaves(job.model):
+        if role != LABEL and _covers(typed, name) and value != theirs[name]:
+            rule = f"the checkpoint says model.{name}={theirs[name]} (model={stored.name})"
+            raise ConfigError(f"model.{name}", value, rule, "no model= at all")
+    return stored
+
+
+def choose_tokenizer(job: Job, overrides: list[str], found: WeightFolder) -> TokenizerConfig | None:
+    """The tokenizer of the source: the manifest's with the overrides applied; None if neither names one."""
+    typed = _typed(overrides, "tokenizer")
+    stored = found.manifest.get("tokenizer")
+    if not stored:
+        return job.tokenizer if typed else None
+    names = [field.name for field in dataclasses.fields(TokenizerConfig) if _covers(typed, field.name)]
+    chosen: TokenizerConfig = from_dict(TokenizerConfig, stored)
+    return dataclasses.replace(chosen, **{name: getattr(job.tokenizer, name) for name in names})
+
+
+def _typed(overrides: list[str], group: str) -> list[str]:
+    """Names of the fields of a group in the overrides; an empty name means the complete group."""
+    keys = [override.split("=")[0].lstrip("+~") for override in overrides]
+    fields = [key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")]
+    return [*fields, *("" for key in keys if key in (group, *_SETS_ANY_GROUP))]
+
+
+def _covers(typed: list[str], name: str) -> bool:
+    return any(field in ("", name) or name.startswith(f"{field}.") for field in typed)
+
+
+def open_source(found: WeightFolder, model: ModelConfig) -> Source:
+    if found.kind == "hf":
+        from harness.exchange.huggingface import HuggingFaceSource
+
+        return HuggingFaceSource(Path(found.path), model)
+    if found.kind == "llama":
+        from harness.exchange.meta import LlamaSource
+
+        return LlamaSource(Path(found.path), model)
+    from harness.exchange.dcp import DistributedSource
+
+    return DistributedSource(found.path, found.manifest, model)
+
+
+def recorded_model(source: str, field: str) -> dict[str, Any]:
+    """The model that weights record, as an option of the config group ``model``.
+
+    Raises:
+        UserError: there are no weights, they are not complete, or they do not record their model.
+    """
+    try:
+        found = find_source(source, field)
+    except DamagedCheckpoint as error:
+        raise ConfigError(field, source, str(error)) from error
+    if found.manifest.get("model"):
+        return {**found.manifest["model"], "path": source}
+    if found.kind == "hf":
+        return {**model_node(found.path), "path": source}
+    raise UserError(
+        f"{found.path}: does not record its model; would work: model=NAME, an option of conf/model"
+    )

@@ -1,0 +1,104 @@
+"""``python -m harness.generate``: generate text with the weights of a run, a checkpoint, or safetensors.
+
+Tensor, data and expert parallel generate the same text as one process. Text goes to stdout, rates to stderr.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from typing import Any
+
+from harness.app import run_verb
+from harness.config import with_value
+from harness.data.tokenizer import build_tokenizer
+from harness.errors import EXIT_OK
+from harness.generate.config import GenerateJob
+from harness.generate.prompts import Prompt, read_prompts, require_room
+from harness.inference.ranks import run_on_ranks
+from harness.inference.source import use_checkpoint
+from harness.launched import launched_ranks
+from harness.metrics.encoding import dumps
+from harness.tables import degrees_in_words
+
+
+def generate(job: GenerateJob, overrides: list[str], *, as_json: bool = False) -> int:
+    """Generate, and print texts; return the exit code."""
+    as_json = as_json or job.generate.json
+    used = use_checkpoint(job, overrides, "generate.checkpoint")
+    prompts = read_prompts(used.job, build_tokenizer(used.job.tokenizer))
+    job = with_value(used.job, "training.seq_len", require_room(prompts, used.job))
+    streams = not as_json and len(prompts) == 1
+    if streams and _is_first():
+        sys.stdout.write(prompts[0].text)
+        sys.stdout.flush()
+    outcome = run_on_ranks(job, "harness.generate.rank:generate", used.found, prompts, streams)
+    if _is_first():
+        if as_json:
+            sys.stdout.write(f"{dumps(as_dict(job, used.found.path, outcome))}\n")
+        else:
+            _show(prompts, outcome, streamed=streams)
+    return EXIT_OK
+
+
+def _is_first() -> bool:
+    """Whether this process prints: under torchrun, rank 0 does."""
+    return launched_ranks() is None or os.environ["RANK"] == "0"
+
+
+def _show(prompts: list[Prompt], outcome: Any, *, streamed: bool) -> None:
+    """Print the texts that were not streamed, and on stderr the rates."""
+    if streamed:
+        sys.stdout.write("\n")
+    else:
+        for text in outcome.texts:
+            sys.stdout.write(
+                f"--- {text.number + 1} of {len(prompts)} ({text.ended_by})\n{text.prompt}{text.text}\n"
+            )
+    sys.stdout.flush()
+    rates = rates_of(outcome)
+    sys.stderr.write(
+        f"{outcome.prefill_tokens} prompt tokens in {outcome.prefill_seconds:.2f} s "
+        f"({_shown(rates['prefill_tokens_per_second'])} tokens/s), {outcome.decode_tokens} more in "
+        f"{outcome.decode_seconds:.2f} s ({_shown(rates['decode_tokens_per_second'])} tokens/s); "
+        f"weights loaded in {outcome.load_seconds:.1f} s\n"
+    )
+
+
+def _shown(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:,.0f}"
+
+
+def rates_of(outcome: Any) -> dict[str, float | None]:
+    """Tokens per second of the passes over prompts, and of all later passes; None if nothing was done."""
+    return {
+        f"{name}_tokens_per_second": tokens / seconds if tokens and seconds else None
+        for name, tokens, seconds in (
+            ("prefill", outcome.prefill_tokens, outcome.prefill_seconds),
+            ("decode", outcome.decode_tokens, outcome.decode_seconds),
+        )
+    }
+
+
+def as_dict(job: GenerateJob, path: str, outcome: Any) -> dict[str, Any]:
+    """The texts and rates as plain containers."""
+    return {
+        "checkpoint": path,
+        "model": job.model.name,
+        "layout": degrees_in_words(job.parallelism.degrees),
+        "texts": [dataclasses.asdict(text) for text in outcome.texts],
+        "load_seconds": outcome.load_seconds,
+        "prefill_seconds": outcome.prefill_seconds,
+        "decode_seconds": outcome.decode_seconds,
+        **rates_of(outcome),
+    }
+
+
+def main() -> None:
+    """Entry point of ``python -m harness.generate`` and of the console script."""
+    run_verb(generate, config_name="generate", schema=GenerateJob)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Use trained weights without training: load a checkpoint on a layout, for generation and evaluation."""

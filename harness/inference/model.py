@@ -1,0 +1,62 @@
+"""A checkpoint's model on this rank of any layout, without an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from harness.checkpoint.catalog import open_checkpoint
+from harness.checkpoint.load import opened
+from harness.checkpoint.rank_group import RankGroup
+from harness.checkpoint.state import model_state
+from harness.exchange import on_ranks
+from harness.exchange.found import WeightFolder, open_source
+from harness.job import Job
+from harness.parallelism.materialize import allocate, local_ranges
+from harness.parallelism.mesh import build_mesh
+from harness.parallelism.parallelize import build_on_meta
+
+
+class InferenceModel:
+    """A decoder with weights of a checkpoint; all ranks construct it together.
+
+    Args:
+        job: the resolved job.
+        device: where this rank computes.
+    """
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self.job, self.device = job, device
+        self.mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
+        self.ranks = RankGroup(job.cluster.start_timeout_seconds)
+        [self.part] = self.parts = build_on_meta(job, self.mesh, device)
+        allocate(self.part, device, torch.device("cpu") if job.parallelism.cpu_offload else device)
+        self.part.requires_grad_(False)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters (or shards) that this rank holds."""
+        return iter(self.part.named_parameters())
+
+    def load(self, found: WeightFolder) -> None:
+        """Load weights; each rank reads what it holds.
+
+        Raises:
+            DamagedCheckpoint: a file is damaged.
+            UserError: the files hold another model.
+        """
+        state = model_state(self)
+        if found.kind == "hf":
+            on_ranks.load(found.path, self.job.model, state, self.ranks)
+        elif found.kind == "dcp" and found.manifest:
+            with opened(open_checkpoint(found.path), self.ranks) as reader:
+                dcp.load(dict(state), storage_reader=reader, process_group=self.ranks.group)
+        else:
+            source = open_source(found, self.job.model)
+            for name, tensor in state.items():
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                full = source.read(name)
+                local.copy_(full[tuple(slice(r.start, r.stop) for r in local_ranges(tensor))])

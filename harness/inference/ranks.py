@@ -1,0 +1,86 @@
+"""Run a function on the ranks of a job: this process, one that torchrun started, or new ones."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from harness.cluster.local import openmp_environment
+from harness.errors import HarnessError, MachineError, UserError
+from harness.job import Job
+from harness.launched import launched_ranks
+from harness.loop.process import importing_torch, keep_freed_memory
+
+
+def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
+    """Call ``function(job, device, *arguments)`` on every rank; return rank 0's result.
+
+    Under torchrun, the call is this rank's, and so is the result.
+
+    Args:
+        job: the resolved job.
+        function: ``module:name`` of a function, imported after torch's environment is set. All
+            ranks raise its errors together.
+        arguments: picklable, like the result.
+
+    Raises:
+        UserError, MachineError: those of the function.
+    """
+    if launched_ranks() is not None or job.world_size == 1:
+        os.environ.update(openmp_environment(job))
+        return _in_this_process(job, function, *arguments)
+    from harness.cluster.pool import RankPool
+
+    with RankPool(job.world_size, timeout_seconds=float("inf"), on_gpus=_on_gpus(job)) as pool:
+        outcome = pool.run(job.world_size, _on_rank, job, function, *arguments)[0]
+    if isinstance(outcome, Failed):
+        raise {"user": UserError}.get(outcome.kind, MachineError)(outcome.message)
+    return outcome
+
+
+class Failed:
+    """An error for the user, raised on a rank; not every exception can be pickled."""
+
+    def __init__(self, error: HarnessError) -> None:
+        self.kind, self.message = error.kind, str(error)
+
+
+def _on_rank(job: Job, function: str, *arguments: Any) -> Any:
+    import torch
+
+    from harness.cluster.local import threads_per_rank
+    from harness.loop.setup import pick_device, set_up_process
+
+    device = pick_device(job)
+    set_up_process(job)
+    torch.set_num_threads(threads_per_rank(job))
+    try:
+        return _imported(function)(job, device, *arguments)
+    except HarnessError as error:
+        return Failed(error)
+
+
+def _in_this_process(job: Job, function: str, *arguments: Any) -> Any:
+    with importing_torch():
+        from harness.loop.setup import pick_device, process_group, set_up_process
+
+    device = pick_device(job)
+    set_up_process(job)
+    if device.type == "cpu":
+        keep_freed_memory()
+    with process_group(job, device):
+        return _imported(function)(job, device, *arguments)
+
+
+def _imported(function: str) -> Callable[..., Any]:
+    module, name = function.split(":")
+    with importing_torch():
+        return getattr(importlib.import_module(module), name)
+
+
+def _on_gpus(job: Job) -> bool:
+    from harness.cluster.config import count_gpus
+
+    return job.cluster.device != "cpu" and count_gpus() > 0

@@ -1,0 +1,57 @@
+"""The job of a checkpoint: its weights, its model, its tokenizer. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.checkpoint.catalog import DamagedCheckpoint
+from harness.data import TokenizerConfig
+from harness.errors import ConfigError, UserError
+from harness.exchange.found import WeightFolder, choose_tokenizer, find_source
+
+
+@dataclass(frozen=True)
+class Used:
+    """A job with the tokenizer of its weights, and the weights."""
+
+    job: Any
+    found: WeightFolder
+
+
+def use_checkpoint(job: Any, overrides: list[str], field: str) -> Used:
+    """Find the weights of a job; the model in the job is theirs already.
+
+    Args:
+        job: an ``InferenceJob``.
+        overrides: the overrides that composed it.
+        field: its field with the path.
+
+    Raises:
+        UserError: there are no weights, they are damaged, or no tokenizer is known.
+    """
+    group, name = field.split(".")
+    path = getattr(getattr(job, group), name)
+    if path is None:
+        raise ConfigError(
+            "checkpoint", None, "must be given", "checkpoint=runs/NAME/ID, or a folder with weights"
+        )
+    try:
+        found = find_source(path, field)
+    except DamagedCheckpoint as error:
+        raise UserError(f"{path}: {error}") from error
+    tokenizer = choose_tokenizer(job, overrides, found) or _tokenizer_beside(found)
+    if tokenizer is None:
+        works = "tokenizer=NAME, an option of conf/tokenizer"
+        raise UserError(f"{found.path}: has no tokenizer, and records none; would work: {works}")
+    return Used(dataclasses.replace(job, tokenizer=tokenizer), found)
+
+
+def _tokenizer_beside(found: WeightFolder) -> TokenizerConfig | None:
+    """The tokenizer in a folder of safetensors, if there is one."""
+    file = Path(found.path) / "tokenizer.json"
+    return (
+        TokenizerConfig(kind="huggingface", path=str(file)) if found.kind == "hf" and file.is_file() else None
+    )

@@ -1,0 +1,145 @@
+"""The command: text, JSON, prompts from everywhere, and a line for each mistake."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families_table import CASES, random_model, set_fields, to_transformers
+
+from harness.compose import compose_job
+from harness.errors import UserError
+from harness.generate.__main__ import generate
+from harness.generate.config import GenerateJob
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of safetensors; the model has a vocabulary for the tokenizer of bytes, and 256 positions."""
+    folder = tmp_path_factory.mktemp("weights") / "hf"
+    to_transformers(random_model(set_fields(CASES["llama_grouped_query"], vocab_size=258)), folder)
+    return folder
+
+
+def run(weights: Path, *overrides: str) -> int:
+    typed = [f"checkpoint={weights}", "cluster.device=cpu", *overrides]
+    if not any(each.startswith("tokenizer") for each in typed):
+        typed.append("tokenizer=bytes")
+    job = compose_job(typed, config_name="generate", schema=GenerateJob)
+    return generate(job, GenerateJob.spelled_out(typed))
+
+
+def parsed(output: str) -> dict[str, Any]:
+    [line] = output.splitlines()
+    return json.loads(line)
+
+
+def test_text_goes_to_stdout_and_rates_to_stderr(weights: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(weights, "prompt=def f(x): ", "generate.max_new_tokens=5") == 0
+    output = capfd.readouterr()
+    assert output.out.startswith("def f(x): ") and output.out.endswith("\n")
+    assert "11 prompt tokens in" in output.err and "4 more in" in output.err
+
+
+def test_json(weights: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("generate.max_new_tokens=5", "generate.json=true", "generate.prompts=[a,bcd]")
+    assert run(weights, "prompt=x", *options) == 0
+    found = parsed(capfd.readouterr().out)
+    assert [text["prompt"] for text in found["texts"]] == ["x", "a", "bcd"]
+    assert [text["prompt_tokens"] for text in found["texts"]] == [2, 2, 4]
+    assert all(len(text["tokens"]) == 5 and text["ended_by"] == "length" for text in found["texts"])
+    assert found["decode_tokens_per_second"] > 0 and found["prefill_tokens_per_second"] > 0
+    assert found["checkpoint"] == str(weights)
+
+
+def test_prompts_from_files_and_standard_input(
+    weights: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    lines.write_text("one\n\ntwo (2)\n")
+    rows.write_text('{"prompt": "a\\nb"}\n{"prompt": "c"}\n')
+    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
+    for name, wanted in (
+        (str(lines), ["one", "two (2)"]),
+        (str(rows), ["a\nb", "c"]),
+        ("-", ["from stdin"]),
+    ):
+        given = (f"generate.prompt_file={name}", "generate.json=true", "generate.max_new_tokens=1")
+        assert run(weights, *given) == 0
+        assert [text["prompt"] for text in parsed(capfd.readouterr().out)["texts"]] == wanted
+
+
+def test_batches_do_not_change_the_text(weights: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("generate.prompts=[a,bcdef,gh]", "generate.temperature=1.5", "generate.json=true")
+    texts = []
+    for size in (1, 2, 3):
+        run(weights, *options, "generate.max_new_tokens=12", f"generate.batch_size={size}")
+        texts.append([text["tokens"] for text in parsed(capfd.readouterr().out)["texts"]])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_stop_string_and_end(weights: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(weights, "prompt=ab", "generate.max_new_tokens=30", "generate.json=true")
+    [text] = parsed(capfd.readouterr().out)["texts"]
+    stop = text["text"][4:6]
+    run(weights, "prompt=ab", "generate.max_new_tokens=30", "generate.json=true", f"generate.stop=['{stop}']")
+    [stopped] = parsed(capfd.readouterr().out)["texts"]
+    assert stopped["ended_by"] == "stop" and stopped["text"] == text["text"][: text["text"].index(stop)]
+
+
+MISTAKES = {
+    "no checkpoint": (["checkpoint=null", "model=llama3_tiny", "prompt=x"], "checkpoint=null: must be given"),
+    "no weights": (["checkpoint=/", "prompt=x"], "generate.checkpoint=/: holds no weights"),
+    "no such folder": (["checkpoint=nowhere", "prompt=x"], "generate.checkpoint=nowhere: no such folder"),
+    "no prompt": ([], "prompt=null: there is no prompt; would work: prompt=TEXT"),
+    "no tokenizer": (["prompt=x"], "has no tokenizer, and records none"),
+    "long prompt": (
+        [f"prompt={'x' * 300}"],
+        "prompt 1: has 301 tokens, and model.max_seq_len=256; would work: at most 255",
+    ),
+    "too many new tokens": (
+        ["prompt=abc", "generate.max_new_tokens=300"],
+        "generate.max_new_tokens=300: with a prompt of 4 tokens exceeds model.max_seq_len=256; "
+        "would work: at most 252",
+    ),
+    "pipeline": (["prompt=x", "parallelism=pp"], "parallelism.pp=2: generation computes one position"),
+    "context": (["prompt=x", "parallelism.cp=2"], "parallelism.cp=2: generation computes one position"),
+    "float8": (
+        ["prompt=x", "precision=float8_rowwise"],
+        "precision.linear=float8_rowwise: float8 products need many rows",
+    ),
+    "heads": (["prompt=x", "parallelism.tp=3"], "parallelism.tp=3: must divide"),
+    "no file": (["generate.prompt_file=none.txt"], "generate.prompt_file=none.txt: cannot be read"),
+    "large vocabulary": (
+        ["prompt=print hello", "tokenizer=python_2k"],
+        "and model.vocab_size=258; would work: the tokenizer that the model was trained with",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides, wanted = MISTAKES[mistake]
+    names = {each.partition("=")[0] for each in overrides}
+    typed = [*overrides, *([] if "checkpoint" in names else [f"checkpoint={weights}"])]
+    typed += [] if mistake == "no tokenizer" or "tokenizer" in names else ["tokenizer=bytes"]
+    with pytest.raises(UserError) as raised:
+        job = compose_job(typed, config_name="generate", schema=GenerateJob)
+        generate(job, GenerateJob.spelled_out(typed))
+    assert wanted in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_empty_file(weights: Path, tmp_path: Path) -> None:
+    for name, content, wanted in (
+        ("empty.txt", "\n \n", "is empty; would work: a prompt on each line"),
+        ("rows.jsonl", "{}\n", 'has no text in "prompt"'),
+        ("bad.jsonl", "{\n", "line 1: is not JSON"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=re.escape(wanted)):
+            run(weights, f"generate.prompt_file={tmp_path / name}")
