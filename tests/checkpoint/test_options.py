@@ -25,7 +25,7 @@ from harness.run_folder import RunFolder
 
 def start(tmp_path: Path, *overrides: str, adopt: bool = False) -> tuple[int, RunFolder]:
     """Train like the user's command; return the exit code and the run folder."""
-    done = jobs.train(tmp_path, *SMALL, "model.n_layers=1", "training.steps=8", *overrides, adopt=adopt)
+    done = jobs.train(tmp_path, *SMALL, "training.steps=8", *overrides, adopt=adopt)
     return done.code, done.folder
 
 
