@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from equal import assert_equal
 from torch import Tensor
 
 from harness.model.rope import rope_table, rotate, signed_table
@@ -42,4 +43,4 @@ def test_narrow_inputs_are_rotated_in_float32() -> None:
     x_BTHD = torch.randn(B, T, H, D).bfloat16()
     out = rotate(x_BTHD, signed_table(table_2TD))
     assert out.dtype == torch.bfloat16
-    assert torch.equal(out, complex_rotation(x_BTHD.float(), table_2TD, interleaved=False).bfloat16())
+    assert_equal(out, complex_rotation(x_BTHD.float(), table_2TD, interleaved=False).bfloat16())

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from equal import assert_equal
 from jobs import tiny
 from layouts import require_agreement
 from precision_runs import Outcome, trace_with_float8_gathers, train
@@ -179,9 +180,9 @@ def outcomes(pool: RankPool, *overrides: str) -> list[Outcome]:
 
 
 def assert_same(left: list[Outcome], right: list[Outcome]) -> None:
-    for a, b in zip(left, right, strict=True):
+    for rank, (a, b) in enumerate(zip(left, right, strict=True)):
         assert (a.losses, a.norms) == (b.losses, b.norms)
-        assert all(torch.equal(a.weights[name], weight) for name, weight in b.weights.items())
+        assert_equal(a.weights, b.weights, f"rank {rank}")
 
 
 @pytest.mark.parametrize("layout", rest_is_thorough(["fsdp_tp", "hsdp"], "fsdp_tp"))

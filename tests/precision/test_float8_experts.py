@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from equal import assert_equal
 from layouts import require_agreement
 from precision_runs import train
 from rounding import E4M3, difference, rounded, rounded_in_blocks
@@ -206,7 +207,7 @@ def test_recomputation_and_compile_change_nothing(pool: RankPool) -> None:
             found.append(outcome)
         for each in found[1:]:
             assert each.losses == found[0].losses
-            assert all(torch.equal(each.weights[name], w) for name, w in found[0].weights.items())
+            assert_equal(each.weights, found[0].weights)
 
 
 def description(linear: str, *overrides: str) -> str:
