@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+from processes import python
 from tiers import rest_is_thorough
 
 from harness.bench import BenchJob
@@ -37,6 +37,7 @@ PRIMARY = {
     "rehearse": RehearseJob,
 }
 PACKAGE = "# @package _global_"
+TRAIN = ("-m", "harness.train")
 
 
 def options(group: str) -> list[str]:
@@ -56,12 +57,7 @@ FILES = [(group, option) for group in GROUPS for option in options(group)]
 SIZES = [("model", option) for option in options("model") if not option.endswith("_debug")]
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide GPUs, and remove a launcher's variables."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def splits_experts(option: str) -> bool:
@@ -222,18 +218,8 @@ def test_data_that_needs_paths_is_refused_without() -> None:
             compose_job([f"data={option}"])
 
 
-def harness_train(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "harness.train", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
-
-
 def test_help_lists_groups_and_fields() -> None:
-    done = harness_train("--help")
+    done = python(*TRAIN, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "parallelism: cp, ddp, ep, fsdp, fsdp_cp, fsdp_ep, fsdp_ep_pp, fsdp_pp" in done.stdout
     for group in ("experiment", "model"):
@@ -246,14 +232,14 @@ def test_help_takes_no_longer_than_composing() -> None:
     seconds = []
     for arguments in (["--cfg", "job"], ["--help"]):
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        harness_train(*arguments)
+        python(*TRAIN, *arguments)
         seconds.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)
     assert seconds[1] < 2.5 * seconds[0]
 
 
 def test_cfg_resolve_names_the_field() -> None:
     for kind in ("job", "all"):
-        done = harness_train("--cfg", kind, "--resolve", "optimizer.lr=${nope}")
+        done = python(*TRAIN, "--cfg", kind, "--resolve", "optimizer.lr=${nope}")
         assert (done.returncode, done.stderr) == (
             2,
             "error: optimizer.lr: Interpolation key 'nope' not found\n",
@@ -261,7 +247,7 @@ def test_cfg_resolve_names_the_field() -> None:
 
 
 def test_cfg_job_prints_the_job_and_runs_nothing(tmp_path: Path) -> None:
-    done = harness_train("--cfg", "job", "model=llama3_8b", f"runs_dir={tmp_path}/runs")
+    done = python(*TRAIN, "--cfg", "job", "model=llama3_8b", f"runs_dir={tmp_path}/runs")
     assert (done.returncode, done.stderr) == (0, "")
     shown = OmegaConf.create(done.stdout)
     assert (shown.model.dim, shown.training.seed) == (4096, 42)
@@ -291,13 +277,7 @@ def test_shell_completion(typed: str, offered: set[str]) -> None:
 
 def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path: Path) -> None:
     """Hydra's own multirun would write files into the current folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", "harness.train", "-m", "training.steps=0,-1"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
-        capture_output=True,
-        text=True,
-    )
+    done = python(*TRAIN, "-m", "training.steps=0,-1", cwd=tmp_path)
     assert done.returncode == 2
     assert "none of the 2 points is a valid job" in done.stderr
     assert not any(tmp_path.iterdir())

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
-import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from harness.compose import compose_job
 from harness.errors import EXIT_USER, UserError
@@ -628,12 +626,7 @@ NAMED = [
 MISTAKES = [*FIELDS_AND_GROUPS, *TYPES, *VALUES, *MODELS, *LAYOUTS, *PIPELINES, *NAMED]
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide GPUs, and remove a launcher's variables."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def message(overrides: list[str]) -> str:
@@ -651,7 +644,7 @@ def test_a_job_with_parts_of_its_own() -> None:
     ):
         with pytest.raises(UserError, match=f"^{re.escape(start)}$"):
             compose_job([typed], config_name="parity", schema=ParityJob)
-    done = run("-m", "harness.parity", "parity.steps=few")
+    done = python("-m", "harness.parity", "parity.steps=few")
     assert (done.returncode, done.stderr) == (EXIT_USER, "error: parity.steps=few: must be an integer\n")
 
 
@@ -800,13 +793,6 @@ def test_mistakes_in_files(
     assert "\n" not in error
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment
-    )
-
-
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
@@ -821,7 +807,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_command_line_fails_fast(typed: list[str], expected: str, tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = run("-m", "harness.train", *typed, f"runs_dir={tmp_path}/runs")
+    done = python("-m", "harness.train", *typed, f"runs_dir={tmp_path}/runs")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == EXIT_USER
     assert done.stderr == f"error: {expected}\n"
@@ -840,10 +826,5 @@ def test_composing_and_refusing_import_no_torch() -> None:
         "except Exception as error: assert 'must divide' in str(error)\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
-    done = run("-c", code)
-    assert done.returncode == 0, done.stderr
-
-
-def test_job_alone_imports_neither_torch_nor_hydra() -> None:
-    done = run("-c", "import sys, harness.job; assert not {'torch', 'hydra', 'omegaconf'} & set(sys.modules)")
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr

@@ -18,9 +18,7 @@ def compose(*overrides: str) -> Job:
     return compose_job(list(overrides))
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.mark.parametrize(
