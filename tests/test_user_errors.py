@@ -234,6 +234,23 @@ VALUES = [
     mistake("tokenizer.kind=words", "no such choice"),
 ]
 
+CHECKPOINTS = [
+    mistake("checkpoint.interval=0", "must be at least 1; would work: 500"),
+    mistake("checkpoint.async_mode=later", "no such choice; would work: disabled"),
+    shown_as(
+        "cluster.device=cpu checkpoint=async_pinned",
+        "checkpoint.async_mode=async_with_pinned_mem: pinned memory needs a GPU",
+    ),
+    mistake("checkpoint.export_dtype=bfloat16", "only a model-only last"),
+    mistake("checkpoint.last_save_in_hf=true", "Hugging Face's format holds"),
+    shown_as(
+        "checkpoint.exclude_from_loading=[model]", "checkpoint.exclude_from_loading=model: no such choice"
+    ),
+    mistake("checkpoint.load_step=-2", "must be at least 0, or -1"),
+    mistake("checkpoint.keep_latest_k=-1", "must be at least 0"),
+    shown_as("checkpoint.initial_load_in_hf=true", "checkpoint.initial_load_path=null: must be given"),
+]
+
 MODELS = [
     mistake("model.n_layers=0", "must be at least 1"),
     mistake("model.n_heads=0", "must be at least 1"),
@@ -623,7 +640,7 @@ NAMED = [
     ),
 ]
 
-MISTAKES = [*FIELDS_AND_GROUPS, *TYPES, *VALUES, *MODELS, *LAYOUTS, *PIPELINES, *NAMED]
+MISTAKES = [*FIELDS_AND_GROUPS, *TYPES, *VALUES, *CHECKPOINTS, *MODELS, *LAYOUTS, *PIPELINES, *NAMED]
 
 
 pytestmark = pytest.mark.usefixtures("alone")

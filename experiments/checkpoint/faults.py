@@ -258,16 +258,16 @@ def document(rows: list[Row], left_out: list[str]) -> str:
     return f"""# Injected faults
 
 `python experiments/checkpoint/faults.py`. A run of {STEPS} steps with a checkpoint every {INTERVAL}, all
-kept, is finished; the fault is done to a copy (to `step-{STEPS}`, the newest, where nothing else is said;
-faults of the disk and of removing: to one that has come to step 4), and the same command is run again.
-"; again" means that it is run once more afterwards: then both resumed steps and both exit codes are given.
-Exit codes: 0 done, 2 a mistake to be settled by a person, 3 the machine, -9 killed. "Losses equal": every row
-of `metrics.jsonl`, bit by bit. Disks are small tmpfs.
+kept, is finished. Each fault is injected into a copy of it, and the same command is run again. Faults of
+files are in `step-{STEPS}`, the newest checkpoint, unless the name of the fault names another; for faults of
+the disk and of removing, the copy ends at step 4. "; again" means that the command is run once more
+afterwards, and both results are shown. Exit codes: 0 completed, 2 a mistake for the user to correct, 3 the
+machine, -9 killed. "Losses equal": every row of `metrics.jsonl` is bitwise equal. Disks are small tmpfs.
 
 | fault | what the user reads | resumed from step | exit code | losses equal |
 |---|---|---|---|---|
 {lines}
-{missing}""" + "".join(["\n## What is not as it has to be\n\n", *notes] if notes else [])
+{missing}""" + "".join(["\n## Unexpected results\n\n", *notes] if notes else [])
 
 
 def happen(chosen: list[Fault], faults: Faults, at_once: int) -> list[Row]:

@@ -349,9 +349,8 @@ command was run to the end.
 A kill may cost the steps since the newest complete checkpoint: at most one interval ({INTERVAL} steps) with
 sync; two ({2 * INTERVAL}) with async, where the checkpoint of one interval can still be in flight when that
 of the next is due. "All losses equal" means: every row of `metrics.jsonl` ({columns})
-is there once and is, bit by bit, that of the uninterrupted run; and nothing half-written or half-removed is
-left in the end. A half-written checkpoint is "named" when the attempt that goes on says that it passed it
-over.
+occurs once and is bitwise equal to that of the uninterrupted run, and nothing half-written or half-removed is
+left at the end. A half-written checkpoint is "named" when the next attempt reports that it was skipped.
 
 {table(reports)}
 """ + "".join(["\n## What went wrong\n\n", *problems] if problems else [])

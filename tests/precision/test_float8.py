@@ -9,7 +9,7 @@ import torch
 from equal import assert_equal
 from jobs import tiny
 from layouts import require_agreement
-from precision_runs import Outcome, trace_with_float8_gathers, train
+from precision_runs import Outcome, trace_alone, trace_with_float8_gathers, train
 from rounding import E4M3, E5M2, difference, rounded, rounded_in_blocks
 from tiers import rest_is_thorough
 from torch import nn
@@ -34,15 +34,8 @@ def job_of(*overrides: str) -> Job:
     return tiny(*SMALL, *overrides)
 
 
-_traces: dict[tuple[str, int], Trace] = {}
-
-
 def alone(pool: RankPool, *overrides: str, steps: int = 1) -> Trace:
-    """The trace of one process."""
-    job = job_of(*overrides)
-    if (job.id, steps) not in _traces:
-        [_traces[job.id, steps]] = pool.run(1, trace, job.to_json(), steps)
-    return _traces[job.id, steps]
+    return trace_alone(pool, job_of(*overrides), steps)
 
 
 def precision_of(linear: str, dtype: str = "float32") -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from equal import assert_equal
 from layouts import require_agreement
-from precision_runs import train
+from precision_runs import trace_alone, train
 from rounding import E4M3, difference, rounded, rounded_in_blocks
 from tiers import rest_is_thorough
 from torch import Tensor, nn
@@ -48,14 +48,8 @@ def precision_of(linear: str, dtype: str = "bfloat16") -> tuple[str, ...]:
     return (f"precision.linear={linear}", f"precision.param_dtype={dtype}", "precision.emulate=true")
 
 
-_traces: dict[tuple[str, int], Trace] = {}
-
-
 def alone(pool: RankPool, *overrides: str, steps: int = 1) -> Trace:
-    job = job_of(*overrides)
-    if (job.id, steps) not in _traces:
-        [_traces[job.id, steps]] = pool.run(1, trace, job.to_json(), steps)
-    return _traces[job.id, steps]
+    return trace_alone(pool, job_of(*overrides), steps)
 
 
 def emulated(linear: str, **fields: object) -> PrecisionConfig:
