@@ -82,6 +82,12 @@ def put_unrelated(bench: Bench) -> None:
     (bench.step(8) / "README").write_text("the good one")
 
 
+def empty(bench: Bench) -> None:
+    """Remove all files of the newest checkpoint."""
+    for file in bench.step(8).iterdir():
+        file.unlink()
+
+
 def manifest(bench: Bench) -> Path:
     return bench.step(8) / MANIFEST
 
@@ -127,7 +133,7 @@ NEWEST: list[tuple[str, int, Injection, str]] = [
     ("manifest overwritten with other JSON", 1, lambda b: manifest(b).write_text("[]"), DAMAGED),
     ("manifest deleted (half-written)", 1, lambda b: manifest(b).unlink(), UNFINISHED),
     ("data file deleted", 1, lambda b: b.data_file(8).unlink(), r"__0_0\.distcp is missing"),
-    ("step folder empty", 1, lambda b: [file.unlink() for file in b.step(8).iterdir()], UNFINISHED),
+    ("step folder empty", 1, empty, UNFINISHED),
     ("one rank's file deleted", 4, lambda b: b.data_file(8, 2).unlink(), r"__2_0\.distcp is missing"),
     ("bit flipped in one rank's random states", 4, flip_entry("rng.dp_shard3of4"), checksum(3)),
     ("bit flipped in `.metadata`, 4 ranks", 4, lambda b: flip(metadata(b)), METADATA_DIFFERS),
