@@ -34,8 +34,8 @@ def tiny(*overrides: str) -> Job:
 
 
 def train(runs_dir: Path, *overrides: str, adopt: bool = False) -> Run:
-    """Train a ``tiny`` job as the command of a single rank does."""
-    job = tiny(*overrides, f"runs_dir={runs_dir}")
+    """Train one block of a ``tiny`` job as the command of a single rank does."""
+    job = tiny("model.n_layers=1", *overrides, f"runs_dir={runs_dir}")
     folder = RunFolder(job.run_dir)
     folder.begin(job, list(overrides), adopt=adopt)
     try:

@@ -2,7 +2,60 @@
 
 from __future__ import annotations
 
-from harness.parity import Verdict
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from harness import parity
+from harness.cluster.pool import RankPool
+from harness.job import Job
+from harness.parity import ParityConfig, Trace, Verdict, compare, compose_layouts, single_process, trace
+from harness.paths import conf_dir
+
+CONF: Any = OmegaConf.to_container(OmegaConf.load(f"{conf_dir()}/parity.yaml"))
+MATRIX: dict[str, str] = CONF["parity"]["matrix"]
+EXPERT_MATRIX: dict[str, str] = CONF["parity"]["expert_matrix"]
+# `make parity` runs ten. An error of scale or placement shows in the first step, one of state in the second.
+STEPS = 2
+TOLERANCES = parity.TOLERANCES["float32"]
+
+_references: dict[tuple[str, int], Trace] = {}
+
+
+@cache
+def layout(name: str, *overrides: str) -> Job:
+    """Compose a row of ``MATRIX`` or ``EXPERT_MATRIX``."""
+    config = ParityConfig(matrix=MATRIX | EXPERT_MATRIX, layouts=[name])
+    return compose_layouts(config, list(overrides))[name][1]
+
+
+def reference(pool: RankPool, job: Job, steps: int = STEPS) -> Trace:
+    """Trace the job on one process, once for equal numerics."""
+    key = (job.numerics_id, steps)
+    if key not in _references:
+        [_references[key]] = pool.run(1, trace, single_process(job).to_json(), steps)
+    return _references[key]
+
+
+def verdict_of(
+    pool: RankPool,
+    name: str,
+    job: Job,
+    *,
+    steps: int = STEPS,
+    run: Callable[[str, int], Trace] = trace,
+    tolerances: tuple[float, float] = TOLERANCES,
+) -> Verdict:
+    """Compare a layout, traced by ``run``, with one process."""
+    traces = pool.run(job.world_size, run, job.to_json(), steps)
+    return compare(name, job.world_size, reference(pool, job, steps), traces, tolerances)
+
+
+def require_parity(pool: RankPool, name: str, job: Job, **options: Any) -> None:
+    """Fail unless a layout agrees with one process; options are those of ``verdict_of``."""
+    require_agreement(verdict_of(pool, name, job, **options))
 
 
 def require_agreement(verdict: Verdict, note: str = "") -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import python
 
 from harness import bench
 from harness.bench import (
@@ -30,11 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "training.seq_len=16"]
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher around this process."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def ran(rate: float, **more: Any) -> dict[str, Any]:
@@ -188,19 +182,11 @@ def test_a_variant_is_the_job_with_its_overrides() -> None:
     assert variants["b"].overrides == [*TINY, "precision=bf16", "training.global_batch_size=4"]
 
 
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "harness.bench", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-        capture_output=True,
-        text=True,
-    )
-
-
 def test_two_jobs_and_one_that_fails(tmp_path: Path) -> None:
     """Real runs; one job fails only on its ranks."""
-    done = command(
+    done = python(
+        "-m",
+        "harness.bench",
         *TINY,
         *("training.steps=5", "training.global_batch_size=2", f"runs_dir={tmp_path}/runs", "bench.rounds=1"),
         'bench.variants.two="parallelism=ddp parallelism.dp_replicate=2"',
@@ -229,7 +215,9 @@ def test_two_jobs_and_one_that_fails(tmp_path: Path) -> None:
 
 
 def test_a_wrong_variant_costs_nothing(tmp_path: Path) -> None:
-    done = command(*TINY, f"runs_dir={tmp_path}/runs", 'bench.variants.b="parallelism.tp=3"')
+    done = python(
+        "-m", "harness.bench", *TINY, f"runs_dir={tmp_path}/runs", 'bench.variants.b="parallelism.tp=3"'
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: bench.variants.b: parallelism.tp=3: must divide")
     assert len(done.stderr.splitlines()) == 1
@@ -237,6 +225,6 @@ def test_a_wrong_variant_costs_nothing(tmp_path: Path) -> None:
 
 
 def test_not_under_torchrun(tmp_path: Path) -> None:
-    done = command(*TINY, f"runs_dir={tmp_path}/runs", RANK="0", WORLD_SIZE="1")
+    done = python("-m", "harness.bench", *TINY, f"runs_dir={tmp_path}/runs", RANK="0", WORLD_SIZE="1")
     assert done.returncode == 2
     assert "start it without torchrun" in done.stderr

@@ -7,22 +7,20 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import require_agreement
+from layouts import require_parity, verdict_of
 from torch import Tensor
 
-from harness import parity
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
 from harness.data.loader import IGNORE_INDEX
 from harness.job import Job
 from harness.model.decoder import Decoder
 from harness.parallelism.materialize import materialize
-from harness.parity import ParityConfig, Trace, compare, compose_layouts, single_process, trace
+from harness.parity import ParityConfig, Trace, compose_layouts, trace
 
 CPU = torch.device("cpu")
 T = 32
 LENGTHS = [9, 1, 15, 7]
-STEPS = 2
 
 
 def gradients_of(inputs: Tensor, labels: Tensor, documents: Tensor | None) -> tuple[float, dict[str, Tensor]]:
@@ -90,21 +88,9 @@ def layout(name: str, *overrides: str) -> Job:
     return compose_layouts(ParityConfig(matrix=LAYOUTS, layouts=[name]), list(overrides))[name][1]
 
 
-_reference: list[Trace] = []
-
-
-def reference(pool: RankPool, job: Job) -> Trace:
-    if not _reference:
-        _reference.extend(pool.run(1, trace, single_process(job).to_json(), STEPS))
-    return _reference[0]
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_agree(pool: RankPool, corpus: list[str], name: str) -> None:
-    job = layout(name, *corpus)
-    traces = pool.run(job.world_size, trace, job.to_json(), STEPS)
-    verdict = compare(name, job.world_size, reference(pool, job), traces, parity.TOLERANCES["float32"])
-    require_agreement(verdict)
+    require_parity(pool, name, layout(name, *corpus))
 
 
 def documents_forgotten(job_json: str, steps: int) -> Trace:
@@ -123,8 +109,4 @@ def documents_forgotten(job_json: str, steps: int) -> Trace:
 
 @pytest.mark.parametrize("name", ["fsdp", "pp"])
 def test_sabotage_is_noticed(pool: RankPool, corpus: list[str], name: str) -> None:
-    job = layout(name, *corpus)
-    traces = pool.run(job.world_size, documents_forgotten, job.to_json(), STEPS)
-    assert not compare(
-        name, job.world_size, reference(pool, job), traces, parity.TOLERANCES["float32"]
-    ).passed
+    assert not verdict_of(pool, name, layout(name, *corpus), run=documents_forgotten).passed

@@ -1,4 +1,4 @@
-"""Imports point one way: no circles, and what trains never imports the tools around it."""
+"""Imports point one way; code that trains imports no tools, and nothing imports slow packages early."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
+from processes import python
 
 ROOT = Path(__file__).parents[1]
 FILES = {
@@ -17,6 +20,23 @@ FILES = {
 TOOLS = ("bench", "compositions", "parity", "plan", "rehearse", "report", "sweep")
 # Imports by what trains that are needed nevertheless, with the reason.
 NEEDED = {("harness.train", "harness.sweep.run"): "harness.train -m starts the jobs of a sweep"}
+
+
+# Packages that importing a module does not import. harness.loop.process sets what torch reads once.
+NOT_IMPORTED = {
+    "harness.job": "torch hydra omegaconf",
+    "harness.hardware": "torch",
+    "harness.data": "torch numpy datasets sentencepiece tiktoken pyarrow",
+    "harness.metrics": "torch rich wandb",
+    "harness.rank": "torch",
+    "harness.loop.process": "torch",
+}
+
+
+@pytest.mark.parametrize("module", NOT_IMPORTED)
+def test_importing_is_quick(module: str) -> None:
+    listed = python("-c", f"import sys, {module}; print(*sys.modules)").stdout.split()
+    assert module in listed and not set(NOT_IMPORTED[module].split()) & set(listed)
 
 
 def is_tool(module: str) -> bool:

@@ -23,12 +23,7 @@ TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_
 BATCH = "training.global_batch_size=16"
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide GPUs, and remove a launcher's variables."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def job(*overrides: str) -> Job:

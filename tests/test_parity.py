@@ -5,36 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from layouts import require_agreement
-from omegaconf import OmegaConf
+from layouts import MATRIX, STEPS, TOLERANCES, layout, reference, require_parity, verdict_of
 from tiers import rest_is_thorough
 
 from harness import parity
 from harness.cluster.pool import RankFailed, RankPool
 from harness.config import with_value
 from harness.errors import ConfigError
-from harness.job import Job
-from harness.parity import ParityConfig, ParityJob, Trace, compare, compose_layouts, single_process, trace
-from harness.paths import conf_dir
-
-MATRIX = OmegaConf.to_container(OmegaConf.load(f"{conf_dir()}/parity.yaml"))["parity"]["matrix"]
-# `make parity` runs ten. An error of scale or placement shows in the first step, one of state in the second.
-STEPS = 2
-# For layouts with eight ranks (three seconds a step on two cores), and for variations on the matrix.
-STEPS_OF_EIGHT = 2
-TOLERANCES = parity.TOLERANCES["float32"]
-
-
-@cache
-def layout(name: str, *overrides: str) -> Job:
-    return compose_layouts(ParityConfig(matrix=MATRIX, layouts=[name]), list(overrides))[name][1]
-
+from harness.parity import ParityConfig, ParityJob, Trace, compare, compose_layouts, trace
 
 # Combinations of features that other rows test singly; `make thorough` and `make parity` run them.
 COMBINED = [
@@ -58,24 +41,10 @@ COMBINED = [
 ]
 CORE = [name for name in MATRIX if name not in COMBINED]
 
-_references: dict[tuple[str, ...], Trace] = {}
-
-
-def reference(pool: RankPool, job: Job, steps: int = STEPS) -> Trace:
-    key = (job.numerics_id, str(steps))
-    if key not in _references:
-        [_references[key]] = pool.run(1, trace, single_process(job).to_json(), steps)
-    return _references[key]
-
 
 @pytest.mark.parametrize("name", rest_is_thorough(MATRIX, *CORE))
 def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
-    job = layout(name)
-    steps = STEPS_OF_EIGHT if job.world_size == 8 else STEPS
-    expected = reference(pool, job, steps)
-    traces = pool.run(job.world_size, trace, job.to_json(), steps)
-    verdict = compare(name, job.world_size, expected, traces, TOLERANCES)
-    require_agreement(verdict)
+    require_parity(pool, name, layout(name))
 
 
 def test_csv_schedule(pool: RankPool, tmp_path: Path) -> None:
@@ -91,9 +60,7 @@ def test_csv_schedule(pool: RankPool, tmp_path: Path) -> None:
     job = compose_layouts(
         ParityConfig(matrix={"csv": f"parallelism=pp parallelism.pp_schedule_csv={schedule}"}), []
     )["csv"][1]
-    traces = pool.run(2, trace, job.to_json(), STEPS_OF_EIGHT)
-    verdict = compare("csv", 2, reference(pool, job, STEPS_OF_EIGHT), traces, TOLERANCES)
-    require_agreement(verdict)
+    require_parity(pool, "csv", job)
 
 
 def test_csv_schedule_changed_behind_the_job(pool: RankPool, tmp_path: Path) -> None:
@@ -126,10 +93,7 @@ ODD = ["fsdp", "tp", "tp4", "fsdp_tp", "fsdp_uneven", "fsdp_tp_pp", "fsdp_tp_chu
 @pytest.mark.parametrize("name", rest_is_thorough(ODD, "tp4", "fsdp_tp_chunked_loss"))
 def test_odd_vocabulary(pool: RankPool, name: str) -> None:
     """Shards of 259 rows have different sizes on every axis."""
-    job = layout(name, "model.vocab_size=259")
-    traces = pool.run(job.world_size, trace, job.to_json(), STEPS_OF_EIGHT)
-    verdict = compare(name, job.world_size, reference(pool, job, STEPS_OF_EIGHT), traces, TOLERANCES)
-    require_agreement(verdict)
+    require_parity(pool, name, layout(name, "model.vocab_size=259"))
 
 
 TIED = ["ddp", "fsdp", "fsdp_offload", "tp", "tp_plain", "fsdp_tp", "hsdp_tp", "cp"]
@@ -139,11 +103,8 @@ TIED = ["ddp", "fsdp", "fsdp_offload", "tp", "tp_plain", "fsdp_tp", "hsdp_tp", "
 def test_tied_embeddings(pool: RankPool, name: str) -> None:
     """The shared table gets the gradients of both its uses."""
     job = layout(name, "model.tied_embeddings=true")
-    expected = reference(pool, job, STEPS_OF_EIGHT)
-    assert "output.weight" not in expected.gradients[0]
-    traces = pool.run(job.world_size, trace, job.to_json(), STEPS_OF_EIGHT)
-    verdict = compare(name, job.world_size, expected, traces, TOLERANCES)
-    require_agreement(verdict)
+    assert "output.weight" not in reference(pool, job).gradients[0]
+    require_parity(pool, name, job)
 
 
 BFLOAT16 = [
@@ -167,12 +128,7 @@ BFLOAT16 = [
 @pytest.mark.parametrize("name", rest_is_thorough(BFLOAT16, "fsdp_pp_zbv", "fsdp_tp", "cp_ulysses"))
 def test_bfloat16(pool: RankPool, name: str) -> None:
     """Against one process with the same rounding; tolerances for a mantissa of eight bits."""
-    job = layout(name, "precision=bf16")
-    traces = pool.run(job.world_size, trace, job.to_json(), STEPS_OF_EIGHT)
-    verdict = compare(
-        name, job.world_size, reference(pool, job, STEPS_OF_EIGHT), traces, parity.TOLERANCES["bfloat16"]
-    )
-    require_agreement(verdict)
+    require_parity(pool, name, layout(name, "precision=bf16"), tolerances=parity.TOLERANCES["bfloat16"])
 
 
 def test_bfloat16_really_rounds(pool: RankPool) -> None:
@@ -337,9 +293,7 @@ AGAIN = [SABOTAGES[number] for number in (1, 3, 6, 9, 13)]
 )
 def test_sabotage_is_noticed(pool: RankPool, case: tuple[Callable[..., Trace], str]) -> None:
     sabotage, name = case
-    job = layout(name)
-    traces = pool.run(job.world_size, sabotage, job.to_json(), STEPS)
-    assert not compare(name, job.world_size, reference(pool, job), traces, TOLERANCES).passed
+    assert not verdict_of(pool, name, layout(name), run=sabotage).passed
 
 
 # -- the comparison itself ----

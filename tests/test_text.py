@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from harness.cluster.slurm import Submission
 from harness.compose import compose_job, compose_points
@@ -139,8 +138,7 @@ def test_a_sweep_does_not_write_down_points_with_secrets() -> None:
 
 
 def test_the_command_writes_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "harness.train", "-m", *SMALL, f"cluster.env.HF_TOKEN={SECRET}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = python("-m", "harness.train", "-m", *SMALL, f"cluster.env.HF_TOKEN={SECRET}", cwd=tmp_path)
     assert done.returncode == EXIT_USER
     assert done.stderr.startswith("error: cluster.env.HF_TOKEN=***: ")
     assert SECRET not in done.stdout + done.stderr

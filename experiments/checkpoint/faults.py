@@ -1,12 +1,12 @@
-"""Damages checkpoints, fills and locks disks, kills removals: what the user reads, and what the run comes to.
+"""Damage checkpoints, fill and lock disks, kill removals, and check messages, exit codes and losses.
 
     python experiments/checkpoint/faults.py
 
 A small run is finished once on one rank and once on four. For every fault its folder is copied, its
 ``result.json`` removed so that it does not count as finished, the fault injected, and the same command run
-again. Each fault states what has to happen: the step that is resumed from, the exit code, words that have to
-be read, and that the run ends with the losses of the undisturbed one. Writes a Markdown table; exit code 1
-if anything is otherwise.
+again. Each fault states the expected step to resume from, the exit code, and words of the output; the run
+must end with the losses of the undisturbed one. Writes a Markdown table; the exit code is 1 if any result
+differs.
 """
 
 from __future__ import annotations
@@ -18,441 +18,26 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
-from soak import LAYOUTS, MODES, ROOT, TINY, Attempt, Files, compared
+from attempts import MODES, ROOT
+from bench import INTERVAL, STEPS, Bench, Expected, Fault, Faults, Row
+from damages import DAMAGES, NOWHERE
 
-from harness.checkpoint.catalog import MANIFEST, METADATA, reading
-from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
+from harness.checkpoint.catalog import MANIFEST, reading
+from harness.errors import EXIT_MACHINE, EXIT_USER
 
-STEPS, INTERVAL = 8, 2
-COMMAND = [
-    *TINY,
-    f"training.steps={STEPS}",
-    f"checkpoint.interval={INTERVAL}",
-    "checkpoint.keep_latest_k=0",
-]
-RANKS = {1: ["parallelism=single"], 4: LAYOUTS["fsdp 4"]}
-WEIGHT, MOMENT = "layers.0.attention.wq.weight", "optimizer.state.layers.1.feed_forward.w1.weight.exp_avg"
 ROOM = 1 << 20
-
-
-@dataclass
-class Ended:
-    """How a command ended, and everything it printed."""
-
-    code: int
-    said: str
-
-
-class Runner(Protocol):
-    """Runs the command in a folder; ``patch`` is source that its processes run when they start."""
-
-    def __call__(self, folder: Path, overrides: Iterable[str], patch: str = "") -> Ended: ...
-
-
-def run_processes(folder: Path, overrides: Iterable[str], patch: str = "") -> Ended:
-    """Runs the command as a user does."""
-    attempt = Attempt(folder, overrides, patch)
-    try:
-        return Ended(attempt.end(), attempt.said)
-    finally:
-        attempt.clear()
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What has to become of a command.
-
-    Attributes:
-        resumed: the step it resumes from; None if it starts from the beginning, or not at all.
-        code: its exit code.
-        reads: regular expressions, each of which has to be found in one line of what it prints.
-        equal: whether it ends with the losses of the undisturbed run.
-    """
-
-    resumed: int | None
-    code: int = EXIT_OK
-    reads: tuple[str, ...] = ()
-    equal: bool = True
-
-
-@dataclass
-class Bench:
-    """A copy of a finished run to do something to.
-
-    Attributes:
-        folder: where it lies.
-        ranks: how many ranks it has.
-        run: what runs the command.
-        rows: of metrics.jsonl, what the undisturbed run had.
-    """
-
-    folder: Path
-    ranks: int
-    run: Runner
-    rows: list[tuple[Any, ...]]
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    resumed: list[str] = field(default_factory=list)
-    codes: list[str] = field(default_factory=list)
-    equal: str = "-"
-
-    @property
-    def run_dir(self) -> Path:
-        """The run folder."""
-        found = Files(self.folder).run_dir
-        assert found is not None
-        return found
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
-        return self.run_dir / "checkpoints"
-
-    def step(self, step: int) -> Path:
-        """The checkpoint of a step."""
-        return self.checkpoints / f"step-{step}"
-
-    def data_file(self, step: int, rank: int = 0) -> Path:
-        """What a rank wrote."""
-        return self.step(step) / f"__{rank}_0.distcp"
-
-    def keep(self, *steps: int) -> None:
-        """Removes all checkpoints but some, as if the run had come only so far."""
-        for path in self.checkpoints.glob("step-*"):
-            if path.name not in {f"step-{step}" for step in steps}:
-                shutil.rmtree(path)
-
-    def whole(self) -> list[int]:
-        """Steps of the checkpoints that are complete."""
-        return sorted(each.step for each in Files(self.folder).checkpoints.complete()[0])
-
-    def steps(self) -> list[int]:
-        """Steps that there are folders for."""
-        return Files(self.folder).checkpoints.steps()
-
-    def command(self, expected: Expected, *more: str, patch: str = "") -> None:
-        """Runs the command and compares it with what has to become of it."""
-        (self.run_dir / "result.json").unlink(missing_ok=True)
-        ended = self.run(self.folder, [*COMMAND, *RANKS[self.ranks], *more], patch)
-        match = re.search(r"resumed from \S*step-(\d+)", ended.said)
-        resumed = int(match[1]) if match else None
-        self.codes.append(str(ended.code))
-        self.resumed.append("-" if resumed is None else str(resumed))
-        self.require(ended.code == expected.code, f"exit code {ended.code} instead of {expected.code}")
-        self.require(resumed == expected.resumed, f"resumed from {resumed} instead of {expected.resumed}")
-        self.require("Traceback" not in ended.said, "a traceback")
-        self._read(ended, expected.reads)
-        if expected.equal and ended.code == EXIT_OK:
-            rows = compared(Files(self.folder).rows())
-            self.equal = "yes" if rows == self.rows else "**no**"
-            self.require(rows == self.rows, "other losses than the undisturbed run")
-        if self.problems:
-            self.problems.append(f"it printed:\n{ended.said}")
-
-    def _read(self, ended: Ended, patterns: tuple[str, ...]) -> None:
-        """Keeps the lines that tell of the fault; nothing else may look like one."""
-        telling = [line for line in ended.said.splitlines() if _TELLING.search(line)]
-        for pattern in patterns:
-            self.require(any(re.search(pattern, line) for line in telling), f"no line has {pattern!r}")
-        if not patterns:
-            self.require(not telling, f"unexpected: {telling}")
-        if ended.code == EXIT_USER:
-            self.require(len(telling) == 1, f"{len(telling)} lines for a mistake")
-        self.lines += [shortened(line, self.folder) for line in telling]
-
-    def require(self, holds: bool, problem: str) -> None:
-        """Notes what is not as it has to be."""
-        if not holds:
-            self.problems.append(problem)
-
-
-_TELLING = re.compile(r"cannot be used|could not be|^error:|WARNING|Error|Traceback")
-
-
-def shortened(line: str, folder: Path) -> str:
-    """A line as it was printed, without where this machine keeps its runs."""
-    line = re.sub(rf"(?:{re.escape(str(folder))}/)?runs/\w+/\w+/checkpoints", "...", line)
-    line = re.sub(rf"{re.escape(str(folder))}/runs/\w+/\w+", "...", line)
-    return line.replace(f"{folder}/", "")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One row of the table.
-
-    Attributes:
-        name: what is done.
-        happen: does it and runs the command, once or more.
-        ranks: of the run that it is done to.
-        needs_processes: whether it can only be done to processes of their own.
-    """
-
-    name: str
-    happen: Callable[[Bench], None]
-    ranks: int = 1
-    needs_processes: bool = True
-
-
-def damage(
-    name: str,
-    inject: Callable[[Bench], object],
-    resumed: int | None,
-    *reads: str,
-    ranks: int = 1,
-    code: int = EXIT_OK,
-) -> Fault:
-    """A fault that is there when the command starts."""
-
-    def happen(bench: Bench) -> None:
-        inject(bench)
-        bench.command(Expected(resumed, code, reads))
-        if code == EXIT_OK:
-            bench.require(bench.whole()[-1] == STEPS, "the last checkpoint is not whole again")
-
-    return Fault(name, happen, ranks, needs_processes=ranks > 1)
-
-
-# Faults that lie in files.
-
-
-def truncate(path: Path, share: float = 0.5) -> None:
-    """Cuts a file."""
-    os.truncate(path, int(path.stat().st_size * share))
-
-
-def flip(path: Path, offset: int) -> None:
-    """Flips one bit of a file."""
-    with path.open("rb+") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
-
-
-def flip_entry(name: str, step: int = STEPS) -> Callable[[Bench], None]:
-    """Flips a bit in the middle of a tensor."""
-
-    def inject(bench: Bench) -> None:
-        path, offset = place_of(bench.step(step), name)
-        flip(path, offset)
-
-    return inject
-
-
-def place_of(checkpoint: Path, name: str) -> tuple[Path, int]:
-    """File and offset of the middle of the last piece of a tensor, or of the last whose name begins so."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    stored = FileSystemReader(checkpoint).read_metadata().storage_data
-    places = [(key.fqn, place) for key, place in stored.items() if key.fqn.startswith(name)]
-    _, place = max(places, key=lambda each: (each[0], each[1].relative_path))
-    return checkpoint / place.relative_path, place.offset + place.length // 2
-
-
-def make_empty(folder: Path) -> None:
-    """Removes what is in a folder."""
-    for path in folder.iterdir():
-        path.unlink()
-
-
-def damage_newest_two(bench: Bench) -> None:
-    """The newest can be seen to be damaged; the one before only when it is read."""
-    truncate(bench.data_file(8))
-    flip_entry(WEIGHT, 6)(bench)
-
-
-def damage_all(bench: Bench) -> None:
-    """None of them can be used, and all can be seen to be damaged."""
-    for step in bench.steps():
-        truncate(bench.data_file(step))
-
-
-def flip_in_all(bench: Bench) -> None:
-    """None of them can be used, which is found when they are read."""
-    for step in bench.steps():
-        flip_entry(WEIGHT, step)(bench)
-
-
-def leave_all_unfinished(bench: Bench) -> None:
-    """As if the run had never come to the end of its first save."""
-    for step in bench.steps():
-        (bench.step(step) / MANIFEST).unlink()
-
-
-def put_unrelated(bench: Bench) -> None:
-    """What people and tools leave lying around."""
-    (bench.checkpoints / "notes.txt").write_text("do not touch")
-    (bench.checkpoints / "step-best").mkdir()
-    (bench.checkpoints / ".nfs0001").write_bytes(b"x")
-    (bench.checkpoints / "superseded").mkdir()
-    (bench.step(8) / "README").write_text("the good one")
-
-
-def put_file_named_like_a_checkpoint(bench: Bench) -> None:
-    """A file where a checkpoint's folder would be."""
-    (bench.checkpoints / "step-99").write_text("not a folder")
-
-
-def put_backup(bench: Bench) -> None:
-    """A copy that somebody made by hand, of a step that the run has not come to."""
-    shutil.copytree(bench.step(8), bench.checkpoints / "backup-of-step-12")
-
-
-NOT_FINISHED = r"step-8 cannot be used: it was not finished: there is no manifest\.json; using .*step-6"
-SAID_AT_SIZE = r"step-8 cannot be used: {} has \d+ bytes instead of \d+; using .*step-6"
-SAID_AT_CHECKSUM = r"WARNING .*step-8 cannot be used: {}.* checksum .*\(found by rank {}\); using .*step-6"
-IN_DATA = r"__\d_0\.distcp: bytes \d+ to \d+ do not have the"
-
-DAMAGES = [
-    damage(
-        "data file truncated",
-        lambda b: truncate(b.data_file(8)),
-        6,
-        SAID_AT_SIZE.format("__0_0.distcp"),
-    ),
-    damage("bit flipped in a weight", flip_entry(WEIGHT), 6, SAID_AT_CHECKSUM.format(IN_DATA, 0)),
-    damage("bit flipped in optimizer state", flip_entry(MOMENT), 6, SAID_AT_CHECKSUM.format(IN_DATA, 0)),
-    damage("bit flipped in random states", flip_entry("rng."), 6, SAID_AT_CHECKSUM.format(IN_DATA, 0)),
-    damage(
-        "first bit of a data file flipped",
-        lambda b: flip(b.data_file(8), 0),
-        6,
-        SAID_AT_CHECKSUM.format(IN_DATA, 0),
-    ),
-    damage(
-        "last bit of a data file flipped",
-        lambda b: flip(b.data_file(8), b.data_file(8).stat().st_size - 1),
-        6,
-        SAID_AT_CHECKSUM.format(IN_DATA, 0),
-    ),
-    damage(
-        "bit flipped in `.metadata`",
-        lambda b: flip(b.step(8) / METADATA, (b.step(8) / METADATA).stat().st_size // 2),
-        6,
-        r"step-8 cannot be used: \.metadata does not have the checksum .*using .*step-6",
-    ),
-    damage(
-        "`.metadata` deleted",
-        lambda b: (b.step(8) / METADATA).unlink(),
-        6,
-        r"step-8 cannot be used: \.metadata is missing; using .*step-6",
-    ),
-    damage(
-        "manifest truncated",
-        lambda b: truncate(b.step(8) / MANIFEST),
-        6,
-        r"step-8 cannot be used: manifest\.json is damaged: .*; using .*step-6",
-    ),
-    damage(
-        "manifest empty",
-        lambda b: truncate(b.step(8) / MANIFEST, 0.0),
-        6,
-        r"step-8 cannot be used: manifest\.json is damaged: .*; using .*step-6",
-    ),
-    damage(
-        "bit flipped in the manifest",
-        lambda b: flip(b.step(8) / MANIFEST, (b.step(8) / MANIFEST).read_bytes().index(b'"step": 8') + 8),
-        6,
-        r"step-8 cannot be used: manifest\.json is damaged: .*checksum.*; using .*step-6",
-    ),
-    damage(
-        "manifest overwritten with other JSON",
-        lambda b: (b.step(8) / MANIFEST).write_text("[]"),
-        6,
-        r"step-8 cannot be used: manifest\.json is damaged: .*; using .*step-6",
-    ),
-    damage(
-        "manifest deleted (half-written)",
-        lambda b: (b.step(8) / MANIFEST).unlink(),
-        6,
-        NOT_FINISHED,
-    ),
-    damage(
-        "data file deleted",
-        lambda b: b.data_file(8).unlink(),
-        6,
-        r"step-8 cannot be used: __0_0\.distcp is missing; using .*step-6",
-    ),
-    damage("step folder empty", lambda b: make_empty(b.step(8)), 6, NOT_FINISHED),
-    damage(
-        "newest truncated, a bit flipped in the one before",
-        damage_newest_two,
-        4,
-        r"step-8 cannot be used: .* bytes instead of",
-        r"step-6 cannot be used: .* checksum .*using .*step-4",
-    ),
-    damage(
-        "all truncated",
-        damage_all,
-        None,
-        r"^error: .*no checkpoint can be used \(step-8: .*step-2: .*would work: checkpoint\.resume=false",
-        code=EXIT_USER,
-    ),
-    damage(
-        "a bit flipped in all",
-        flip_in_all,
-        None,
-        r"^error: .*no checkpoint can be used \(.*step-8 .*step-2 .*would work: checkpoint\.resume=false",
-        code=EXIT_USER,
-    ),
-    damage(
-        "no manifest in any",
-        leave_all_unfinished,
-        None,
-        r"step-8 cannot be used: it was not finished",
-    ),
-    damage("unrelated files and folders beside and in it", put_unrelated, 8),
-    damage(
-        "a file called `step-99` beside it",
-        put_file_named_like_a_checkpoint,
-        8,
-        r"step-99 cannot be used: it was not finished: there is no manifest\.json; using .*step-8",
-    ),
-    damage("a copy called `backup-of-step-12` beside it", put_backup, 8),
-    damage(
-        "one rank's file deleted",
-        lambda b: b.data_file(8, 2).unlink(),
-        6,
-        r"step-8 cannot be used: __2_0\.distcp is missing; using .*step-6",
-        ranks=4,
-    ),
-    damage(
-        "bit flipped in one rank's random states",
-        flip_entry("rng.dp_shard3of4"),
-        6,
-        SAID_AT_CHECKSUM.format(IN_DATA, 3),
-        ranks=4,
-    ),
-    damage(
-        "bit flipped in `.metadata`, 4 ranks",
-        lambda b: flip(b.step(8) / METADATA, (b.step(8) / METADATA).stat().st_size // 2),
-        6,
-        r"step-8 cannot be used: \.metadata does not have the checksum .*using .*step-6",
-        ranks=4,
-    ),
-    damage(
-        "a bit flipped in all, 4 ranks",
-        flip_in_all,
-        None,
-        r"^error: .*no checkpoint can be used \(.*step-8 .*step-2 .*would work: checkpoint\.resume=false",
-        ranks=4,
-        code=EXIT_USER,
-    ),
-]
 
 # Faults of the disk.
 
 
 def can_mount() -> bool:
-    """Whether small file systems can be made here."""
+    """Whether small file systems can be mounted here."""
     return shutil.which("mount") is not None and os.geteuid() == 0 and _mounts_work()
 
 
@@ -468,7 +53,7 @@ def _mounts_work() -> bool:
 
 @contextmanager
 def small_disk(bench: Bench) -> Iterator[None]:
-    """A file system of its own under the checkpoints, with room for less than one more."""
+    """Put the checkpoints on a file system with too little room for one more."""
     kept, place = bench.folder / "kept", bench.checkpoints
     place.rename(kept)
     place.mkdir()
@@ -481,17 +66,22 @@ def small_disk(bench: Bench) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+def remounting(bench: Bench, options: str) -> list[str]:
+    """Return the command that changes that file system."""
+    return ["mount", "-o", f"remount,{options}", str(bench.checkpoints)]
+
+
 def remount(bench: Bench, options: str) -> None:
-    """Changes that file system."""
-    subprocess.run(["mount", "-o", f"remount,{options}", str(bench.checkpoints)], check=True)
+    """Change that file system."""
+    subprocess.run(remounting(bench, options), check=True)
 
 
-def before_step(step: int, body: str) -> str:
-    """Source that does something on rank 0 before a step, the first after a resume from 4 being 5."""
+def before_step(step: int, *commands: list[str], wait: float = 0) -> str:
+    """Return source code that runs commands on rank 0 before a step of a run that resumes from step 4."""
     return f"""
 import os
 if os.environ.get("RANK", "0") == "0":
-    import importlib.abc, importlib.util, sys
+    import importlib.abc, importlib.util, subprocess, sys, time
     class Finder(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
             if name != "harness.loop.engine":
@@ -505,7 +95,9 @@ if os.environ.get("RANK", "0") == "0":
                 def gradients(self, *args, **kwargs):
                     calls.append(0)
                     if len(calls) == {step} - 4:
-                        {body}
+                        time.sleep({wait})
+                        for command in {list(commands)}:
+                            subprocess.run(command, check=True)
                     return original(self, *args, **kwargs)
                 module.Engine.gradients = gradients
             spec.loader.exec_module = exec_module
@@ -514,71 +106,64 @@ if os.environ.get("RANK", "0") == "0":
 """
 
 
-def mounting(bench: Bench, options: str) -> str:
-    """A statement that changes the file system from inside the run."""
-    command = ["mount", "-o", f"remount,{options}", str(bench.checkpoints)]
-    return f"import subprocess; subprocess.run({command}, check=True)"
-
-
-def contents(bench: Bench, *steps: int) -> dict[str, bytes]:
-    """All files of some checkpoints."""
-    return {str(p): p.read_bytes() for step in steps for p in bench.step(step).iterdir()}
-
-
 def not_written(step: int, why: str) -> str:
-    """What is read of a save that failed."""
+    """Return a pattern of the message about a failed save."""
     return rf"the checkpoint of step {step} could not be written.*{why}"
 
 
-# torch's own writer says less than the system's call.
 FULL = r"No space left on device"
 READ_ONLY = r"Read-only file system"
 
 
+def full_then_room(bench: Bench, mode: str, allowed: int) -> None:
+    """Fail at the first save that is not allowed to fail; make room, and run the command again."""
+    options = (MODES[mode], f"checkpoint.max_failed_saves={allowed}")
+    bench.keep(2, 4)
+    with small_disk(bench):
+        before = bench.contents(2, 4)
+        reads = (
+            (r"WARNING " + not_written(6, FULL), not_written(8, FULL)) if allowed else (not_written(6, FULL),)
+        )
+        bench.command(Expected(4, EXIT_MACHINE, reads), *options)
+        bench.require(bench.contents(2, 4) == before, "earlier checkpoints were changed")
+        bench.require(allowed > 0 or bench.steps() == [2, 4], f"left: {bench.steps()}")
+        remount(bench, "size=64m")
+        bench.command(Expected(4), *options)
+
+
+def full_for_a_step(bench: Bench, mode: str) -> None:
+    """Make room while the run continues."""
+    bench.keep(2, 4)
+    with small_disk(bench):
+        # In the background, step 6 is saved during step 7; that save fails within the two seconds.
+        makes_room = before_step(7, remounting(bench, "size=64m"), wait=2)
+        warned = Expected(4, reads=(r"WARNING " + not_written(6, FULL),))
+        bench.command(warned, MODES[mode], "checkpoint.max_failed_saves=1", patch=makes_room)
+        bench.require(bench.complete() == [2, 4, 8], f"complete: {bench.complete()}")
+
+
 def full_disk(mode: str, ranks: int = 1) -> list[Fault]:
-    """What becomes of a disk that is full, by what the job allows and what comes after."""
-    options = MODES[mode]
-
-    def stops_at_the_first(bench: Bench) -> None:
-        bench.keep(2, 4)
-        with small_disk(bench):
-            before = contents(bench, 2, 4)
-            failed = Expected(4, EXIT_MACHINE, (not_written(6, FULL),))
-            bench.command(failed, options, "checkpoint.max_failed_saves=0")
-            bench.require(contents(bench, 2, 4) == before, "earlier checkpoints were touched")
-            bench.require(bench.steps() == [2, 4], f"left: {bench.steps()}")
-            remount(bench, "size=64m")
-            bench.command(Expected(4), options, "checkpoint.max_failed_saves=0")
-
-    def stops_at_the_last(bench: Bench) -> None:
-        bench.keep(2, 4)
-        with small_disk(bench):
-            before = contents(bench, 2, 4)
-            failed = Expected(4, EXIT_MACHINE, (r"WARNING " + not_written(6, FULL), not_written(8, FULL)))
-            bench.command(failed, options, "checkpoint.max_failed_saves=1")
-            bench.require(contents(bench, 2, 4) == before, "earlier checkpoints were touched")
-            remount(bench, "size=64m")
-            bench.command(Expected(4), options, "checkpoint.max_failed_saves=1")
-
-    def goes_on(bench: Bench) -> None:
-        bench.keep(2, 4)
-        with small_disk(bench):
-            # In the background the save of step 6 goes on beside step 7: it fails within the two seconds.
-            makes_room = before_step(7, f"import time; time.sleep(2); {mounting(bench, 'size=64m')}")
-            warned = Expected(4, reads=(r"WARNING " + not_written(6, FULL),))
-            bench.command(warned, options, "checkpoint.max_failed_saves=1", patch=makes_room)
-            bench.require(bench.whole() == [2, 4, 8], f"whole: {bench.whole()}")
-
-    who = f", {ranks} ranks" if ranks > 1 else ""
+    """Return the faults of a full disk."""
+    on = f"{mode}, {ranks} ranks" if ranks > 1 else mode
     return [
-        Fault(f"disk full, {mode}{who}, `max_failed_saves=0`; room made, again", stops_at_the_first, ranks),
-        Fault(f"disk full, {mode}{who}, `max_failed_saves=1`; room made, again", stops_at_the_last, ranks),
-        Fault(f"disk full at step 6, room at step 7, {mode}{who}, `max_failed_saves=1`", goes_on, ranks),
+        *(
+            Fault(
+                f"disk full, {on}, `max_failed_saves={allowed}`; room made, again",
+                partial(full_then_room, mode=mode, allowed=allowed),
+                ranks,
+            )
+            for allowed in (0, 1)
+        ),
+        Fault(
+            f"disk full at step 6, room at step 7, {on}, `max_failed_saves=1`",
+            partial(full_for_a_step, mode=mode),
+            ranks,
+        ),
     ]
 
 
 def read_only_from_the_start(bench: Bench) -> None:
-    """The first save would fail; so would looking for a writable folder hours later."""
+    """Refuse the folder at the start; otherwise the first save would fail hours later."""
     bench.keep(2, 4)
     with small_disk(bench):
         remount(bench, "ro")
@@ -589,25 +174,18 @@ def read_only_from_the_start(bench: Bench) -> None:
 
 
 def read_only_in_the_middle(bench: Bench) -> None:
-    """The file system goes away under the run, and comes back for the next command."""
+    """Make the file system read-only during the run, and writable for the next command."""
     bench.keep(2, 4)
     with small_disk(bench):
         reads = (r"WARNING " + not_written(6, READ_ONLY), not_written(8, READ_ONLY))
-        # Over itself: where files are open for writing, as the lock is, nothing is made read-only.
+        # A file system with open files, such as the lock, cannot be made read-only. A bind mount can.
         place = str(bench.checkpoints)
         mounts = [["mount", "--bind", place, place], ["mount", "-o", "remount,bind,ro", place]]
-        locks = before_step(5, f"import subprocess; [subprocess.run(m, check=True) for m in {mounts}]")
-        bench.command(Expected(4, EXIT_MACHINE, reads), patch=locks)
+        bench.command(Expected(4, EXIT_MACHINE, reads), patch=before_step(5, *mounts))
         subprocess.run(["umount", place], check=True)
         remount(bench, "rw,size=64m")
-        bench.require(bench.whole() == [2, 4], f"whole: {bench.whole()}")
+        bench.require(bench.complete() == [2, 4], f"complete: {bench.complete()}")
         bench.command(Expected(4))
-
-
-def folder_that_cannot_be(bench: Bench) -> None:
-    """A place where nobody can write, whoever they are."""
-    reads = (r"^error: checkpoint\.folder=/proc/.*cannot be written.*would work",)
-    bench.command(Expected(None, EXIT_USER, reads), "checkpoint.folder=/proc/harness-checkpoints")
 
 
 DISK = [
@@ -635,29 +213,29 @@ LocalFileSystem.rm = rm
 
 
 def killed_in_purge(bench: Bench) -> None:
-    """Half of the oldest checkpoint is gone; that is no reason to lose anything."""
+    """Kill the run when half of the oldest checkpoint is removed."""
     bench.keep(2, 4)
     killed = -signal.SIGKILL if bench.ranks == 1 else EXIT_MACHINE
     reads = () if bench.ranks == 1 else (r"rank 0 ended with signal 9",)
-    expected = Expected(4, killed, (*reads,))
-    bench.command(expected, "checkpoint.keep_latest_k=2", patch=DIES_IN_PURGE)
-    bench.require(bench.whole() == [4, 6] and 2 in bench.steps(), f"{bench.steps()}, whole {bench.whole()}")
+    bench.command(Expected(4, killed, reads), "checkpoint.keep_latest_k=2", patch=DIES_IN_PURGE)
+    left = f"{bench.steps()}, complete {bench.complete()}"
+    bench.require(bench.complete() == [4, 6] and 2 in bench.steps(), left)
     shutil.rmtree(bench.folder / "patch")
     bench.command(Expected(6), "checkpoint.keep_latest_k=2")
-    bench.require(bench.steps() == bench.whole() == [6, 8], f"left: {bench.steps()}")
+    bench.require(bench.steps() == bench.complete() == [6, 8], f"left: {bench.steps()}")
 
 
 def read_while_purged(bench: Bench) -> None:
-    """Somebody loads the oldest one while its turn to go comes; it goes when they are done."""
+    """Read the oldest checkpoint while it is due to be removed; the next command removes it."""
     bench.keep(2, 4)
-    before = contents(bench, 2)
+    before = bench.contents(2)
     with reading(str(bench.step(2))):
         bench.command(Expected(4), "checkpoint.keep_latest_k=2")
-        bench.require(bench.whole() == [2, 6, 8], f"whole while it is read: {bench.whole()}")
-        bench.require(contents(bench, 2) == before, "it was changed while it was read")
+        bench.require(bench.complete() == [2, 6, 8], f"complete while it is read: {bench.complete()}")
+        bench.require(bench.contents(2) == before, "it was changed while it was read")
     shutil.rmtree(bench.step(8))
     bench.command(Expected(6), "checkpoint.keep_latest_k=2")
-    bench.require(bench.steps() == [6, 8], f"left when nobody reads it: {bench.steps()}")
+    bench.require(bench.steps() == [6, 8], f"left when it is no longer read: {bench.steps()}")
 
 
 PURGE = [
@@ -669,76 +247,10 @@ PURGE = [
         needs_processes=False,
     ),
 ]
-NOWHERE = [Fault("`checkpoint.folder=/proc/...`", folder_that_cannot_be, needs_processes=False)]
-
-
-@dataclass
-class Row:
-    """What became of one fault."""
-
-    name: str
-    bench: Bench
-    seconds: float
-
-    def cells(self) -> str:
-        """Its line of the table."""
-        read = "<br>".join(f"`{line.replace('|', chr(92) + '|')}`" for line in self.bench.lines) or "-"
-        bench = self.bench
-        cells = (self.name, read, ", ".join(bench.resumed), ", ".join(bench.codes), bench.equal)
-        return "| " + " | ".join(cells) + " |"
-
-
-class Faults:
-    """Prepares the finished runs and lets faults happen to copies of them.
-
-    Args:
-        folder: where all that lies.
-        run: what runs the command.
-    """
-
-    def __init__(self, folder: Path, run: Runner = run_processes) -> None:
-        self.folder, self.run = folder, run
-        self._finished: dict[int, list[tuple[Any, ...]]] = {}
-
-    def happen(self, fault: Fault) -> Row:
-        """Lets one fault happen.
-
-        Raises:
-            RuntimeError: the undisturbed run fails.
-        """
-        bench = self._copy(fault)
-        started = time.monotonic()
-        try:
-            fault.happen(bench)
-        except Exception as error:
-            bench.problems.append(f"{type(error).__name__}: {error}")
-        if not bench.problems:
-            shutil.rmtree(bench.folder)
-        return Row(fault.name, bench, time.monotonic() - started)
-
-    def prepare(self, ranks: int) -> None:
-        """Runs the undisturbed run on some ranks, once.
-
-        Raises:
-            RuntimeError: it fails.
-        """
-        if ranks not in self._finished:
-            finished = self.folder / f"finished-{ranks}"
-            ended = self.run(finished, [*COMMAND, *RANKS[ranks]])
-            if ended.code != EXIT_OK:
-                raise RuntimeError(f"the undisturbed run on {ranks} ranks failed: {ended.said}")
-            self._finished[ranks] = compared(Files(finished).rows())
-
-    def _copy(self, fault: Fault) -> Bench:
-        self.prepare(fault.ranks)
-        finished = self.folder / f"finished-{fault.ranks}"
-        folder = self.folder / re.sub(r"\W+", "-", fault.name).strip("-")
-        shutil.copytree(finished, folder)
-        return Bench(folder.resolve(), fault.ranks, self.run, self._finished[fault.ranks])
 
 
 def document(rows: list[Row], left_out: list[str]) -> str:
-    """The table with what has to be known to read it."""
+    """Return the table and its explanation."""
     failed = [row for row in rows if row.bench.problems]
     notes = [f"* {row.name}: {row.bench.problems[0]}\n" for row in failed]
     missing = f"\nLeft out, because nothing can be mounted here: {'; '.join(left_out)}.\n" if left_out else ""
@@ -746,24 +258,24 @@ def document(rows: list[Row], left_out: list[str]) -> str:
     return f"""# Injected faults
 
 `python experiments/checkpoint/faults.py`. A run of {STEPS} steps with a checkpoint every {INTERVAL}, all
-kept, is finished; the fault is done to a copy (to `step-{STEPS}`, the newest, where nothing else is said;
-faults of the disk and of removing: to one that has come to step 4), and the same command is run again.
-"; again" means that it is run once more afterwards: then both resumed steps and both exit codes are given.
-Exit codes: 0 done, 2 a mistake to be settled by a person, 3 the machine, -9 killed. "Losses equal": every row
-of `metrics.jsonl`, bit by bit. Disks are small tmpfs.
+kept, is finished. Each fault is injected into a copy of it, and the same command is run again. Faults of
+files are in `step-{STEPS}`, the newest checkpoint, unless the name of the fault names another; for faults of
+the disk and of removing, the copy ends at step 4. "; again" means that the command is run once more
+afterwards, and both results are shown. Exit codes: 0 completed, 2 a mistake for the user to correct, 3 the
+machine, -9 killed. "Losses equal": every row of `metrics.jsonl` is bitwise equal. Disks are small tmpfs.
 
 | fault | what the user reads | resumed from step | exit code | losses equal |
 |---|---|---|---|---|
 {lines}
-{missing}""" + "".join(["\n## What is not as it has to be\n\n", *notes] if notes else [])
+{missing}""" + "".join(["\n## Unexpected results\n\n", *notes] if notes else [])
 
 
 def happen(chosen: list[Fault], faults: Faults, at_once: int) -> list[Row]:
-    """Lets faults happen, some side by side, and says how each went."""
+    """Inject faults, some at the same time, and print each result."""
 
     def one(fault: Fault) -> Row:
         row = faults.happen(fault)
-        verdict = "; ".join(row.bench.problems) or "as it has to be"
+        verdict = "; ".join(row.bench.problems) or "as expected"
         print(f"{row.seconds:5.1f} s  {fault.name}: {verdict}", flush=True)
         return row
 
@@ -778,12 +290,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="a regular expression: faults by name")
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "runs" / "faults", help="where runs lie meanwhile"
-    )
+    parser.add_argument("--only", default="", help="a regular expression: names of faults")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="folder of the runs")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("FAULTS.md"))
-    parser.add_argument("--at-once", type=int, default=2, help="faults side by side")
+    parser.add_argument("--at-once", type=int, default=2, help="faults at the same time")
     arguments = parser.parse_args()
     shutil.rmtree(arguments.folder, ignore_errors=True)
     mounts = can_mount()

@@ -1,221 +1,47 @@
-"""Kills training runs with SIGKILL at random moments, resumes them, and compares them with one left alone.
+"""Kill training runs with SIGKILL at random moments, resume them, and compare them with uninterrupted runs.
 
     python experiments/checkpoint/soak.py --runs 40 --seed 0
 
-Runs of four ranks, as a user starts them, on several layouts, with checkpoints written while training waits
-and in the background. Each is killed one to three times: at a moment drawn from its whole life, or as soon as
-a checkpoint is seen half-written or half-removed; what is killed is the controller, one rank, or every
-process. Then the same command is run again until it has come to its end. A run that differs in anything from
-the uninterrupted one (losses and norms compared bit by bit) makes the exit code 1, and its folder is kept.
+Runs have four ranks and several layouts, and write checkpoints at once or in the background. Each is killed
+one to three times: at a random moment, or as soon as a checkpoint is seen half-written or half-removed. The
+victim is the controller, one rank, or every process. Then the same command is run to its end. If a run
+differs from the uninterrupted one (losses and norms are compared bitwise), the exit code is 1 and its folder
+is kept.
 
-Writes a Markdown table. What is drawn depends on the seed alone; what a kill hits depends on the machine too.
+Writes a Markdown table. Random choices depend on the seed only; what a kill hits depends on the machine too.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import platform
 import random
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.catalog import MANIFEST, CheckpointFolder
-from harness.errors import EXIT_OK
-from harness.metrics.jsonl import Row, read_metrics
+from attempts import COMPARED, LAYOUTS, MODES, ROOT, TINY, Attempt, Files, compared, run_processes
 
-ROOT = Path(__file__).resolve().parents[2]
+from harness.errors import EXIT_OK
+
 STEPS, INTERVAL, KEEP = 18, 3, 2
-TINY = [
-    *("model=llama3_tiny", "model.n_layers=2", "data=synthetic", "tokenizer=bytes", "training.seq_len=32"),
-    *("training.global_batch_size=4", "schedule.warmup_steps=2", "cluster.device=cpu"),
-    *("metrics.console=plain", "metrics.log_interval=1"),
-]
 OFTEN = [
     f"training.steps={STEPS}",
     f"checkpoint.interval={INTERVAL}",
     f"checkpoint.keep_latest_k={KEEP}",
 ]
-LAYOUTS = {
-    "fsdp 4": ["parallelism=fsdp", "parallelism.dp_shard=4"],
-    "fsdp 2 x tp 2": ["parallelism=fsdp_tp"],
-    "tp 2 x pp 2": ["parallelism=tp_pp"],
-    "hsdp 2 x 2": ["parallelism=hsdp"],
-}
-MODES = {"sync": "checkpoint.async_mode=disabled", "async": "checkpoint.async_mode=async"}
-# Intervals that a kill may cost. In the background the checkpoint of one interval may still be in flight when
-# that of the next is due.
+# Intervals that a kill may cost. In the background, one checkpoint can be in flight when the next is due.
 ALLOWED = {"sync": 1, "async": 2}
-# What has to be the same in every row, to the last bit.
-COMPARED = ("step", "loss", "loss_max", "grad_norm", "lr", "tokens", "valid_tokens", "skipped_steps")
 PHASES = ("startup", "training", "saving", "purging")
 VICTIMS = ("controller", "rank", "all")
-# For the slowest machine with the most on it: nothing is decided by it but that something is stuck.
-PATIENCE = 900.0
-
-
-class Attempt:
-    """One process of ``python -m harness.train`` with its ranks, in a session of its own.
-
-    Args:
-        folder: where it runs and writes; the same for all attempts of a run.
-        overrides: what is typed.
-        patch: source that every Python process of it runs when it starts.
-    """
-
-    def __init__(self, folder: Path, overrides: Iterable[str], patch: str = "") -> None:
-        self.folder = folder.resolve()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        number = len(list(self.folder.glob("output-*.txt")))
-        self.output = self.folder / f"output-{number}.txt"
-        self.started = time.time()
-        with self.output.open("w") as stream:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "harness.train", *overrides],
-                cwd=self.folder,
-                env=environment(self.folder, patch),
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def said(self) -> str:
-        """Everything it has printed."""
-        return self.output.read_text(errors="replace")
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the controller is there."""
-        return self.process.poll() is None
-
-    def processes(self) -> list[int]:
-        """All its processes, controller and ranks; those of one run alone have this working directory."""
-        found = []
-        for entry in os.listdir("/proc"):
-            # A zombie has no working directory.
-            with contextlib.suppress(OSError):
-                if entry.isdigit() and os.readlink(f"/proc/{entry}/cwd") == str(self.folder):
-                    found.append(int(entry))
-        return found
-
-    def ranks(self) -> list[int]:
-        """The ranks that the controller has started."""
-        return [pid for pid in self.processes() if b"harness.rank" in _command(pid)]
-
-    def kill(self, victim: str, draw: random.Random) -> str:
-        """Kills the controller, one rank, or all.
-
-        Returns:
-            which it was: the controller, where there were no ranks yet.
-        """
-        ranks = self.ranks() if victim == "rank" else []
-        victim = "controller" if victim == "rank" and not ranks else victim
-        pids = {"controller": [self.process.pid], "rank": [draw.choice(ranks)] if ranks else []}
-        for pid in pids[victim] if victim in pids else self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return victim
-
-    def end(self) -> int:
-        """Waits until nothing of it is left; returns the exit code of the controller.
-
-        Raises:
-            TimeoutError: something stays.
-        """
-        deadline = time.monotonic() + PATIENCE
-        while self.is_running or self.processes():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(self.processes())} processes are left after {PATIENCE:.0f} s")
-            time.sleep(0.02)
-        return self.process.returncode
-
-    def clear(self) -> None:
-        """Leaves no process behind, whatever has happened."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def environment(folder: Path, patch: str = "") -> dict[str, str]:
-    """Variables of an attempt: nothing of a surrounding launch, and the patch where Python looks for it."""
-    hidden = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONPATH")
-    paths = [str(ROOT)]
-    if patch:
-        place = folder / "patch"
-        place.mkdir(exist_ok=True)
-        (place / "sitecustomize.py").write_text(patch)
-        paths.insert(0, str(place))
-    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
-    return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-@dataclass
-class Files:
-    """What the attempts of one run have written; empty until there is a run folder."""
-
-    folder: Path
-    _run_dir: Path | None = None
-
-    @property
-    def run_dir(self) -> Path | None:
-        """The only run folder below."""
-        if self._run_dir is None:
-            self._run_dir = next((p.parent for p in self.folder.glob("runs/*/*/job.json")), None)
-        return self._run_dir
-
-    def rows(self) -> list[Row]:
-        """What was measured so far."""
-        try:
-            return [] if self.run_dir is None else read_metrics(self.run_dir / "metrics.jsonl")
-        except FileNotFoundError:
-            return []
-
-    @property
-    def checkpoints(self) -> CheckpointFolder:
-        """Its checkpoints."""
-        return CheckpointFolder(str((self.run_dir or self.folder) / "checkpoints"))
-
-    def newest(self) -> int:
-        """Step of the newest complete checkpoint, 0 if there is none."""
-        return next((each.step for each in self.checkpoints.complete()[0]), 0)
-
-    def unfinished(self, since: float = 0.0) -> tuple[list[int], list[int]]:
-        """Checkpoints without a manifest that were touched since a time: half-written, and half-removed.
-
-        Looked at many times a second, so without the catalog, which reads what it finds.
-        """
-        if self.run_dir is None:
-            return [], []
-        whole, half = [0], []
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(self.run_dir / "checkpoints"):
-                if entry.name.startswith("step-"):
-                    step = int(entry.name[5:])
-                    if os.path.exists(f"{entry.path}/{MANIFEST}"):
-                        whole.append(step)
-                    elif os.stat(entry.path).st_mtime >= since:
-                        half.append(step)
-        return sorted(s for s in half if s > max(whole)), sorted(s for s in half if s < max(whole))
 
 
 @dataclass(frozen=True)
@@ -224,9 +50,9 @@ class Kill:
 
     Attributes:
         kind: ``moment``; ``saving``, ``purging``: when a checkpoint is seen half-written, half-removed.
-        fraction: the moment, in lives of an uninterrupted run.
-        ordinal: at which checkpoint that is seen so.
-        delay: seconds to wait then.
+        fraction: the moment, as a fraction of the duration of an uninterrupted run.
+        ordinal: number of the half-written or half-removed checkpoint.
+        delay: seconds from then to the kill.
         victim: controller, rank, or all.
     """
 
@@ -238,7 +64,7 @@ class Kill:
 
 
 def draw_kills(draw: random.Random) -> list[Kill]:
-    """One to three kills."""
+    """Return one to three random kills."""
     number = draw.choices([1, 2, 3], [0.7, 0.2, 0.1])[0]
     return [
         Kill(
@@ -254,7 +80,7 @@ def draw_kills(draw: random.Random) -> list[Kill]:
 
 @dataclass
 class Reference:
-    """The uninterrupted run: what has to come out, and how long it takes."""
+    """The compared rows and the duration of an uninterrupted run."""
 
     rows: list[tuple[Any, ...]]
     seconds: float
@@ -262,15 +88,15 @@ class Reference:
 
 @dataclass
 class Report:
-    """What became of one run.
+    """Result of one run.
 
     Attributes:
         kills: the phase and the victim of each.
-        half_written: checkpoints that kills left half-written, newer than the newest complete one.
-        half_removed: those that they left half-removed.
-        named: half-written ones that the next attempt named when it resumed.
-        lost: steps that had to be done again, by kill.
-        problems: what is not as it has to be.
+        half_written: checkpoints left half-written, newer than the newest complete one.
+        half_removed: checkpoints left half-removed.
+        named: half-written checkpoints that the next attempt named when it resumed.
+        lost: repeated steps, by kill.
+        problems: differences from the expected result.
     """
 
     layout: str
@@ -284,7 +110,7 @@ class Report:
     seconds: float = 0.0
 
     def line(self, number: int) -> str:
-        """The run in a line."""
+        """Return one line of text."""
         kills = ", ".join(f"{victim} in {phase}" for phase, victim in self.kills)
         verdict = "; ".join(self.problems) or "equal"
         lost = "+".join(map(str, self.lost))
@@ -293,7 +119,7 @@ class Report:
 
 
 class Soak:
-    """One run: killed as planned, resumed to its end, compared.
+    """One run: killed, resumed to its end, compared.
 
     Args:
         folder: an empty folder for it.
@@ -310,7 +136,7 @@ class Soak:
         self._owed: set[int] = set()
 
     def run(self, kills: list[Kill], draw: random.Random) -> Report:
-        """Goes through it all."""
+        """Kill, resume and compare."""
         started = time.monotonic()
         try:
             for kill in kills:
@@ -324,7 +150,7 @@ class Soak:
         return self.report
 
     def _attempt_until(self, kill: Kill, draw: random.Random) -> bool:
-        """One attempt that is killed; False if it came to its end before."""
+        """Kill one attempt; return False if it ended before."""
         files = Files(self.folder)
         attempt = Attempt(self.folder, self.overrides)
         try:
@@ -332,21 +158,21 @@ class Soak:
                 self._require(attempt.end() == EXIT_OK, f"ended by itself: {_tail(attempt.said)}")
                 if self.report.kills or self.report.problems:
                     return False
-                # No run counts that was not killed: from the start, and earlier.
+                # Every run must be killed: start over, and kill earlier.
                 shutil.rmtree(self.folder)
                 sooner = Kill("moment", kill.fraction / 2, 1, 0.0, kill.victim)
                 return self._attempt_until(sooner, draw)
             phase = phase_of(attempt, files)
             self.report.kills.append((phase, attempt.kill(kill.victim, draw)))
             attempt.end()
-            self._check_names(attempt, files)
-            self._look_at_what_is_left(files, attempt.started)
+            self._check_names(attempt.said, attempt.started, files)
+            self._check_loss(files, attempt.started)
             return not self.report.problems
         finally:
             attempt.clear()
 
-    def _look_at_what_is_left(self, files: Files, since: float) -> None:
-        """After a kill: nothing is lost but the steps since the last checkpoint."""
+    def _check_loss(self, files: Files, since: float) -> None:
+        """Require that a kill costs only the steps since the last checkpoint."""
         half_written, _ = files.unfinished()
         self.report.half_written += len(set(half_written) - self._owed)
         self.report.half_removed += len(files.unfinished(since)[1])
@@ -356,10 +182,9 @@ class Soak:
         within = 0 <= last - newest <= self.allowed
         self._require(within, f"newest complete checkpoint {newest} after step {last} was done")
 
-    def _check_names(self, attempt: Attempt, files: Files) -> None:
-        """An attempt that came to loading has to name the half-written checkpoints that it passed over."""
-        said = attempt.said
-        if "resumed from" not in said and not any(row["time"] > attempt.started for row in files.rows()):
+    def _check_names(self, said: str, started: float, files: Files) -> None:
+        """Require that an attempt that loaded a checkpoint named the half-written ones."""
+        if "resumed from" not in said and not any(row["time"] > started for row in files.rows()):
             return
         for step in self._owed:
             named = f"step-{step} cannot be used: it was not finished" in said
@@ -368,14 +193,11 @@ class Soak:
         self._owed.clear()
 
     def _finish(self) -> None:
-        """The last attempt, and what has to be there after it."""
-        attempt, files = Attempt(self.folder, self.overrides), Files(self.folder)
-        try:
-            code = attempt.end()
-        finally:
-            attempt.clear()
-        self._require(code == EXIT_OK, f"exit code {code}: {_tail(attempt.said)}")
-        self._check_names(attempt, files)
+        """Run the last attempt to its end, and check its files."""
+        started, files = time.time(), Files(self.folder)
+        ended = run_processes(self.folder, self.overrides)
+        self._require(ended.code == EXIT_OK, f"exit code {ended.code}: {_tail(ended.said)}")
+        self._check_names(ended.said, started, files)
         rows = compared(files.rows())
         self._require(rows == self.reference.rows, _difference(rows, self.reference.rows))
         half_written, half_removed = files.unfinished()
@@ -388,7 +210,7 @@ class Soak:
 
 
 def wait_for(attempt: Attempt, files: Files, kill: Kill, life: float) -> bool:
-    """Waits for the moment of a kill; False if the attempt ends before."""
+    """Wait for the moment of a kill; return False if the attempt ends before."""
     deadline = attempt.started + kill.fraction * life
     seen: set[int] = set()
     while attempt.is_running:
@@ -406,7 +228,7 @@ def wait_for(attempt: Attempt, files: Files, kill: Kill, life: float) -> bool:
 
 
 def phase_of(attempt: Attempt, files: Files) -> str:
-    """What an attempt is at right now, seen from outside."""
+    """Return the current phase of an attempt, as seen from outside."""
     half_written, half_removed = files.unfinished(attempt.started)
     if half_written or half_removed:
         return "saving" if half_written else "purging"
@@ -415,13 +237,8 @@ def phase_of(attempt: Attempt, files: Files) -> str:
 
 
 def overrides_of(layout: str, mode: str) -> list[str]:
-    """The command of a run."""
+    """Return the overrides of a run."""
     return [*TINY, *OFTEN, *LAYOUTS[layout], MODES[mode]]
-
-
-def compared(rows: list[Row]) -> list[tuple[Any, ...]]:
-    """What of each row has to be the same."""
-    return [tuple(row[name] for name in COMPARED) for row in rows]
 
 
 def _difference(rows: list[tuple[Any, ...]], wanted: list[tuple[Any, ...]]) -> str:
@@ -435,32 +252,28 @@ def _tail(said: str) -> str:
 
 
 def make_reference(folder: Path, layout: str, mode: str) -> Reference:
-    """Runs a command to its end, undisturbed.
+    """Run a command to its end.
 
     Raises:
-        RuntimeError: it does not get there.
+        RuntimeError: the run fails.
     """
     started = time.monotonic()
-    attempt = Attempt(folder, overrides_of(layout, mode))
-    try:
-        code = attempt.end()
-    finally:
-        attempt.clear()
+    ended = run_processes(folder, overrides_of(layout, mode))
     rows = compared(Files(folder).rows())
-    if code != EXIT_OK or [row[0] for row in rows] != list(range(1, STEPS + 1)):
-        raise RuntimeError(f"the uninterrupted run of {layout}, {mode} failed: {attempt.said}")
+    if ended.code != EXIT_OK or [row[0] for row in rows] != list(range(1, STEPS + 1)):
+        raise RuntimeError(f"the uninterrupted run of {layout}, {mode} failed: {ended.said}")
     return Reference(rows, time.monotonic() - started)
 
 
 def soak(folder: Path, runs: int, seed: int, at_once: int, say: Callable[[str], None]) -> list[Report]:
-    """Makes the references, then the runs.
+    """Run the references, then the killed runs.
 
     Args:
-        folder: where they run; what was equal is removed.
-        runs: how many; layouts and modes take turns.
-        seed: of what is drawn.
-        at_once: runs that go on side by side.
-        say: takes a line per run.
+        folder: where they run; folders of equal runs are removed.
+        runs: number of killed runs; layouts and modes take turns.
+        seed: seed of the random choices.
+        at_once: number of runs at the same time.
+        say: called with a line for each run.
     """
     kinds = [(layout, mode) for mode in MODES for layout in LAYOUTS]
     used = kinds[:runs]
@@ -481,14 +294,14 @@ def soak(folder: Path, runs: int, seed: int, at_once: int, say: Callable[[str], 
 
         reports = list(workers.map(one, range(runs)))
     for number, (layout, mode) in enumerate(used):
-        # How checkpoints are written must not show in the numbers.
+        # The way that checkpoints are written must not change numbers.
         if references[layout, mode].rows != references[layout, "sync"].rows:
             reports[number].problems.append("the reference differs from that of sync")
     return reports
 
 
 def table(reports: list[Report]) -> str:
-    """Counts by layout and mode, Markdown."""
+    """Return counts by layout and mode, as Markdown."""
     lines = [
         "| layout | checkpoints | runs | kills | at startup | in training | inside saving | inside purging "
         "| half-written left, named at resume | half-removed left | steps lost: most, mean "
@@ -517,7 +330,7 @@ def _table_row(layout: str, mode: str, own: list[Report]) -> str:
 
 
 def document(reports: list[Report], seed: int, at_once: int, seconds: float) -> str:
-    """The table with what has to be known to read it."""
+    """Return the table and its explanation."""
     victims = [victim for each in reports for _, victim in each.kills]
     killed = ", ".join(f"{victims.count(name)} x {name}" for name in VICTIMS)
     problems = [
@@ -536,9 +349,8 @@ command was run to the end.
 A kill may cost the steps since the newest complete checkpoint: at most one interval ({INTERVAL} steps) with
 sync; two ({2 * INTERVAL}) with async, where the checkpoint of one interval can still be in flight when that
 of the next is due. "All losses equal" means: every row of `metrics.jsonl` ({columns})
-is there once and is, bit by bit, that of the uninterrupted run; and nothing half-written or half-removed is
-left in the end. A half-written checkpoint is "named" when the attempt that goes on says that it passed it
-over.
+occurs once and is bitwise equal to that of the uninterrupted run, and nothing half-written or half-removed is
+left at the end. A half-written checkpoint is "named" when the next attempt reports that it was skipped.
 
 {table(reports)}
 """ + "".join(["\n## What went wrong\n\n", *problems] if problems else [])
@@ -551,10 +363,8 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "runs" / "soak", help="where runs lie meanwhile"
-    )
+    parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "soak", help="folder of the runs")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("SOAK.md"))
     arguments = parser.parse_args()
     shutil.rmtree(arguments.folder, ignore_errors=True)

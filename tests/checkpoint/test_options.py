@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from harness.checkpoint import save
 from harness.checkpoint.catalog import CheckpointFolder, reading
 from harness.checkpoint.storage import Writer
-from harness.compose import compose_job
-from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
+from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER, UserError
 from harness.metrics.jsonl import read_metrics
 from harness.run.folder import RunFolder
 
@@ -35,10 +33,6 @@ def steps_of(folder: RunFolder) -> list[int]:
 
 def losses_of(folder: RunFolder) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(folder.path / "metrics.jsonl") if "loss" in row}
-
-
-def result_of(folder: RunFolder) -> dict[str, Any]:
-    return json.loads((folder.path / "result.json").read_text())
 
 
 def error_of(folder: RunFolder) -> str:
@@ -58,7 +52,7 @@ def forget_the_end(folder: RunFolder, *steps: int) -> None:
 def test_when_checkpoints_are_written(tmp_path: Path) -> None:
     _, folder = start(tmp_path, "checkpoint.interval=3", "checkpoint.enable_first_step_checkpoint=true")
     assert steps_of(folder) == [1, 3, 6, 8]
-    assert result_of(folder)["checkpoint.saves"] == 4
+    assert folder.row["checkpoint.saves"] == 4
 
 
 def test_nothing_is_written_when_disabled_or_only_loading(tmp_path: Path) -> None:
@@ -104,14 +98,14 @@ def test_load_step_goes_back_and_keeps_what_came_later(tmp_path: Path) -> None:
     whole = losses_of(folder)
     code, folder = start(tmp_path, *options, "checkpoint.load_step=4")
     assert code == EXIT_OK
-    assert result_of(folder)["start_step"] == 4
+    assert folder.row["start_step"] == 4
     assert losses_of(folder) == whole
     aside = folder.path / "checkpoints" / "superseded" / "1"
     assert sorted(p.name for p in aside.iterdir()) == ["step-6", "step-8"]
     # The same command then resumes from its own checkpoints, and does not go back a second time.
     forget_the_end(folder, 8)
     _, folder = start(tmp_path, *options, "checkpoint.load_step=4")
-    assert result_of(folder)["start_step"] == 6
+    assert folder.row["start_step"] == 6
     assert losses_of(folder) == whole
 
 
@@ -127,7 +121,7 @@ def test_starting_from_step_0_keeps_the_old_ones(tmp_path: Path) -> None:
     _, folder = start(tmp_path, "checkpoint.interval=4")
     first = losses_of(folder)
     _, folder = start(tmp_path, "checkpoint.interval=4", "checkpoint.resume=false")
-    assert result_of(folder)["start_step"] == 0
+    assert folder.row["start_step"] == 0
     assert losses_of(folder) == first
     assert steps_of(folder) == [4, 8]
     assert len(list((folder.path / "checkpoints" / "superseded" / "1").iterdir())) == 2
@@ -176,10 +170,10 @@ def test_counters_are_left_out_only_for_another_run(tmp_path: Path) -> None:
     step = folder.path / "checkpoints" / "step-4"
     options = (f"checkpoint.initial_load_path={step}", "checkpoint.initial_load_model_only=false", exclude)
     code, other = start(tmp_path / "other", *options)
-    assert code == EXIT_OK and result_of(other)["start_step"] == 0
+    assert code == EXIT_OK and other.row["start_step"] == 0
     # Excluded for this run, whatever the loading options of the one before.
     _, third = start(tmp_path / "third", *options[1:], f"checkpoint.initial_load_path={other.path}")
-    assert result_of(third)["start_step"] == 0
+    assert third.row["start_step"] == 0
 
 
 def test_falling_back_to_the_seed_forgets_the_optimizer(tmp_path: Path) -> None:
@@ -192,7 +186,7 @@ def test_falling_back_to_the_seed_forgets_the_optimizer(tmp_path: Path) -> None:
     content[-20000] ^= 4  # late in the file, when much has been loaded
     data.write_bytes(content)
     code, folder = start(tmp_path)
-    assert code == EXIT_OK and result_of(folder)["start_step"] == 0
+    assert code == EXIT_OK and folder.row["start_step"] == 0
     assert losses_of(folder) == whole
     # The damaged one was moved aside, not removed.
     assert (folder.path / "checkpoints" / "superseded" / "1" / "step-8").is_dir()
@@ -247,7 +241,7 @@ def test_a_failed_copy_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "out_of_memory",
         "no room for the copy",
     )
-    assert (result_of(folder)["exit_code"], result_of(folder)["step"]) == (EXIT_MACHINE, 2)
+    assert (folder.row["exit_code"], folder.row["step"]) == (EXIT_MACHINE, 2)
 
 
 def test_a_changed_job_gets_a_note_on_the_earlier_run(
@@ -259,7 +253,7 @@ def test_a_changed_job_gets_a_note_on_the_earlier_run(
     said = capsys.readouterr().out
     assert "stopped after step 4 with optimizer.lr=0.01 there and 0.02 here" in said
     assert "checkpoint.allow_changed=[optimizer.lr]" in said
-    assert result_of(other)["start_step"] == 0
+    assert other.row["start_step"] == 0
 
 
 def test_a_longer_job_gets_a_note_on_how_to_resume(
@@ -268,12 +262,12 @@ def test_a_longer_job_gets_a_note_on_how_to_resume(
     _, first = start(tmp_path)
     code, longer = start(tmp_path, "training.steps=10", "metrics.console=plain")
     said = capsys.readouterr().out
-    assert code == EXIT_OK and result_of(longer)["start_step"] == 0
+    assert code == EXIT_OK and longer.row["start_step"] == 0
     assert f"{first.path} ended after step 8 with training.steps=8 there and 10 here; to go on" in said
     # The suggested overrides work.
     named = said.split("to go on from it: ")[1].split("\n")[0].split()[:3]
     code, longer = start(tmp_path / "again", "training.steps=10", *named)
-    assert code == EXIT_OK and result_of(longer)["start_step"] == 8
+    assert code == EXIT_OK and longer.row["start_step"] == 8
 
 
 def test_seed_checkpoint(tmp_path: Path) -> None:
@@ -283,7 +277,7 @@ def test_seed_checkpoint(tmp_path: Path) -> None:
     seed = folder.path / "checkpoints" / "step-0"
     # The same job resumes from it, and another job starts from it.
     _, folder = start(tmp_path)
-    assert result_of(folder)["resumed_from"] == str(seed)
+    assert folder.row["resumed_from"] == str(seed)
     assert losses_of(folder) == losses_of(plain)
     _, other = start(tmp_path / "other", "training.seed=1", f"checkpoint.initial_load_path={seed}")
     _, initialized = start(tmp_path / "drawn", "training.seed=1")
@@ -295,16 +289,16 @@ def test_initial_load_of_weights_and_of_everything(tmp_path: Path) -> None:
     whole = losses_of(folder)
     # A run folder means its newest checkpoint.
     _, tuned = start(tmp_path / "a", "training.seed=2", f"checkpoint.initial_load_path={folder.path}")
-    assert result_of(tuned)["start_step"] == 0 and steps_of(tuned) == [8]
+    assert tuned.row["start_step"] == 0 and steps_of(tuned) == [8]
     step = folder.path / "checkpoints" / "step-4"
     options = (f"checkpoint.initial_load_path={step}", "checkpoint.initial_load_model_only=false")
     _, continued = start(tmp_path / "b", *options)
-    assert result_of(continued)["start_step"] == 4
+    assert continued.row["start_step"] == 4
     assert losses_of(continued) == {s: whole[s] for s in range(5, 9)}
     # When started again, it prefers its own checkpoints.
     forget_the_end(continued)
     _, again = start(tmp_path / "b", *options)
-    assert result_of(again)["resumed_from"] == str(again.path / "checkpoints" / "step-8")
+    assert again.row["resumed_from"] == str(again.path / "checkpoints" / "step-8")
 
 
 def test_other_numerics_are_refused_by_name(tmp_path: Path) -> None:
@@ -346,7 +340,7 @@ def test_a_finished_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     options = (f"checkpoint.folder={tmp_path / 'shared'}", "checkpoint.interval=4")
     start(tmp_path, *options, "checkpoint.last_save_model_only=true")
     code, folder = start(tmp_path, *options, "training.steps=12", "checkpoint.allow_changed=[training.steps]")
-    assert code == EXIT_OK and result_of(folder)["start_step"] == 4
+    assert code == EXIT_OK and folder.row["start_step"] == 4
     checkpoints = CheckpointFolder(str(tmp_path / "shared"))
     assert [(each.step, each.holds) for each in checkpoints.complete()[0]] == [
         (12, "full"),
@@ -391,7 +385,7 @@ def test_last_save_model_only_in_another_format(tmp_path: Path) -> None:
     # No steps are left, which is not an error.
     (folder.path / "result.json").unlink()
     code, folder = start(tmp_path, "checkpoint.interval=4", *options)
-    assert code == EXIT_OK and result_of(folder)["step"] == 8
+    assert code == EXIT_OK and folder.row["step"] == 8
 
 
 def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path: Path) -> None:
@@ -401,15 +395,15 @@ def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path: Path
     other = (*options, "training.local_batch_size=4")  # another execution of the same numerics
     # A completed run is a result of its own: no other run resumes from it.
     _, second = start(tmp_path, *other, adopt=True)
-    assert result_of(second)["start_step"] == 0
+    assert second.row["start_step"] == 0
     forget_the_end(first, 8)
     first.set_status("interrupted")
     third = (*options, "training.local_batch_size=2")
     _, alone = start(tmp_path, *third)
-    assert result_of(alone)["start_step"] == 0
+    assert alone.row["start_step"] == 0
     fourth = (*options, "training.local_batch_size=1")
     _, adopted = start(tmp_path, *fourth, adopt=True)
-    assert result_of(adopted)["resumed_from"] == str(first.path / "checkpoints" / "step-4")
+    assert adopted.row["resumed_from"] == str(first.path / "checkpoints" / "step-4")
     assert losses_of(adopted)[8] == pytest.approx(whole[8], rel=1e-5)
 
 
@@ -434,7 +428,7 @@ def test_failed_saves_by_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             code, folder = start(tmp_path / str(number), *options)
         assert code == EXIT_OK
         assert steps_of(folder) == [2, 6, 8]
-        result = result_of(folder)
+        result = folder.row
         assert (result["checkpoint.saves"], result["checkpoint.failed"]) == (3, 1)
         assert losses_of(folder) == whole
         with monkeypatch.context() as patch:
@@ -445,7 +439,7 @@ def test_failed_saves_by_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert "No space left on device" in error_of(folder)
         assert steps_of(folder) == [2]
         code, folder = start(tmp_path / f"{number}-strict", *options)
-        assert code == EXIT_OK and result_of(folder)["start_step"] == 2
+        assert code == EXIT_OK and folder.row["start_step"] == 2
         assert losses_of(folder) == whole
     with monkeypatch.context() as patch:
         patch.setattr(save, "Writer", Full)
@@ -469,7 +463,7 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -
     code, folder = start(tmp_path, f"checkpoint.folder={tmp_path / 'file'}")
     assert code == EXIT_USER
     assert error_of(folder).startswith(f"checkpoint.folder={tmp_path / 'file'}: cannot be written: ")
-    assert result_of(folder)["exit_reason"] == "failed"
+    assert folder.row["exit_reason"] == "failed"
     assert not (folder.path / "metrics.jsonl").exists()
 
 
@@ -484,36 +478,13 @@ def test_fsspec_urls(tmp_path: Path) -> None:
     start(tmp_path, *options, "checkpoint.keep_latest_k=0")
     remote.remove(8)
     _, folder = start(tmp_path, *options)
-    assert result_of(folder)["resumed_from"] == f"{url}/step-4"
+    assert folder.row["resumed_from"] == f"{url}/step-4"
     assert losses_of(folder) == whole
 
 
 def test_unknown_protocol(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nosuch://bucket.*cannot be opened"):
         CheckpointFolder("nosuch://bucket/x")
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("checkpoint.interval=0", "checkpoint.interval=0: must be at least 1; would work: 500"),
-        ("checkpoint.async_mode=later", "checkpoint.async_mode=later: no such choice; would work: disabled"),
-        (
-            "checkpoint=async_pinned",
-            "checkpoint.async_mode=async_with_pinned_mem: pinned memory needs a GPU",
-        ),
-        ("checkpoint.export_dtype=bfloat16", "checkpoint.export_dtype=bfloat16: only a model-only last"),
-        ("checkpoint.last_save_in_hf=true", "checkpoint.last_save_in_hf=true: Hugging Face's format holds"),
-        ("checkpoint.exclude_from_loading=[model]", "checkpoint.exclude_from_loading=model: no such choice"),
-        ("checkpoint.load_step=-2", "checkpoint.load_step=-2: must be at least 0, or -1"),
-        ("checkpoint.keep_latest_k=-1", "checkpoint.keep_latest_k=-1: must be at least 0"),
-        ("checkpoint.initial_load_in_hf=true", "checkpoint.initial_load_path=null: must be given"),
-    ],
-)
-def test_mistakes(tmp_path: Path, typed: str, says: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        compose_job([*SMALL, typed])
-    assert str(raised.value).startswith(says)
 
 
 def test_mistakes_found_when_starting(tmp_path: Path) -> None:

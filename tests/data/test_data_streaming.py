@@ -7,6 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from equal import assert_equal
 
 from harness.data import DataConfig, TokenizerConfig
 from harness.data.loader import IGNORE_INDEX, build_loader, merge_states
@@ -65,10 +66,6 @@ def global_steps(loaders, count):
     return [torch.cat(parts, dim=1) for parts in zip(*batches, strict=True)]
 
 
-def same(left, right):
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 def tokens_of_row(batches, row):
     """Tokens that a row read: the inputs of its samples, concatenated."""
     return torch.cat([batch[0, row] for batch in batches]).tolist()
@@ -79,17 +76,17 @@ def test_documents_are_numbered(data):
     plain = loader(data)
     for _ in range(6):
         batch, expected = numbered.next(), plain.next()
-        assert torch.equal(batch.inputs_BT, expected.inputs_BT)
+        assert_equal(batch.inputs_BT, expected.inputs_BT)
         begins = torch.zeros_like(batch.inputs_BT)
         begins[:, 1:] = (batch.labels_BT[:, :-1] == IGNORE_INDEX).long()
         assert begins.any()
-        assert torch.equal(batch.documents_BT, begins.cumsum(1))
+        assert_equal(batch.documents_BT, begins.cumsum(1))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_layouts_see_the_same_samples(data, ranks):
     one = global_steps([loader(data)], 40)
-    assert same(one, global_steps([loader(data, rows) for rows in split_rows(ranks)], 40))
+    assert_equal(one, global_steps([loader(data, rows) for rows in split_rows(ranks)], 40))
 
 
 def test_rows_read_all_documents_and_share_none(data):
@@ -107,8 +104,8 @@ def test_labels_continue_and_boundaries_are_masked(data):
         inputs = torch.cat([batch[0, row] for batch in one])
         labels = torch.cat([batch[1, row] for batch in one])[:-1]
         boundary = inputs[1:] == BYTES.bos_id
-        assert torch.equal(labels == IGNORE_INDEX, boundary)
-        assert torch.equal(labels[~boundary], inputs[1:][~boundary])
+        assert_equal(labels == IGNORE_INDEX, boundary)
+        assert_equal(labels[~boundary], inputs[1:][~boundary])
         assert boundary.any()
     open_ = DataConfig(**{**vars(data), "mask_document_boundary": False})
     assert all((batch[1] != IGNORE_INDEX).all() for batch in global_steps([loader(open_)], 10))
@@ -125,7 +122,7 @@ def test_resume_anywhere_on_another_number_of_ranks(data, ranks):
             resumed = [loader(data, rows) for rows in split_rows(ranks)]
             for each in resumed:
                 each.load_state_dict(state)
-            assert same(expected[step : step + 3], global_steps(resumed, 3)), step
+            assert_equal(expected[step : step + 3], global_steps(resumed, 3), f"step {step}")
         global_steps(halves, 1)
 
 
@@ -136,7 +133,7 @@ def test_resuming_repeatedly(data):
         a_loader = loader(data)
         if state is not None:
             a_loader.load_state_dict(state)
-        assert same(expected[position : position + 5], global_steps([a_loader], 5))
+        assert_equal(expected[position : position + 5], global_steps([a_loader], 5))
         state, position = a_loader.state_dict(), position + 5
 
 
@@ -154,7 +151,7 @@ def test_validation_and_reset(data):
     first = global_steps([validation], 5)
     assert "validation" in BYTES.decode(tokens_of_row(first, 0))
     validation.reset()
-    assert same(first, global_steps([validation], 5))
+    assert_equal(first, global_steps([validation], 5))
     data = dataclasses.replace(data, validation_split=None)
     with pytest.raises(ConfigError, match=r"data\.validation_split"):
         loader(data, split="validation")
@@ -194,7 +191,7 @@ def test_not_streamed_is_tokenized_once(monkeypatch):
     write_jsonl("a.jsonl", [text_of(i) for i in range(100)], field="body")
     data = of_files("a.jsonl", text_field="body", validation_fraction=0.2)
     one = global_steps([loader(data)], 20)
-    assert same(one, global_steps([loader(data, rows) for rows in split_rows(2)], 20))
+    assert_equal(one, global_steps([loader(data, rows) for rows in split_rows(2)], 20))
     assert len(list(Path("cache").iterdir())) == 1
     loader(data, split="validation").next()
     assert len(list(Path("cache").iterdir())) == 1

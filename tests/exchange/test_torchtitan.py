@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from equal import assert_equal
 from families_table import LLAMAS, close
 from held import Held
 from test_meta import CONFIGS, meta_logits, meta_weights
@@ -46,7 +47,7 @@ def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
         wrong = meta_logits(ours, tokens, config)
         assert (model(tokens) - wrong).abs().max() > 0.1 * wrong.abs().max()
     again = DistributedSource(str(tmp_path), {}, config)
-    assert all(torch.equal(again.read(each), tensor) for each, tensor in ours.items())
+    assert_equal({name: again.read(name) for name in ours}, ours)
 
 
 def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
@@ -54,9 +55,9 @@ def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)
     write_plain(source, tmp_path)
-    assert torch.equal(loaded(tmp_path, source)["output.weight"], ours["tok_embeddings.weight"])
+    assert_equal(loaded(tmp_path, source)["output.weight"], ours["tok_embeddings.weight"])
     again = DistributedSource(str(tmp_path), {}, config)
-    assert torch.equal(again.read("tok_embeddings.weight"), ours["tok_embeddings.weight"])
+    assert_equal(again.read("tok_embeddings.weight"), ours["tok_embeddings.weight"])
 
 
 def test_rows_of_qwen3_stay_where_they_are() -> None:
@@ -64,7 +65,7 @@ def test_rows_of_qwen3_stay_where_they_are() -> None:
     config = with_value(config, "attention.qk_norm", "learned")
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)
-    assert all(torch.equal(source.read(name), tensor) for name, tensor in ours.items())
+    assert_equal({name: source.read(name) for name in ours}, ours)
 
 
 def test_arguments_say_that_nothing_is_stretched() -> None:

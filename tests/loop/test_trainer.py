@@ -29,10 +29,6 @@ def rows_of(folder: RunFolder) -> list[dict]:
     return read_metrics(folder.path / "metrics.jsonl")
 
 
-def result_of(folder: RunFolder) -> dict:
-    return json.loads((folder.path / "result.json").read_text())
-
-
 def test_rows_have_their_metrics(tmp_path: Path) -> None:
     code, folder, job = run(tmp_path, "training.steps=8")
     rows = rows_of(folder)
@@ -44,7 +40,7 @@ def test_rows_have_their_metrics(tmp_path: Path) -> None:
     assert rows[7]["tokens_per_second"] > 0
     assert rows[7]["mfu"] is None  # an unknown peak gives no MFU
     assert rows[0]["lr"] == pytest.approx(job.optimizer.lr / 2)
-    result = result_of(folder)
+    result = folder.row
     assert (result["exit_reason"], result["step"], result["tokens"]) == ("completed", 8, 8 * 128)
     assert result["loss"] == rows[-1]["loss"]
     assert result["window.window_steps"] == 5
@@ -133,7 +129,7 @@ def test_non_finite_stops_and_keeps_the_evidence(tmp_path: Path, infinite_at) ->
     assert evidence["loss"] == "inf"
     batch = torch.load(folder.path / "evidence" / "step3-rank0.pt")
     assert batch["inputs"].shape == (4, 32)
-    result = result_of(folder)
+    result = folder.row
     assert (result["exit_code"], result["step"], result["error.kind"]) == (EXIT_NON_FINITE, 2, "non_finite")
     assert [row["step"] for row in rows_of(folder)] == [1, 2]
 
@@ -154,7 +150,7 @@ def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at) -> None:  # type: i
     infinite_at(2, 3, 4)
     code, folder, _ = run(tmp_path, "debug.non_finite=skip", "debug.max_skipped_steps=2")
     assert code == EXIT_NON_FINITE
-    assert result_of(folder)["step"] == 3
+    assert folder.row["step"] == 3
 
 
 @pytest.fixture
@@ -173,7 +169,7 @@ def test_values_that_are_not_logged_are_read_a_step_late(tmp_path: Path, infinit
         "step3-rank0.json",
         "step3-rank0.pt",
     ]
-    result = result_of(folder)
+    result = folder.row
     assert (result["step"], result["error.kind"]) == (2, "non_finite")
     assert "step 3: loss inf" in result["error.message"]
 
@@ -194,7 +190,7 @@ def test_skipping_is_the_same_on_device_and_host(
             *("debug.non_finite=skip", f"metrics.log_interval={interval}"),
             f"optimizer.implementation={implementation}",
         )
-        result = result_of(folder)
+        result = folder.row
         assert (result["step"], result["skipped_steps"]) == (6, 2)
         assert len(list((folder.path / "evidence").glob("*.json"))) == 2
         ends.append(result["loss"])
@@ -212,7 +208,7 @@ def test_a_slow_source_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     shares = {}
     for ahead in (0, 2):
         _, folder, _ = run(tmp_path / str(ahead), f"data.prefetch={ahead}", "training.steps=10")
-        shares[ahead] = result_of(folder)["window.data_share"]
+        shares[ahead] = folder.row["window.data_share"]
     # Four samples per batch, 20 ms, and steps of at least 50 ms.
     assert shares[0] > 0.1
     assert shares[2] < shares[0] / 3

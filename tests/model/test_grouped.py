@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from equal import assert_equal
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,14 +27,14 @@ def test_padding(lengths: list[int], block: int) -> None:
     assert all(size > 0 and size % block == 0 for size in sizes)
     assert all(size >= length for size, length in zip(sizes, lengths, strict=True))
     expert_R = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    assert torch.equal(torch.searchsorted(ends_E, place_R.int(), right=True), expert_R)
+    assert_equal(torch.searchsorted(ends_E, place_R.int(), right=True), expert_R)
     x_RC = torch.randn(rows, 4, requires_grad=True)
     x_PC = pad(x_RC, place_R, places)
-    assert torch.equal(x_PC[place_R], x_RC) and x_PC.count_nonzero() == x_RC.count_nonzero()
+    assert_equal(x_PC[place_R], x_RC) and x_PC.count_nonzero() == x_RC.count_nonzero()
     out_RC = unpad(x_PC * 3, place_R)
-    assert torch.equal(out_RC, x_RC * 3)
+    assert_equal(out_RC, x_RC * 3)
     out_RC.backward(torch.ones_like(out_RC))
-    assert torch.equal(x_RC.grad, torch.full((rows, 4), 3.0))
+    assert_equal(x_RC.grad, torch.full((rows, 4), 3.0))
 
 
 class _Calls(TorchDispatchMode):
@@ -67,11 +68,11 @@ def test_bfloat16_needs_no_padding() -> None:
 def test_gradients_of_empty_groups_are_zeros_whatever_a_kernel_leaves() -> None:
     weight = torch.randn(3, 4, 4, requires_grad=True)
     same = zero_gradients_where_empty(weight, ends_of([2, 0, 1]))
-    assert torch.equal(same, weight)
+    assert_equal(same, weight)
     left = torch.ones(3, 4, 4)
     left[1] = float("nan")
     same.backward(left)
-    assert torch.equal(weight.grad.amax((1, 2)), torch.tensor([1.0, 0.0, 1.0]))
+    assert_equal(weight.grad.amax((1, 2)), torch.tensor([1.0, 0.0, 1.0]))
 
 
 def test_compiled_on_blackwell_it_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from equal import assert_equal
 from torch import Tensor
 
 from harness.model.config import ModelConfig
@@ -54,8 +55,7 @@ WQ = "layers.0.attention.wq.weight"
 def test_a_part_draws_what_the_whole_draws(modules: list[str]) -> None:
     part = values(config(), modules)
     assert part
-    for name, value in part.items():
-        assert torch.equal(value, WHOLE[name]), name
+    assert_equal(part, {name: WHOLE[name] for name in part})
 
 
 def test_order_and_neighbours_do_not_matter() -> None:
@@ -65,9 +65,9 @@ def test_order_and_neighbours_do_not_matter() -> None:
         name: draw(name, tuple(value.shape), init_of(name, config()), 42, CPU)
         for name, value in reversed(WHOLE.items())
     }
-    assert all(torch.equal(backwards[name], WHOLE[name]) for name in WHOLE)
+    assert_equal(backwards, WHOLE)
     deeper = values(config(n_layers=6))
-    assert all(torch.equal(deeper[name], WHOLE[name]) for name in WHOLE)
+    assert_equal({name: deeper[name] for name in WHOLE}, WHOLE)
 
 
 def test_drawing_leaves_the_global_generator_alone() -> None:
@@ -75,7 +75,7 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
     expected = torch.randn(4)
     torch.manual_seed(3)
     draw(WQ, (8, 8), init_of(WQ, config()), 42, CPU)
-    assert torch.equal(torch.randn(4), expected)
+    assert_equal(torch.randn(4), expected)
 
 
 def test_values_are_the_same_on_every_machine() -> None:
@@ -85,7 +85,7 @@ def test_values_are_the_same_on_every_machine() -> None:
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") // 2)
     expected = torch.empty(2, 2)
     torch.nn.init.trunc_normal_(expected, std=0.02, a=-2.0, b=2.0, generator=generator)
-    assert torch.equal(drawn, expected)
+    assert_equal(drawn, expected)
 
 
 def test_every_name_and_every_seed_differs() -> None:
@@ -115,7 +115,7 @@ def expected_std(name: str, dim: int) -> float:
 def test_distribution(name: str) -> None:
     value = WHOLE[name]
     if "norm" in name:
-        assert torch.equal(value, torch.ones(128))
+        assert_equal(value, torch.ones(128))
         return
     n, std = value.numel(), expected_std(name, dim=128)
     # Five standard errors of the mean and of the standard deviation.

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from layouts import require_agreement
-from omegaconf import OmegaConf
+from layouts import EXPERT_MATRIX, layout, reference, require_parity, verdict_of
 from tiers import rest_is_thorough
 
-from harness import parity
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
 from harness.job import Job
@@ -22,14 +18,9 @@ from harness.model.decoder import Decoder
 from harness.model.kernels import KERNELS
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
 from harness.parallelism.stages import split_modules
-from harness.parity import ParityConfig, Trace, compare, compose_layouts, single_process, trace
-from harness.paths import conf_dir
+from harness.parity import Trace, single_process, trace
 
-CONF: Any = OmegaConf.to_container(OmegaConf.load(f"{conf_dir()}/parity.yaml"))
-MATRIX = CONF["parity"]["matrix"] | CONF["parity"]["expert_matrix"]
-EXPERT_MATRIX = list(CONF["parity"]["expert_matrix"])
-STEPS = 2
-TOLERANCES = parity.TOLERANCES["float32"]
+DEEPSEEK = "model=deepseek_v3_debug"
 # DeepSeek V3 has every MoE feature except biases, and runs on all layouts. The others run on layouts that
 # split their special features: heads with sinks and norms, windows, experts with biases.
 OTHERS = {
@@ -40,37 +31,13 @@ OTHERS = {
 }
 
 
-@cache
-def layout(name: str, model: str, *overrides: str) -> Job:
-    config = ParityConfig(matrix=MATRIX, layouts=[name])
-    return compose_layouts(config, [f"model={model}", *overrides])[name][1]
-
-
-_references: dict[tuple[str, int], Trace] = {}
-
-
-def reference(pool: RankPool, job: Job, steps: int) -> Trace:
-    key = (job.numerics_id, steps)
-    if key not in _references:
-        [_references[key]] = pool.run(1, trace, single_process(job).to_json(), steps)
-    return _references[key]
-
-
-def verdict_of(
-    pool: RankPool, job: Job, steps: int, run: Callable[[str, int], Trace] = trace
-) -> parity.Verdict:
-    traces = pool.run(job.world_size, run, job.to_json(), steps)
-    return compare("layout", job.world_size, reference(pool, job, steps), traces, TOLERANCES)
-
-
 CORE = ["ep_accumulate", "tp_experts_plain", "fsdp_tp_ep_experts", "fsdp_cp_ep", "fsdp_ep_pp_zbv"]
 CORE += ["fsdp_ep_recompute_op", "fsdp_ep_compiled"]
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(EXPERT_MATRIX, *CORE))
 def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
-    verdict = verdict_of(pool, layout(name, "deepseek_v3_debug"), STEPS)
-    require_agreement(verdict)
+    require_parity(pool, name, layout(name, DEEPSEEK))
 
 
 TABLE = [(model, name) for model in OTHERS for name in OTHERS[model]]
@@ -80,23 +47,20 @@ ONE_EACH = [(model, names[0]) for model, names in OTHERS.items()]
 @pytest.mark.parametrize("case", rest_is_thorough(TABLE, *ONE_EACH), ids="-".join)
 def test_other_families_agree_too(pool: RankPool, case: tuple[str, str]) -> None:
     model, name = case
-    verdict = verdict_of(pool, layout(name, model), STEPS)
-    require_agreement(verdict)
+    require_parity(pool, name, layout(name, f"model={model}"))
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(["cp", "fsdp_tp_ep", "tp_experts"], "cp"))
 def test_forced_balance_does_not_depend_on_the_split_of_the_sequence(pool: RankPool, name: str) -> None:
     """A rank's part of 60 positions is not a multiple of the 8 experts."""
-    overrides = ["model.moe.force_balance=true", "training.seq_len=60"]
-    verdict = verdict_of(pool, layout(name, "qwen3_moe_debug", *overrides), STEPS)
-    require_agreement(verdict)
+    overrides = ["model=qwen3_moe_debug", "model.moe.force_balance=true", "training.seq_len=60"]
+    require_parity(pool, name, layout(name, *overrides))
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(["ep", "ep4", "fsdp_tp_ep"], "ep"))
 def test_balancing_biases_are_bitwise_equal_after_twenty_steps(pool: RankPool, name: str) -> None:
-    job = layout(name, "deepseek_v3_debug")
-    verdict = verdict_of(pool, job, 20)
-    require_agreement(verdict)
+    job = layout(name, DEEPSEEK)
+    require_parity(pool, name, job, steps=20)
     biases = reference(pool, job, 20).biases
     assert len(biases) == len(job.model.expert_layers)
     # Biases changed, because routing was uneven.
@@ -156,9 +120,9 @@ def test_sabotage_is_detected(
 ) -> None:
     # A weight at which the auxiliary loss is not negligible.
     overrides = [] if model == "gpt_oss_debug" else ["model.moe.aux_loss_coeff=1"]
-    job = layout(name, model, *overrides)
-    require_agreement(verdict_of(pool, job, STEPS))
-    assert not verdict_of(pool, job, STEPS, sabotage).passed
+    job = layout(name, f"model={model}", *overrides)
+    require_parity(pool, name, job)
+    assert not verdict_of(pool, name, job, run=sabotage).passed
 
 
 def loads(job_json: str) -> list[list[int]]:
@@ -186,7 +150,7 @@ COUNTED = ["fsdp_ep_recompute_full", "ep_accumulate", "fsdp_tp_ep_experts", "pp_
 @pytest.mark.parametrize("name", rest_is_thorough(COUNTED, "fsdp_ep_recompute_full", "pp_1f1b"))
 def test_every_token_is_counted_once(pool: RankPool, name: str) -> None:
     """Also with recomputation, ranks that route the same tokens, or a validation before (trap 18)."""
-    job = layout(name, "deepseek_v3_debug")
+    job = layout(name, DEEPSEEK)
     [expected] = pool.run(1, loads, single_process(job).to_json())
     assert {sum(row) for row in expected} == {8 * 64 * job.model.moe.top_k}
     assert pool.run(job.world_size, loads, job.to_json()) == [expected] * job.world_size
@@ -214,7 +178,7 @@ RECOMPUTED = ["fsdp_ep", "fsdp_ep_recompute_full", "fsdp_ep_recompute_op"]
 @pytest.mark.parametrize("name", rest_is_thorough(RECOMPUTED, "fsdp_ep_recompute_full"))
 def test_lengths_are_read_once_per_layer(pool: RankPool, name: str) -> None:
     """Also if the layer is recomputed."""
-    job = layout(name, "deepseek_v3_debug")
+    job = layout(name, DEEPSEEK)
     expected = len(job.model.expert_layers) * job.accumulation_steps
     assert pool.run(job.world_size, count_waits, job.to_json()) == [expected] * job.world_size
 

@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import require_agreement
-from test_expert import layout, verdict_of
+from layouts import layout, require_parity, verdict_of
 from tiers import rest_is_thorough
 from torch import Tensor
 
@@ -158,6 +157,7 @@ def test_labels_at_the_ends_of_sequences_and_documents() -> None:
     assert labels.tolist() == [[11, 12, 13, 14, 15, 16, 17, 18]]
 
 
+DEEPSEEK = ("model=deepseek_v3_debug", "model.mtp.depth=1")
 LAYOUTS = [
     *("fsdp", "fsdp_tp", "fsdp_ep", "cp", "cp_ulysses", "tp_experts", "tp_experts_plain", "tp_ep", "hsdp"),
     *("fsdp_accumulate", "fsdp_ep_recompute_full", "fsdp_ep_compiled", "fsdp_tp_compiled_recompute_full"),
@@ -170,14 +170,11 @@ CORE = ["cp_ulysses"]
 
 @pytest.mark.parametrize("name", rest_is_thorough(LAYOUTS, *CORE))
 def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
-    verdict = verdict_of(pool, layout(name, "deepseek_v3_debug", "model.mtp.depth=1"), 2)
-    require_agreement(verdict)
+    require_parity(pool, name, layout(name, *DEEPSEEK))
 
 
 def test_a_tied_table_on_a_layout(pool: RankPool) -> None:
-    job = layout("fsdp_tp", "deepseek_v3_debug", "model.mtp.depth=1", "model.tied_embeddings=true")
-    verdict = verdict_of(pool, job, 2)
-    require_agreement(verdict)
+    require_parity(pool, "fsdp_tp", layout("fsdp_tp", *DEEPSEEK, "model.tied_embeddings=true"))
 
 
 def with_shift_after_the_split(job_json: str, steps: int) -> Trace:
@@ -209,8 +206,8 @@ def with_shift_after_the_split(job_json: str, steps: int) -> Trace:
 
 
 def test_a_shift_after_the_split_is_detected(pool: RankPool) -> None:
-    job = layout("cp_ulysses", "deepseek_v3_debug", "model.mtp.depth=1")
-    assert not verdict_of(pool, job, 2, with_shift_after_the_split).passed
+    job = layout("cp_ulysses", *DEEPSEEK)
+    assert not verdict_of(pool, "cp_ulysses", job, run=with_shift_after_the_split).passed
 
 
 def losses_of_a_step(job_json: str) -> tuple[float, float | None, float]:

@@ -70,13 +70,11 @@ def test_parameters_freed_between_passes(judge: LayoutComparer, row: str) -> Non
         with pytest.raises(ConfigError, match=r"activation_checkpoint\.mode=selective_op"):
             layout(row)
         return
-    verdict = judge.verdict(row, layout(row))
-    require_agreement(verdict)
+    require_agreement(judge.verdict(row, layout(row)))
 
 
 def test_one_microbatch_in_bfloat16(judge: LayoutComparer) -> None:
-    verdict = judge.verdict("one microbatch", compose(*ONE_MICROBATCH))
-    require_agreement(verdict)
+    require_agreement(judge.verdict("one microbatch", compose(*ONE_MICROBATCH)))
 
 
 def without_gathering(job_json: str, steps: int) -> Trace:

@@ -1,4 +1,4 @@
-"""Functions that the tests in this folder run on ranks of the pool."""
+"""Training and traces of the tests in this folder, on ranks of the pool."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.checkpoint.state import model_state
+from harness.cluster.pool import RankPool
 from harness.data.tokenizer import build_tokenizer
 from harness.job import Job
 from harness.loop.batches import loader_of
@@ -53,6 +54,16 @@ def train(job_json: str, steps: int) -> Outcome:
         if key != "step"
     }
     return Outcome(losses, norms, weights, dtypes, left)
+
+
+_traces: dict[tuple[str, int], Trace] = {}
+
+
+def trace_alone(pool: RankPool, job: Job, steps: int) -> Trace:
+    """Trace a job of one rank once. Its numbers depend on the rows of a pass."""
+    if (job.id, steps) not in _traces:
+        [_traces[job.id, steps]] = pool.run(1, trace, job.to_json(), steps)
+    return _traces[job.id, steps]
 
 
 def trace_with_float8_gathers(job_json: str, steps: int) -> Trace:

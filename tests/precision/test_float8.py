@@ -6,9 +6,10 @@ from functools import cache
 
 import pytest
 import torch
+from equal import assert_equal
 from jobs import tiny
 from layouts import require_agreement
-from precision_runs import Outcome, trace_with_float8_gathers, train
+from precision_runs import Outcome, trace_alone, trace_with_float8_gathers, train
 from rounding import E4M3, E5M2, difference, rounded, rounded_in_blocks
 from tiers import rest_is_thorough
 from torch import nn
@@ -33,15 +34,8 @@ def job_of(*overrides: str) -> Job:
     return tiny(*SMALL, *overrides)
 
 
-_traces: dict[tuple[str, int], Trace] = {}
-
-
 def alone(pool: RankPool, *overrides: str, steps: int = 1) -> Trace:
-    """The trace of one process."""
-    job = job_of(*overrides)
-    if (job.id, steps) not in _traces:
-        [_traces[job.id, steps]] = pool.run(1, trace, job.to_json(), steps)
-    return _traces[job.id, steps]
+    return trace_alone(pool, job_of(*overrides), steps)
 
 
 def precision_of(linear: str, dtype: str = "float32") -> tuple[str, ...]:
@@ -179,9 +173,9 @@ def outcomes(pool: RankPool, *overrides: str) -> list[Outcome]:
 
 
 def assert_same(left: list[Outcome], right: list[Outcome]) -> None:
-    for a, b in zip(left, right, strict=True):
+    for rank, (a, b) in enumerate(zip(left, right, strict=True)):
         assert (a.losses, a.norms) == (b.losses, b.norms)
-        assert all(torch.equal(a.weights[name], weight) for name, weight in b.weights.items())
+        assert_equal(a.weights, b.weights, f"rank {rank}")
 
 
 @pytest.mark.parametrize("layout", rest_is_thorough(["fsdp_tp", "hsdp"], "fsdp_tp"))

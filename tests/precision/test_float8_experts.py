@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 import torch
+from equal import assert_equal
 from layouts import require_agreement
-from precision_runs import train
+from precision_runs import trace_alone, train
 from rounding import E4M3, difference, rounded, rounded_in_blocks
 from tiers import rest_is_thorough
 from torch import Tensor, nn
@@ -47,14 +48,8 @@ def precision_of(linear: str, dtype: str = "bfloat16") -> tuple[str, ...]:
     return (f"precision.linear={linear}", f"precision.param_dtype={dtype}", "precision.emulate=true")
 
 
-_traces: dict[tuple[str, int], Trace] = {}
-
-
 def alone(pool: RankPool, *overrides: str, steps: int = 1) -> Trace:
-    job = job_of(*overrides)
-    if (job.id, steps) not in _traces:
-        [_traces[job.id, steps]] = pool.run(1, trace, job.to_json(), steps)
-    return _traces[job.id, steps]
+    return trace_alone(pool, job_of(*overrides), steps)
 
 
 def emulated(linear: str, **fields: object) -> PrecisionConfig:
@@ -206,7 +201,7 @@ def test_recomputation_and_compile_change_nothing(pool: RankPool) -> None:
             found.append(outcome)
         for each in found[1:]:
             assert each.losses == found[0].losses
-            assert all(torch.equal(each.weights[name], w) for name, w in found[0].weights.items())
+            assert_equal(each.weights, found[0].weights)
 
 
 def description(linear: str, *overrides: str) -> str:

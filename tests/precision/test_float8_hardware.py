@@ -18,9 +18,7 @@ def compose(*overrides: str) -> Job:
     return compose_job(list(overrides))
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +65,13 @@ def test_an_unknown_gpu_of_this_machine_is_accepted(monkeypatch: pytest.MonkeyPa
     compose("precision=mxfp8")
 
 
+def some_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None) -> torch.device:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    return torch.device("cuda", 0)
+
+
 @pytest.mark.parametrize(
     ("linear", "capability", "hip", "able"),
     [
@@ -84,10 +89,7 @@ def test_an_unknown_gpu_of_this_machine_is_accepted(monkeypatch: pytest.MonkeyPa
 def test_a_rank_checks_its_device(
     linear: str, capability: tuple[int, int], hip: str | None, able: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    device = torch.device("cuda", 0)
+    device = some_gpu(monkeypatch, capability, hip)
     if able:
         require_device(PrecisionConfig(linear=linear), device, experts=False)
     else:
@@ -131,10 +133,7 @@ def test_hardware_without_grouped_products_is_refused() -> None:
 def test_a_rank_checks_its_device_for_experts(
     linear: str, capability: tuple[int, int], hip: str | None, able: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    device = torch.device("cuda", 0)
+    device = some_gpu(monkeypatch, capability, hip)
     require_device(PrecisionConfig(linear=linear), device, experts=False)
     if able:
         require_device(PrecisionConfig(linear=linear), device, experts=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from harness.compose import compose_job
 from harness.errors import ConfigError, UserError
@@ -191,8 +191,7 @@ def test_figures_survive_the_way_between_processes() -> None:
 def test_without_a_build_for_cuda_one_line_says_so() -> None:
     if build.cuda_version() is not None:
         pytest.skip("this build of torch has CUDA")
-    command = [sys.executable, "-m", "harness.rehearse", *BASE]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python("-m", "harness.rehearse", *BASE)
     assert (done.returncode, done.stdout) == (UserError.exit_code, "")
     [line] = done.stderr.splitlines()
     assert line.startswith("error: rehearsals need a build of torch for CUDA") and "make rehearsal" in line

@@ -1,0 +1,18 @@
+"""Bitwise comparison of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def assert_equal(found: Any, expected: Any, note: str = "") -> None:
+    """Fail with the tensor's name, the number of different elements and the largest difference.
+
+    Args:
+        found: a tensor, or a mapping or sequence of tensors.
+        expected: the same structure.
+        note: text before the message, such as a layout or a rank.
+    """
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda text: f"{note} {text}".strip())
