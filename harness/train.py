@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.app import run_verb
+from harness.app import Verb
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.compose import Composed
 from harness.data.vocabulary import require_vocabulary
@@ -58,10 +58,8 @@ def _checked(point: Composed) -> Composed:
     return point
 
 
-def main() -> None:
-    """Entry point of ``python -m harness.train`` and of the console script."""
-    run_verb(train, sweep=train_sweep)
-
+VERB = Verb("train", train, job=Job, sweep=train_sweep)
+main = VERB.main
 
 if __name__ == "__main__":
     main()
