@@ -30,14 +30,16 @@ def status(folder: Path, *, verify: bool = False) -> Result:
     counts = Counter(each.state for each in seen)
     summary = [f"{count} {state}" for state, count in counts.items()]
     summary += [f"{len(skipped)} skipped"] if skipped else []
-    sys.stdout.write(f"{table_text(rows_of(seen))}{', '.join(summary)}\n")
-    checkpoints, code = _verify(seen) if verify else ([], EXIT_OK)
-    data = {
+    table = f"{table_text(rows_of(seen))}{', '.join(summary)}\n"
+    data: dict[str, Any] = {
         "points": [_as_dict(each) for each in seen],
         "skipped": [{"overrides": each.overrides, "reason": each.reason} for each in skipped],
-        "checkpoints": checkpoints,
     }
-    return Result(data, code=code)
+    if not verify:
+        return Result(data, table)
+    sys.stdout.write(table)
+    checkpoints, code = _verify(seen)
+    return Result(data | {"checkpoints": checkpoints}, code=code)
 
 
 def _as_dict(each: PointState) -> dict[str, Any]:
