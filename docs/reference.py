@@ -231,21 +231,17 @@ def verbs_page() -> str:
     )
     for script, module in verbs():
         verb: Verb = module.VERB
-        text += f"\n## {verb.name}\n\n{purpose(module)}\n\nScript: `{script}`.\n"
+        text += f"\n## {verb.name}\n\n{purpose(verb)}\n\nScript: `{script}`.\n"
         text += own_exit_codes(module) + "".join(arguments_of(verb, verb.name)) + own_fields(verb)
     return text
 
 
-def purpose(module: Any) -> str:
-    """The docstring of a verb's module, with commands as code."""
-    paragraphs = inspect.cleandoc(module.__doc__ or "").split("\n\n")
-    blocks = []
-    for paragraph in paragraphs:
-        if paragraph.startswith("    "):
-            blocks.append(f"```text\n{inspect.cleandoc(paragraph)}\n```")
-        else:
-            blocks.append(plain(paragraph))
-    return "\n\n".join(blocks)
+def purpose(verb: Verb) -> str:
+    """The documentation of a verb, with commands as code."""
+    return "\n\n".join(
+        f"```text\n{inspect.cleandoc(paragraph)}\n```" if paragraph.startswith("    ") else plain(paragraph)
+        for paragraph in verb.documentation.split("\n\n")
+    )
 
 
 def own_exit_codes(module: Any) -> str:
@@ -255,11 +251,11 @@ def own_exit_codes(module: Any) -> str:
 
 
 def arguments_of(verb: Verb, name: str) -> Iterator[str]:
-    """Yield the usage of a verb without a job, and the arguments and flags that only it or its parts take."""
+    """Yield the arguments and flags of a verb that not all verbs take, and those of its parts."""
     for part in verb.parts:
         yield from arguments_of(part, f"{name} {part.name}")
     own = [*verb.arguments, *([JSON] if verb.has_json else [])]
-    if verb.job is None and own:
+    if verb.name != name:
         positional = " ".join(shown_argument(each) for each in own if not each.names[0].startswith("-"))
         yield f"\n`python -m harness.{name} {positional}`: {plain(verb.description)}\n"
     if own:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import sys
@@ -67,7 +68,6 @@ class Verb:
         name: its name; a verb with a job composes ``conf/NAME.yaml``.
         run: its function; None if it has ``parts``. Gets the job and its overrides, if the verb takes a job,
             and ``arguments`` by name. Returns the exit code or a ``Result``.
-        about: what it does, in one line, if ``run`` has no docstring that says it.
         job: dataclass of the job that overrides compose; None for a verb that takes no job.
         arguments: arguments and flags of its own.
         has_json: whether ``run`` returns a ``Result``, so that ``--json`` can print it.
@@ -77,7 +77,6 @@ class Verb:
 
     name: str
     run: Callable[..., int | Result] | None = None
-    about: str = ""
     job: type | None = None
     arguments: Sequence[Argument] = ()
     has_json: bool = False
@@ -86,24 +85,36 @@ class Verb:
 
     def parser(self) -> Parser:
         """Return its parser, without overrides, which are the remaining arguments."""
-        parser = Parser(prog=f"python -m harness.{self.name}", add_help=self.job is None)
+        parser = Parser(
+            prog=f"python -m harness.{self.name}",
+            description=self.documentation,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=self.job is None,
+        )
         self._declare(parser, [VERSION] if self.job is None else JOB_FLAGS)
         return parser
 
     def _declare(self, parser: Parser, flags: Sequence[Argument] = ()) -> None:
-        parser.description = self.description
         parser.set_defaults(verb=self)
         for each in (*flags, *self.arguments, *([JSON] if self.has_json else ())):
             parser.add_argument(*each.names, **each.options)
         if self.parts:
             parts = parser.add_subparsers(required=True, metavar="|".join(part.name for part in self.parts))
             for part in self.parts:
-                part._declare(parts.add_parser(part.name, help=part.description))
+                part._declare(
+                    parts.add_parser(part.name, help=part.description, description=part.description)
+                )
+
+    @property
+    def documentation(self) -> str:
+        """The docstring of its module, with which its help begins."""
+        run = self.run or self.parts[0].run
+        return (sys.modules[run.__module__].__doc__ or "").strip().replace("``", "`")
 
     @property
     def description(self) -> str:
-        """``about``, or the first line of the docstring of ``run``."""
-        return self.about or (self.run.__doc__ or "").split("\n")[0]
+        """What its function does, in one line."""
+        return (self.run.__doc__ or "").split("\n")[0]
 
     def parse(self, arguments: Sequence[str]) -> CommandLine:
         """Parse the arguments after its name.

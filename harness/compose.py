@@ -170,19 +170,19 @@ class Composer:
             raise to_user_error(error, self.schema) from error
         return job_from_config(config, self.schema, read_from)
 
-    def with_hydra(self, overrides: list[str]) -> Any:
-        """Compose a config together with Hydra's own part, key ``hydra``; overrides as for ``point``."""
+    def config(self, overrides: list[str], *, with_hydra: bool = False) -> Any:
+        """Compose a config, before it becomes a job; ``with_hydra`` adds Hydra's own part, key ``hydra``."""
         from hydra import compose
 
         register_model(overrides)
         try:
-            return compose(self.config_name, overrides, return_hydra_config=True)
+            return compose(self.config_name, overrides, return_hydra_config=with_hydra)
         except Exception as error:
             raise to_user_error(error, self.schema) from error
 
     def axes(self, overrides: list[str]) -> dict[str, Any]:
         """Axes of the sweep in the job's files: values by name of the field or group, and POINTS."""
-        params = self.with_hydra(overrides).hydra.sweeper.params or {}
+        params = self.config(overrides, with_hydra=True).hydra.sweeper.params or {}
         try:
             return dict(params)
         except Exception as error:

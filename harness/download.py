@@ -1,6 +1,7 @@
 """``python -m harness.download``: download a published model's files from the Hugging Face hub.
 
     python -m harness.download repo=Qwen/Qwen3-8B what=tokenizer
+    python -m harness.download repo=Qwen/Qwen3-8B                all files that training needs
 
 Files go to ``assets/hf/<repo>``, where conf/tokenizer expects them; existing files are not downloaded again.
 """

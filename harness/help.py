@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import sys
 import warnings
-from string import Template
 from typing import Any
 
 from harness.arguments import CommandLine, Parser
@@ -68,11 +66,13 @@ def shown_config(
     """
     from omegaconf import OmegaConf
 
+    with Composer(config_name, schema) as composer:
+        config = composer.config(overrides)
+        hydra = None if kind == "job" else composer.config(overrides, with_hydra=True).hydra
     try:
-        config, hydra = _config_and_hydra(overrides, config_name, schema)
         if resolve:
             OmegaConf.to_container(config, resolve=True)  # its errors name the field, those of resolve do not
-        if kind != "job":
+        if hydra is not None:
             parts: dict[str, Any] = {} if kind == "hydra" else {str(name): config[name] for name in config}
             config = OmegaConf.create(parts | {"hydra": hydra})
         if resolve:
@@ -87,34 +87,23 @@ def shown_config(
 
 
 def help_text(overrides: list[str], parser: Parser, *, config_name: str, schema: type) -> str:
-    """Return the text of ``--help``: the primary config's template, with groups and fields, and flags.
+    """Return the text of ``--help``: all groups, fields and flags.
 
     Hydra's own help searches the groups in 160 copies of its registry, which takes a second.
     """
     from omegaconf import OmegaConf
 
-    try:
-        config, hydra = _config_and_hydra(overrides, config_name, schema)
-        options = {name: ", ".join(options_of(folder)) for name, folder in sorted(groups().items())}
-        text = Template(hydra.help.template).substitute(
-            APP_CONFIG_GROUPS="\n".join(f"{name}: {listed}" for name, listed in options.items()),
-            CONFIG=_with_rules(OmegaConf.to_yaml(config), schema),
-        )
-    except Exception as error:
-        raise to_user_error(error, schema) from error
-    return f"{text.strip()}\n\nFlags:\n\n{parser.format_help().partition('options:' + os.linesep)[2]}"
-
-
-def _config_and_hydra(overrides: list[str], config_name: str, schema: type) -> tuple[Any, Any]:
-    """Compose a job's configuration and Hydra's own, separately."""
-    from omegaconf import open_dict
-
     with Composer(config_name, schema) as composer:
-        composed = composer.with_hydra(overrides)
-    config = copy.deepcopy(composed)
-    with open_dict(config):
-        del config["hydra"]
-    return config, composed.hydra
+        fields = _with_rules(OmegaConf.to_yaml(composer.config(overrides)), schema)
+    options = {name: ", ".join(options_of(folder)) for name, folder in sorted(groups().items())}
+    parts = {
+        "Groups and their options (group=option)": "\n".join(map(": ".join, options.items())),
+        "Fields and their current values (field=value)": fields,
+        "Flags": parser.format_help().partition("options:\n")[2],
+    }
+    if not issubclass(schema, Job):
+        del parts["Groups and their options (group=option)"]
+    return "\n\n".join([str(parser.description), *(f"{head}:\n\n{text}" for head, text in parts.items())])
 
 
 def _with_rules(shown: str, schema: type) -> str:

@@ -3,6 +3,11 @@
 Without a launcher it is the controller: it checks the job, makes the run folder, and starts the ranks or
 submits them to SLURM. Under torchrun it is one rank, and all ranks compose the same job. With ``-m`` it is
 the controller of a sweep.
+
+    python -m harness.train model=llama3_8b parallelism=fsdp_tp parallelism.tp=4
+    python -m harness.train experiment=NAME training.steps=100
+    python -m harness.train --cfg job                 print the composed job and run nothing
+    eval "$(harness-train -sc install=bash)"          <TAB> completes arguments of harness-train
 """
 
 from __future__ import annotations

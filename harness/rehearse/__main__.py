@@ -1,4 +1,12 @@
-"""``python -m harness.rehearse``: a job's real code on a virtual GPU, beside its plan."""
+"""``python -m harness.rehearse``: run a job's code on virtual GPUs, and compare it with its plan.
+
+The code is torch's for CUDA, over libraries that compute nothing.
+
+    python -m harness.rehearse model=llama3_8b parallelism=fsdp precision=bf16 cluster=slurm_h100
+    python -m harness.rehearse ... --json                      the result as JSON
+    python -m harness.rehearse ... rehearse.ranks=[0,5]        only these ranks
+    python -m harness.rehearse ... cluster.accelerator=B200    on another device
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m harness.sweep status|resume|collect|cancel FOLDER``: a sweep, or single runs."""
+"""``python -m harness.sweep VERB FOLDER``: show, resume, tabulate or cancel a sweep, or single runs."""
 
 from __future__ import annotations
 
@@ -137,7 +137,6 @@ def _folder(also: str = "") -> Argument:
 
 VERB = Verb(
     "sweep",
-    about="Show, resume, tabulate or cancel a sweep.",
     parts=(
         Verb(
             "status",
