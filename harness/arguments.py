@@ -32,10 +32,15 @@ REFUSED = {
 
 
 class Argument:
-    """A positional argument or a flag, with the options of argparse's ``add_argument``."""
+    """A positional argument or a flag, with the options of argparse's ``add_argument``.
 
-    def __init__(self, *names: str, **options: Any) -> None:
-        self.names, self.options = names, options
+    A flag whose only option is ``help`` takes no value.
+    """
+
+    def __init__(self, *names: str, help: str, **options: Any) -> None:
+        takes_no_value = names[0].startswith("-") and not options
+        self.names = names
+        self.options = {"help": help, **({"action": "store_true"} if takes_no_value else options)}
 
     @property
     def name(self) -> str:
@@ -43,14 +48,10 @@ class Argument:
         return self.names[-1].lstrip("-").replace("-", "_")
 
 
-VERSION = Argument(
-    "--version", action="store_true", help="print versions of the harness, Python and the main packages"
-)
-JSON = Argument("--json", action="store_true", help="print one JSON object instead of text")
+VERSION = Argument("--version", help="print versions of the harness, Python and the main packages")
+JSON = Argument("--json", help="print one JSON object instead of text")
 JOB_FLAGS = (
-    Argument(
-        "-h", "--help", action="store_true", help="list groups, options and fields with their current values"
-    ),
+    Argument("-h", "--help", help="list groups, options and fields with their current values"),
     VERSION,
     Argument(
         *("-c", "--cfg"),
@@ -58,16 +59,8 @@ JOB_FLAGS = (
         metavar="WHAT",
         help="print the composed job (`job`), Hydra's settings (`hydra`) or both (`all`), and run nothing",
     ),
-    Argument(
-        *("-p", "--package"),
-        metavar="NAME",
-        help="with `--cfg`: print one part, e.g. `--cfg job --package parallelism`",
-    ),
-    Argument(
-        "--resolve",
-        action="store_true",
-        help="with `--cfg`: resolve interpolations such as `${model.name}`",
-    ),
+    Argument("-p", "--package", metavar="NAME", help="with `--cfg`: print one part, e.g. `parallelism`"),
+    Argument("--resolve", help="with `--cfg`: resolve interpolations such as `${model.name}`"),
     Argument(
         *("-i", "--info"),
         nargs="?",
@@ -76,16 +69,8 @@ JOB_FLAGS = (
         metavar="WHAT",
         help=f"print how Hydra composes the job: {', '.join(f'`{each}`' for each in INFO)}",
     ),
-    Argument(
-        *("-m", "--multirun"),
-        action="store_true",
-        help="run one job for each combination of values (`harness.train` only)",
-    ),
-    Argument(
-        *("-sc", "--shell-completion"),
-        action="store_true",
-        help="`install=bash` prints the completion script of a shell (bash, fish, zsh)",
-    ),
+    Argument("-m", "--multirun", help="run one job for each combination of values (`harness.train` only)"),
+    Argument("-sc", "--shell-completion", help="print the completion script of a shell: `-sc install=bash`"),
     Argument("-cn", "--config-name", metavar="NAME", help="compose another primary file of `conf/`"),
 )
 """Flags of verbs that take a job."""

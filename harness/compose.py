@@ -343,13 +343,7 @@ def job_from_config(config: Any, schema: type = Job, read_from: str | None = Non
 
 
 def open_axes(overrides: list[str], *, config_name: str = "train", schema: type = Job) -> list[str]:
-    """Names of the axes in the job's files for which the command line gives no single value.
-
-    Args:
-        overrides: as typed, and checked.
-        config_name: the primary config, a file of conf/.
-        schema: dataclass of the job.
-    """
+    """Names of the axes in the job's files for which the typed overrides give no single value."""
     if not any(each.startswith(("sweep=", "experiment=", AXES)) for each in overrides):
         return []
     with Composer(config_name, schema) as composer:

@@ -250,15 +250,7 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
 def no_such_field(
     name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = (), whole: str = "the job"
 ) -> str:
-    """Say that a field does not exist, and which one was meant.
-
-    Args:
-        name: the unknown name.
-        known: the names in its place.
-        prefix: dotted name of their parent field, with a trailing dot.
-        namesakes: dotted names of equally named fields in other places.
-        whole: what the parent is called if there is no prefix.
-    """
+    """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
     close = [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
     has = f"{prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"
     works = f"did you mean {' or '.join(close)}?" if close else has

@@ -1,21 +1,18 @@
-"""What flags of a verb show about a job instead of running it: ``--help``, ``--cfg``, ``--info``, ``-sc``."""
+"""Show a job instead of running it: ``--help``, ``--cfg``, ``--info``, ``-sc``."""
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-import warnings
 from typing import Any
 
 from harness.arguments import CommandLine, Parser
-from harness.compose import Composer, register_schema
+from harness.compose import Composer
 from harness.compose_errors import to_user_error
 from harness.config import leaf_fields, rules_of
 from harness.errors import EXIT_OK, UserError
 from harness.job import Job
 from harness.overrides import check_overrides, groups, in_hydra_syntax, options_of
-from harness.paths import conf_dir
 
 
 def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
@@ -37,8 +34,7 @@ def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -
             )
         )
     else:
-        flag = "--shell-completion" if line.shell_completion else f"--info={line.info}"
-        _show_by_hydra([flag, *overrides], config_name, schema)
+        _show_by_hydra(line, overrides, config_name, schema)
     return EXIT_OK
 
 
@@ -120,23 +116,17 @@ def _with_rules(shown: str, schema: type) -> str:
     return "\n".join(lines)
 
 
-def _show_by_hydra(arguments: list[str], config_name: str, schema: type) -> None:
-    """Let Hydra show information or completions, but report its errors as ours."""
-    import hydra
+def _show_by_hydra(line: CommandLine, overrides: list[str], config_name: str, schema: type) -> None:
+    """Let Hydra show how it composes a job, or complete arguments for a shell."""
+    from hydra.core.global_hydra import GlobalHydra
 
-    # Hydra 1.4 warns about version_base, which 1.3 needs.
-    warnings.filterwarnings("ignore", message=".*version_base.*")
-    register_schema(schema)
-    sys.argv[1:] = arguments
-    os.environ["HYDRA_FULL_ERROR"], before = "1", os.environ.get("HYDRA_FULL_ERROR")
-    try:
-        hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(lambda _: None)()
-    except Exception as error:
-        raise to_user_error(error, schema) from error
-    except SystemExit as done:  # Hydra's help ends this way
-        if done.code:
-            raise
-    finally:
-        del os.environ["HYDRA_FULL_ERROR"]
-        if before is not None:
-            os.environ["HYDRA_FULL_ERROR"] = before
+    with Composer(config_name, schema):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        try:
+            if line.shell_completion:
+                hydra.shell_completion(config_name, overrides)
+            else:
+                hydra.show_info(line.info, config_name, overrides)
+        except Exception as error:
+            raise to_user_error(error, schema) from error

@@ -43,7 +43,7 @@ VERB = Verb(
             metavar="FOLDER",
             help="a run folder, a folder of checkpoints, or a checkpoint",
         ),
-        Argument("--newest", action="store_true", help="only the newest checkpoint of each folder"),
+        Argument("--newest", help="only the newest checkpoint of each folder"),
     ),
     has_json=True,
 )

@@ -26,7 +26,7 @@ def work(folder: str, *, fails: bool) -> Result:
 VERB = Verb(
     "work",
     work,
-    arguments=(Argument("folder", help="a folder"), Argument("--fails", action="store_true", help="fail")),
+    arguments=(Argument("folder", help="a folder"), Argument("--fails", help="fail")),
     has_json=True,
 )
 

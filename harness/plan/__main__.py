@@ -1,12 +1,14 @@
 """``python -m harness.plan``: predict memory, traffic and speed of a job in seconds, without a GPU.
 
-python -m harness.plan model=llama3_8b parallelism=fsdp_tp cluster=slurm_h100
-python -m harness.plan ... --json                        the plan as JSON
-python -m harness.plan ... picture=plan.png              memory by stage, and the pipeline's timeline
-python -m harness.plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
-python -m harness.plan ... verify=true                   compared with the job on a fake process group
-python -m harness.plan ... rehearse=true                 compared with a run on virtual GPUs
-python -m harness.plan calibrate=runs/NAME               fit the plan's constants to measured runs
+An illegal job is refused with the error of ``harness.train``.
+
+    python -m harness.plan model=llama3_8b parallelism=fsdp_tp cluster=slurm_h100
+    python -m harness.plan ... --json                        the plan as JSON
+    python -m harness.plan ... picture=plan.png              memory by stage, and the pipeline's timeline
+    python -m harness.plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
+    python -m harness.plan ... verify=true                   compared with the job on a fake process group
+    python -m harness.plan ... rehearse=true                 compared with a run on virtual GPUs
+    python -m harness.plan calibrate=runs/NAME               fit the plan's constants to measured runs
 """
 
 from __future__ import annotations

@@ -28,13 +28,6 @@ def report(
 ) -> Result:
     """Compare published, predicted and measured results: Markdown, CSV, PNG, HTML.
 
-    Args:
-        folder: folder of an experiment, or of runs.
-        out: output folder; None means the experiment's folder itself, or ``report/`` inside a folder of runs.
-        runs: for an experiment: folder of its runs.
-        calibration: calibration file of the measured machine; None means the one in the folder, if any.
-        rehearse: rehearse published jobs that have not been rehearsed yet.
-
     Raises:
         UserError: there is nothing to report on in the folder, or a rehearsal failed.
     """
@@ -111,7 +104,6 @@ VERB = Verb(
         ),
         Argument(
             "--rehearse",
-            action="store_true",
             help=f"of published rows: rehearse the jobs that {rehearsed.FILE} does not have, on a machine "
             "without a GPU (`make rehearsal`)",
         ),

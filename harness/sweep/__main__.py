@@ -44,16 +44,8 @@ def status(folder: Path, *, verify: bool = False) -> Result:
 
 def _as_dict(each: PointState) -> dict[str, Any]:
     """A point as one flat row."""
-    return {
-        "run_dir": each.point.run_dir,
-        "overrides": each.point.overrides,
-        "state": each.state,
-        "step": each.step,
-        "steps": each.steps,
-        "kind": each.kind,
-        "reason": each.reason,
-        **(each.facts or {}),
-    }
+    shown = {name: getattr(each, name) for name in ("state", "step", "steps", "kind", "reason")}
+    return {"run_dir": each.point.run_dir, "overrides": each.point.overrides, **shown, **(each.facts or {})}
 
 
 def _verify(seen: Sequence[PointState]) -> tuple[list[dict[str, Any]], int]:
@@ -145,7 +137,6 @@ VERB = Verb(
                 _folder(", or of a run"),
                 Argument(
                     "--verify",
-                    action="store_true",
                     help="also compare the newest checkpoint of each completed point with its checksums",
                 ),
             ),
@@ -156,9 +147,7 @@ VERB = Verb(
             resume,
             arguments=(
                 _folder(),
-                Argument(
-                    "--out-of-memory", action="store_true", help="also start points that ran out of memory"
-                ),
+                Argument("--out-of-memory", help="also start points that ran out of memory"),
             ),
         ),
         Verb("collect", collect, arguments=(_folder(),)),
