@@ -65,7 +65,6 @@ JOB_FLAGS = (
         *("-i", "--info"),
         nargs="?",
         const=INFO[0],
-        choices=INFO,
         metavar="WHAT",
         help=f"print how Hydra composes the job: {', '.join(f'`{each}`' for each in INFO)}",
     ),
@@ -95,6 +94,9 @@ class CommandLine(argparse.Namespace):
         Raises:
             UserError: naming the flag.
         """
+        if self.info not in (None, *INFO):  # argparse took an override as its value
+            self.overrides.insert(0, self.info)
+            self.info = INFO[0]
         given = [each.names[-1] for each in JOB_FLAGS if getattr(self, each.name) not in (None, False)]
         if len(self.shown) > 1:
             first, second, *_ = self.shown

@@ -16,7 +16,7 @@ from harness.overrides import check_overrides, groups, in_hydra_syntax, options_
 
 
 def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
-    """Show what the flags of a command line ask for; return the exit code."""
+    """Show a job as the flags of the command line say; return the exit code."""
     if not line.shell_completion:
         check_overrides(line.overrides, schema)
     overrides = in_hydra_syntax(line.overrides, schema)
