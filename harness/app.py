@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from harness.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser
-from harness.compose import Composed, compose_job, compose_points, open_axes
+from harness.compose import Composed, compose_job, compose_points, require_one_point
 from harness.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -159,8 +159,7 @@ class Verb:
                 compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
             )
         job = compose_job(line.overrides, config_name=name, schema=schema)
-        if axes := open_axes(line.overrides, config_name=name, schema=schema):
-            raise _several_points(line.overrides, axes, can_sweep=self.sweep is not None)
+        require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
         overrides = in_hydra_syntax(line.overrides, schema)
         return _finished(partial(run, job, overrides), as_json=line.json)
 
@@ -205,13 +204,6 @@ def _show_composing(done: int, points: int) -> None:
     end = "\r\x1b[K" if done == points else ""
     sys.stderr.write(f"\rcomposing [{'#' * filled:<{BAR_WIDTH}}] {done} of {points} points{end}")
     sys.stderr.flush()
-
-
-def _several_points(typed: list[str], axes: list[str], *, can_sweep: bool) -> UserError:
-    chosen = [each for each in typed if each.startswith(("sweep=", "experiment="))]
-    named = " ".join(chosen) or "hydra.sweeper.params"
-    works = "-m, which runs all points" if can_sweep else "the values of one point, without that file"
-    return UserError(f"{named}: has several points ({', '.join(axes)}); would work: {works}")
 
 
 def guarded(call: Callable[[], int]) -> int:

@@ -80,8 +80,8 @@ class CommandLine(argparse.Namespace):
 
     overrides: list[str]
     """Arguments that are not flags, in order; with ``--shell-completion``, its action."""
+    info: str | None = None
     json: bool = False
-    version: bool = False
 
     @property
     def shown(self) -> list[str]:

@@ -255,7 +255,7 @@ def compose_points(
     Args:
         overrides: as typed; comma-separated values of one field are an axis.
         config_name: the primary config, a file of conf/.
-        schema: dataclass of the job.
+        schema: dataclass of the jobs.
         show: called with the number of composed points and of all points.
 
     Raises:
@@ -342,14 +342,24 @@ def job_from_config(config: Any, schema: type = Job, read_from: str | None = Non
     return from_dict(schema, plain).resolve(launched_ranks=launched_ranks())
 
 
-def open_axes(overrides: list[str], *, config_name: str = "train", schema: type = Job) -> list[str]:
-    """Names of the axes in the job's files for which the typed overrides give no single value."""
-    if not any(each.startswith(("sweep=", "experiment=", AXES)) for each in overrides):
-        return []
+def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
+    """Refuse a sweep in the job's files if the typed overrides do not choose one of its points.
+
+    Raises:
+        UserError: naming the open axes.
+    """
+    chosen = [each for each in overrides if each.startswith(("sweep=", "experiment=", AXES))]
+    if not chosen:
+        return
     with Composer(config_name, schema) as composer:
         axes = composer.axes(in_hydra_syntax(overrides, schema))
     listed = str(axes.pop(POINTS, "")).splitlines()
     keys = {each.lstrip("+").partition("=")[0] for each in overrides}
     is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
     remaining = [str(name) for name in axes if str(name) not in keys]
-    return remaining if is_listed or not listed else [POINTS, *remaining]
+    if listed and not is_listed:
+        remaining = [POINTS, *remaining]
+    if remaining:
+        named = " ".join(each for each in chosen if not each.startswith(AXES)) or AXES
+        works = "-m, which runs all points" if can_sweep else "the values of one point, without that file"
+        raise UserError(f"{named}: has several points ({', '.join(remaining)}); would work: {works}")
