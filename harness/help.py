@@ -127,6 +127,6 @@ def _show_by_hydra(line: CommandLine, overrides: list[str], config_name: str, sc
             if line.shell_completion:
                 hydra.shell_completion(config_name, overrides)
             else:
-                hydra.show_info(line.info, config_name, overrides)
+                hydra.show_info(str(line.info), config_name, overrides)
         except Exception as error:
             raise to_user_error(error, schema) from error
