@@ -1,12 +1,11 @@
 """Write docs/reference from the code: ``python docs/reference.py [FOLDER]``.
 
-Fields and their documentation are read from the dataclasses, options from conf/, flags from the parsers,
-columns from ``harness.metrics.columns``, failure classes from ``harness.failures``. Imports no torch.
+Fields and their documentation are read from the dataclasses, options from conf/, flags from the declared
+verbs, columns from ``harness.metrics.columns``, failure classes from ``harness.failures``. Imports no torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import html
@@ -16,46 +15,22 @@ import itertools
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from harness import arguments, errors, failures
-from harness.compose import shown_config
+from harness import errors, failures
+from harness.app import Verb
+from harness.arguments import JOB_FLAGS, JSON, Argument
 from harness.config import rules_of, type_hints
+from harness.help import shown_config
 from harness.job import Job
 from harness.metrics import columns
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITTEN = "<!-- Written by docs/reference.py. Change the code, then run make reference. -->\n"
-VERBS = {
-    "train": "harness.train",
-    "plan": "harness.plan.__main__",
-    "rehearse": "harness.rehearse.__main__",
-    "parity": "harness.parity",
-    "bench": "harness.bench",
-    "sweep": "harness.sweep.__main__",
-    "report": "harness.report.__main__",
-    "verify": "harness.verify",
-    "convert": "harness.convert",
-    "download": "harness.download",
-}
-# Every flag of harness.arguments.NAMES, by its long name.
-FLAGS = {
-    "--help": "List groups, options and fields with their current values.",
-    "--version": "Print versions of the harness, Python and the main packages.",
-    "--cfg": "Print the composed job (`job`), Hydra's settings (`hydra`) or both (`all`), and run nothing.",
-    "--package": "With `--cfg`: print one part, e.g. `--cfg job --package parallelism`.",
-    "--resolve": "With `--cfg`: resolve interpolations such as `${model.name}`.",
-    "--info": "Print how Hydra composes the job: `all`, `config`, `defaults`, `defaults-tree`, `plugins`, "
-    "`searchpath`.",
-    "--multirun": "Run one job for each combination of values (`harness.train` only).",
-    "--shell-completion": "`install=bash` prints the completion script of a shell (bash, fish, zsh).",
-    "--config-name": "Compose another primary file of `conf/`.",
-}
-OWN_FLAGS = {"--json": "Print JSON instead of text."}
 EXIT_CODES = {
     "EXIT_OK": "Done.",
     "EXIT_BUG": "A bug of the harness; a traceback is printed.",
@@ -234,10 +209,11 @@ def flat(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield code(f"{prefix}{name}={typed(value)}")
 
 
-def scripts() -> dict[str, str]:
-    """Console scripts by the module that they start."""
+def verbs() -> Iterator[tuple[str, Any]]:
+    """Yield every console script and its module, which declares ``VERB``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return {target.removesuffix(":main"): name for name, target in project["scripts"].items()}
+    for script, target in project["scripts"].items():
+        yield script, importlib.import_module(target.removesuffix(":main"))
 
 
 def verbs_page() -> str:
@@ -245,33 +221,27 @@ def verbs_page() -> str:
     general = [code for code in vars(errors) if code.startswith("EXIT_")]
     text = (
         "# Verbs\n\nA verb is `python -m harness.NAME`, or the script `harness-NAME`. Verbs that take a\n"
-        "job take all of its [fields](fields.md) and [options](options.md).\n\n## Exit codes\n\n"
+        "job take all of its [fields](fields.md) and [options](options.md). Every verb has `--help` and\n"
+        "`--version`. With `--json`, standard output is one JSON object; progress goes to standard error.\n\n"
+        "## Exit codes\n\n"
         + table(("code", "meaning"), [[str(getattr(errors, code)), EXIT_CODES[code]] for code in general])
         + "\nThe class of a failure is `error.kind` of [result.json](columns.md#resultjson);\n"
         "[failures](failures.md) lists them.\n\n## Flags of verbs that take a job\n\n"
-        + table(
-            ("flag", "meaning"),
-            [[", ".join(f"`{name}`" for name in names), FLAGS[names[-1]]] for names in arguments.NAMES],
-        )
+        + table(("flag", "meaning"), argument_rows(JOB_FLAGS))
     )
-    for verb, module_name in VERBS.items():
-        module = importlib.import_module(module_name)
-        script = scripts()[module_name]
-        text += f"\n## {verb}\n\n{purpose(module)}\n\nScript: `{script}`.\n"
-        text += f"{own_exit_codes(module)}{own_flags(module)}{own_fields(verb, module)}"
+    for script, module in verbs():
+        verb: Verb = module.VERB
+        text += f"\n## {verb.name}\n\n{purpose(verb)}\n\nScript: `{script}`.\n"
+        text += own_exit_codes(module) + "".join(arguments_of(verb, verb.name)) + own_fields(verb)
     return text
 
 
-def purpose(module: Any) -> str:
-    """The docstring of a verb's module, with commands as code."""
-    paragraphs = inspect.cleandoc(module.__doc__ or "").split("\n\n")
-    blocks = []
-    for paragraph in paragraphs:
-        if paragraph.startswith("    "):
-            blocks.append(f"```text\n{inspect.cleandoc(paragraph)}\n```")
-        else:
-            blocks.append(plain(paragraph))
-    return "\n\n".join(blocks)
+def purpose(verb: Verb) -> str:
+    """The documentation of a verb, with commands as code."""
+    return "\n\n".join(
+        f"```text\n{inspect.cleandoc(paragraph)}\n```" if paragraph.startswith("    ") else plain(paragraph)
+        for paragraph in verb.documentation.split("\n\n")
+    )
 
 
 def own_exit_codes(module: Any) -> str:
@@ -280,53 +250,39 @@ def own_exit_codes(module: Any) -> str:
     return "".join(f"\nExit code {getattr(module, name)}: {EXIT_CODES[name]}\n" for name in names)
 
 
-def own_flags(module: Any) -> str:
-    """Flags and arguments that only this verb takes."""
-    if parser := parser_of(module):
-        return "".join(parser_tables(parser))
-    own = [flag for name, flag in vars(module).items() if name.endswith("_FLAG")]
-    return "\n" + table(("flag", "meaning"), [[f"`{flag}`", OWN_FLAGS[flag]] for flag in own]) if own else ""
+def arguments_of(verb: Verb, name: str) -> Iterator[str]:
+    """Yield the arguments and flags of a verb that not all verbs take, and those of its parts."""
+    for part in verb.parts:
+        yield from arguments_of(part, f"{name} {part.name}")
+    own = [*verb.arguments, *([JSON] if verb.has_json else [])]
+    if verb.name != name:
+        positional = " ".join(shown_argument(each) for each in own if not each.names[0].startswith("-"))
+        yield f"\n`python -m harness.{name} {positional}`: {plain(verb.description)}\n"
+    if own:
+        yield "\n" + table(("argument", "meaning"), argument_rows(own))
 
 
-def parser_of(module: Any) -> argparse.ArgumentParser | None:
-    """The argparse parser of a verb that takes no job."""
-    if hasattr(module, "_parser"):
-        return module._parser()  # type: ignore[no-any-return]
-    caught: list[argparse.ArgumentParser] = []
-    if hasattr(module, "run_parsed"):
-        original, module.run_parsed = module.run_parsed, lambda parser, verb: caught.append(parser)
-        try:
-            module.main()
-        finally:
-            module.run_parsed = original
-    return caught[0] if caught else None
+def argument_rows(listed: Sequence[Argument]) -> list[list[str]]:
+    """Names and meaning of arguments, as rows of a table."""
+    return [[shown_argument(each, code), plain(each.options["help"])] for each in listed]
 
 
-def parser_tables(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the usage and arguments of a parser and of its subcommands."""
-    rows, below = [], []
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            below.extend(action.choices.values())
-        elif "--help" not in action.option_strings:
-            name = ", ".join(action.option_strings) or str(action.metavar or action.dest).upper()
-            rows.append([code(name), plain(action.help)])
-    if rows:
-        described = f"{plain(parser.description).capitalize()}.".replace("..", ".")
-        yield f"\n`{' '.join(parser.format_usage().split()[1:])}`: {described}\n\n"
-        yield table(("argument", "meaning"), rows)
-    for each in below:
-        yield from parser_tables(each)
+def shown_argument(each: Argument, form: Callable[[str], str] = str) -> str:
+    """The names of a flag, or a positional argument in capitals."""
+    if each.names[0].startswith("-"):
+        return ", ".join(map(form, each.names))
+    return form(
+        str(each.options.get("metavar", each.name.upper())) + ("..." if "nargs" in each.options else "")
+    )
 
 
-def own_fields(verb: str, module: Any) -> str:
+def own_fields(verb: Verb) -> str:
     """Fields that only this verb's job has."""
-    schemas = [each for name, each in vars(module).items() if name == f"{verb.capitalize()}Job"]
-    if not schemas:
+    if verb.job in (None, Job):
         return ""
     of_all = {row[0] for rows in groups_of(Job, {}).values() for row in rows}
-    composed = composed_values(verb, schemas[0])
-    rows = [row for rows in groups_of(schemas[0], composed).values() for row in rows if row[0] not in of_all]
+    composed = composed_values(verb.name, verb.job)
+    rows = [row for rows in groups_of(verb.job, composed).values() for row in rows if row[0] not in of_all]
     return "\n" + table(FIELD_HEADER, rows)
 
 

@@ -1,4 +1,4 @@
-"""Shared by all verbs: the command line, composing of jobs, errors on one line, exit codes."""
+"""Verbs: their declaration, their command line, errors on one line, exit codes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,14 @@ import os
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
-from harness.arguments import CommandLine, parse
-from harness.compose import (
-    POINTS,
-    Composed,
-    compose_job,
-    compose_points,
-    help_text,
-    register_schema,
-    shown_config,
-    spelled_out,
-    sweep_params,
-    to_user_error,
-)
+from harness.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser
+from harness.compose import Composed, compose_job, compose_points, require_one_point, spelled_out
 from harness.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -34,15 +25,10 @@ from harness.errors import (
     UserError,
     one_line,
 )
-from harness.job import Job
-from harness.overrides import AXES, check_overrides, in_hydra_syntax
-from harness.paths import conf_dir
+from harness.overrides import in_hydra_syntax
 from harness.startup import prepare_process, typed_arguments
 
 BAR_WIDTH = 40
-
-Verb = Callable[[Any, list[str]], int]
-Sweep = Callable[[list[Composed]], int]
 
 # How long the other ranks wait, so that rank 0 reports an error that all ranks have.
 RANK_ZERO_SECONDS = 10.0
@@ -57,51 +43,159 @@ PATH_ERRORS: dict[int, type[HarnessError]] = {
 }
 
 
-def run_verb(
-    verb: Verb,
-    *,
-    sweep: Sweep | None = None,
-    config_name: str = "train",
-    schema: type = Job,
-    flags: Sequence[str] = (),
-) -> NoReturn:
-    """Compose a job from the command line, call ``verb`` with it and exit with the returned code.
+@dataclass(frozen=True)
+class Result:
+    """Result of a verb, as data and as text.
 
-    With ``-m``, compose all points first and call ``sweep``.
-
-    Args:
-        verb: called with the resolved job and its overrides.
-        sweep: called with all points of a multirun: the overrides of each, and its job or why it has none.
-        config_name: the primary config, a file of conf/.
-        schema: dataclass of the job.
-        flags: additional flags of this verb, without a value.
+    Attributes:
+        data: the object that ``--json`` prints.
+        text: printed without ``--json``, after what the verb has printed during its work.
+        code: the exit code.
+        error: raised after printing: the result is complete, but a later part of the work failed.
     """
 
-    def run() -> int:
-        line = parse(typed_arguments(), flags)
+    data: dict[str, Any]
+    text: str = ""
+    code: int = EXIT_OK
+    error: HarnessError | OSError | None = None
+
+
+@dataclass(frozen=True)
+class Verb:
+    """Declaration of ``python -m harness.NAME``.
+
+    Attributes:
+        name: its name; a verb with a job composes ``conf/NAME.yaml``.
+        run: its function; None if it has ``parts``. Gets the job and its overrides, if the verb takes a job,
+            and ``arguments`` by name. Returns the exit code or a ``Result``.
+        job: dataclass of the job that overrides compose; None for a verb that takes no job.
+        arguments: arguments and flags of its own.
+        has_json: whether ``run`` returns a ``Result``, so that ``--json`` can print it.
+        sweep: function of ``-m``; gets all points and returns the exit code.
+        parts: the verbs that it consists of, such as ``status`` of ``harness.sweep``.
+    """
+
+    name: str
+    run: Callable[..., int | Result] | None = None
+    job: type | None = None
+    arguments: Sequence[Argument] = ()
+    has_json: bool = False
+    sweep: Callable[[list[Composed]], int] | None = None
+    parts: Sequence[Verb] = ()
+
+    def parser(self) -> Parser:
+        """Return its parser, without overrides, which are the remaining arguments."""
+        parser = Parser(
+            prog=f"python -m harness.{self.name}",
+            description=self.documentation,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=self.job is None,
+        )
+        self._declare(parser, [VERSION] if self.job is None else JOB_FLAGS)
+        return parser
+
+    def _declare(self, parser: Parser, flags: Sequence[Argument] = ()) -> None:
+        parser.set_defaults(verb=self)
+        for each in (*flags, *self.arguments, *([JSON] if self.has_json else ())):
+            parser.add_argument(*each.names, **each.options)
+        if self.parts:
+            parts = parser.add_subparsers(required=True, metavar="|".join(part.name for part in self.parts))
+            for part in self.parts:
+                part._declare(
+                    parts.add_parser(part.name, help=part.description, description=part.description)
+                )
+
+    @property
+    def documentation(self) -> str:
+        """The docstring of its module, with which its help begins."""
+        run = self.run or self.parts[0].run
+        return (sys.modules[run.__module__].__doc__ or "").strip().replace("``", "`")
+
+    @property
+    def description(self) -> str:
+        """What its function does, in one line."""
+        return (self.run.__doc__ or "").split("\n")[0]
+
+    def parse(self, arguments: Sequence[str]) -> CommandLine:
+        """Parse the arguments after its name.
+
+        Raises:
+            UserError: naming the argument.
+        """
+        line = self.parser().parse_line(arguments, takes_overrides=self.job is not None)
+        if self.job is not None:
+            line.validate_flags_of_job()
+        return line
+
+    def main(self) -> NoReturn:
+        """Run the command line of this process, and exit."""
+        prepare_process()
+        sys.exit(guarded(lambda: self._run(typed_arguments())))
+
+    def _run(self, arguments: Sequence[str]) -> int:
+        if VERSION.names[-1] in arguments:
+            from harness.metrics.result import versions
+
+            sys.stdout.write("".join(f"{name} {version}\n" for name, version in versions().items()))
+            return EXIT_OK
+        line = self.parse(arguments)
+        verb: Verb = line.verb
+        assert verb.run is not None
+        run = partial(verb.run, **{each.name: getattr(line, each.name) for each in verb.arguments})
+        if verb.job is None:
+            return _finished(run, as_json=line.json)
+        return self._run_job(line, verb.job, run)
+
+    def _run_job(self, line: CommandLine, schema: type, run: Callable[..., int | Result]) -> int:
+        name = (line.config_name or self.name).removesuffix(".yaml")
         line.overrides = spelled_out(line.overrides, schema)
-        name = line.flags.get("--config-name", config_name).removesuffix(".yaml")
-        if line.shows is not None:
-            return _show(line, name, schema)
-        if not line.is_multirun:
-            job = compose_job(line.overrides, config_name=name, schema=schema)
-            axes = _open_axes(line.overrides, name, schema)
-            if axes:
-                raise _several_points(line.overrides, axes, can_sweep=sweep is not None)
-            return verb(job, in_hydra_syntax(line.overrides, schema))
-        if sweep is None:
-            raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
-        points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
-        return sweep(points)
+        if line.shown:
+            from harness.help import show
 
-    prepare_process()
-    sys.exit(guarded(run))
+            return show(line, self.parser(), config_name=name, schema=schema)
+        if line.multirun:
+            if self.sweep is None:
+                raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
+            return self.sweep(
+                compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
+            )
+        job = compose_job(line.overrides, config_name=name, schema=schema)
+        require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
+        overrides = in_hydra_syntax(line.overrides, schema)
+        as_json = line.json or getattr(job, "wants_json", False)
+        return _finished(partial(run, job, overrides), as_json=as_json)
 
 
-def run_parsed(parser: argparse.ArgumentParser, verb: Callable[[argparse.Namespace], int]) -> NoReturn:
-    """Call ``verb`` with the parsed command line and exit with the returned code."""
-    prepare_process()
-    sys.exit(guarded(lambda: verb(parser.parse_args(typed_arguments()))))
+def _finished(call: Callable[[], int | Result], *, as_json: bool) -> int:
+    """Call a verb's function, print its result, and return the exit code."""
+    with _stdout_to_stderr() if as_json else nullcontext():
+        result = call()
+    if isinstance(result, int):
+        return result
+    if as_json:
+        from harness.metrics.encoding import dumps
+
+        sys.stdout.write(f"{dumps(result.data, indent=2)}\n")
+    else:
+        sys.stdout.write(result.text)
+    if result.error is not None:
+        sys.stdout.flush()
+        raise result.error
+    return result.code
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what this process and its children print to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _show_composing(done: int, points: int) -> None:
@@ -112,77 +206,6 @@ def _show_composing(done: int, points: int) -> None:
     end = "\r\x1b[K" if done == points else ""
     sys.stderr.write(f"\rcomposing [{'#' * filled:<{BAR_WIDTH}}] {done} of {points} points{end}")
     sys.stderr.flush()
-
-
-def _show(line: CommandLine, config_name: str, schema: type) -> int:
-    """Show the output of a flag such as ``--help``; run nothing."""
-    if line.shows == "--version":
-        from harness.metrics.result import versions
-
-        sys.stdout.write("".join(f"{name} {version}\n" for name, version in versions().items()))
-        return EXIT_OK
-    if line.shows != "--shell-completion":
-        check_overrides(line.overrides, schema)
-    if line.shows == "--cfg":
-        sys.stdout.write(
-            shown_config(
-                in_hydra_syntax(line.overrides, schema),
-                line.flags["--cfg"],
-                package=line.flags.get("--package"),
-                resolve="--resolve" in line.flags,
-                config_name=config_name,
-                schema=schema,
-            )
-        )
-        return EXIT_OK
-    if line.shows == "--help":
-        text = help_text(in_hydra_syntax(line.overrides, schema), config_name=config_name, schema=schema)
-        sys.stdout.write(text)
-        return EXIT_OK
-    flag = [f"--info={line.flags['--info']}"] if line.shows == "--info" else [str(line.shows)]
-    _show_by_hydra([*flag, *in_hydra_syntax(line.overrides, schema)], config_name, schema)
-    return EXIT_OK
-
-
-def _open_axes(typed: list[str], config_name: str, schema: type) -> list[str]:
-    """Axes of the sweep in the job's files for which the command line gives no single value."""
-    if not any(each.startswith(("sweep=", "experiment=", AXES)) for each in typed):
-        return []
-    axes = sweep_params(typed, config_name=config_name, schema=schema)
-    listed = str(axes.pop(POINTS, "")).splitlines()
-    keys = {each.lstrip("+").partition("=")[0] for each in typed}
-    is_listed = any(line.split() and set(line.split()) <= set(typed) for line in listed)
-    remaining = [str(name) for name in axes if str(name) not in keys]
-    return remaining if is_listed or not listed else [POINTS, *remaining]
-
-
-def _several_points(typed: list[str], axes: list[str], *, can_sweep: bool) -> UserError:
-    chosen = [each for each in typed if each.startswith(("sweep=", "experiment="))]
-    named = " ".join(chosen) or "hydra.sweeper.params"
-    works = "-m, which runs all points" if can_sweep else "the values of one point, without that file"
-    return UserError(f"{named}: has several points ({', '.join(axes)}); would work: {works}")
-
-
-def _show_by_hydra(arguments: list[str], config_name: str, schema: type) -> None:
-    """Let Hydra show information or completions, but report its errors as ours."""
-    import hydra
-
-    # Hydra 1.4 warns about version_base, which 1.3 needs.
-    warnings.filterwarnings("ignore", message=".*version_base.*")
-    register_schema(schema)
-    sys.argv[1:] = arguments
-    os.environ["HYDRA_FULL_ERROR"], before = "1", os.environ.get("HYDRA_FULL_ERROR")
-    try:
-        hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(lambda _: None)()
-    except Exception as error:
-        raise to_user_error(error, schema) from error
-    except SystemExit as done:  # Hydra's help ends this way
-        if done.code:
-            raise
-    finally:
-        del os.environ["HYDRA_FULL_ERROR"]
-        if before is not None:
-            os.environ["HYDRA_FULL_ERROR"] = before
 
 
 def guarded(call: Callable[[], int]) -> int:

@@ -1,4 +1,4 @@
-"""Parse the command line: overrides, and flags that show something instead of running."""
+"""Parse command lines: one parser for the flags of all verbs; overrides are the remaining arguments."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from harness.errors import UserError
 from harness.paths import conf_dir
@@ -17,21 +16,7 @@ from harness.paths import conf_dir
 CFG = ("job", "hydra", "all")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 SHELLS = ("bash", "fish", "zsh")
-
-# Names of each flag; the last one is its long name.
-NAMES = (
-    ("-h", "--help"),
-    ("--version",),
-    ("-c", "--cfg"),
-    ("-p", "--package"),
-    ("--resolve",),
-    ("-i", "--info"),
-    ("-m", "--multirun"),
-    ("-sc", "--shell-completion"),
-    ("-cn", "--config-name"),
-)
-TAKES_VALUE = ("--cfg", "--package", "--config-name")
-SHOWS = ("--help", "--version", "--cfg", "--info", "--shell-completion")
+SHOWS = ("help", "cfg", "info", "shell_completion")
 _CONF = "HARNESS_CONF_DIR=FOLDER in the environment, a copy of conf/ with your files in it"
 # Hydra's flags that are not supported, and what to type instead.
 REFUSED = {
@@ -46,52 +31,95 @@ REFUSED = {
 }
 
 
-@dataclass
-class CommandLine:
-    """The arguments after the name of the verb."""
+class Argument:
+    """A positional argument or a flag, with the options of argparse's ``add_argument``.
 
-    overrides: list[str] = field(default_factory=list)
-    """Overrides, in order; with --shell-completion, its action."""
-    flags: dict[str, str] = field(default_factory=dict)
-    """Values of the flags by long name; empty for flags without a value."""
+    A flag whose only option is ``help`` takes no value.
+    """
 
-    @property
-    def shows(self) -> str | None:
-        """The flag that shows something instead of running, if any."""
-        return next((name for name in SHOWS if name in self.flags), None)
+    def __init__(self, *names: str, help: str, **options: Any) -> None:
+        takes_no_value = names[0].startswith("-") and not options
+        self.names = names
+        self.options = {"help": help, **({"action": "store_true"} if takes_no_value else options)}
 
     @property
-    def is_multirun(self) -> bool:
-        """Whether to run one job per combination of values."""
-        return "--multirun" in self.flags
+    def name(self) -> str:
+        """Its name in the parsed line, and as a parameter of the verb's function."""
+        return self.names[-1].lstrip("-").replace("-", "_")
 
-    def validate(self) -> None:
-        """Check the values of flags, and which flags can be combined.
+
+VERSION = Argument("--version", help="print versions of the harness, Python and the main packages")
+JSON = Argument("--json", help="print one JSON object instead of text")
+JOB_FLAGS = (
+    Argument("-h", "--help", help="list groups, options and fields with their current values"),
+    VERSION,
+    Argument(
+        *("-c", "--cfg"),
+        choices=CFG,
+        metavar="WHAT",
+        help="print the composed job (`job`), Hydra's settings (`hydra`) or both (`all`), and run nothing",
+    ),
+    Argument("-p", "--package", metavar="NAME", help="with `--cfg`: print one part, e.g. `parallelism`"),
+    Argument("--resolve", help="with `--cfg`: resolve interpolations such as `${model.name}`"),
+    Argument(
+        *("-i", "--info"),
+        nargs="?",
+        const=INFO[0],
+        metavar="WHAT",
+        help=f"print how Hydra composes the job: {', '.join(f'`{each}`' for each in INFO)}",
+    ),
+    Argument("-m", "--multirun", help="run one job for each combination of values (`harness.train` only)"),
+    Argument("-sc", "--shell-completion", help="print the completion script of a shell: `-sc install=bash`"),
+    Argument("-cn", "--config-name", metavar="NAME", help="compose another primary file of `conf/`"),
+)
+"""Flags of verbs that take a job."""
+
+
+class CommandLine(argparse.Namespace):
+    """The parsed arguments after the name of a verb: its own arguments, JOB_FLAGS and ``--json`` by name."""
+
+    overrides: list[str]
+    """Arguments that are not flags, in order; with ``--shell-completion``, its action."""
+    info: str | None = None
+    json: bool = False
+
+    @property
+    def shown(self) -> list[str]:
+        """The given flags that show something about a job instead of running it."""
+        return [f"--{name.replace('_', '-')}" for name in SHOWS if getattr(self, name) not in (None, False)]
+
+    def validate_flags_of_job(self) -> None:
+        """Check which of JOB_FLAGS can be combined, and the values that argparse does not check.
 
         Raises:
             UserError: naming the flag.
         """
-        shown = [name for name in SHOWS if name in self.flags]
-        if len(shown) > 1:
-            raise UserError(f"{shown[1]}: cannot be combined with {shown[0]}; would work: one of them")
-        if self.is_multirun and len(self.flags) > 1:
-            other = next(name for name in self.flags if name != "--multirun")
+        if self.info not in (None, *INFO):  # argparse took an override as its value
+            self.overrides.insert(0, self.info)
+            self.info = INFO[0]
+        given = [each.names[-1] for each in JOB_FLAGS if getattr(self, each.name) not in (None, False)]
+        if len(self.shown) > 1:
+            first, second, *_ = self.shown
+            raise UserError(f"{second}: cannot be combined with {first}; would work: one of them")
+        if self.multirun and (given != ["--multirun"] or self.json):
+            other = next((name for name in given if name != "--multirun"), "--json")
             raise UserError(f"{other}: works for one job only; would work: the command without -m")
-        self._validate_choice("--cfg", CFG)
-        self._validate_choice("--info", INFO)
         for name in ("--package", "--resolve"):
-            if name in self.flags and "--cfg" not in self.flags:
+            if name in given and self.cfg is None:
                 raise UserError(f"{name}: needs --cfg; would work: --cfg job {name}")
-        name = self.flags.get("--config-name", "train").removesuffix(".yaml")
-        if not _is_file(Path(conf_dir()) / f"{name}.yaml"):
-            existing = ", ".join(sorted(path.stem for path in Path(conf_dir()).glob("*.yaml")))
-            raise UserError(f"--config-name={name}: no such file in {conf_dir()}; would work: {existing}")
-        if "--shell-completion" in self.flags:
+        if self.config_name is not None:
+            self._validate_config_name(self.config_name.removesuffix(".yaml"))
+        if self.shell_completion:
             self._validate_completion()
 
-    def _validate_choice(self, name: str, choices: Sequence[str]) -> None:
-        if self.flags.get(name, choices[0]) not in choices:
-            raise UserError(f"{name}={self.flags[name]}: would work: {', '.join(choices)}")
+    def _validate_config_name(self, name: str) -> None:
+        try:
+            exists = (Path(conf_dir()) / f"{name}.yaml").is_file()
+        except (OSError, ValueError):  # an invalid path
+            exists = False
+        if not exists:
+            existing = ", ".join(sorted(path.stem for path in Path(conf_dir()).glob("*.yaml")))
+            raise UserError(f"--config-name={name}: no such file in {conf_dir()}; would work: {existing}")
 
     def _validate_completion(self) -> None:
         works = ", ".join(f"-sc install={shell}" for shell in SHELLS)
@@ -104,72 +132,56 @@ class CommandLine:
             raise UserError(f"-sc query={shell}: is for the shell, which sets COMP_LINE; would work: {works}")
 
 
-def parse(arguments: Sequence[str], own: Sequence[str] = ()) -> CommandLine:
-    """Sort the arguments into overrides and flags.
-
-    Args:
-        arguments: the arguments after the name of the verb.
-        own: additional flags of this verb, without a value.
-
-    Raises:
-        UserError: an unknown flag, a missing value, or flags that cannot be combined.
-    """
-    line, rest = CommandLine(), list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("-"):
-            line.overrides.append(argument)
-            continue
-        typed, sign, value = argument.partition("=")
-        name = _long_name(typed, own)
-        if name in TAKES_VALUE and not sign:
-            if not rest or rest[0].startswith("-"):
-                works = f"{typed} {'job' if name == '--cfg' else 'NAME'}"
-                raise UserError(f"{typed}: takes a value; would work: {works}")
-            value = rest.pop(0)
-        elif name == "--info" and not sign:
-            value = rest.pop(0) if rest and rest[0] in INFO else INFO[0]
-        elif name not in TAKES_VALUE and name != "--info" and sign:
-            raise UserError(f"{argument}: takes no value; would work: {typed}")
-        line.flags[name] = value
-    line.validate()
-    return line
-
-
-def _long_name(typed: str, own: Sequence[str]) -> str:
-    names_of_all = [*NAMES, *((name,) for name in own)]
-    for names in names_of_all:
-        if typed in names:
-            return names[-1]
-    if typed in REFUSED:
-        raise UserError(f"{typed}: is not supported; would work: {REFUSED[typed]}")
-    raise UserError(_no_such_flag(typed, [name for names in names_of_all for name in names]))
-
-
-def _no_such_flag(typed: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(typed, known, n=1)
-    works = f"did you mean {close[0]}?" if close else "--help lists all flags"
-    return f"{typed}: no such flag; {works}"
-
-
-def _is_file(path: Path) -> bool:
-    """Whether the file exists; False for an invalid path."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like those of overrides."""
+    """A parser of flags that are typed in full; its errors are one line, like those of overrides."""
+
+    def parse_line(self, arguments: Sequence[str], *, takes_overrides: bool) -> CommandLine:
+        """Parse the arguments after the name of a verb.
+
+        Raises:
+            UserError: an unknown flag or argument, or an invalid value of a flag.
+        """
+        line, rest = self.parse_known_args(arguments, CommandLine())
+        for each in rest:
+            if each.startswith("-"):
+                self._refuse(each.partition("=")[0])
+        if rest and not takes_overrides:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        line.overrides = rest
+        return line
+
+    def _refuse(self, typed: str) -> NoReturn:
+        if typed in REFUSED:
+            raise UserError(f"{typed}: is not supported; would work: {REFUSED[typed]}")
+        close = difflib.get_close_matches(typed, list(self._flags()), n=1)
+        works = f"did you mean {close[0]}?" if close else "--help lists all flags"
+        raise UserError(f"{typed}: no such flag; {works}")
+
+    def _flags(self) -> Iterator[str]:
+        """Names of all flags, also those of subcommands."""
+        yield from self._option_string_actions
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._flags()
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Return the flags that an abbreviation can stand for: none."""
+        return []
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage."""
-        choice = re.fullmatch(r"argument .+: invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL)
+        about = re.fullmatch(r"argument ([^:]+): (.+)", message, re.DOTALL)
+        name, problem = (about[1].split("/")[-1], about[2]) if about else ("", message)
+        choice = re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", problem, re.DOTALL)
         if choice:
             works = choice[2].replace("'", "")
-            raise UserError(f"{choice[1]}: no such choice; would work: {works}")
-        unknown = re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL)
-        if unknown and unknown[1].startswith("-"):
-            raise UserError(_no_such_flag(unknown[1].split(" ")[0], list(self._option_string_actions)))
+            wrong = f"{name}={choice[1]}" if name.startswith("-") else f"{choice[1]}: no such choice;"
+            raise UserError(f"{wrong}{':' if name.startswith('-') else ''} would work: {works}")
+        if problem == "expected one argument":
+            action = self._option_string_actions[name]
+            value = next(iter(action.choices or ()), action.metavar or action.dest.upper())
+            raise UserError(f"{name}: takes a value; would work: {name} {value}")
+        if given := re.fullmatch(r"ignored explicit argument '(.*)'", problem, re.DOTALL):
+            raise UserError(f"{name}={given[1]}: takes no value; would work: {name}")
         raise UserError(f"{message}; would work: {' '.join(self.format_usage().split()[1:])}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.app import run_verb
+from harness.app import Result, Verb
 from harness.compose import compose_job
 from harness.config import label, part
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError
@@ -102,8 +102,8 @@ class Spread:
         return format(self.median, form), f"{self.low:{form}} to {self.high:{form}}"
 
 
-def bench(job: BenchJob, overrides: list[str]) -> int:
-    """Measure a job and its variants; print and append the results; return the exit code."""
+def bench(job: BenchJob, overrides: list[str]) -> int | Result:
+    """Measure a job and its variants; append a row for each to ``bench.out``."""
     if launched_ranks() is not None:
         raise UserError("harness.bench starts the ranks itself; start it without torchrun")
     config = job.bench
@@ -119,13 +119,18 @@ def bench(job: BenchJob, overrides: list[str]) -> int:
     began, rows = time.time(), measure(variants, config.rounds)
     if rows is None:
         return EXIT_INTERRUPTED
+    summaries = [
+        {"time": began, **summary(name, rows, variant.overrides)} for name, variant in variants.items()
+    ]
     file = MetricsFile(out)
-    for name, variant in variants.items():
-        file.write({"time": began, **summary(name, rows, variant.overrides)})
+    for each in summaries:
+        file.write(each)
     file.close()
-    sys.stdout.write(report(rows))
-    sys.stdout.write(f"rows appended to {out}\n")
-    return EXIT_FAILED if any(failure_of(each) for each in rows.values()) else EXIT_OK
+    return Result(
+        {"rows": summaries, "out": out},
+        f"{report(rows)}rows appended to {out}\n",
+        EXIT_FAILED if any(failure_of(each) for each in rows.values()) else EXIT_OK,
+    )
 
 
 def compose_variants(config: BenchConfig, overrides: list[str]) -> dict[str, Variant]:
@@ -290,9 +295,8 @@ def _block(name: str, rows: Mapping[int, Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Entry point of ``python -m harness.bench`` and of the console script."""
-    run_verb(bench, config_name="bench", schema=BenchJob)
+VERB = Verb("bench", bench, job=BenchJob, has_json=True)
+main = VERB.main
 
 
 if __name__ == "__main__":

@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from string import Template
 from typing import Any, cast
 
 from harness.compose_errors import MISSING, to_user_error
-from harness.config import leaf_fields, rules_of
 from harness.errors import UserError
 from harness.exchange.found import recorded_model
 from harness.exchange.from_config import model_node, require_read
 from harness.job import Job, from_dict
 from harness.launched import launched_ranks
 from harness.overrides import (
+    AXES,
     FROM_CONFIG,
     check_overrides,
     groups,
     in_hydra_syntax,
     options_of,
-    reject_unknown_keys,
     sets_field,
     sets_one_group,
     typed_value,
@@ -113,7 +110,7 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
     overrides = spelled_out(overrides, schema)
     check_overrides(overrides, schema)  # before Hydra is imported
     with Composer(config_name, schema) as composer:
-        return composer.job(overrides)
+        return composer.point(in_hydra_syntax(overrides, schema))
 
 
 def spelled_out(overrides: Iterable[str], schema: type) -> list[str]:
@@ -187,6 +184,24 @@ class Composer:
             raise to_user_error(error, self.schema) from error
         return job_from_config(config, self.schema, read_from)
 
+    def config(self, overrides: list[str], *, with_hydra: bool = False) -> Any:
+        """Compose a config, before it becomes a job; ``with_hydra`` adds Hydra's own part, key ``hydra``."""
+        from hydra import compose
+
+        register_model(overrides)
+        try:
+            return compose(self.config_name, overrides, return_hydra_config=with_hydra)
+        except Exception as error:
+            raise to_user_error(error, self.schema) from error
+
+    def axes(self, overrides: list[str]) -> dict[str, Any]:
+        """Axes of the sweep in the job's files: values by name of the field or group, and POINTS."""
+        params = self.config(overrides, with_hydra=True).hydra.sweeper.params or {}
+        try:
+            return dict(params)
+        except Exception as error:
+            raise to_user_error(error, self.schema) from error
+
     def _base(self, rest: list[str], parts: dict[str, str], read_from: str | None) -> Any:
         """Return a new copy of the config that Hydra composes from overrides.
 
@@ -254,13 +269,12 @@ def compose_points(
     Args:
         overrides: as typed; comma-separated values of one field are an axis.
         config_name: the primary config, a file of conf/.
-        schema: dataclass of the job.
+        schema: dataclass of the jobs.
         show: called with the number of composed points and of all points.
 
     Raises:
         UserError: the overrides are wrong for every point.
     """
-    from hydra import compose
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     overrides = list(overrides)
@@ -273,8 +287,7 @@ def compose_points(
             once = [str(o.input_line) for o in read(typed) if not o.is_sweep_override()]
             # The axes do not depend on the model's config.
             once = [each for each in once if typed_value([each], "model") != FROM_CONFIG]
-            shared = compose(config_name=config_name, overrides=once, return_hydra_config=True)
-            params = dict(shared.hydra.sweeper.params or {})
+            params = composer.axes(once)
             listed = _listed_points(params.pop(POINTS, ""), schema)
             axes = [f"{name}={values}" for name, values in params.items()]
             spelled = [
@@ -339,104 +352,28 @@ def job_from_config(config: Any, schema: type = Job, read_from: str | None = Non
         plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         raise to_user_error(error, schema) from error
-    reject_unknown_keys(plain, schema)
     require_read(plain.get("model", {}).get("path"), read_from)
     return from_dict(schema, plain).resolve(launched_ranks=launched_ranks())
 
 
-def shown_config(
-    overrides: list[str],
-    kind: str,
-    *,
-    package: str | None = None,
-    resolve: bool = False,
-    config_name: str = "train",
-    schema: type = Job,
-) -> str:
-    """Return the composed configuration as YAML, before it becomes a job.
-
-    Args:
-        overrides: checked, and in Hydra's syntax.
-        kind: ``job``, ``hydra`` (Hydra's own part) or ``all``.
-        package: dotted name of the part to show.
-        resolve: whether to replace ``${...}`` by values.
-        config_name: the primary config, a file of conf/.
-        schema: dataclass of the job.
+def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
+    """Refuse a sweep in the job's files if the typed overrides do not choose one of its points.
 
     Raises:
-        UserError: the configuration cannot be composed, or has no such part.
+        UserError: naming the open axes.
     """
-    from omegaconf import OmegaConf
-
-    try:
-        config, hydra = _job_and_hydra(overrides, config_name, schema)
-        if resolve:
-            OmegaConf.to_container(config, resolve=True)  # its errors name the field, those of resolve do not
-        if kind != "job":
-            parts: dict[str, Any] = {} if kind == "hydra" else {str(name): config[name] for name in config}
-            config = OmegaConf.create(parts | {"hydra": hydra})
-        if resolve:
-            OmegaConf.resolve(config)
-        shown = config if package in (None, "_global_") else OmegaConf.select(config, package)
-    except Exception as error:
-        raise to_user_error(error, schema) from error
-    if shown is None:
-        raise UserError(f"--package={package}: no such part; would work: {', '.join(map(str, config))}")
-    head = "" if package is None else f"# @package {package}\n"
-    return f"{head}{OmegaConf.to_yaml(shown)}" if OmegaConf.is_config(shown) else f"{shown}\n"
-
-
-def help_text(overrides: list[str], *, config_name: str = "train", schema: type = Job) -> str:
-    """Return the text of ``--help``: the template of the primary config, with all groups and fields.
-
-    Hydra's own help searches the groups in 160 copies of its registry, which takes a second.
-    """
-    from omegaconf import OmegaConf
-
-    try:
-        config, hydra = _job_and_hydra(overrides, config_name, schema)
-        options = {name: ", ".join(options_of(folder)) for name, folder in sorted(groups().items())}
-        text = Template(hydra.help.template).substitute(
-            APP_CONFIG_GROUPS="\n".join(f"{name}: {listed}" for name, listed in options.items()),
-            CONFIG=_with_rules(OmegaConf.to_yaml(config), schema),
-        )
-    except Exception as error:
-        raise to_user_error(error, schema) from error
-    return f"{text.strip()}\n"
-
-
-def _with_rules(shown: str, schema: type) -> str:
-    """Add every field's rule to its line of YAML, as a comment."""
-    rules = {name: rules_of(field) for name, field, _ in leaf_fields(schema())}
-    lines: list[str] = []
-    path: list[str] = []
-    for line in shown.splitlines():
-        if match := re.match(r"( *)(\w+):", line):
-            path = [*path[: len(match[1]) // 2], match[2]]
-            rule = rules.get(".".join(path))
-            line += f"  # {rule}" if rule else ""
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _job_and_hydra(overrides: list[str], config_name: str, schema: type) -> tuple[Any, Any]:
-    """Compose a job's configuration and Hydra's own, separately."""
-    from hydra import compose
-    from omegaconf import open_dict
-
-    register_model(overrides)
-    with Composer(config_name, schema):
-        composed = compose(config_name, overrides, return_hydra_config=True)
-    config = copy.deepcopy(composed)
-    with open_dict(config):
-        del config["hydra"]
-    return config, composed.hydra
-
-
-def sweep_params(overrides: list[str], *, config_name: str = "train", schema: type = Job) -> dict[str, Any]:
-    """Axes of the sweep in the job's files: values by name of the field or group."""
-    try:
-        _, hydra = _job_and_hydra(in_hydra_syntax(overrides, schema), config_name, schema)
-        return dict(hydra.sweeper.params or {})
-    except Exception as error:
-        raise to_user_error(error, schema) from error
+    chosen = [each for each in overrides if each.startswith(("sweep=", "experiment=", AXES))]
+    if not chosen:
+        return
+    with Composer(config_name, schema) as composer:
+        axes = composer.axes(in_hydra_syntax(overrides, schema))
+    listed = str(axes.pop(POINTS, "")).splitlines()
+    keys = {each.lstrip("+").partition("=")[0] for each in overrides}
+    is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
+    remaining = [str(name) for name in axes if str(name) not in keys]
+    if listed and not is_listed:
+        remaining = [POINTS, *remaining]
+    if remaining:
+        named = " ".join(each for each in chosen if not each.startswith(AXES)) or AXES
+        works = "-m, which runs all points" if can_sweep else "the values of one point, without that file"
+        raise UserError(f"{named}: has several points ({', '.join(remaining)}); would work: {works}")

@@ -11,6 +11,7 @@ Three roles (law 2 of docs/architecture.md):
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
@@ -228,7 +229,8 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
     unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
     if unknown:
         name = sorted(unknown)[0]
-        raise ConfigError(f"{prefix}{name}", plain[name], f"{cls.__name__} has no such field")
+        rule = no_such_field(name, hints, prefix, whole=cls.__name__)
+        raise ConfigError(f"{prefix}{name}", plain[name], rule)
     required = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
     if missing := [name for name in required if name not in plain]:
         raise ConfigError(f"{prefix}{missing[0]}", None, "must be given")
@@ -243,6 +245,16 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
             value = from_dict(cast("type", inner), value, f"{prefix}{name}.")
         values[name] = value
     return cls(**values)
+
+
+def no_such_field(
+    name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = (), whole: str = "the job"
+) -> str:
+    """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
+    close = [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
+    has = f"{prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"
+    works = f"did you mean {' or '.join(close)}?" if close else has
+    return f"no such field; {works}"
 
 
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.app import run_verb
+from harness.app import Verb
 from harness.checkpoint.catalog import (
     DamagedCheckpoint,
     is_url,
@@ -210,11 +210,14 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
+VERB = Verb("convert", convert, job=ConvertJob)
+
+
 def main() -> None:
     """Entry point of ``python -m harness.convert`` and of the console script."""
     # Also remove partly written files when a scheduler ends the process.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run_verb(convert, config_name="convert", schema=ConvertJob)
+    VERB.main()
 
 
 if __name__ == "__main__":

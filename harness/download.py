@@ -1,6 +1,7 @@
 """``python -m harness.download``: download a published model's files from the Hugging Face hub.
 
     python -m harness.download repo=Qwen/Qwen3-8B what=tokenizer
+    python -m harness.download repo=Qwen/Qwen3-8B                all files that training needs
 
 Files go to ``assets/hf/<repo>``, where conf/tokenizer expects them; existing files are not downloaded again.
 """
@@ -17,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.app import run_verb
+from harness.app import Verb
 from harness.compose import option_values
 from harness.config import label
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
@@ -241,12 +242,15 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
+VERB = Verb("download", download, job=DownloadJob)
+
+
 def main() -> None:
     """Entry point of ``python -m harness.download`` and of the console script."""
     # On an exception huggingface_hub would wait for the files that it is downloading.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda number, frame: os._exit(EXIT_INTERRUPTED))
-    run_verb(download, config_name="download", schema=DownloadJob)
+    VERB.main()
 
 
 if __name__ == "__main__":

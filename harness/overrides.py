@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from harness.config import type_hints
+from harness.config import no_such_field, type_hints
 from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.paths import conf_dir
@@ -148,22 +148,6 @@ def _is_own_key(override: str, schema: type) -> bool:
     return False
 
 
-def reject_unknown_keys(plain: dict[str, Any], schema: type, prefix: str = "") -> None:
-    """Reject keys of a composed config that the dataclasses do not have.
-
-    Structured configs reject unknown keys of files and plain overrides, but not of ``+key=value``.
-
-    Raises:
-        ConfigError: with a suggestion.
-    """
-    fields = fields_of(schema)
-    for name, value in plain.items():
-        if name not in fields:
-            raise unknown_field(prefix + name, value, name, fields, prefix)
-        if fields[name] is not None and isinstance(value, dict):
-            reject_unknown_keys(value, fields[name], f"{prefix}{name}.")
-
-
 def typed_value(overrides: Iterable[str], key: str) -> str | None:
     """Return the last value given for a group or field, without quotes; None if there is none."""
     value = None
@@ -232,11 +216,8 @@ def unknown_field(
     key: str, value: Any, name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = ()
 ) -> UserError:
     """Make the error for ``name`` of the dotted ``key``, which is not in ``known``; with a suggestion."""
-    close = [prefix + c for c in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
-    where = prefix.rstrip(".") or "the job"
-    works = f"did you mean {' or '.join(close)}?" if close else f"{where} has: {', '.join(sorted(known))}"
     shown = "" if value is None else f"={value}"
-    return UserError(f"{key}{shown}: no such field; {works}")
+    return UserError(f"{key}{shown}: {no_such_field(name, known, prefix, namesakes)}")
 
 
 def fields_of(schema: type) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.app import run_verb
+from harness.app import Result, Verb
 from harness.compose import Composer
 from harness.compositions import random_job
 from harness.config import label, part, with_value
@@ -260,15 +260,16 @@ def comparisons(job: Job) -> list[Job]:
     return [in_float32(job), with_value(job, "model.moe.force_balance", True).resolve(gpus=0)]
 
 
-def parity(job: ParityJob, overrides: list[str]) -> int:
-    """Compare the chosen layouts and print the table; return the exit code."""
+def parity(job: ParityJob, overrides: list[str]) -> Result:
+    """Compare the chosen layouts with one process, and print a row for each."""
     from harness.cluster.pool import RankFailed, RankPool
 
     config = job.parity
     config.validate(job.training.steps)
     rows = random_rows(config, overrides) if config.random else matrix_rows(job, overrides)
     out = sys.stdout
-    agree = compared = 0
+    compared: list[dict[str, Any]] = []
+    skipped: list[str] = []
     with RankPool(config.world_size) as pool:
         judge = LayoutComparer(pool, config)
         out.write(HEADER)
@@ -276,18 +277,23 @@ def parity(job: ParityJob, overrides: list[str]) -> int:
             ranks = row.job.world_size
             if ranks > config.world_size:
                 out.write(f"{row.name:<28} {ranks:>5}  skipped: parity.world_size={config.world_size}\n")
+                skipped.append(row.name)
                 continue
             try:
                 verdict = judge.verdict(row.name, row.job)
-                passed, text = verdict.passed, line(verdict)
+                found, text = dataclasses.asdict(verdict), line(verdict)
             except RankFailed as error:
-                passed, text = False, f"{row.name:<28} {ranks:>5}  FAILED\n{error}\n"
+                found = {"layout": row.name, "ranks": ranks, "passed": False, "error": str(error)}
+                text = f"{row.name:<28} {ranks:>5}  FAILED\n{error}\n"
             out.write(text + (f"    {row.overrides}\n" if row.overrides else ""))
             out.flush()
-            compared += 1
-            agree += passed
-    out.write(_summary(config, job, agree, compared))
-    return EXIT_OK if agree == compared > 0 else EXIT_DIFFERS
+            compared.append(found | {"overrides": row.overrides})
+    agree = sum(each["passed"] for each in compared)
+    return Result(
+        {"compared": compared, "agree": agree, "skipped": skipped, "steps": config.steps},
+        _summary(config, job, agree, len(compared)),
+        EXIT_OK if agree == len(compared) > 0 else EXIT_DIFFERS,
+    )
 
 
 def _summary(config: ParityConfig, job: ParityJob, agree: int, compared: int) -> str:
@@ -381,9 +387,8 @@ def _largest(expected: list[float], found: list[list[float]]) -> float:
     return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 
 
-def main() -> None:
-    """Entry point of ``python -m harness.parity`` and of the console script."""
-    run_verb(parity, config_name="parity", schema=ParityJob)
+VERB = Verb("parity", parity, job=ParityJob, has_json=True)
+main = VERB.main
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ from harness.errors import UserError
 def conf_dir() -> str:
     """Return the absolute path of ``conf/``: ``$HARNESS_CONF_DIR``, the checkout's, or the wheel's copy.
 
-    Hydra resolves a relative path only if the task function is in ``__main__``; an absolute one works for
-    ``python -m``, console scripts and wheels alike.
-
     Raises:
         UserError: ``$HARNESS_CONF_DIR`` or this installation has no ``train.yaml``.
     """

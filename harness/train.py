@@ -3,13 +3,18 @@
 Without a launcher it is the controller: it checks the job, makes the run folder, and starts the ranks or
 submits them to SLURM. Under torchrun it is one rank, and all ranks compose the same job. With ``-m`` it is
 the controller of a sweep.
+
+    python -m harness.train model=llama3_8b parallelism=fsdp_tp parallelism.tp=4
+    python -m harness.train experiment=NAME training.steps=100
+    python -m harness.train --cfg job                 print the composed job and run nothing
+    eval "$(harness-train -sc install=bash)"          <TAB> completes arguments of harness-train
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.app import run_verb
+from harness.app import Verb
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.compose import Composed
 from harness.data.vocabulary import require_vocabulary
@@ -61,10 +66,8 @@ def _checked(point: Composed) -> Composed:
     return point
 
 
-def main() -> None:
-    """Entry point of ``python -m harness.train`` and of the console script."""
-    run_verb(train, sweep=train_sweep)
-
+VERB = Verb("train", train, job=Job, sweep=train_sweep)
+main = VERB.main
 
 if __name__ == "__main__":
     main()

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from declared import JOBS
 from omegaconf import OmegaConf
 from processes import python
 from tiers import rest_is_thorough
 
-from harness.bench import BenchJob
 from harness.compose import Composer, compose_job
-from harness.convert import ConvertJob
 from harness.download import DownloadJob
 from harness.errors import ConfigError
 from harness.job import Job
@@ -23,19 +22,9 @@ from harness.model.accounting import account
 from harness.model.decoder import Decoder
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.parity import ParityJob
-from harness.plan.config import PlanJob
-from harness.rehearse.config import RehearseJob
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
-PRIMARY = {
-    "bench": BenchJob,
-    "convert": ConvertJob,
-    "train": Job,
-    "parity": ParityJob,
-    "plan": PlanJob,
-    "rehearse": RehearseJob,
-}
 PACKAGE = "# @package _global_"
 TRAIN = ("-m", "harness.train")
 
@@ -129,13 +118,13 @@ def test_a_file_starts_with_a_comment(file: Path) -> None:
 
 
 def test_primary_configs_are_known() -> None:
-    assert {f.stem for f in CONF.glob("*.yaml")} == {*PRIMARY, "download"}
+    assert {f.stem for f in CONF.glob("*.yaml")} == {*JOBS}
     assert compose_job([], config_name="download", schema=DownloadJob) == DownloadJob()
 
 
-@pytest.mark.parametrize("name", sorted(PRIMARY))
+@pytest.mark.parametrize("name", [name for name, schema in JOBS.items() if issubclass(schema, Job)])
 def test_primary_config(name: str) -> None:
-    job = compose_job([], config_name=name, schema=PRIMARY[name])
+    job = compose_job([], config_name=name, schema=JOBS[name])
     assert job.world_size == 1
     build_on_meta(job)
 

@@ -14,24 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from declared import JOBS, VERBS
 from processes import python
 
-from harness import arguments, errors, failures
-from harness.bench import BenchJob
+from harness import errors, failures
+from harness.arguments import JOB_FLAGS
 from harness.compose import compose_job, compose_points
 from harness.config import leaves
-from harness.convert import ConvertJob
-from harness.download import DownloadJob
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.metrics import columns
-from harness.parity import ParityJob
 from harness.plan.config import PlanJob
 from harness.plan.make import make_plan
 from harness.plan.render import render
-from harness.rehearse.config import RehearseJob
-from harness.report.__main__ import _parser as _report_parser
-from harness.sweep.__main__ import _parser as _sweep_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -42,15 +37,6 @@ PAGES = [
     *(ROOT / name for name in OUTSIDE),
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "adding_a_model.md"),
 ]
-SCHEMAS: dict[str, type] = {
-    "train": Job,
-    "bench": BenchJob,
-    "parity": ParityJob,
-    "convert": ConvertJob,
-    "download": DownloadJob,
-    "plan": PlanJob,
-    "rehearse": RehearseJob,
-}
 # Programs that are not the harness's; README says which packages bring them.
 OTHERS = ("nvidia-smi", "pgrep", "kill", "eval", "git", "sbatch", "echo", "pre-commit")
 # Pages of commands for GPUs, by section.
@@ -122,29 +108,23 @@ def test_commands(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         assert words[1] in ("-c", "-m", "install"), words
 
 
-def _check_harness(command: Command, verb: str, words: list[str]) -> None:
-    if verb == "sweep":
-        assert str(_sweep_parser().parse_args(words).folder).startswith("runs/")
+def _check_harness(command: Command, name: str, words: list[str]) -> None:
+    line, schema = VERBS[name].parse(words), VERBS[name].job
+    if schema is None:
+        for folder in getattr(line, "folders", None) or [line.folder]:
+            assert str(folder).startswith("runs/") or (name == "report" and (ROOT / folder).is_dir())
         return
-    if verb == "report":
-        folder = _report_parser().parse_args(words).folder
-        assert str(folder).startswith("runs/") or (ROOT / folder).is_dir()
-        return
-    if verb == "verify":
-        assert words and all(word.startswith("runs/") for word in words)
-        return
-    line = arguments.parse(words, own=["--json"] if verb in ("plan", "rehearse") else [])
     if command.output and command.output[0].startswith("error: "):
         with pytest.raises(ConfigError) as refused:
-            compose_job(line.overrides, config_name=verb, schema=SCHEMAS[verb])
+            compose_job(line.overrides, config_name=name, schema=schema)
         assert f"error: {refused.value}" == command.output[0]
-    elif line.is_multirun:
-        points = compose_points(line.overrides, config_name=verb, schema=SCHEMAS[verb])
+    elif line.multirun:
+        points = compose_points(line.overrides, config_name=name, schema=schema)
         reasons = {point.reason for point in points if point.job is None}
         assert any(point.job is not None for point in points), reasons
         assert "sweep=" in command.line or "parallelism.tp=" in command.line or not reasons
     else:
-        compose_job(line.overrides, config_name=verb, schema=SCHEMAS[verb])
+        compose_job(line.overrides, config_name=name, schema=schema)
 
 
 PLANNED = [command for command in COMMANDS if "-m harness.plan " in command.line and command.output]
@@ -283,11 +263,11 @@ def test_the_reference_has_every_field_flag_and_class(reference: Path) -> None:
     for name, role, _ in leaves(Job()):
         assert fields[name][4] == role
     verbs = (reference / "verbs.md").read_text()
-    for schema in SCHEMAS.values():
+    for schema in JOBS.values():
         for name, _, _ in leaves(schema()):
             assert name in fields or f"| `{name}` |" in verbs, name
-    for names in arguments.NAMES:
-        assert all(f"`{name}`" in verbs for name in names)
+    for flag in JOB_FLAGS:
+        assert all(f"`{name}`" in verbs for name in flag.names)
     codes = [value for name, value in vars(errors).items() if name.startswith("EXIT_")]
     assert all(f"| {code} | " in verbs for code in codes)
     classes = re.findall(r"^\| ``(\w+)`` \|", failures.__doc__ or "", re.MULTILINE)

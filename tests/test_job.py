@@ -223,7 +223,7 @@ def test_json_of_a_resolved_job_is_resolved() -> None:
 def test_json_with_an_unknown_field_is_refused() -> None:
     plain = job().to_dict()
     plain["model"]["depth"] = 3
-    with pytest.raises(ConfigError, match="depth=3: ModelConfig has no such field"):
+    with pytest.raises(ConfigError, match=r"model\.depth=3: no such field; did you mean "):
         Job.from_json(json.dumps(plain))
 
 

@@ -341,10 +341,11 @@ def test_verb_prints_a_table_and_fails_where_one_differs(capsys: pytest.CaptureF
         **vars(layout("fsdp")), parity=ParityConfig(matrix=MATRIX, layouts=["ddp", "tp4"], steps=2)
     )
     job = with_value(job, "parity.world_size", 2)
-    assert parity.parity(job, ["data.mask_fraction=0.3"]) == 0
-    out = capsys.readouterr().out
-    assert "1 of 1 layouts agree" in out
-    assert "skipped: parity.world_size=2" in out
+    found = parity.parity(job, ["data.mask_fraction=0.3"])
+    assert (found.code, found.data["agree"], found.data["skipped"]) == (0, 1, ["tp4"])
+    assert [(each["layout"], each["passed"]) for each in found.data["compared"]] == [("ddp", True)]
+    assert "1 of 1 layouts agree" in found.text
+    assert "skipped: parity.world_size=2" in capsys.readouterr().out
     job = with_value(job, "parity.gradient_tolerance", 0.0)
-    assert parity.parity(job, ["data.mask_fraction=0.3"]) == parity.EXIT_DIFFERS
+    assert parity.parity(job, ["data.mask_fraction=0.3"]).code == parity.EXIT_DIFFERS
     assert "DIFFERS" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -58,6 +59,9 @@ def test_a_flipped_bit_is_found_and_named(
         if index.fqn == "b"
     ]
     flip(path / "__0_0.distcp", place.offset + place.length - 1)
+    assert run(monkeypatch, run_dir, "--json") == EXIT_MACHINE
+    verdicts = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [each["state"] for each in verdicts] == ["ok", "damaged"] and verdicts[1]["path"] == str(path)
     for folder in (run_dir, run_dir / "checkpoints", path):
         assert run(monkeypatch, folder) == EXIT_MACHINE
         said = capsys.readouterr().out.splitlines()[-1]
@@ -151,3 +155,11 @@ def test_a_sweep_asks_for_it(
         assert f"{paths[0]}: ok" in said and f"{points[2].run_dir}: there is no checkpoint" in said
         flip(paths[1] / "__0_0.distcp", 600)
     assert f"{paths[1]}: damaged: __0_0.distcp" in said
+    flip(paths[1] / "__0_0.distcp", 600)  # damaged again
+    monkeypatch.setattr(sys, "argv", [*command, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        sweep_main()
+    assert ended.value.code == EXIT_MACHINE
+    found = json.loads(capsys.readouterr().out)
+    assert [each["state"] for each in found["points"]] == ["completed"] * 3 and found["skipped"] == []
+    assert [each["state"] for each in found["checkpoints"]] == ["ok", "damaged"]

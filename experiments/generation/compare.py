@@ -107,7 +107,7 @@ def main() -> None:
             decoder = Decoder(model, PROMPT + NEW)
         materialize(decoder, SEED, CPU, CPU)
         count = sum(parameter.numel() for parameter in decoder.parameters())
-        write_huggingface(Weights(decoder), model, None, path, None, 5.0)
+        write_huggingface(Weights(decoder), model, None, path)
         given = [f"checkpoint={path}", "tokenizer=bytes", "cluster.device=cpu"]
         job = compose_job(given, config_name="generate", schema=GenerateJob)
         job = with_value(job, "training.seq_len", PROMPT + NEW)

@@ -1,6 +1,11 @@
 """``python -m harness.generate``: generate text with the weights of a run, a checkpoint, or safetensors.
 
 Tensor, data and expert parallel generate the same text as one process. Text goes to stdout, rates to stderr.
+
+    python -m harness.generate checkpoint=runs/NAME/ID prompt="The parser reads"
+    python -m harness.generate checkpoint=... prompt=... generate.temperature=0.8 generate.top_p=0.95
+    python -m harness.generate checkpoint=... generate.prompt_file=prompts.txt --json
+    python -m harness.generate checkpoint=... prompt=... parallelism=tp parallelism.tp=2
 """
 
 from __future__ import annotations
@@ -10,36 +15,31 @@ import os
 import sys
 from typing import Any
 
-from harness.app import run_verb
+from harness.app import Result, Verb
 from harness.config import with_value
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import EXIT_OK
 from harness.generate.config import GenerateJob
-from harness.generate.prompts import Prompt, read_prompts, require_room
+from harness.generate.prompts import read_prompts, require_room
 from harness.inference.ranks import run_on_ranks
 from harness.inference.source import use_checkpoint
 from harness.launched import launched_ranks
-from harness.metrics.encoding import dumps
 from harness.tables import degrees_in_words
 
 
-def generate(job: GenerateJob, overrides: list[str], *, as_json: bool = False) -> int:
-    """Generate, and print texts; return the exit code."""
-    as_json = as_json or job.generate.json
+def generate(job: GenerateJob, overrides: list[str]) -> Result:
+    """Generate text after each prompt."""
     used = use_checkpoint(job, overrides, "generate.checkpoint")
     prompts = read_prompts(used.job, build_tokenizer(used.job.tokenizer))
     job = with_value(used.job, "training.seq_len", require_room(prompts, used.job))
-    streams = not as_json and len(prompts) == 1
+    streams = not job.wants_json and len(prompts) == 1
     if streams and _is_first():
         sys.stdout.write(prompts[0].text)
         sys.stdout.flush()
     outcome = run_on_ranks(job, "harness.generate.rank:generate", used.found, prompts, streams)
-    if _is_first():
-        if as_json:
-            sys.stdout.write(f"{dumps(as_dict(job, used.found.path, outcome))}\n")
-        else:
-            _show(prompts, outcome, streamed=streams)
-    return EXIT_OK
+    if not _is_first():
+        return Result({})
+    sys.stderr.write(_rates_in_words(outcome))
+    return Result(as_dict(job, used.found.path, outcome), "\n" if streams else _texts(outcome))
 
 
 def _is_first() -> bool:
@@ -47,18 +47,17 @@ def _is_first() -> bool:
     return launched_ranks() is None or os.environ["RANK"] == "0"
 
 
-def _show(prompts: list[Prompt], outcome: Any, *, streamed: bool) -> None:
-    """Print the texts that were not streamed, and on stderr the rates."""
-    if streamed:
-        sys.stdout.write("\n")
-    else:
-        for text in outcome.texts:
-            sys.stdout.write(
-                f"--- {text.number + 1} of {len(prompts)} ({text.ended_by})\n{text.prompt}{text.text}\n"
-            )
-    sys.stdout.flush()
+def _texts(outcome: Any) -> str:
+    count = len(outcome.texts)
+    return "".join(
+        f"--- {text.number + 1} of {count} ({text.ended_by})\n{text.prompt}{text.text}\n"
+        for text in outcome.texts
+    )
+
+
+def _rates_in_words(outcome: Any) -> str:
     rates = rates_of(outcome)
-    sys.stderr.write(
+    return (
         f"{outcome.prefill_tokens} prompt tokens in {outcome.prefill_seconds:.2f} s "
         f"({_shown(rates['prefill_tokens_per_second'])} tokens/s), {outcome.decode_tokens} more in "
         f"{outcome.decode_seconds:.2f} s ({_shown(rates['decode_tokens_per_second'])} tokens/s); "
@@ -95,10 +94,10 @@ def as_dict(job: GenerateJob, path: str, outcome: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Entry point of ``python -m harness.generate`` and of the console script."""
-    run_verb(generate, config_name="generate", schema=GenerateJob)
+VERB = Verb("generate", generate, job=GenerateJob, has_json=True)
 
+
+main = VERB.main
 
 if __name__ == "__main__":
     main()

@@ -61,14 +61,19 @@ class GenerateConfig:
 class GenerateJob(InferenceJob):
     """A job plus the options of a generation."""
 
-    @classmethod
-    def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
-        """Also quote the prompt, so that Hydra does not parse it."""
-        return [_with_quotes(each) for each in super().spelled_out(overrides)]
-
     WEIGHTS: ClassVar[str] = "generate.checkpoint"
 
     prompt: str | None = label(None)
     """The prompt, one line; brackets, commas and quotes in it need no quotes around."""
     generate: GenerateConfig = part(GenerateConfig)
     """Weights, prompts, and how tokens are chosen."""
+
+    @classmethod
+    def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
+        """Also quote the prompt, so that Hydra does not parse it."""
+        return [_with_quotes(each) for each in super().spelled_out(overrides)]
+
+    @property
+    def wants_json(self) -> bool:
+        """Whether the job itself asks for JSON."""
+        return self.generate.json

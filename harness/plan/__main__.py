@@ -1,31 +1,38 @@
-"""``python -m harness.plan``: predict memory, traffic and speed of a job in seconds, without a GPU."""
+"""``python -m harness.plan``: predict memory, traffic and speed of a job in seconds, without a GPU.
+
+An illegal job is refused with the error of ``harness.train``.
+
+    python -m harness.plan model=llama3_8b parallelism=fsdp_tp cluster=slurm_h100
+    python -m harness.plan ... --json                        the plan as JSON
+    python -m harness.plan ... picture=plan.png              memory by stage, and the pipeline's timeline
+    python -m harness.plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
+    python -m harness.plan ... verify=true                   compared with the job on a fake process group
+    python -m harness.plan ... rehearse=true                 compared with a run on virtual GPUs
+    python -m harness.plan calibrate=runs/NAME               fit the plan's constants to measured runs
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import sys
 from pathlib import Path
 
-from harness.app import run_verb
-from harness.errors import EXIT_OK, ConfigError, UserError
+from harness.app import Result, Verb
+from harness.errors import ConfigError, HarnessError, UserError
 from harness.launched import launched_ranks
-from harness.metrics.encoding import dumps
 from harness.plan.config import PlanJob
 from harness.plan.constants import Calibration
 from harness.plan.plan import Plan
 
-JSON_FLAG = "--json"
 
-
-def plan(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
-    """Print the plan of a job, or of the best layouts for it; return the exit code."""
+def plan(job: PlanJob, overrides: list[str]) -> Result:
+    """Plan a job, or search for the best layouts for it."""
     if launched_ranks() is not None:
         raise UserError("harness.plan is one process; start it without torchrun")
     if job.calibrate is not None:
         return _calibrate(Path(job.calibrate), job.calibration)
     if job.search:
-        return _search(job, overrides, as_json=as_json)
+        return _search(job, overrides)
     from harness.plan.make import make_plan
     from harness.plan.render import as_dict, render
 
@@ -35,15 +42,14 @@ def plan(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
 
         draw(Path(job.picture), made)
     if job.verify:
-        return _verify(made, step=job.verify_step, as_json=as_json)
+        return _verify(made, step=job.verify_step)
     if job.rehearse:
-        return _rehearse(made, as_json=as_json)
-    sys.stdout.write(f"{dumps(as_dict(made), indent=2)}\n" if as_json else render(made))
-    return EXIT_OK
+        return _rehearse(made)
+    return Result(as_dict(made), render(made))
 
 
-def _search(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
-    """Print the best layouts, and write the sweep that measures them."""
+def _search(job: PlanJob, overrides: list[str]) -> Result:
+    """Find the best layouts, and write the sweep that measures them."""
     from harness.plan.found import found_as_dict, render_found, sweep_path, write_sweep
     from harness.plan.search import search
     from harness.plan.space import Space
@@ -54,16 +60,12 @@ def _search(job: PlanJob, overrides: list[str], *, as_json: bool) -> int:
         from harness.plan.picture import draw
 
         draw(Path(job.picture), found.best[0].plan)
-    if as_json:
-        sys.stdout.write(f"{dumps(found_as_dict(found) | {'sweep_file': path}, indent=2)}\n")
-    else:
-        sys.stdout.write(f"{render_found(found)}\n")
-    # Print the result even if the file cannot be written.
-    sys.stdout.flush()
-    command = write_sweep(found, path, overrides)
-    if not as_json:
-        sys.stdout.write(f"to measure the {len(found.best)}: {path}\n  {command}\n")
-    return EXIT_OK
+    data, text = found_as_dict(found) | {"sweep_file": path}, f"{render_found(found)}\n"
+    try:
+        command = write_sweep(found, path, overrides)
+    except (HarnessError, OSError) as error:
+        return Result(data, text, error=error)
+    return Result(data, f"{text}to measure the {len(found.best)}: {path}\n  {command}\n")
 
 
 def _calibration(job: PlanJob) -> Calibration | None:
@@ -81,46 +83,46 @@ def _calibration(job: PlanJob) -> Calibration | None:
     return read
 
 
-def _calibrate(folder: Path, target: str | None) -> int:
-    """Fit constants to measured runs, print the errors, and write the constants."""
+def _calibrate(folder: Path, target: str | None) -> Result:
+    """Fit constants to measured runs, and write the constants."""
     from harness.plan.calibrate import calibrate, render_fit
 
     calibration, measured, left_out = calibrate(folder)
     path = target or str(folder / "calibration.json")
     calibration.write(path)
-    sys.stdout.write(f"{render_fit(calibration, measured)}\n{left_out}\nwritten: {path}\n")
-    return EXIT_OK
+    return Result(
+        dataclasses.asdict(calibration) | {"written": path},
+        f"{render_fit(calibration, measured)}\n{left_out}\nwritten: {path}\n",
+    )
 
 
-def _verify(made: Plan, *, step: bool, as_json: bool) -> int:
-    """Build the job on a fake process group, and print how it compares with the plan."""
+def _verify(made: Plan, *, step: bool) -> Result:
+    """Build the job on a fake process group, and compare it with the plan."""
     from harness.plan.verify import render_verified, verify
 
     gc.enable()
     verified = verify(made, step=step)
-    if as_json:
-        sys.stdout.write(f"{dumps(dataclasses.asdict(verified), indent=2)}\n")
-    else:
-        sys.stdout.write("\n".join(render_verified(verified, made)) + "\n")
-    return EXIT_OK
+    return Result(dataclasses.asdict(verified), "\n".join(render_verified(verified, made)) + "\n")
 
 
-def _rehearse(made: Plan, *, as_json: bool) -> int:
-    """Rehearse one rank of each kind, and print plan and rehearsal."""
+def _rehearse(made: Plan) -> Result:
+    """Rehearse one rank of each kind."""
     from harness.plan.render import as_dict, render
-    from harness.rehearse.__main__ import EXIT_FAILED, rehearse_ranks
+    from harness.rehearse.__main__ import exit_code, rehearse_ranks
     from harness.rehearse.config import RehearseConfig
     from harness.rehearse.render import as_dict as rehearsed_as_dict
     from harness.rehearse.render import render as render_rehearsed
 
     gc.enable()
     ranks = rehearse_ranks(made, RehearseConfig())
-    if as_json:
-        rehearsed = {"rehearsed": rehearsed_as_dict(made, ranks)["ranks"]}
-        sys.stdout.write(f"{dumps(as_dict(made) | rehearsed, indent=2)}\n")
-    else:
-        sys.stdout.write(f"{render(made)}\n{render_rehearsed(made, ranks)}")
-    return EXIT_FAILED if any(rank.failure is not None for rank in ranks) else EXIT_OK
+    return Result(
+        as_dict(made) | {"rehearsed": rehearsed_as_dict(made, ranks)["ranks"]},
+        f"{render(made)}\n{render_rehearsed(made, ranks)}",
+        exit_code(ranks),
+    )
+
+
+VERB = Verb("plan", plan, job=PlanJob, has_json=True)
 
 
 def main() -> None:
@@ -128,11 +130,7 @@ def main() -> None:
     # Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds
     # little.
     gc.disable()
-
-    def verb(job: PlanJob, overrides: list[str]) -> int:
-        return plan(job, overrides, as_json=JSON_FLAG in sys.argv[1:])
-
-    run_verb(verb, config_name="plan", schema=PlanJob, flags=(JSON_FLAG,))
+    VERB.main()
 
 
 if __name__ == "__main__":

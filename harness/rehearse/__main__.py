@@ -1,13 +1,20 @@
-"""``python -m harness.rehearse``: a job's real code on a virtual GPU, beside its plan."""
+"""``python -m harness.rehearse``: run a job's code on virtual GPUs, and compare it with its plan.
+
+The code is torch's for CUDA, over libraries that compute nothing.
+
+    python -m harness.rehearse model=llama3_8b parallelism=fsdp precision=bf16 cluster=slurm_h100
+    python -m harness.rehearse ... --json                      the result as JSON
+    python -m harness.rehearse ... rehearse.ranks=[0,5]        only these ranks
+    python -m harness.rehearse ... cluster.accelerator=B200    on another device
+"""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 
-from harness.app import run_verb
+from harness.app import Result, Verb
 from harness.errors import EXIT_OK, UserError
 from harness.launched import launched_ranks
-from harness.metrics.encoding import dumps
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
@@ -15,17 +22,20 @@ from harness.rehearse.figures import RankFigures
 from harness.rehearse.render import as_dict, render
 from harness.rehearse.server import Rehearsals, require_no_gpu
 
-JSON_FLAG = "--json"
 EXIT_FAILED = 1
 
 
-def rehearse(job: RehearseJob, *, as_json: bool) -> int:
-    """Rehearse a job's ranks and print the results; return 0 if no rank failed."""
+def rehearse(job: RehearseJob, _overrides: list[str]) -> Result:
+    """Rehearse a job's ranks on virtual GPUs."""
     if launched_ranks() is not None:
         raise UserError("harness.rehearse starts its ranks itself; start it without torchrun")
     plan = make_plan(job.plain)
     ranks = rehearse_ranks(plan, job.rehearse)
-    sys.stdout.write(f"{dumps(as_dict(plan, ranks), indent=2)}\n" if as_json else render(plan, ranks))
+    return Result(as_dict(plan, ranks), render(plan, ranks), exit_code(ranks))
+
+
+def exit_code(ranks: Sequence[RankFigures]) -> int:
+    """EXIT_FAILED if any of the ranks failed."""
     return EXIT_FAILED if any(rank.failure is not None for rank in ranks) else EXIT_OK
 
 
@@ -40,13 +50,8 @@ def rehearse_ranks(plan: Plan, config: RehearseConfig) -> list[RankFigures]:
         return [rehearsals.run(plan.job, rank, config) for rank in ranks_to_rehearse(plan.job, config)]
 
 
-def main() -> None:
-    """Entry point of ``python -m harness.rehearse`` and of the console script."""
-
-    def verb(job: RehearseJob, _overrides: list[str]) -> int:
-        return rehearse(job, as_json=JSON_FLAG in sys.argv[1:])
-
-    run_verb(verb, config_name="rehearse", schema=RehearseJob, flags=(JSON_FLAG,))
+VERB = Verb("rehearse", rehearse, job=RehearseJob, has_json=True)
+main = VERB.main
 
 
 if __name__ == "__main__":

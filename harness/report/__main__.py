@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
-from harness.app import run_parsed
-from harness.arguments import Parser
-from harness.errors import EXIT_OK, UserError
+from harness.app import Result, Verb
+from harness.arguments import Argument
+from harness.errors import UserError
 from harness.files import write_atomically
 from harness.plan.constants import Calibration
 from harness.report import experiment, gpu_single, of_runs, of_tables, rehearsed
@@ -20,51 +18,6 @@ from harness.report.rows import KEPT, keep, load
 TABLES, CSV, PAGE = "tables.md", "table.csv", "index.html"
 
 
-def main() -> None:
-    """Entry point of ``python -m harness.report`` and of the console script."""
-    run_parsed(
-        _parser(),
-        lambda typed: report(
-            typed.folder,
-            out=typed.out,
-            runs=typed.runs,
-            calibration=typed.calibration,
-            rehearse=typed.rehearse,
-        ),
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m harness.report",
-        description="Compare published, predicted and measured results: Markdown, CSV, PNG, HTML.",
-    )
-    parser.add_argument(
-        "folder",
-        type=Path,
-        help="an experiment (experiments/llama3_h100), or runs (runs/NAME of a sweep or of single runs)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="output folder; default: the experiment's folder, or report/ in a folder of runs",
-    )
-    parser.add_argument("--runs", type=Path, help="folder of an experiment's runs; default: runs/")
-    parser.add_argument(
-        "--calibration",
-        type=Path,
-        help="calibration file of the measured machine, written by harness.plan calibrate=FOLDER; default: "
-        f"{CALIBRATION} in the folder. Machines of published tables are predicted without it",
-    )
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help=f"of published rows: rehearse the jobs that {rehearsed.FILE} does not have, on a machine "
-        "without a GPU (`make rehearsal`)",
-    )
-    return parser
-
-
 def report(
     folder: Path,
     *,
@@ -72,15 +25,8 @@ def report(
     runs: Path | None = None,
     calibration: Path | None = None,
     rehearse: bool = False,
-) -> int:
-    """Write the report of a folder; return the exit code.
-
-    Args:
-        folder: folder of an experiment, or of runs.
-        out: output folder; None means the experiment's folder itself, or ``report/`` inside a folder of runs.
-        runs: for an experiment: folder of its runs.
-        calibration: calibration file of the measured machine; None means the one in the folder, if any.
-        rehearse: rehearse published jobs that have not been rehearsed yet.
+) -> Result:
+    """Compare published, predicted and measured results: Markdown, CSV, PNG, HTML.
 
     Raises:
         UserError: there is nothing to report on in the folder, or a rehearsal failed.
@@ -105,10 +51,13 @@ def report(
         made = of_runs.report_of(folder.resolve().name, rows, out, constants)
     for name, text in ((TABLES, markdown(made)), (CSV, as_csv(made)), (PAGE, page(made, out))):
         write_atomically(out / name, text.encode())
-    sys.stdout.write("".join(f"{line.removeprefix('- ')}\n" for line in made.summary))
+    summary = [line.removeprefix("- ") for line in made.summary]
     pictures = [section.picture for section in made.sections if section.picture is not None]
-    sys.stdout.write("".join(f"{out / name}\n" for name in (TABLES, CSV, PAGE, *pictures)))
-    return EXIT_OK
+    files = [str(out / name) for name in (TABLES, CSV, PAGE, *pictures)]
+    return Result(
+        {"title": made.title, "summary": summary, "files": files, "rows": list(made.rows)},
+        "".join(f"{line}\n" for line in [*summary, *files]),
+    )
 
 
 def _source_of(folder: Path) -> Path:
@@ -131,6 +80,37 @@ def _of_experiment(
         return of_tables.report_of(title, tables, out, calibration)
     return of_runs.report_of(title, [row for table in tables for row in table.rows], out, calibration)
 
+
+VERB = Verb(
+    "report",
+    report,
+    arguments=(
+        Argument(
+            "folder",
+            type=Path,
+            help="an experiment (experiments/llama3_h100), or runs (runs/NAME of a sweep or of single runs)",
+        ),
+        Argument(
+            "--out",
+            type=Path,
+            help="output folder; default: the experiment's folder, or report/ in a folder of runs",
+        ),
+        Argument("--runs", type=Path, help="folder of an experiment's runs; default: runs/"),
+        Argument(
+            "--calibration",
+            type=Path,
+            help="calibration file of the measured machine, written by harness.plan calibrate=FOLDER; "
+            f"default: {CALIBRATION} in the folder. Machines of published tables are predicted without it",
+        ),
+        Argument(
+            "--rehearse",
+            help=f"of published rows: rehearse the jobs that {rehearsed.FILE} does not have, on a machine "
+            "without a GPU (`make rehearsal`)",
+        ),
+    ),
+    has_json=True,
+)
+main = VERB.main
 
 if __name__ == "__main__":
     main()

@@ -1,88 +1,84 @@
-"""``python -m harness.sweep status|resume|collect|cancel FOLDER``: a sweep, or single runs."""
+"""``python -m harness.sweep VERB FOLDER``: show, resume, tabulate or cancel a sweep, or single runs."""
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from harness.app import run_parsed
-from harness.arguments import Parser
+from harness.app import Result, Verb
+from harness.arguments import Argument
 from harness.cluster.queue import cancel as cancel_jobs
 from harness.errors import EXIT_OK, UserError
 from harness.run.folder import RunFolder
 from harness.run.state import BUSY, RunState, read_states
-from harness.sweep.registry import Registry, labels, points_in
-from harness.sweep.run import log_table, resume, states_of
+from harness.sweep.registry import Point, Registry, labels, points_in
+from harness.sweep.run import log_table, states_of
+from harness.sweep.run import resume as resume_points
 from harness.sweep.table import rows_of, table_markdown, table_text, write_csv
 from harness.verify import verify_all
 
 
-def main() -> None:
-    """Entry point of ``python -m harness.sweep`` and of the console script."""
-    run_parsed(_parser(), lambda typed: typed.verb(typed))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m harness.sweep", description="Show, resume, tabulate or cancel a sweep.")
-    verbs = parser.add_subparsers(required=True, metavar="status|resume|collect|cancel")
-    for name, verb, words in (
-        ("status", status, "show every point: state, step, speed, memory, reason of failure"),
-        ("resume", resume_verb, "start the points that are not complete"),
-        ("collect", collect, "write table.csv, table.md and plot.png into the folder"),
-        ("cancel", cancel, "cancel waiting and running SLURM jobs"),
-    ):
-        sub = verbs.add_parser(name, help=words, description=words)
-        single = ", or of a run" if name in ("status", "cancel") else ""
-        sub.add_argument(
-            "folder", type=Path, help=f"folder of a sweep{single}, e.g. runs/llama3_8b-layouts_8"
-        )
-        sub.set_defaults(verb=verb)
-        if name == "resume":
-            text = "also start points that ran out of memory"
-            sub.add_argument("--out-of-memory", action="store_true", help=text)
-        if name == "status":
-            text = "also compare the newest checkpoint of each completed point with its checksums"
-            sub.add_argument("--verify", action="store_true", help=text)
-    return parser
-
-
-def status(arguments: argparse.Namespace) -> int:
-    """Show the table of a sweep, or of single runs."""
-    points = points_in(arguments.folder)
+def status(folder: Path, *, verify: bool = False) -> Result:
+    """Show every point: state, step, speed, memory, reason of failure."""
+    points = points_in(folder)
     seen = states_of(points)
-    sys.stdout.write(table_text(rows_of(points, seen)))
-    skipped = len(Registry(arguments.folder).skipped())
-    counts = {
-        state: sum(each.state == state for each in seen) for state in dict.fromkeys(s.state for s in seen)
+    skipped = Registry(folder).skipped()
+    counts = Counter(each.state for each in seen)
+    summary = [f"{count} {state}" for state, count in counts.items()]
+    summary += [f"{len(skipped)} skipped"] if skipped else []
+    table = f"{table_text(rows_of(points, seen))}{', '.join(summary)}\n"
+    data: dict[str, Any] = {
+        "points": [_as_dict(point, each) for point, each in zip(points, seen, strict=True)],
+        "skipped": [{"overrides": each.overrides, "reason": each.reason} for each in skipped],
     }
-    summary = ", ".join(f"{count} {state}" for state, count in counts.items())
-    sys.stdout.write(f"{summary}{f', {skipped} skipped' if skipped else ''}\n")
-    return _verify(seen) if arguments.verify else EXIT_OK
+    if not verify:
+        return Result(data, table)
+    sys.stdout.write(table)
+    checkpoints, code = _verify(seen)
+    return Result(data | {"checkpoints": checkpoints}, code=code)
 
 
-def _verify(seen: Sequence[RunState]) -> int:
-    """Compare the newest checkpoint of each completed point with its checksums; return the exit code."""
-    code = EXIT_OK
+def _as_dict(point: Point, each: RunState) -> dict[str, Any]:
+    """A point as one flat row."""
+    return {
+        "run_dir": each.run_dir,
+        "overrides": point.overrides,
+        "state": each.state,
+        "step": each.step,
+        "steps": each.steps,
+        "kind": each.kind,
+        "reason": each.reason,
+        **(each.facts or {}),
+    }
+
+
+def _verify(seen: Sequence[RunState]) -> tuple[list[dict[str, Any]], int]:
+    """Verify the newest checkpoint of each completed point; return the verdicts and the exit code."""
+    verdicts, code = [], EXIT_OK
     for each in seen:
         if each.state == "completed":
             try:
-                code = max(code, verify_all([str(each.run_dir)], newest=True))
+                verified = verify_all([str(each.run_dir)], newest=True)
             except UserError as error:  # the point was configured to save nothing
                 sys.stdout.write(f"{error}\n")
-    return code
+                continue
+            verdicts += verified.data["checkpoints"]
+            code = max(code, verified.code)
+    return verdicts, code
 
 
-def resume_verb(arguments: argparse.Namespace) -> int:
+def resume(folder: Path, *, out_of_memory: bool) -> int:
     """Start the points that are not complete."""
-    return resume(Registry.open(arguments.folder), out_of_memory=arguments.out_of_memory)
+    return resume_points(Registry.open(folder), out_of_memory=out_of_memory)
 
 
-def collect(arguments: argparse.Namespace) -> int:
-    """Write the results of a sweep as files."""
-    registry = Registry.open(arguments.folder)
+def collect(folder: Path) -> int:
+    """Write table.csv, table.md and plot.png into the folder."""
+    registry = Registry.open(folder)
     points = registry.points()
     seen = states_of(points)
     rows = rows_of(points, seen, full_reasons=True)
@@ -113,9 +109,9 @@ def _skipped_in_words(registry: Registry) -> str:
     return "\nSkipped, because they are not valid jobs:\n\n" + "".join(lines) if lines else ""
 
 
-def cancel(arguments: argparse.Namespace) -> int:
-    """Cancel the waiting and running SLURM jobs of a sweep or of single runs; their checkpoints are kept."""
-    points = points_in(arguments.folder)
+def cancel(folder: Path) -> int:
+    """Cancel waiting and running SLURM jobs; their checkpoints are kept."""
+    points = points_in(folder)
     seen = read_states([point.run_dir for point in points])
     busy = [each for each in seen if each.state in BUSY]
     ids = []
@@ -139,6 +135,39 @@ def cancel(arguments: argparse.Namespace) -> int:
             raise UserError(each.reason)
     return EXIT_OK
 
+
+def _folder(also: str = "") -> Argument:
+    return Argument("folder", type=Path, help=f"folder of a sweep{also}, e.g. runs/llama3_8b-layouts_8")
+
+
+VERB = Verb(
+    "sweep",
+    parts=(
+        Verb(
+            "status",
+            status,
+            arguments=(
+                _folder(", or of a run"),
+                Argument(
+                    "--verify",
+                    help="also compare the newest checkpoint of each completed point with its checksums",
+                ),
+            ),
+            has_json=True,
+        ),
+        Verb(
+            "resume",
+            resume,
+            arguments=(
+                _folder(),
+                Argument("--out-of-memory", help="also start points that ran out of memory"),
+            ),
+        ),
+        Verb("collect", collect, arguments=(_folder(),)),
+        Verb("cancel", cancel, arguments=(_folder(", or of a run"),)),
+    ),
+)
+main = VERB.main
 
 if __name__ == "__main__":
     main()

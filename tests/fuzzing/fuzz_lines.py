@@ -8,23 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fuzz_values as values
+from declared import JOBS
 
-from harness.bench import BenchJob
-from harness.convert import ConvertJob
-from harness.download import DownloadJob
 from harness.job import Job
 from harness.overrides import fields_of, groups, options_of
-from harness.parity import ParityJob
-from harness.plan.config import PlanJob
 
-SCHEMAS = {
-    "train": Job,
-    "plan": PlanJob,
-    "parity": ParityJob,
-    "convert": ConvertJob,
-    "bench": BenchJob,
-    "download": DownloadJob,
-}
+SCHEMAS = {name: JOBS[name] for name in ("train", "plan", "parity", "convert", "bench", "download")}
 PARSED = ("sweep", "report")
 VERBS = (*SCHEMAS, *PARSED)
 # A search over what is typed takes seconds, and most of what is typed has to do with jobs.

@@ -7,7 +7,6 @@ would be imported: what comes then is another test's.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import resource
@@ -22,21 +21,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from declared import MAINS
 from fuzz_lines import Line, with_conf
 
 from harness.errors import EXIT_OK
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTRIES = {
-    "train": "harness.train",
-    "plan": "harness.plan.__main__",
-    "parity": "harness.parity",
-    "convert": "harness.convert",
-    "bench": "harness.bench",
-    "download": "harness.download",
-    "sweep": "harness.sweep.__main__",
-    "report": "harness.report.__main__",
-}
 CPU_SECONDS = 20
 IDLE_SECONDS = 30.0
 """A command that sleeps for so long waits for something that does not come."""
@@ -125,7 +115,7 @@ class Server:
 
 def _environment() -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "fuzzing")))
     return {**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
@@ -134,8 +124,6 @@ def serve() -> None:
     from harness.compose import compose_job
     from harness.run.folder import _code
 
-    for module in ENTRIES.values():
-        importlib.import_module(module)
     compose_job(["model=llama3_tiny"])
     _code()
     os.environ["PATH"] = "/nowhere"  # no SLURM
@@ -187,7 +175,7 @@ def _run(
     sys.argv = [f"harness-{verb}", *arguments]
     code = 1
     try:
-        sys.modules[ENTRIES[verb]].main()
+        MAINS[verb]()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:

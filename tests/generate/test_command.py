@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from families_table import CASES, random_model, set_fields, to_transformers
+from processes import python
 
 from harness.compose import compose_job
 from harness.errors import UserError
@@ -25,30 +26,30 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(weights: Path, *overrides: str) -> int:
+def run(weights: Path, *overrides: str) -> dict[str, Any]:
+    """Generate; return the data that ``--json`` prints."""
     typed = [f"checkpoint={weights}", "cluster.device=cpu", *overrides]
     if not any(each.startswith("tokenizer") for each in typed):
         typed.append("tokenizer=bytes")
     job = compose_job(typed, config_name="generate", schema=GenerateJob)
-    return generate(job, GenerateJob.spelled_out(typed))
-
-
-def parsed(output: str) -> dict[str, Any]:
-    [line] = output.splitlines()
-    return json.loads(line)
+    return generate(job, GenerateJob.spelled_out(typed)).data
 
 
 def test_text_goes_to_stdout_and_rates_to_stderr(weights: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(weights, "prompt=def f(x): ", "generate.max_new_tokens=5") == 0
+    run(weights, "prompt=def f(x): ", "generate.max_new_tokens=5")
     output = capfd.readouterr()
-    assert output.out.startswith("def f(x): ") and output.out.endswith("\n")
+    assert output.out.startswith("def f(x): ")
     assert "11 prompt tokens in" in output.err and "4 more in" in output.err
 
 
-def test_json(weights: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ("generate.max_new_tokens=5", "generate.json=true", "generate.prompts=[a,bcd]")
-    assert run(weights, "prompt=x", *options) == 0
-    found = parsed(capfd.readouterr().out)
+@pytest.mark.parametrize("wanted", ["--json", "generate.json=true"])
+def test_json(wanted: str, weights: Path) -> None:
+    done = python(
+        *("-m", "harness.generate", f"checkpoint={weights}", "cluster.device=cpu", "tokenizer=bytes"),
+        *("prompt=x", "generate.max_new_tokens=5", "generate.prompts=[a,bcd]", wanted),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert [text["prompt"] for text in found["texts"]] == ["x", "a", "bcd"]
     assert [text["prompt_tokens"] for text in found["texts"]] == [2, 2, 4]
     assert all(len(text["tokens"]) == 5 and text["ended_by"] == "length" for text in found["texts"])
@@ -57,7 +58,7 @@ def test_json(weights: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_prompts_from_files_and_standard_input(
-    weights: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
     lines.write_text("one\n\ntwo (2)\n")
@@ -68,26 +69,25 @@ def test_prompts_from_files_and_standard_input(
         (str(rows), ["a\nb", "c"]),
         ("-", ["from stdin"]),
     ):
-        given = (f"generate.prompt_file={name}", "generate.json=true", "generate.max_new_tokens=1")
-        assert run(weights, *given) == 0
-        assert [text["prompt"] for text in parsed(capfd.readouterr().out)["texts"]] == wanted
+        texts = run(weights, f"generate.prompt_file={name}", "generate.max_new_tokens=1")["texts"]
+        assert [text["prompt"] for text in texts] == wanted
 
 
-def test_batches_do_not_change_the_text(weights: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ("generate.prompts=[a,bcdef,gh]", "generate.temperature=1.5", "generate.json=true")
+def test_batches_do_not_change_the_text(weights: Path) -> None:
+    options = ("generate.prompts=[a,bcdef,gh]", "generate.temperature=1.5", "generate.max_new_tokens=12")
     texts = []
     for size in (1, 2, 3):
-        run(weights, *options, "generate.max_new_tokens=12", f"generate.batch_size={size}")
-        texts.append([text["tokens"] for text in parsed(capfd.readouterr().out)["texts"]])
+        made = run(weights, *options, f"generate.batch_size={size}")
+        texts.append([text["tokens"] for text in made["texts"]])
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_stop_string_and_end(weights: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run(weights, "prompt=ab", "generate.max_new_tokens=30", "generate.json=true")
-    [text] = parsed(capfd.readouterr().out)["texts"]
-    stop = text["text"][4:6]
-    run(weights, "prompt=ab", "generate.max_new_tokens=30", "generate.json=true", f"generate.stop=['{stop}']")
-    [stopped] = parsed(capfd.readouterr().out)["texts"]
+def test_stop_string(weights: Path) -> None:
+    [text] = run(weights, "prompt=ab", "generate.max_new_tokens=30")["texts"]
+    stop = next(
+        each for each in text["text"][3:] if each.isascii() and each.isprintable() and each not in "'\\$"
+    )
+    [stopped] = run(weights, "prompt=ab", "generate.max_new_tokens=30", f"generate.stop=['{stop}']")["texts"]
     assert stopped["ended_by"] == "stop" and stopped["text"] == text["text"][: text["text"].index(stop)]
 
 

@@ -350,18 +350,17 @@ def test_the_sweep_goes_where_it_can_be_written(monkeypatch: pytest.MonkeyPatch)
     assert sweep_path("n", None) == Path("n-search.yaml"), "not into an installed package"
 
 
-def test_the_result_is_shown_before_the_sweep_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_there_is_a_result_if_the_sweep_cannot_be_written(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     typed = [*LONG, "parallelism=fsdp_tp", "top=3", "search=true", f"sweep_file={folder}/found.yaml"]
     job = compose_job(typed, config_name="plan", schema=PlanJob)
     folder.rmdir()
     folder.touch()
-    with pytest.raises(ConfigError, match=r"sweep_file=.*cannot be written"):
-        plan(job, typed, as_json=False)
-    assert "why the others lose" in capsys.readouterr().out
+    found = plan(job, typed)
+    assert len(found.data["best"]) == 3 and "why the others lose" in found.text
+    assert isinstance(found.error, ConfigError)
+    assert str(found.error).startswith("sweep_file=") and "cannot be written" in str(found.error)
 
 
 @pytest.mark.thorough

@@ -16,7 +16,7 @@ import hydra
 import pytest
 
 import harness.compose
-from harness.app import run_verb
+from harness.app import Verb
 from harness.compose import Composer, compose_job, compose_points, job_from_config
 from harness.errors import UserError
 from harness.job import Job
@@ -147,7 +147,7 @@ def test_a_space_is_no_job(
         return 0
 
     with pytest.raises(SystemExit) as ended:
-        run_verb(verb, sweep=lambda points: 0)
+        Verb("train", verb, job=Job, sweep=lambda points: 0).main()
     assert ended.value.code == (2 if message else 0)
     assert len(ran) == (0 if message else 1)
     assert capsys.readouterr().err.startswith(f"error: {message}" if message else "")
