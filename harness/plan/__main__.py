@@ -83,12 +83,17 @@ def _calibration(job: PlanJob) -> Calibration | None:
 
 def _calibrate(folder: Path, target: str | None) -> int:
     """Fit constants to measured runs, print the errors, and write the constants."""
-    from harness.plan.calibrate import calibrate, render_fit
+    from harness.plan.calibrate import Measured, calibrate, render_fit
+    from harness.report.rows import job_of, load
 
-    calibration, measured, left_out = calibrate(folder)
+    rows = load(folder)
+    found = [(job_of(row), row.get("measured.tokens_per_second_per_rank"), row) for row in rows]
+    measured = [Measured(job, rate, row["device"]) for job, rate, row in found if job and rate is not None]
+    calibration, runs = calibrate(measured, folder)
     path = target or str(folder / "calibration.json")
     calibration.write(path)
-    sys.stdout.write(f"{render_fit(calibration, measured)}\n{left_out}\nwritten: {path}\n")
+    left_out = f"{len(rows) - len(runs)} rows without a throughput left out"
+    sys.stdout.write(f"{render_fit(calibration, runs)}\n{left_out}\nwritten: {path}\n")
     return EXIT_OK
 
 
