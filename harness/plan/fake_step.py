@@ -122,8 +122,7 @@ def _peak_in_flight(job: Job, pp_rank: int, statistics: Statistics) -> float:
 
 
 def _passes(job: Job, pp_rank: int) -> list[Action]:
-    microbatches = job.local_batch_size // job.parallelism.pp_microbatch_size
-    return pipeline_order(job.parallelism, job.model.n_layers, microbatches)[pp_rank]
+    return pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)[pp_rank]
 
 
 # Extrapolation from few blocks.

@@ -63,7 +63,7 @@ class StepModel:
         self.keys = [(*kind, thinned and layer % of.every_nth_layer == 0) for layer, kind in kinds]
         self.blocks: list[Block] = self._of_each_block(self.worker.block)
         self.sharing: list[Sharing] = self._of_each_block(self._share)
-        self.order = self._order()
+        self.order = pipeline_order(self.layout, job.model.n_layers, job.microbatches)
         frees = self.layout.pp > 1 and self.layout.reshards_after_forward
         self.gathering = {each for row in self.order for each in gathering_passes(row)} if frees else set()
         modules = split_modules(self.layout, job.model.n_layers)
@@ -76,12 +76,6 @@ class StepModel:
             if key not in made:
                 made[key] = make(layer)
         return [made[key] for key in self.keys]
-
-    def _order(self) -> list[list[Action]]:
-        microbatches = (
-            self.job.local_batch_size // self.layout.pp_microbatch_size if self.layout.pp > 1 else 1
-        )
-        return pipeline_order(self.layout, self.job.model.n_layers, microbatches)
 
     def _stage(self, names: list[str]) -> Stage:
         model = self.job.model
