@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from harness.job import Job
-from harness.model.spec import KEPT_AFTER_FORWARD
 from harness.parallelism.stages import split_modules
 from harness.plan.memory_activations import ActivationBytes, PartBytes
 from harness.plan.memory_logits import LogitBytes
@@ -112,10 +111,7 @@ class StageMemory:
         tensors = [tensor for group in (name, f"{name}.experts") for tensor in groups.get(group, [])]
         if name == "head":
             tensors += groups.get("root", [])
-        layout = self.job.parallelism
-        always = layout.reshard_after_forward == "always"
-        freed = layout.reshards_after_forward and (always or name not in KEPT_AFTER_FORWARD)
-        return Module(name, part, self._parameters(tensors), freed)
+        return Module(name, part, self._parameters(tensors), self.job.parallelism.frees(name))
 
     def _parameters(self, tensors: list[HeldTensor]) -> ModuleParameters:
         layout, precision = self.job.parallelism, self.job.precision

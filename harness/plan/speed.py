@@ -152,12 +152,11 @@ class StepModel:
         A block's parameters are gathered while the block before computes, its gradients reduced while the
         next one does (FSDP2's implicit prefetch): what takes longer than that is waited for, and so are the
         first gather and the last reduction. Before either half of a split backward the whole stage is
-        gathered (parallelism/pipeline.py). The head comes last in ``sharing`` and stays gathered between
-        forward and backward, unless resharding is ``always`` (parallelism/fsdp.py).
+        gathered (parallelism/pipeline.py). The head comes last in ``sharing``.
         """
         layout, groups = self.layout, len(sharing)
         again = layout.reshards_after_forward
-        freed = groups - (has_head and layout.reshard_after_forward != "always")
+        freed = groups - (has_head and not layout.frees("head"))
         forward = self._behind(blocks, sharing, lambda b: b.forward.seconds, gathers=groups, reduces=False)
         backward = self._behind(
             blocks,
