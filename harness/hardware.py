@@ -119,6 +119,25 @@ ACCELERATORS: dict[str, Accelerator] = {
 }
 """All accelerators by name, for planning without a device."""
 
+CUDA_DEVICES: dict[str, tuple[str, tuple[int, int]]] = {
+    "A100 SXM 40GB": ("NVIDIA A100-SXM4-40GB", (8, 0)),
+    "A100 SXM 80GB": ("NVIDIA A100-SXM4-80GB", (8, 0)),
+    "A100 PCIe 40GB": ("NVIDIA A100-PCIE-40GB", (8, 0)),
+    "A100 PCIe 80GB": ("NVIDIA A100 80GB PCIe", (8, 0)),
+    "H100 SXM": ("NVIDIA H100 80GB HBM3", (9, 0)),
+    "H100 96GB": ("NVIDIA H100", (9, 0)),
+    "H100 PCIe": ("NVIDIA H100 PCIe", (9, 0)),
+    "H100 NVL": ("NVIDIA H100 NVL", (9, 0)),
+    "H200 SXM": ("NVIDIA H200", (9, 0)),
+    "H200 NVL": ("NVIDIA H200 NVL", (9, 0)),
+    "B200": ("NVIDIA B200", (10, 0)),
+    "GB200": ("NVIDIA GB200", (10, 0)),
+    "L40S": ("NVIDIA L40S", (8, 9)),
+    "A10": ("NVIDIA A10", (8, 6)),
+    "L4": ("NVIDIA L4", (8, 9)),
+}
+"""The driver's name and the compute capability of accelerators with CUDA (developer.nvidia.com/cuda-gpus)."""
+
 
 def find_accelerator(device_name: str) -> Accelerator | None:
     """Return the accelerator with this device name, or None if it is unknown (as a CPU is).

@@ -99,6 +99,16 @@ class Job:
         return self.training.local_batch_size
 
     @property
+    def microbatch_size(self) -> int:
+        """Sequences that a model part processes at once; without a pipeline, all of a forward pass."""
+        return self.parallelism.pp_microbatch_size if self.parallelism.pp > 1 else self.local_batch_size
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a forward pass; 1 without a pipeline."""
+        return self.local_batch_size // self.microbatch_size
+
+    @property
     def accumulation_steps(self) -> int:
         """Forward and backward passes per optimizer step."""
         return self.global_batch_size // (self.local_batch_size * self.parallelism.data_parallel)
@@ -317,7 +327,7 @@ class Job:
             self.model,
             self.precision,
             layout.tp,
-            layout.pp_microbatch_size if layout.pp > 1 else self.local_batch_size,
+            self.microbatch_size,
             self.training.seq_len // layout.cp,
             splits_experts=layout.splits_experts,
         )

@@ -27,6 +27,7 @@ import titan_gpu
 from harness.compose import compose_job
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
+from harness.report.rows import load
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 MODEL = '{"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_hidden_dim": 128, "vocab_size": 256}'
@@ -279,6 +280,8 @@ def test_gpu_command_without_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     [row] = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert (row["shape"], row["n_layers"], row["mfu"]) == ("tiny", 4, None)
+    [of_report] = load(tmp_path)
+    assert of_report["measured.tokens_per_second_per_rank"] == row["tokens_per_second"]
     assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"], rel=1e-6)
     assert (tmp_path / "table.md").read_text() == done.stdout
     assert "| tiny | 4 | full | bf16 |" in done.stdout

@@ -87,3 +87,17 @@ def test_what_trains_imports_no_tools() -> None:
         if is_tool(imported) and not is_tool(module)
     }
     assert upward == NEEDED.keys()
+
+
+def test_tools_import_each_other_one_way() -> None:
+    """Only the ``__main__`` of a verb may use every tool: ``harness.plan rehearse=true`` rehearses."""
+    packages: dict[str, set[str]] = {tool: set() for tool in TOOLS}
+    for module in FILES:
+        if is_tool(module) and not module.endswith(".__main__"):
+            tool = module.split(".")[1]
+            packages[tool] |= {each.split(".")[1] for each in imports_of(module) if is_tool(each)} - {tool}
+    try:
+        TopologicalSorter(packages).prepare()
+    except CycleError as error:
+        raise AssertionError(f"tools import each other: {' <- '.join(error.args[1])}") from None
+    assert not packages["plan"]

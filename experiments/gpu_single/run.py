@@ -11,7 +11,8 @@ Every run is a process of its own, from a cold start, so that one that is out of
 A round runs every mode once on both sides, the next one in the opposite order; ratios are taken within a
 round. ``8B`` has as many layers as are estimated to fit; if a run of ours is out of memory all the same, the
 whole group is measured again with half of them, so that what is compared has the same shape. Rows are written
-as they come: ``rows.jsonl`` and ``facts.json`` in ``--out``; ``table.md`` is made of them.
+as they come: ``rows.jsonl`` and ``facts.json`` in ``--out``; ``table.md`` and ``results.jsonl``, the rows of
+``harness.report``, are made of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gpu_cases as cases
+from gpu_rows import report_rows
 from gpu_table import render
 
 from harness.bench import order_of
@@ -37,6 +39,7 @@ from harness.errors import UserError
 from harness.metrics.mfu import peak_of, utilization
 from harness.metrics.result import git_commit, versions
 from harness.model.accounting import account
+from harness.report.rows import keep
 from harness.tables import GIB
 
 HERE = Path(__file__).resolve().parent
@@ -91,7 +94,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     if arguments.render:
-        print(render(*read(arguments.render)))
+        print(finish(arguments.render))
         return 0
     facts = gather_facts(arguments)
     groups = [(s, ac) for s in arguments.shapes for ac in arguments.activation_checkpoint]
@@ -108,7 +111,7 @@ def main() -> int:
                 file.flush()
                 told = row.get("failed") or f"{row['tokens_per_second']:,.1f} tokens/s"
                 print(f"{name_of(row)}: {told}", file=sys.stderr, flush=True)
-    table = render(*read(arguments.out))
+    table = finish(arguments.out)
     (arguments.out / "table.md").write_text(table + "\n")
     print(table)
     return 0
@@ -310,6 +313,13 @@ def dry_lines(arguments: argparse.Namespace, facts: Row, shape: str, checkpointi
         if arguments.titan_python:
             lines.append(f"  torchtitan: {' '.join(titan_command(arguments, case, Path('out.json'))[5:])}")
     return lines
+
+
+def finish(folder: Path) -> str:
+    """Write the rows of a folder for ``harness.report``, and return their table."""
+    facts, rows = read(folder)
+    keep(folder, report_rows(facts, rows))
+    return render(facts, rows)
 
 
 def read(folder: Path) -> tuple[Row, list[Row]]:

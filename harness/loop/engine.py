@@ -15,6 +15,7 @@ from harness.data.prefetch import count_valid, place
 from harness.errors import LostGradientError
 from harness.job import Job
 from harness.metrics.annotation import annotated
+from harness.model.decoder import Decoder
 from harness.optimizer.adamw import RoundedAdamW
 from harness.optimizer.build import build_optimizer, build_schedule
 from harness.optimizer.in_backward import UpdateInBackward
@@ -24,7 +25,7 @@ from harness.parallelism.clip import clip_gradients, local_squares, reduce_parti
 from harness.parallelism.execute import build_executor
 from harness.parallelism.fsdp import reshard
 from harness.parallelism.loss import TokenLoss
-from harness.parallelism.mesh import build_mesh
+from harness.parallelism.mesh import Mesh, build_mesh
 from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
 
@@ -103,12 +104,21 @@ class Engine:
 
     All ranks construct it and call its methods together. The values it returns are sums over the world, so
     that every rank decides the same.
+
+    Args:
+        job: the resolved job.
+        device: device of this rank.
+        built: its mesh and model parts, if they exist already.
     """
 
-    def __init__(self, job: Job, device: torch.device) -> None:
+    def __init__(
+        self, job: Job, device: torch.device, built: tuple[Mesh, list[Decoder]] | None = None
+    ) -> None:
         self.job, self.device = job, device
-        self.mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
-        self.parts = build_model_parts(job, self.mesh, device)
+        if built is None:
+            mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
+            built = mesh, build_model_parts(job, mesh, device)
+        self.mesh, self.parts = built
         split_logits = job.parallelism.tp > 1 and job.parallelism.loss_parallel
         compiled = job.compile.backend if job.compile.loss else None
         vocabulary = self.mesh.axis("tp") if split_logits else None

@@ -10,7 +10,7 @@ from math import lcm, prod
 from harness.config import execution
 from harness.errors import ConfigError, divisors
 from harness.model.config import ModelConfig
-from harness.model.spec import TensorSpec
+from harness.model.spec import KEPT_AFTER_FORWARD, TensorSpec
 from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
 from harness.parallelism.stages import check_stages, check_weights, fitting_layers_per_stage, stages_per_rank
 from harness.tables import degrees_in_words
@@ -120,6 +120,11 @@ class ParallelismConfig:
         if self.reshard_after_forward == "default":
             return self.pp == 1
         return self.reshard_after_forward == "always"
+
+    def frees(self, group: str) -> bool:
+        """Whether FSDP frees the gathered parameters of a group (``fsdp_groups``) after forward."""
+        always = self.reshard_after_forward == "always"
+        return self.reshards_after_forward and (always or group not in KEPT_AFTER_FORWARD)
 
     @property
     def splits_experts(self) -> bool:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 
 from harness.model.decoder import Decoder
 from harness.model.moe import Experts
-from harness.model.spec import KEPT_AFTER_FORWARD, fsdp_groups
+from harness.model.spec import fsdp_groups
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.mesh import EXPERT_SHARD, SHARD, Mesh
 from harness.precision.config import PrecisionConfig
@@ -35,7 +35,6 @@ def apply_fsdp(
 ) -> None:
     """Wrap every FSDP group of a model part (``fsdp_groups``), in place."""
     axes = ("dp_replicate", SHARD) if mesh.size("dp_replicate") > 1 else (SHARD,)
-    reshard, always = layout.reshards_after_forward, layout.reshard_after_forward == "always"
     # Inputs are not cast: activations already have param_dtype, and the rotation table must stay float32.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.param_dtype),
@@ -60,7 +59,7 @@ def apply_fsdp(
             modules,
             mesh=on,
             # Backward starts with the head: freeing it after forward would only gather it again.
-            reshard_after_forward=reshard and (always or group not in KEPT_AFTER_FORWARD),
+            reshard_after_forward=layout.frees(group),
             shard_placement_fn=placements.get,
             mp_policy=policy,
             offload_policy=offload,

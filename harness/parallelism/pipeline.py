@@ -120,7 +120,7 @@ def build_schedule(
     ]
     # The loss is a sum over the global number of tokens: microbatches must add up, not average.
     common: dict[str, Any] = {
-        "n_microbatches": job.local_batch_size // layout.pp_microbatch_size,
+        "n_microbatches": job.microbatches,
         "loss_fn": loss if job.training.loss_chunks == 1 else _loss_of_head,
         "scale_grads": False,
     }

@@ -85,14 +85,19 @@ def _calibration(job: PlanJob) -> Calibration | None:
 
 def _calibrate(folder: Path, target: str | None) -> Result:
     """Fit constants to measured runs, and write the constants."""
-    from harness.plan.calibrate import calibrate, render_fit
+    from harness.plan.calibrate import Measured, calibrate, render_fit
+    from harness.report.rows import job_of, load
 
-    calibration, measured, left_out = calibrate(folder)
+    rows = load(folder)
+    found = [(job_of(row), row.get("measured.tokens_per_second_per_rank"), row) for row in rows]
+    measured = [Measured(job, rate, row["device"]) for job, rate, row in found if job and rate is not None]
+    calibration, runs = calibrate(measured, folder)
     path = target or str(folder / "calibration.json")
     calibration.write(path)
+    left_out = f"{len(rows) - len(runs)} rows without a throughput left out"
     return Result(
         dataclasses.asdict(calibration) | {"written": path},
-        f"{render_fit(calibration, measured)}\n{left_out}\nwritten: {path}\n",
+        f"{render_fit(calibration, runs)}\n{left_out}\nwritten: {path}\n",
     )
 
 

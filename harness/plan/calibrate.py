@@ -40,6 +40,8 @@ class Measured:
 
     job: Job
     tokens_per_second_per_rank: float
+    device: str = ""
+    """Name that the driver reports."""
 
 
 def predicted_rate(job: Job, calibration: Calibration) -> float:
@@ -124,39 +126,29 @@ def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-def calibrate(folder: Path) -> tuple[Calibration, list[Measured], str]:
-    """Fit constants to the completed runs of a folder.
+def calibrate(measured: Sequence[Measured], folder: Path) -> tuple[Calibration, list[Measured]]:
+    """Fit constants to measured runs.
 
     For runs on CPUs the cores of this machine are measured first (``cpu.py``), so it must be the machine of
     the runs.
 
     Args:
-        folder: runs, or a sweep of runs.
+        measured: the runs.
+        folder: where they come from.
 
     Returns:
-        The constants and their hardware; the runs they were fitted to; a sentence on rows that were left out.
+        The constants and their hardware; the runs, on nodes with this hardware.
 
     Raises:
-        UserError: there is no run on known hardware, or runs are from several devices.
+        UserError: there is no run, runs are from several devices, or their device is unknown.
     """
-    from harness.report.rows import job_of, load
-
-    measured: list[Measured] = []
-    devices: set[str] = set()
-    rows = load(folder)
-    for row in rows:
-        job, rate = job_of(row), row.get("measured.tokens_per_second_per_rank")
-        if job is None or rate is None:
-            continue
-        devices.add(row["device"])
-        measured.append(Measured(job, rate))
+    devices = {one.device for one in measured}
     if not measured:
         raise UserError(f"calibrate={folder}: no completed run with a throughput")
     if len(devices) > 1:
         raise UserError(f"calibrate={folder}: runs are from several devices: {', '.join(sorted(devices))}")
     [device] = devices
     source = f"{len(measured)} runs of {folder}, {device}"
-    left_out = f"{len(rows) - len(measured)} rows without a throughput left out"
     known = find_accelerator(device)
     if known is not None:
         named = [with_value(one.job, "cluster.accelerator", known.name) for one in measured]
@@ -168,4 +160,4 @@ def calibrate(folder: Path) -> tuple[Calibration, list[Measured], str]:
         expected = (CPU_PRIOR, CPU_NOISE)
     else:
         raise UserError(f"calibrate={folder}: runs are from {device}, which is unknown hardware")
-    return fit(measured, start, names, *expected), measured, left_out
+    return fit(measured, start, names, *expected), list(measured)

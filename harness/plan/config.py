@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from harness.config import check_rules, label
 from harness.errors import ConfigError
+from harness.hardware import CUDA_DEVICES
 from harness.job import Job
-from harness.rehearse.config import put_on_virtual_gpus
+
+DEFAULT = "H100 SXM"
+"""Accelerator of rehearsed jobs that do not name one."""
+GPUS = 8
+"""GPUs per node of rehearsed jobs that do not say."""
+AnyJob = TypeVar("AnyJob", bound=Job)
 
 
 @dataclass(frozen=True)
@@ -75,3 +82,18 @@ class PlanJob(Job):
                 raise ConfigError(name, path or "''", f"must end in {suffix}", f"plan{suffix}")
             if not Path(path).parent.is_dir():
                 raise ConfigError(name, path, f"there is no folder {Path(path).parent}", f"plan{suffix}")
+
+
+def put_on_virtual_gpus(job: AnyJob) -> tuple[AnyJob, int]:
+    """Return an unresolved job with virtual GPUs as its device, and how many of them a local job finds.
+
+    Raises:
+        ConfigError: the job is for a CPU, or there is no virtual GPU of its kind.
+    """
+    if job.cluster.device == "cpu":
+        raise ConfigError("cluster.device", "cpu", "rehearsals are for jobs on GPUs", ["cuda", "auto"])
+    kind = job.cluster.accelerator or DEFAULT
+    if kind not in CUDA_DEVICES:
+        raise ConfigError("cluster.accelerator", kind, "there is no virtual GPU of this kind", CUDA_DEVICES)
+    cluster = replace(job.cluster, device="cuda", accelerator=kind)
+    return replace(job, cluster=cluster), cluster.ranks or GPUS

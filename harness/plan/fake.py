@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.errors import UserError
 from harness.job import Job
+from harness.loop.engine import Engine
 from harness.model.attention import Attention, LatentAttention
 from harness.model.decoder import Decoder
 from harness.model.kernels import Kernel, SdpaKernel
@@ -95,6 +96,8 @@ def fake_tensors() -> Iterator[None]:
         # Optimizers read their step counts.
         undo.enter_context(patch.object(adam, "_get_value", lambda _: 1.0))
         undo.enter_context(patch.object(RoundedAdamW, "_count", staticmethod(lambda _: 1.0)))
+        # The host reads its results.
+        undo.enter_context(patch.object(Engine, "world_sum", _with_real_tensors(Engine.world_sum)))
         # Some tensors are created earlier, such as the positions of a context-parallel rank.
         undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield

@@ -11,34 +11,30 @@ import gc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from harness.data.loader import Batch
+from harness.data.prefetch import DeviceBatch
 from harness.job import Job
+from harness.loop.engine import Engine
 from harness.model.decoder import Decoder
-from harness.optimizer.build import build_optimizer
-from harness.optimizer.in_backward import UpdateInBackward
-from harness.parallelism.balance import Balance
-from harness.parallelism.chunked_loss import ChunkedLoss
-from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
-from harness.parallelism.context import local_positions, local_positions_of
-from harness.parallelism.execute import DirectExecutor
-from harness.parallelism.loss import TokenLoss
+from harness.parallelism.context import local_positions_of
+from harness.parallelism.execute import Executor, PipelineExecutor
 from harness.parallelism.materialize import allocate
 from harness.parallelism.mesh import Mesh, build_mesh
 from harness.parallelism.parallelize import build_on_meta
-from harness.parallelism.pipeline import boundary, build_schedule
+from harness.parallelism.pipeline import boundary
 from harness.parallelism.stages import split_modules, stages_of_rank
 from harness.plan.fake import CPU, fake_process_group, fake_tensors, replace_modules, stages_in
 from harness.plan.meter import Meter
 from harness.plan.order import gathering_passes, pipeline_order
 from harness.plan.plan import Action
-from harness.precision.swap import precompute_scales
 
 Statistics = dict[tuple[str, ...], float]
 """Measured values by ("peak", phase), ("flops",), ("sent", axis), ("kept", stage) and ("rest",). Stages are
@@ -126,8 +122,7 @@ def _peak_in_flight(job: Job, pp_rank: int, statistics: Statistics) -> float:
 
 
 def _passes(job: Job, pp_rank: int) -> list[Action]:
-    microbatches = job.local_batch_size // job.parallelism.pp_microbatch_size
-    return pipeline_order(job.parallelism, job.model.n_layers, microbatches)[pp_rank]
+    return pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)[pp_rank]
 
 
 # Extrapolation from few blocks.
@@ -232,19 +227,20 @@ def statistics_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) 
                 replace_modules(part)
                 allocate(part, CPU, CPU)
                 _mark_phases(meter, part, place, cycles[index])
-            step = _Step(job, mesh, parts, meter)
+            engine = Engine(job, CPU, (mesh, parts))
+            engine.executor = passes = _Passes(job, mesh, engine.executor, meter)
             # The first step creates persistent tensors: optimizer state and FSDP's buffers.
-            step.run()
+            _run_step(engine, meter)
             gc.collect()
             meter.reset()
             rest = meter.live
-            step.run()
+            _run_step(engine, meter)
             return {
                 ("rest",): float(rest),
                 ("flops",): meter.flops,
                 **{("peak", phase): float(peak) for phase, peak in meter.peaks.items()},
                 **{("sent", axis): sent for axis, sent in meter.sent.items()},
-                **{("kept", str(place)): kept for place, kept in step.kept.items()},
+                **{("kept", str(place)): kept for place, kept in passes.kept.items()},
             }
 
 
@@ -275,54 +271,42 @@ def _mark_phases(meter: Meter, part: Decoder, place: int, cycle: Cycle) -> None:
         dividing.register_forward_hook(lambda *_: begin(FORWARD[1]))
 
 
-class _Step:
-    """An optimizer step of a rank, like the engine's, on fake tensors."""
+def _run_step(engine: Engine, meter: Meter) -> None:
+    """Run a step of the engine, with at most two passes over local batches: all but the last are equal."""
+    job = engine.job
+    shape = min(2, job.accumulation_steps) * job.local_batch_size, job.training.seq_len
+    batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+    batch.num_valid = prod(shape)
+    engine.gradients(batch)
+    meter.begin("update")
+    engine.update(1.0)
 
-    def __init__(self, job: Job, mesh: Mesh, parts: list[Decoder], meter: Meter) -> None:
-        self.job, self.mesh, self.parts, self.meter = job, mesh, parts, meter
+
+class _Passes:
+    """The engine's executor: it runs one of several equal passes, and the meter counts it as all of them."""
+
+    def __init__(self, job: Job, mesh: Mesh, executor: Executor, meter: Meter) -> None:
+        self.job, self.mesh, self.executor, self.meter = job, mesh, executor, meter
         self.kept: dict[int, float] = {}
-        split_logits = job.parallelism.tp > 1 and job.parallelism.loss_parallel
-        vocabulary = mesh.axis("tp") if split_logits else None
-        self.loss = TokenLoss(job.model.vocab_size, vocabulary)
-        for part in parts:
-            if part.output is not None and job.training.loss_chunks > 1:
-                part.output.loss = ChunkedLoss(self.loss, job.training.loss_chunks, vocabulary, None)
-        self.balance = Balance(job, parts, CPU)
-        named = [pair for part in parts for pair in part.named_parameters()]
-        self.parameters: list[Tensor] = [parameter for _, parameter in named]
-        self.optimizer = build_optimizer(job.optimizer, named)
-        in_backward = job.optimizer.in_backward
-        self.updater = UpdateInBackward(self.optimizer, self.parameters, mesh, CPU) if in_backward else None
-        layout, self.positions = job.parallelism, None
-        if layout.cp > 1:
-            self.positions = local_positions(layout, job.training.seq_len, mesh.rank("cp"))
-        self.schedule = None if layout.pp == 1 else build_schedule(job, mesh, parts, self.loss, CPU)
 
-    def run(self) -> None:
-        precision = self.job.precision
-        if precision.enable_fsdp_float8_all_gather and (
-            precision.precompute_float8_dynamic_scale_for_fsdp or self.job.parallelism.tp > 1
-        ):
-            precompute_scales(self.parts)
-        if self.schedule is None:
-            self._run_batches()
+    def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
+        loss = torch.zeros(1)
+        if isinstance(self.executor, PipelineExecutor):
+            self._run_stages(self.executor, batch)
         else:
-            self._run_stages()
-        self._update()
-
-    def _run_batches(self) -> None:
-        """Run a step without a pipeline: all passes but the last are equal."""
-        executor = DirectExecutor(self.job, self.parts[0], self.loss, self.positions)
-        again = self.job.accumulation_steps - 1
-        for last, times in (False, again), (True, 1):
-            if times:
-                self.meter.times = times
-                executor.forward_backward(self._batch(self.job.local_batch_size), last=last)
+            self.meter.times = 1 if last else self.job.accumulation_steps - 1
+            loss = self.executor.forward_backward(batch, last=last)
         self.meter.times = 1
+        return loss
 
-    def _run_stages(self) -> None:
-        """Run a step with a pipeline: every stage runs a microbatch forward, then immediately backward."""
-        stages, passes = stages_in(self.schedule), _passes(self.job, self.mesh.rank("pp"))
+    def forward(self, batch: Batch) -> Tensor:
+        return self.executor.forward(batch)
+
+    def _run_stages(self, executor: PipelineExecutor, batch: Batch) -> None:
+        """Run the passes of a pipeline: every stage runs a microbatch forward, then immediately backward."""
+        stages, passes = stages_in(executor.schedule), _passes(self.job, self.mesh.rank("pp"))
+        rows = slice(self.job.parallelism.pp_microbatch_size)
+        batch = local_positions_of(batch.each(itemgetter(rows)), executor.positions)
         own, frees = [stage.stage_index for stage in stages], self.job.parallelism.reshards_after_forward
         microbatches = Counter(action.stage for action in passes if action.kind == "F")
         gathering = gathering_passes(passes) if frees else set()
@@ -337,18 +321,17 @@ class _Step:
                 if again:
                     forward, backward = microbatches[index] - forward, microbatches[index] - backward
                 if forward or backward:
-                    self._run_microbatch(stage, place, own, forward, backward, gathered=again)
+                    self._run_microbatch(executor, batch, place, own, forward, backward, gathered=again)
         for stage in stages:
             self._gather(stage, gathers[stage.stage_index, "W"], again=True)
-        self.meter.times = self.job.accumulation_steps
+        self.meter.times = 1
         for place, stage in enumerate(stages):
             self.meter.begin(f"{place} reduce")
             stage.perform_reduce_grad(1)
-        self.meter.times = 1
 
     def _gather(self, stage: Any, times: int, *, again: bool = False) -> None:
         """Gather a stage's parameters, counted ``times`` times; ``again``: even if they are gathered."""
-        self.meter.times = times * self.job.accumulation_steps
+        self.meter.times = times
         modules = [module for module in stage.submod.modules() if isinstance(module, FSDPModule)]
         for module in modules:
             if again and times:
@@ -356,36 +339,44 @@ class _Step:
             module.unshard()
 
     def _run_microbatch(
-        self, stage: Any, place: int, own: list[int], forward: int, backward: int, *, gathered: bool
+        self,
+        executor: PipelineExecutor,
+        batch: Batch,
+        place: int,
+        own: list[int],
+        forward: int,
+        backward: int,
+        *,
+        gathered: bool,
     ) -> None:
         """Run a microbatch forward and backward.
 
         Args:
-            stage: torch's stage.
+            executor: has torch's stages.
+            batch: the microbatch.
             place: index of the stage within the rank.
             own: stages of the rank.
             forward: number of forward passes of a local batch that this pass counts for.
             backward: number of backward passes that it counts for.
             gathered: whether both passes find the parameters gathered.
         """
+        stage = stages_in(executor.schedule)[place]
         if gathered:
             self._gather(stage, 0)
-        self.meter.times = forward * self.job.accumulation_steps
+        self.meter.times = forward
         index, part, before = stage.stage_index, stage.submod, self.meter.live
-        batch = self._batch(self.job.parallelism.pp_microbatch_size)
-        batch = local_positions_of(batch, self.positions)
         x = batch.inputs_BT if stage.is_first else self._boundary(part, index, entering=True)
-        in_head = part.output is not None and self.job.training.loss_chunks > 1
-        with self.loss.context():
+        in_head = part.output is not None and executor.in_head
+        with executor.loss.context():
             out = part(x, batch.labels_BT) if in_head else part(x)
             if part.output is not None and not in_head:
-                out = self.loss(out, batch.labels_BT)
+                out = executor.loss(out, batch.labels_BT)
             self.kept[place] = self.meter.live - before
             gradient = None if part.output is not None else torch.empty_like(out)
             self._send(index + 1, own, gradient)
             if gathered:
                 self._gather(stage, 0)
-            self.meter.times = backward * self.job.accumulation_steps
+            self.meter.times = backward
             passed = {"stage_output": out, "output_grads": gradient, "input_values": [x]}
             (gradient, *_), _ = stage.backward_maybe_with_nosync("full", passed)
             self._send(index - 1, own, gradient)
@@ -398,21 +389,3 @@ class _Step:
     def _boundary(self, part: Decoder, index: int, *, entering: bool) -> Tensor:
         meta = boundary(self.job, self.mesh, part, index, entering=entering)
         return torch.empty(meta.shape, dtype=meta.dtype, requires_grad=meta.requires_grad)
-
-    def _batch(self, rows: int) -> Batch:
-        shape = rows, self.job.training.seq_len
-        return Batch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
-
-    def _update(self) -> None:
-        self.meter.begin("update")
-        if self.updater is not None:
-            self.updater.take_squares()
-        else:
-            reduce_partial_gradients(self.parameters)
-            square = local_squares(self.parameters, self.mesh, CPU).sum()
-            if self.job.world_size > 1:
-                dist.all_reduce(square)
-            clip_gradients(self.parameters, square.sqrt(), self.job.training.max_norm)
-            self.optimizer.step()
-        self.balance.update_biases()
-        self.optimizer.zero_grad()

@@ -8,7 +8,7 @@ from harness.model.accounting import account
 from harness.plan.constants import Calibration
 from harness.plan.machine import Machine, machine_of
 from harness.plan.memory import memory_limit, rank_memory
-from harness.plan.parameters import parameters_of
+from harness.plan.parameters import parameters_of_ranks
 from harness.plan.plan import Plan
 from harness.plan.speed import StepModel
 from harness.precision.linears import warning_of_eager
@@ -23,11 +23,12 @@ def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
     """
     machine = machine_of(job, calibration)
     speed, traffic = (None, []) if machine is None else StepModel(job, machine).speed()
+    parameters = parameters_of_ranks(job)
     return Plan(
         job=job,
         accounting=account(job.model, job.training.seq_len),
-        parameters_per_rank=[parameters_of(job, rank).held for rank in range(job.parallelism.pp)],
-        memory=rank_memory(job),
+        parameters_per_rank=[rank.held for rank in parameters],
+        memory=rank_memory(job, parameters),
         memory_limit=memory_limit(job),
         traffic=traffic,
         speed=speed,

@@ -9,7 +9,7 @@ added, except where CUDA's allocator does so (``_as_reserved``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from harness.hardware import ACCELERATORS
 from harness.job import Job
@@ -17,7 +17,7 @@ from harness.parallelism.config import ParallelismConfig
 from harness.plan.memory_activations import ActivationBytes, on_cpu
 from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus
 from harness.plan.order import pipeline_order
-from harness.plan.parameters import RankParameters, parameters_of, tensors_by_module
+from harness.plan.parameters import RankParameters, parameters_of_ranks
 from harness.plan.plan import KINDS, Action, RankMemory
 from harness.tables import GIB
 
@@ -44,19 +44,18 @@ STAGES_GATHERED = 3
 """A pipeline schedule keeps the gathered parameters of at most this many of a rank's stages."""
 
 
-def rank_memory(job: Job) -> list[RankMemory]:
+def rank_memory(job: Job, parameters: Sequence[RankParameters] | None = None) -> list[RankMemory]:
     """Compute the memory of every pipeline rank at its peak.
 
     Args:
         job: the resolved job.
+        parameters: the shards of every pipeline rank, if they are known.
     """
-    layout = job.parallelism
-    microbatches = job.local_batch_size // layout.pp_microbatch_size if layout.pp > 1 else 1
-    order = pipeline_order(layout, job.model.n_layers, microbatches)
-    prices, specs = ActivationBytes(job), tensors_by_module(job.model)
+    order = pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)
+    prices = ActivationBytes(job)
     return [
-        _Rank(job, parameters_of(job, rank, specs), prices, order[rank], microbatches).memory()
-        for rank in range(layout.pp)
+        RankStep(job, held, prices, order[held.pp_rank]).memory()
+        for held in parameters or parameters_of_ranks(job)
     ]
 
 
@@ -81,24 +80,27 @@ def memory_limit(job: Job) -> float | None:
     return total - CUDA_CONTEXT - communicators * NCCL_COMMUNICATOR
 
 
-class _Rank:
-    """One pipeline rank's step."""
+class RankStep:
+    """One pipeline rank's step.
+
+    Args:
+        job: the resolved job.
+        parameters: the shards of the rank.
+        prices: converts activations to bytes.
+        actions: passes of a local batch. With only the first of them, the result is a lower bound.
+    """
 
     def __init__(
-        self,
-        job: Job,
-        parameters: RankParameters,
-        prices: ActivationBytes,
-        actions: list[Action],
-        microbatches: int,
+        self, job: Job, parameters: RankParameters, prices: ActivationBytes, actions: Sequence[Action]
     ) -> None:
-        self.job, self.parameters, self.actions, self.microbatches = job, parameters, actions, microbatches
+        self.job, self.parameters, self.actions = job, parameters, actions
         self.stages = {stage: StageMemory(job, parameters, stage, prices) for stage in parameters.stages}
         self.cpu, self.fsdp = on_cpu(job), job.uses_fsdp
         self.pipelined = job.parallelism.pp > 1
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
 
     def memory(self) -> RankMemory:
+        """Memory of the rank at its peak."""
         fullest = heaviest(self._as_reserved(moment) for moment in self._moments())
         kinds = {kind: float(fullest.get(kind, 0.0)) for kind in KINDS}
         kinds["runtime"] += self._runtime(kinds)
@@ -152,13 +154,14 @@ class _Rank:
             return 0.0
         entering = sum(stage.boundary for index, stage in self.stages.items() if index > 0)
         returning = sum(stage.boundary for stage in self.stages.values() if not stage.has_head)
-        return self.microbatches * (entering + returning)
+        return self.job.microbatches * (entering + returning)
 
     def _pass(self, number: int, *, last: bool) -> Iterator[Bytes]:
         """Yield the peaks of the passes over one local batch."""
         reduces = self.fsdp and not self.pipelined and (self.job.parallelism.parameter_shards > 1 or last)
         sharded_before = self._sharded_after(number)
         waiting: dict[tuple[int, int], Bytes] = {}
+        kept: Bytes = {}  # the sum of all that waits
         ran: set[int] = set()
         accumulated = {stage: self._accumulated_after(number, stage) for stage in self.stages}
         for action in self.actions:
@@ -171,16 +174,17 @@ class _Rank:
                 "shards": sharded_before,
             }
             if action.kind == "F":
-                yield plus(between, *waiting.values(), stage.forward)
+                yield plus(between, kept, stage.forward)
                 waiting[key] = stage.kept
+                kept = plus(kept, stage.kept)
                 continue
-            others = [kept for other, kept in waiting.items() if other != key]
+            kept = plus(kept, {kind: -size for kind, size in waiting.pop(key).items()})
             there = sharded_before > 0 if reduces else accumulated[action.stage] > 0
-            yield plus(between, *others, stage.backward(gradients_there=there, accumulates=not reduces))
+            yield plus(between, kept, stage.backward(gradients_there=there, accumulates=not reduces))
             if action.kind == "I":
                 waiting[key] = stage.kept_for_weights
+                kept = plus(kept, stage.kept_for_weights)
                 continue
-            del waiting[key]
             if not reduces:
                 accumulated[action.stage] = stage.accumulated
         if self.pipelined and self.fsdp:

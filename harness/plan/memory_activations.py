@@ -28,13 +28,6 @@ def on_cpu(job: Job) -> bool:
     return device == "cpu" or (device == "auto" and job.cluster.accelerator is None)
 
 
-def tokens_at_once(job: Job) -> int:
-    """Tokens of one microbatch on a rank, before tensor parallel shards them."""
-    layout = job.parallelism
-    rows = layout.pp_microbatch_size if layout.pp > 1 else job.local_batch_size
-    return rows * job.training.seq_len // layout.cp
-
-
 @dataclass(frozen=True)
 class PartBytes:
     """Bytes of activations of one part and one microbatch."""
@@ -53,8 +46,9 @@ class ActivationBytes:
     """Converts declared activations into bytes for a job."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.tokens, self.cpu = job, tokens_at_once(job), on_cpu(job)
-        layout = job.parallelism
+        self.job, self.cpu, layout = job, on_cpu(job), job.parallelism
+        self.tokens = job.microbatch_size * job.training.seq_len // layout.cp
+        """Tokens of one microbatch on a rank, before tensor parallel shards them."""
         stream = layout.tp if layout.uses_sequence_parallel else 1
         routed = 1 if layout.splits_experts else stream
         self.degree = {

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from harness.job import Job
-from harness.model.spec import KEPT_AFTER_FORWARD
 from harness.parallelism.stages import split_modules
 from harness.plan.memory_activations import ActivationBytes, PartBytes
 from harness.plan.memory_logits import LogitBytes
@@ -112,10 +111,7 @@ class StageMemory:
         tensors = [tensor for group in (name, f"{name}.experts") for tensor in groups.get(group, [])]
         if name == "head":
             tensors += groups.get("root", [])
-        layout = self.job.parallelism
-        always = layout.reshard_after_forward == "always"
-        freed = layout.reshards_after_forward and (always or name not in KEPT_AFTER_FORWARD)
-        return Module(name, part, self._parameters(tensors), freed)
+        return Module(name, part, self._parameters(tensors), self.job.parallelism.frees(name))
 
     def _parameters(self, tensors: list[HeldTensor]) -> ModuleParameters:
         layout, precision = self.job.parallelism, self.job.precision
@@ -181,22 +177,17 @@ class StageMemory:
         size = BYTES[self.job.precision.param_dtype]
         return self.activations.tokens * self.job.model.dim * size / split
 
-    @property
+    @cached_property
     def resident(self) -> float:
         """Gathered bytes that stay from forward to backward; in a pipeline until the end of the step."""
         return sum(m.parameters.gathered for m in self.modules if self.pipelined or not m.freed)
 
-    @property
+    @cached_property
     def accumulated(self) -> float:
         """Bytes of the unsharded gradients of all modules."""
         return sum(module.parameters.accumulated for module in self.modules)
 
-    @property
-    def sharded(self) -> float:
-        """Bytes of the sharded gradients of all modules."""
-        return sum(module.parameters.sharded for module in self.modules)
-
-    @property
+    @cached_property
     def buffers(self) -> float:
         """Largest buffers of two neighbouring modules: one is copied while the next is gathered."""
         sizes = [module.parameters.buffer for module in self.modules]
@@ -285,7 +276,7 @@ class StageMemory:
         """Bytes of new gradients; if they are added to existing ones, each is freed at once."""
         return gradients / 4 if added_in_place else gradients
 
-    @property
+    @cached_property
     def reduction(self) -> float:
         """The two largest inputs of reduce-scatters: one in flight, and the next."""
         sizes = sorted((module.parameters.reduced for module in self.modules), reverse=True)

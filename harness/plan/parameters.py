@@ -45,12 +45,12 @@ class HeldTensor:
         """Name in the full model."""
         return self.spec.name
 
-    @property
+    @cached_property
     def held_elements(self) -> int:
         """Number of values in the shard."""
         return prod(self.sharded)
 
-    @property
+    @cached_property
     def gathered_elements(self) -> int:
         """Number of values during computation."""
         return prod(self.gathered)
@@ -117,6 +117,12 @@ def tensors_by_module(model: ModelConfig) -> dict[str, list[TensorSpec]]:
         module = f"{first}.{rest.split('.', 1)[0]}" if first == "layers" else first
         modules.setdefault(module, []).append(tensor)
     return modules
+
+
+def parameters_of_ranks(job: Job) -> list[RankParameters]:
+    """The shards of the fullest rank of every pipeline rank."""
+    specs = tensors_by_module(job.model)
+    return [parameters_of(job, rank, specs) for rank in range(job.parallelism.pp)]
 
 
 def parameters_of(

@@ -1,7 +1,7 @@
 """Search the fastest layouts of a job: each legal point that fits is ranked, or proved to be slower.
 
-Points that cannot fit (``floor.py``) are excluded. The others are fully planned in the order of their lower
-bound on time (``bound.py``), until no remaining point can be among the best.
+Points that cannot fit are excluded. The others are fully planned in the order of their lower
+bound on time (``prune.py``), until no remaining point can be among the best.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from itertools import islice
 
 from harness.errors import ConfigError, UserError
 from harness.hardware import ACCELERATORS
-from harness.plan.bound import TimeBounds
 from harness.plan.constants import Calibration
-from harness.plan.floor import MemoryBounds
 from harness.plan.legality import Legality
 from harness.plan.machine import machine_of
 from harness.plan.make import make_plan
 from harness.plan.plan import PARTS, Plan
+from harness.plan.prune import MemoryBounds, TimeBounds
 from harness.plan.render import mesh_of
 from harness.plan.space import MODES, Point, Space
 from harness.tables import gib

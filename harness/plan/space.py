@@ -89,12 +89,16 @@ class Point:
         Raises:
             ConfigError: the job is not legal.
         """
+        return self.job_unchecked(base).resolve(gpus=_gpus(base))
+
+    def job_unchecked(self, base: Job) -> Job:
+        """Like ``job``, for a legal point: its rules are not checked again."""
         return replace(
             base,
             parallelism=self.layout(base.parallelism),
             training=replace(base.training, local_batch_size=self.local_batch_size),
             activation_checkpoint=replace(base.activation_checkpoint, mode=self.mode),
-        ).resolve(gpus=_gpus(base))
+        )
 
     def overrides(self, base: ParallelismConfig) -> list[str]:
         """Return the overrides that turn ``base`` into this point."""

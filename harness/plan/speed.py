@@ -63,7 +63,7 @@ class StepModel:
         self.keys = [(*kind, thinned and layer % of.every_nth_layer == 0) for layer, kind in kinds]
         self.blocks: list[Block] = self._of_each_block(self.worker.block)
         self.sharing: list[Sharing] = self._of_each_block(self._share)
-        self.order = self._order()
+        self.order = pipeline_order(self.layout, job.model.n_layers, job.microbatches)
         frees = self.layout.pp > 1 and self.layout.reshards_after_forward
         self.gathering = {each for row in self.order for each in gathering_passes(row)} if frees else set()
         modules = split_modules(self.layout, job.model.n_layers)
@@ -76,12 +76,6 @@ class StepModel:
             if key not in made:
                 made[key] = make(layer)
         return [made[key] for key in self.keys]
-
-    def _order(self) -> list[list[Action]]:
-        microbatches = (
-            self.job.local_batch_size // self.layout.pp_microbatch_size if self.layout.pp > 1 else 1
-        )
-        return pipeline_order(self.layout, self.job.model.n_layers, microbatches)
 
     def _stage(self, names: list[str]) -> Stage:
         model = self.job.model
@@ -158,12 +152,11 @@ class StepModel:
         A block's parameters are gathered while the block before computes, its gradients reduced while the
         next one does (FSDP2's implicit prefetch): what takes longer than that is waited for, and so are the
         first gather and the last reduction. Before either half of a split backward the whole stage is
-        gathered (parallelism/pipeline.py). The head comes last in ``sharing`` and stays gathered between
-        forward and backward, unless resharding is ``always`` (parallelism/fsdp.py).
+        gathered (parallelism/pipeline.py). The head comes last in ``sharing``.
         """
         layout, groups = self.layout, len(sharing)
         again = layout.reshards_after_forward
-        freed = groups - (has_head and layout.reshard_after_forward != "always")
+        freed = groups - (has_head and not layout.frees("head"))
         forward = self._behind(blocks, sharing, lambda b: b.forward.seconds, gathers=groups, reduces=False)
         backward = self._behind(
             blocks,

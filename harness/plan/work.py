@@ -98,8 +98,7 @@ class Worker:
         job, layout = self.job, self.job.parallelism
         if job.precision.linear != "none" and not self.converted:
             self.converted = frozenset(sort_linears(job.model, job.precision).converted)
-        batch = layout.pp_microbatch_size if layout.pp > 1 else job.local_batch_size
-        self.rows = batch * job.training.seq_len // layout.cp
+        self.rows = job.microbatch_size * job.training.seq_len // layout.cp
         self.stream_rows = self.rows // layout.tp if layout.uses_sequence_parallel else self.rows
         self.value_bytes = DTYPE_BYTES[job.precision.param_dtype]
         self.dtype = job.precision.param_dtype

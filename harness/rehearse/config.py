@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
 
 from harness.config import label, part
 from harness.errors import ConfigError
 from harness.job import Job
-from harness.rehearse.device import DEFAULT, GPUS, VIRTUAL
-
-AnyJob = TypeVar("AnyJob", bound=Job)
+from harness.plan.config import put_on_virtual_gpus
 
 
 @dataclass(frozen=True)
@@ -53,21 +50,6 @@ class RehearseJob(Job):
         job = Job.resolve(job, launched_ranks=launched_ranks, gpus=gpus)
         job.rehearse.validate(job.world_size)
         return job
-
-
-def put_on_virtual_gpus(job: AnyJob) -> tuple[AnyJob, int]:
-    """Return an unresolved job with virtual GPUs as its device, and how many of them a local job finds.
-
-    Raises:
-        ConfigError: the job is for a CPU, or there is no virtual GPU of its kind.
-    """
-    if job.cluster.device == "cpu":
-        raise ConfigError("cluster.device", "cpu", "rehearsals are for jobs on GPUs", ["cuda", "auto"])
-    kind = job.cluster.accelerator or DEFAULT
-    if kind not in VIRTUAL:
-        raise ConfigError("cluster.accelerator", kind, "there is no virtual GPU of this kind", VIRTUAL)
-    cluster = replace(job.cluster, device="cuda", accelerator=kind)
-    return replace(job, cluster=cluster), cluster.ranks or GPUS
 
 
 def ranks_to_rehearse(job: Job, config: RehearseConfig) -> list[int]:

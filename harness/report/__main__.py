@@ -9,7 +9,7 @@ from harness.arguments import Argument
 from harness.errors import UserError
 from harness.files import write_atomically
 from harness.plan.constants import Calibration
-from harness.report import experiment, gpu_single, of_runs, of_tables, rehearsed
+from harness.report import experiment, of_runs, of_tables, rehearsed
 from harness.report.document import Report, as_csv, markdown
 from harness.report.page import page
 from harness.report.predict import CALIBRATION, calibration_of, with_predictions
@@ -63,8 +63,7 @@ def report(
 def _source_of(folder: Path) -> Path:
     """Return the folder with the rows; for an experiment that is a program, its folder in runs/."""
     left = Path("runs") / folder.resolve().name
-    has_rows = any((folder / name).is_file() for name in (KEPT, *gpu_single.FILES))
-    is_program = experiment.option_of(folder) is not None and not has_rows
+    is_program = experiment.option_of(folder) is not None and not (folder / KEPT).is_file()
     return left if is_program and left.is_dir() else folder
 
 

@@ -13,7 +13,6 @@ from harness.plan.constants import Calibration
 from harness.report import plots
 from harness.report.ablation import Knob, ablation, best_of
 from harness.report.document import Column, Report, Section, Table
-from harness.report.gpu_single import TORCHTITAN
 from harness.report.naming import MOST_FIELDS, by_part, in_short
 from harness.report.provenance import section_of
 from harness.report.rows import fastest_first, job_of
@@ -36,7 +35,7 @@ _COLUMNS = (
     Column("measured.memory_gib", "memory, GiB", ".2f"),
     Column("predicted.memory_gib", "memory, predicted", ".2f"),
     Column("delta.memory_gib", "error of memory", "+.1%"),
-    Column(TORCHTITAN, "torchtitan, tokens/s/rank", ",.1f"),
+    Column(f"torchtitan.{RATE}", "torchtitan, tokens/s/rank", ",.1f"),
     Column("loss", "loss", ".4f"),
     Column("state", "state"),
 )

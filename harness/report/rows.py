@@ -7,7 +7,8 @@ A row has the flat fields of ``result.json``, and:
   ``lost``, or ``skipped`` (not a valid job); ``kind`` (class of the failure) and ``reason``;
 * ``measured.*``, for completed runs: ``tokens_per_second_per_rank`` (see ``harness/metrics/window.py``),
   ``low`` and ``high`` (10th and 90th percentile of the rates of single steps), ``spread`` (their difference
-  divided by the rate), ``step_seconds`` (median), ``memory_gib``, ``mfu``.
+  divided by the rate), ``step_seconds`` (median), ``memory_gib``, ``mfu``;
+* ``torchtitan.tokens_per_second_per_rank``, if it was measured in turn with the run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from harness.job import Job, from_dict
 from harness.metrics.encoding import parse_object
 from harness.metrics.mfu import mfu
 from harness.metrics.result import flatten
-from harness.report import gpu_single
 from harness.report.naming import names_of
 from harness.run.folder import RunFolder
 from harness.run.state import RunState, read_states
@@ -51,8 +51,6 @@ def load(folder: Path) -> list[Row]:
         raise UserError(f"{folder}: no such folder; would work: a folder of runs/, or of experiments/")
     if (folder / SWEEP).is_file():
         return of_sweep(Registry(folder))
-    if gpu_single.is_there(folder):
-        return [completed(row) for row in gpu_single.read(folder)]
     if (folder / KEPT).is_file():
         return read_kept(folder)
     runs = _run_folders(folder)

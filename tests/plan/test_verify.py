@@ -240,16 +240,23 @@ def test_recomputation_counts() -> None:
     assert step.flops == pytest.approx(head + (flops_of(job) - head) * 4 / 3 - last, rel=1e-9)
 
 
+SUMS = 4 * 8
+"""Bytes that a step sums over the world: tokens and stop requests, the loss and the square of the norm."""
+
+
 def test_bytes_that_fsdp_sends() -> None:
-    """Blocks and embedding are gathered in both passes, norm and head once; gradients are scattered."""
+    """Blocks and embedding are gathered in both passes, norm and head once; gradients are scattered.
+
+    ``SUMS`` are reduced over the same ranks.
+    """
     job = job_of("llama3_tiny", *layout_of("dp_shard=4"), "precision=bf16", "training.local_batch_size=1")
     shapes = {name: prod(shape) for name, shape in parameter_shapes(job.model).items()}
     head = shapes["norm.weight"] + shapes["output.weight"]
     rest = sum(shapes.values()) - head
-    passes, of_others, norm = job.accumulation_steps, 3 / 4, 2 * 3 / 4 * 8
+    passes, of_others, sums = job.accumulation_steps, 3 / 4, 2 * 3 / 4 * SUMS
     gathered, scattered = 2 * (2 * rest + head), 4 * (rest + head)
     [step] = fake_steps(job)
-    assert passes == 2 and step.sent == {"dp": of_others * (gathered + scattered) * passes + norm}
+    assert passes == 2 and step.sent == {"dp": of_others * (gathered + scattered) * passes + sums}
 
 
 def test_bytes_that_tensor_parallel_sends() -> None:
@@ -261,7 +268,7 @@ def test_bytes_that_tensor_parallel_sends() -> None:
     # The loss reduces the maximum, the sum, and the label's logit; its gradient sends nothing.
     of_loss = 3 * 4 * tokens
     norms = 4 * model.dim * (2 * model.n_layers + 1)
-    whole = 2 * (of_blocks + of_ends) * stream + 2 * (of_loss + norms + 8)
+    whole = 2 * (of_blocks + of_ends) * stream + 2 * (of_loss + norms + SUMS)
     [step] = fake_steps(job)
     assert step.sent == {"tp": of_others * whole}
 

@@ -12,12 +12,12 @@ from processes import python
 
 from harness.compose import compose_job
 from harness.errors import ConfigError, UserError
-from harness.hardware import ACCELERATORS, find_accelerator
+from harness.hardware import ACCELERATORS, CUDA_DEVICES, find_accelerator
 from harness.plan.make import make_plan
 from harness.rehearse import build, server
 from harness.rehearse.comparison import memory_lines, product_flops, traffic_lines
 from harness.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
-from harness.rehearse.device import VIRTUAL, virtual_device
+from harness.rehearse.device import virtual_device
 from harness.rehearse.figures import OUT_OF_MEMORY, Collective, Failure, Product, RankFigures, Wait
 from harness.rehearse.gpu import place_in_code, read_calls
 from harness.rehearse.render import as_dict, render, short_name
@@ -37,7 +37,7 @@ def test_a_job_without_hardware_is_rehearsed_on_eight_h100() -> None:
     assert (device.name, device.major, device.count) == ("NVIDIA H100 80GB HBM3", 9, 8)
 
 
-@pytest.mark.parametrize("name", VIRTUAL)
+@pytest.mark.parametrize("name", CUDA_DEVICES)
 def test_a_virtual_gpu_says_what_the_driver_would(name: str) -> None:
     device = virtual_device(job_of(f"cluster.accelerator={name}"))
     accelerator = ACCELERATORS[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import csv
-import json
 import re
 import struct
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_rows import report_rows
 from made import DEVICE, leave, make_sweep, plan_of, rate_of, result
 
 from harness.compose import compose_points
@@ -26,7 +26,7 @@ from harness.plan.constants import Calibration, Constants
 from harness.report import experiment, published
 from harness.report.__main__ import main
 from harness.report.predict import CALIBRATION, calibration_of, with_predictions
-from harness.report.rows import KEPT, as_planned
+from harness.report.rows import KEPT, as_planned, keep
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "experiments" / "llama3_h100"
@@ -265,8 +265,7 @@ def test_a_program_of_experiments_has_its_rows_in_runs(
         "step_seconds": 0.5,
         "memory_gib": 2.0,
     }
-    (tmp_path / "runs" / "gpu_single" / "facts.json").write_text(json.dumps(facts))
-    (tmp_path / "runs" / "gpu_single" / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    keep(tmp_path / "runs" / "gpu_single", report_rows(facts, [row]))
     assert run(monkeypatch, ROOT / "experiments" / "gpu_single", "--out", tmp_path / "out") == 0
     assert "throughput median error 10.0%, worst +10.0% (1 rows)" in capsys.readouterr().out
     text = (tmp_path / "out" / "tables.md").read_text()

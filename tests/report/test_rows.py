@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from gpu_rows import report_rows
 from made import DEVICE, make_sweep, rate_of, result
 
 from harness.compose import compose_job
@@ -160,8 +161,7 @@ def test_gpu_single_is_rows_by_case(tmp_path: Path) -> None:
         rows.append({**rows[-1], "side": "torchtitan", "tokens_per_second": rate - 100})
     rows.append({**common, "mode": "bf16", "side": "harness", "n_layers": 10, "round": 0, "failed": "bug"})
     facts = {"device": DEVICE, "versions": {"torch": "2.x"}, "commit": "0123", "dirty": False}
-    (tmp_path / "facts.json").write_text(json.dumps(facts))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keep(tmp_path, report_rows(facts, rows))
     compiled, eager = load(tmp_path)
     assert compiled["point"] == "8B 10 layers bf16_compile full"
     assert compiled["measured.tokens_per_second_per_rank"] == 1100.0

@@ -1,17 +1,26 @@
-"""Lower bound on a step's time, without simulating its pipeline schedule; a search computes it first."""
+"""Lower bounds of a point's memory and step time, by the formulas of ``memory.py`` and ``work.py``.
+
+A search computes them before it plans a point. What depends on few of the searched fields is computed once.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.job import Job
 from harness.model.operations import block_kinds
 from harness.parallelism.config import AXES, ParallelismConfig
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.plan.machine import Machine
+from harness.plan.memory import RankStep, memory_limit
+from harness.plan.memory_activations import ActivationBytes
+from harness.plan.order import pipeline_order
+from harness.plan.parameters import parameters_of, tensors_by_module
+from harness.plan.plan import Action
 from harness.plan.space import Point
 from harness.plan.work import Pass, Worker
 from harness.precision.linears import sort_linears
@@ -19,6 +28,81 @@ from harness.precision.linears import sort_linears
 KNOWN = ("compute", "tp", "cp", "ep")
 """Parts of a step's time that come from single blocks."""
 Key = tuple[Any, ...]
+Made = TypeVar("Made")
+
+
+class MemoryBounds:
+    """Lower bounds of the memory of many points of one job.
+
+    That of the first two pipeline ranks, at some moments: the first one has the most microbatches in flight,
+    the second one most often has more layers.
+    """
+
+    def __init__(self, base: Job) -> None:
+        self._base, self._specs = base, tensors_by_module(base.model)
+        self._known: dict[Key, Any] = {}
+
+    def persistent_shortfall(self, point: Point) -> float:
+        """Least bytes by which a legal point exceeds the limit without activations; 0 if it may fit."""
+        job = point.job_unchecked(self._base)
+        empty = replace(job, training=replace(job.training, seq_len=0))
+
+        def most() -> float:
+            stages = [self._stages(empty.parallelism, rank) for rank in _ranks(empty)]
+            one = [[Action(stage, kind, 0) for stage in own for kind in "FB"] for own in stages]
+            return max(self._peak(empty, rank, one[rank]) for rank in _ranks(empty))
+
+        return self._over_limit(job, self._once(("persistent", *self._held_by(job.parallelism)), most))
+
+    def shortfall(self, point: Point) -> float:
+        """Least bytes by which a legal point exceeds the limit with its own microbatches; 0 if it may fit."""
+        job = point.job_unchecked(self._base)
+        order = pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)
+        found = 0.0
+        for rank in _ranks(job):
+            passes = _first_passes(order[rank], self._stages(job.parallelism, rank))
+            found = found or self._over_limit(job, self._peak(job, rank, passes))
+        return found
+
+    def _over_limit(self, job: Job, peak: float) -> float:
+        layout = job.parallelism
+        axes = (*layout.degrees.values(), layout.ep)
+        limit = self._once(("limit", *(degree > 1 for degree in axes)), lambda: memory_limit(job))
+        return 0.0 if limit is None or layout.cpu_offload else max(0.0, peak - limit)
+
+    def _peak(self, job: Job, rank: int, passes: Sequence[Action]) -> float:
+        """Memory of a pipeline rank, if these are its first passes."""
+        key = ("parameters", rank, *self._held_by(job.parallelism))
+        parameters = self._once(key, lambda: parameters_of(job, rank, self._specs))
+        return RankStep(job, parameters, ActivationBytes(job), passes).memory().peak
+
+    def _held_by(self, layout: ParallelismConfig) -> Key:
+        """The fields on which the parameters of the first two pipeline ranks depend."""
+        shards = (layout.parameter_shards, layout.tp, layout.ep, layout.dp_replicate > 1)
+        stages = num_stages(layout, self._base.model.n_layers)
+        return layout.pp, stages, *self._stages(layout, 0), *shards
+
+    def _stages(self, layout: ParallelismConfig, rank: int) -> list[int]:
+        return stages_of_rank(layout, self._base.model.n_layers, rank)
+
+    def _once(self, key: Key, make: Callable[[], Made]) -> Made:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]  # type: ignore[no-any-return]
+
+
+def _ranks(job: Job) -> range:
+    return range(min(2, job.parallelism.pp))
+
+
+def _first_passes(order: Sequence[Action], stages: Sequence[int]) -> Sequence[Action]:
+    """The first passes of a rank, until every stage has gradients; most microbatches are in flight then."""
+    waiting = set(stages)
+    for number, action in enumerate(order):
+        waiting -= {action.stage} if action.kind in "BW" else set()
+        if not waiting:
+            return order[: number + 1 + 2 * len(stages)]
+    return order
 
 
 @dataclass(frozen=True)
@@ -97,7 +181,7 @@ class TimeBounds:
         """Return the number of microbatches, the pipeline ranks, and the loads of the model's parts."""
         layout = point.layout(self._base.parallelism)
         times = self._base.global_batch_size // layout.data_parallel // point.rows
-        key = self._load(point, layout)
+        key = self._load(point)
         return times, self._ranks(key, layout), self._loads[key]
 
     @staticmethod
@@ -106,18 +190,11 @@ class TimeBounds:
         shards = point.degrees[AXES.index("dp_shard")] if point.ep > 1 else 0
         return (point.tp, point.cp, shards, point.ep, point.rows, point.schedule is not None, point.mode)
 
-    def _load(self, point: Point, layout: ParallelismConfig) -> Key:
+    def _load(self, point: Point) -> Key:
         """Compute the loads of blocks, the table and the head unless cached; return the cache key."""
         key = self._key(point)
         if key not in self._loads:
-            base = self._base
-            job = replace(
-                base,
-                parallelism=layout,
-                training=replace(base.training, local_batch_size=point.local_batch_size),
-                activation_checkpoint=replace(base.activation_checkpoint, mode=point.mode),
-            )
-            worker = Worker(job, self._machine, self._converted)
+            worker = Worker(point.job_unchecked(self._base), self._machine, self._converted)
             firsts = {kind: layer for layer, kind in reversed(list(enumerate(self._kinds)))}
             blocks = {kind: worker.block(layer) for kind, layer in firsts.items()}
             loads: dict[Any, _Load] = {

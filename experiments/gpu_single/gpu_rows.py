@@ -1,11 +1,9 @@
-"""Convert rows of ``experiments/gpu_single`` (measured in rounds, alongside torchtitan) to report rows."""
+"""Convert the rows of all rounds to rows of ``harness.report``, with torchtitan's rates beside."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from harness.compose import compose_job
@@ -14,23 +12,15 @@ from harness.metrics.mfu import peak_of
 from harness.metrics.result import flatten
 
 Row = dict[str, Any]
-FILES = ("rows.jsonl", "facts.json")
 TORCHTITAN = "torchtitan.tokens_per_second_per_rank"
 
 
-def is_there(folder: Path) -> bool:
-    """Whether a folder has the files that ``experiments/gpu_single/run.py`` writes."""
-    return all((folder / name).is_file() for name in FILES)
-
-
-def read(folder: Path) -> list[Row]:
+def report_rows(facts: Row, rows: Sequence[Row]) -> list[Row]:
     """Return a row for each case of the harness: medians over rounds, with torchtitan's median beside it.
 
     If a shape was reduced to fit into memory, only rows with its final number of layers count, as in
     ``table.md``.
     """
-    rows = [json.loads(line) for line in (folder / FILES[0]).read_text().splitlines()]
-    facts = json.loads((folder / FILES[1]).read_text())
     last: dict[tuple[str, str], int | None] = {}
     for row in rows:
         if row.get("failed") != "refused":
