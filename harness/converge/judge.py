@@ -7,10 +7,10 @@ seeds.
 
 * **Final loss**: relative difference of the mean loss of the last steps.
 * **Learning speed**: by how much the technique runs ahead of the control. A technique that learns at
-  ``1 + s`` times the control's speed has the loss ``L(t * (1 + s))`` at step ``t``, so its difference is close
-  to ``s * t * L'(t)``. The value of a seed is the least-squares ``s`` over all steps, weighted by ``1 / t``,
-  because curves that are the same up to rounding drift apart with time. It is most sensitive early in
-  training, where the loss falls fast and the drift is small.
+  ``1 + s`` times the control's speed has the loss ``L(t * (1 + s))`` at step ``t``, so its difference is
+  close to ``s * t * L'(t)``. The value of a seed is the least-squares ``s`` over all steps, weighted by
+  ``1 / t``, because curves that are the same up to rounding drift apart with time. It is most sensitive
+  early in training, where the loss falls fast and the drift is small.
 * **Departure**: size of the differences, whatever their sign, over that of a twin, which computes the
   control's numbers in another order. It is a test for techniques with the control's numerics, which claim to
   differ from it by rounding only.
@@ -93,7 +93,11 @@ def judge(
         techniques: curves by name, each with at least one seed of the control.
         config: bounds and levels.
     """
-    measured = {name: _measure(control, twin, curves, config) for name, curves in techniques.items()}
+    slope = slope_of(control.steps, np.mean(list(control.losses.values()), axis=0))
+    measured = {
+        name: _measure(control, slope, None if curves is twin else twin, curves, config)
+        for name, curves in techniques.items()
+    }
     tests = [(name, number) for name, own in measured.items() for number in range(len(own.p_values))]
     adjusted = holm([measured[name].p_values[number] for name, number in tests])
     p_values: dict[str, list[float]] = {name: [] for name in measured}
@@ -110,20 +114,20 @@ class _Measured:
     p_values: list[float]
 
 
-def _measure(control: Curves, twin: Curves | None, curves: Curves, config: ConvergeConfig) -> _Measured:
-    pairs = [(losses, control.losses[seed]) for seed, losses in curves.losses.items()]
-    slope = slope_of(control.steps, np.mean(list(control.losses.values()), axis=0))
+def _measure(
+    control: Curves, slope: Losses, twin: Curves | None, curves: Curves, config: ConvergeConfig
+) -> _Measured:
+    steps, pairs = control.steps, {seed: (own, control.losses[seed]) for seed, own in curves.losses.items()}
     ours, theirs = (final_losses(each, config.smooth_steps) for each in (curves, control))
     final = Estimate.of([loss / theirs[seed] - 1 for seed, loss in ours.items()], config.level)
-    speed = Estimate.of([lead(control.steps, own - other, slope) for own, other in pairs], config.level)
-    departure = None
-    p_values = [final.p_of_zero(), speed.p_of_zero()]
-    if twin is not None and curves is not twin and curves.same_numerics:
-        seeds = [seed for seed in curves.losses if seed in twin.losses]
+    speed = Estimate.of([lead(steps, own - other, slope) for own, other in pairs.values()], config.level)
+    departure, p_values = None, [final.p_of_zero(), speed.p_of_zero()]
+    if twin is not None and curves.same_numerics:
         ratios = [
-            log_departure(control.steps, curves.losses[seed], control.losses[seed], config.smooth_steps)
-            - log_departure(control.steps, twin.losses[seed], control.losses[seed], config.smooth_steps)
-            for seed in seeds
+            log_departure(steps, own, other, config.smooth_steps)
+            - log_departure(steps, twin.losses[seed], other, config.smooth_steps)
+            for seed, (own, other) in pairs.items()
+            if seed in twin.losses
         ]
         if ratios:
             departure = Estimate.of(ratios, config.level)

@@ -14,6 +14,8 @@ from harness.report.plots import COLORS, new_figure, save
 
 CURVES, DIFFERENCES = "curves.png", "differences.png"
 _COLUMNS, _WIDTH, _HEIGHT = 4, 2.7, 1.9
+_STYLES = ("-", "--", ":", "-.")
+"""Styles of lines; each has ten colours."""
 
 
 def draw_curves(
@@ -30,9 +32,11 @@ def draw_curves(
         color="#dddddd",
         label="control, range of seeds",
     )
-    for name, curves in techniques.items():
+    for number, (name, curves) in enumerate(techniques.items()):
         mean = np.mean([smoothed(each, config.smooth_steps) for each in curves.losses.values()], axis=0)
-        axis.plot(control.steps, mean, linewidth=0.8, label=name)
+        axis.plot(
+            control.steps, mean, linewidth=0.8, linestyle=_STYLES[number // 10 % len(_STYLES)], label=name
+        )
     axis.plot(
         control.steps, np.mean(band, axis=0), color="black", linewidth=1.2, linestyle="--", label="control"
     )

@@ -16,7 +16,6 @@ from harness.converge.judge import EQUAL, Verdict, final_losses
 from harness.converge.pictures import CURVES, DIFFERENCES, draw_curves, draw_differences
 from harness.converge.points import Technique
 from harness.report.document import Column, Report, Section, Table
-from harness.report.words import percent
 from harness.run_folder import RunFolder
 
 Row = dict[str, Any]
@@ -129,7 +128,10 @@ def report_of(
         words = {name: each.word for name, each in judged.items()}
         draw_curves(folder / CURVES, control.curves, curves, config)
         draw_differences(folder / DIFFERENCES, control.curves, curves, words, config)
-        text = "Mean and range of the seeds, each paired with the control of its seed. The grey band is the bound of the final loss."
+        text = (
+            "Mean and range of the seeds, each paired with the control of its seed. The grey band is the "
+            "bound of the final loss."
+        )
         sections += [
             Section("Curves", picture=CURVES),
             Section("Paired differences", [text], picture=DIFFERENCES),
@@ -155,19 +157,19 @@ def summary_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[str
 def _method(config: ConvergeConfig) -> list[str]:
     level = f"{config.level:.0%}"
     return [
-        "A technique and the control are paired by seed, which determines initial values and data order. Every "
-        "statistic is one value per seed, tested by Student's t over seeds:",
-        f"- difference: final loss (mean of the last {config.smooth_steps} steps) relative to the control's, also in "
-        "units of the standard deviation of the control's final loss over seeds;",
-        "- learning speed: how far the curve runs ahead of the control's, as a share of the steps (least squares over "
-        "all steps, weighted by 1 / step);",
+        "A technique and the control are paired by seed, which determines initial values and data order. "
+        "Every statistic is one value per seed, tested by Student's t over seeds:",
+        f"- difference: final loss (mean of the last {config.smooth_steps} steps) relative to the control's, "
+        "also in units of the standard deviation of the control's final loss over seeds;",
+        "- learning speed: how far the curve runs ahead of the control's, as a share of the steps (least "
+        "squares over all steps, weighted by 1 / step);",
         "- departure: size of the differences over that of the twin, which computes the control's numbers in "
         "another order; for techniques that claim the control's numerics.",
-        f"Worse, better, different: a hypothesis of no difference is rejected at {level}, by Holm for all tests of the "
-        f"table, and the estimate exceeds its bound: {percent(config.final_bound)} final loss, "
-        f"{percent(config.speed_bound)} learning speed, {config.rounding_factor:g} times the twin's departure. Equal: "
-        f"the {1 - 2 * config.level:.0%} intervals of all statistics are within the bounds (two one-sided tests at "
-        f"{level}). Otherwise undecided: more seeds would decide.",
+        f"Worse, better, different: a hypothesis of no difference is rejected at {level}, by Holm for all "
+        f"tests of the table, and the estimate exceeds its bound: {config.final_bound:.1%} of the final "
+        f"loss, {config.speed_bound:.1%} of the learning speed, {config.rounding_factor:g} times the twin's "
+        f"departure. Equal: the {1 - 2 * config.level:.0%} intervals of all statistics are within the bounds "
+        f"(two one-sided tests at {level}). Otherwise undecided: more seeds would decide.",
     ]
 
 
