@@ -17,7 +17,7 @@ from harness.converge.config import TWIN, ConvergeJob
 from harness.converge.curves import read_curves
 from harness.converge.judge import EQUAL, judge
 from harness.converge.points import Technique, compose_techniques
-from harness.converge.render import INCOMPLETE, SHORT, SKIPPED, Compared, report_of, rows_of
+from harness.converge.render import SHORT, SKIPPED, Compared, report_of, rows_of
 from harness.errors import EXIT_OK, STOPPED, UserError
 from harness.files import write_atomically
 from harness.launched import launched_ranks
@@ -39,7 +39,7 @@ def converge(job: ConvergeJob, overrides: list[str]) -> int:
     if code in STOPPED or job.cluster.dry_run:
         return code
     compared = compare(techniques, job)
-    if all(each.word == INCOMPLETE for each in compared[:1]):
+    if not compared:
         sys.stderr.write(
             "the control has no complete curve yet; the same command again compares the curves\n"
         )
@@ -68,12 +68,17 @@ def converge(job: ConvergeJob, overrides: list[str]) -> int:
 def compare(techniques: Sequence[Technique], job: ConvergeJob) -> list[Compared]:
     """Read the curves of all techniques and compare them with those of the first, the control.
 
+    Returns:
+        The techniques in their order; empty if no run of the control has ended.
+
     Raises:
-        UserError: all runs of the control have failed.
+        UserError: the control has failed with every seed that has ended.
     """
     control = read_curves(techniques[0])
-    if control.has_failed and not control.curves.losses:
-        raise UserError(f"the control failed: {next(iter(control.missing.values()))}")
+    if not control.curves.losses:
+        if control.has_failed:
+            raise UserError(f"the control failed: {next(iter(control.missing.values()))}")
+        return []
     steps = [int(step) for step in control.curves.steps]
     found = {each.name: read_curves(each, steps) for each in techniques[1:] if not each.skipped}
     curves = {name: each.curves.at(control.curves.losses) for name, each in found.items()}

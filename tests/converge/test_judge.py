@@ -40,8 +40,8 @@ def experiment(
 
     Args:
         random: source of noise.
-        drift: standard deviation of the relative difference at the last step. It is a random walk of each run,
-            so consecutive steps are correlated, like those of runs that drift apart.
+        drift: standard deviation of the relative difference at the last step. It is a random walk of each
+            run, so consecutive steps are correlated, like those of runs that drift apart.
         speed: by how much the techniques learn faster.
         offset: relative difference of their losses.
     """
@@ -83,7 +83,7 @@ def test_small_drift_is_equal_and_large_drift_undecided() -> None:
 
 @pytest.mark.parametrize(("speed", "word"), [(0.02, BETTER), (-0.02, WORSE)])
 def test_another_speed_is_found(speed: float, word: str) -> None:
-    """A learning rate 5 % off changes the speed of experiments/convergence/dense by 2.2 %, and seeds by 0.1 %."""
+    """A learning rate 5 % off changes the speed of experiments/convergence/dense by 2.2 % (seeds: 0.1 %)."""
     assert rates(drift=0.001, speed=speed)[0][word] > 0.95
     assert rates(drift=0.003, speed=speed)[0][EQUAL] == 0
 

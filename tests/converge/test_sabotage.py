@@ -1,4 +1,4 @@
-"""Real training with an error is not called equal: a learning rate 5 % off, a gradient scale missing on one rank."""
+"""Training with an error is found: a learning rate 5 % off, a gradient scale missing on one rank."""
 
 from __future__ import annotations
 
