@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from harness.bench import BenchJob
 from harness.compose import Composer, compose_job
+from harness.converge.config import ConvergeJob
 from harness.convert import ConvertJob
 from harness.download import DownloadJob
 from harness.errors import ConfigError
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 PRIMARY = {
     "bench": BenchJob,
+    "converge": ConvergeJob,
     "convert": ConvertJob,
     "train": Job,
     "parity": ParityJob,

@@ -19,6 +19,7 @@ from harness import arguments, errors, failures
 from harness.bench import BenchJob
 from harness.compose import compose_job, compose_points
 from harness.config import leaves
+from harness.converge.config import ConvergeJob
 from harness.convert import ConvertJob
 from harness.download import DownloadJob
 from harness.errors import ConfigError
@@ -44,6 +45,7 @@ PAGES = [
 SCHEMAS: dict[str, type] = {
     "train": Job,
     "bench": BenchJob,
+    "converge": ConvergeJob,
     "parity": ParityJob,
     "convert": ConvertJob,
     "download": DownloadJob,
