@@ -50,7 +50,7 @@ def test_one_value_decides_nothing() -> None:
 
 
 def test_holm() -> None:
-    """Each p-value times the number of those that are not smaller, and never less than a smaller one's."""
+    """The smallest p-value times 4, the next times 3, and so on; none below the one before."""
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.9]) == [1.0, 1.0]
     assert holm([]) == []
