@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.app import run_verb
-from harness.converge.config import TWIN, ConvergeJob
+from harness.converge.config import CONTROL, TWIN, ConvergeJob
 from harness.converge.curves import read_curves
 from harness.converge.judge import EQUAL, judge
 from harness.converge.points import Technique, compose_techniques
-from harness.converge.render import SHORT, SKIPPED, Compared, report_of, rows_of
+from harness.converge.render import SHORT, SKIPPED, Compared, report_of
 from harness.errors import EXIT_OK, STOPPED, UserError
 from harness.files import write_atomically
 from harness.launched import launched_ranks
@@ -40,29 +40,20 @@ def converge(job: ConvergeJob, overrides: list[str]) -> int:
         return code
     compared = compare(techniques, job)
     if not compared:
-        sys.stderr.write(
-            "the control has no complete curve yet; the same command again compares the curves\n"
-        )
+        sys.stderr.write("no run of the control has ended; the same command again compares the curves\n")
         return code
     out = Path(job.converge.out or Path(job.runs_dir) / job.name / "converge")
     out.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "harness.converge", *overrides])
     made = report_of(job.name, compared, job.converge, out, command)
-    for name, text in (
-        ("tables.md", markdown(made)),
-        ("table.csv", as_csv(made)),
-        ("index.html", page(made, out)),
-    ):
+    texts = {"tables.md": markdown(made), "table.csv": as_csv(made), "index.html": page(made, out)}
+    for name, text in texts.items():
         write_atomically(out / name, text.encode())
-    cells = [
-        {column.heading: column.cell(row) for column in SHORT} for row in rows_of(compared, job.converge)
-    ]
-    left = ("technique", "verdict", "reason")
-    sys.stdout.write(
-        aligned(cells, left, indent="") + "\n".join([*made.summary, str(out / "tables.md")]) + "\n"
-    )
-    words = [each.word for each in compared[1:] if each.word != SKIPPED]
-    return EXIT_OK if words and set(words) == {EQUAL} else EXIT_DIFFERS
+    cells = [{column.heading: column.cell(row) for column in SHORT} for row in made.rows]
+    sys.stdout.write(aligned(cells, left=("technique", "verdict", "reason"), indent=""))
+    sys.stdout.write("".join(f"{line}\n" for line in (*made.summary, out / "tables.md")))
+    words = {each.word for each in compared} - {SKIPPED}
+    return EXIT_OK if words == {CONTROL, EQUAL} else EXIT_DIFFERS
 
 
 def compare(techniques: Sequence[Technique], job: ConvergeJob) -> list[Compared]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness.config import label, part
 from harness.errors import ConfigError
@@ -58,6 +59,8 @@ class ConvergeConfig:
                 f"must be at most half of training.steps={job.training.steps}",
                 f"at most {job.training.steps // 2}",
             )
+        if self.out is not None and Path(self.out).is_file():
+            raise ConfigError("converge.out", self.out, "is a file", "a folder")
         for name in (CONTROL, TWIN):
             if name in self.techniques | self.expert_techniques:
                 rule = "this is the name of the control or its twin"

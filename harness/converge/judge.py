@@ -160,9 +160,8 @@ def _decide(measured: _Measured, p_values: list[float], config: ConvergeConfig) 
     ]
     if open_ends:
         return verdict(UNDECIDED, f"interval of {' and '.join(open_ends)} exceeds the bound; more seeds")
-    significant = [
-        name for name, found in zip(("final loss", "learning speed"), is_significant, strict=False) if found
-    ]
+    small = {"final loss": is_significant[0], "learning speed": is_significant[1]}
+    significant = [name for name, found in small.items() if found]
     return verdict(EQUAL, f"significant, below the bound: {' and '.join(significant)}" if significant else "")
 
 

@@ -46,12 +46,11 @@ def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Techn
         overrides: the overrides of the command line.
 
     Raises:
-        UserError: the control or its twin is invalid, or a name is unknown.
+        UserError: the control or its twin is invalid, a name is unknown, or a technique is misspelled.
     """
     config = job.converge
-    common = [
-        each for each in overrides if not each.lstrip("+").startswith("converge.")
-    ] + config.control.split()
+    common = [each for each in overrides if not each.lstrip("+").startswith("converge.")]
+    common += config.control.split()
     chosen = config.chosen(has_experts=job.model.moe.enabled)
     with Composer("converge", ConvergeJob) as composer:
         control = _compose(composer, CONTROL, "", common, config)
@@ -63,9 +62,11 @@ def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Techn
         for name, own in chosen.items():
             try:
                 technique = _compose(composer, name, own, common, config)
-            except UserError as error:
+            except ConfigError as error:
                 made.append(Technique(name, own, {}, skipped=str(error)))
                 continue
+            except UserError as error:
+                raise UserError(f"converge.techniques.{name}: {error}") from error
             made.append(_compared(control.job, technique, config))
     return made
 
@@ -90,13 +91,10 @@ def _compared(control: Job, technique: Technique, config: ConvergeConfig) -> Tec
     if job.id == control.id:
         return replace(technique, runs={}, skipped="the same job as the control")
     if config.world_size is not None and job.world_size > config.world_size:
-        return replace(
-            technique, runs={}, skipped=f"{job.world_size} ranks, converge.world_size={config.world_size}"
-        )
-    if (job.training.steps, job.metrics.log_interval) != (
-        control.training.steps,
-        control.metrics.log_interval,
-    ):
+        reason = f"{job.world_size} ranks, converge.world_size={config.world_size}"
+        return replace(technique, runs={}, skipped=reason)
+    rows, rows_of_control = ((each.training.steps, each.metrics.log_interval) for each in (job, control))
+    if rows != rows_of_control:
         rule = "changes training.steps or metrics.log_interval, so the curves cannot be compared step by step"
         raise ConfigError(f"converge.techniques.{technique.name}", technique.overrides, rule)
     return replace(technique, differs_in=differing_numerics(control, job))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.converge.config import ConvergeConfig
+from harness.converge.config import CONTROL, ConvergeConfig
 from harness.converge.curves import Found
 from harness.converge.judge import EQUAL, Verdict, final_losses
 from harness.converge.pictures import CURVES, DIFFERENCES, draw_curves, draw_differences
@@ -19,7 +19,7 @@ from harness.report.document import Column, Report, Section, Table
 from harness.run_folder import RunFolder
 
 Row = dict[str, Any]
-CONTROL_WORD, SKIPPED, FAILED, INCOMPLETE = "control", "skipped", "failed", "incomplete"
+SKIPPED, FAILED, INCOMPLETE = "skipped", "failed", "incomplete"
 
 COLUMNS = (
     Column("technique", "technique"),
@@ -57,7 +57,7 @@ class Compared:
             return SKIPPED
         if self.found.missing:
             return FAILED if self.found.has_failed else INCOMPLETE
-        return self.verdict.word if self.verdict is not None else CONTROL_WORD
+        return self.verdict.word if self.verdict is not None else CONTROL
 
     @property
     def reason(self) -> str:
@@ -145,9 +145,8 @@ def summary_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[str
     others = compared[1:]
     counts = Counter(each.word for each in others)
     seeds = ", ".join(map(str, config.seeds))
-    lines = [
-        f"- Against the control, seeds {seeds}: {', '.join(f'{n} {word}' for word, n in counts.items())}."
-    ]
+    counted = ", ".join(f"{count} {word}" for word, count in counts.items())
+    lines = [f"- Against the control, seeds {seeds}: {counted}."]
     for each in others:
         if each.word not in (EQUAL, SKIPPED):
             lines.append(f"- {each.technique.name}: {each.word} ({each.reason}).")

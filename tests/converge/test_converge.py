@@ -122,7 +122,7 @@ def test_nothing_has_run(tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFix
     """On SLURM the command returns before the runs have ended."""
     sweep.stops_after, sweep.code = 0, EXIT_OK
     assert converge(tmp_path) == EXIT_OK
-    assert "the control has no complete curve yet" in capsys.readouterr().err
+    assert "no run of the control has ended" in capsys.readouterr().err
 
 
 def test_torchrun_is_refused(tmp_path: Path, sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:

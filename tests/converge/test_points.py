@@ -9,7 +9,7 @@ import pytest
 from harness.compose import compose_job
 from harness.converge.config import ConvergeJob
 from harness.converge.points import Technique, compose_techniques
-from harness.errors import ConfigError
+from harness.errors import ConfigError, UserError
 
 DENSE = ("experiment=convergence/dense", "converge.seeds=[1,7]")
 
@@ -79,6 +79,7 @@ def test_world_size_limits_the_ranks() -> None:
             "converge.techniques.bf16='training.steps=60'",
             r"converge.techniques.bf16=.*: changes training.steps",
         ),
+        ("converge.out=pyproject.toml", r"converge.out=pyproject.toml: is a file; would work: a folder"),
         ("model.vocab_size=256", r"model.vocab_size=256"),
     ],
 )
@@ -92,6 +93,11 @@ def test_an_invalid_technique_is_skipped_with_its_error() -> None:
     skipped = composed("converge.techniques.wide='parallelism.tp=3'", "converge.only=[wide,fsdp]")["wide"]
     assert not skipped.runs
     assert skipped.skipped.startswith("parallelism.tp=3: must divide")
+
+
+def test_a_misspelled_technique_is_refused() -> None:
+    with pytest.raises(UserError, match=r"converge.techniques.a: training.stepz=3: no such field"):
+        composed("converge.techniques.a='training.stepz=3'", "converge.only=[a]")
 
 
 def test_no_run_folder_is_shared(tmp_path: Path) -> None:
