@@ -159,7 +159,8 @@ def _decide(measured: _Measured, p_values: list[float], config: ConvergeConfig) 
         if estimate is not None and not estimate.is_within(low, high)
     ]
     if open_ends:
-        return verdict(UNDECIDED, f"interval of {' and '.join(open_ends)} exceeds the bound; more seeds")
+        reason = f"interval of {' and '.join(open_ends)} exceeds the bound; more seeds"
+        return verdict(UNDECIDED, reason if len(final.values) > 1 else "one seed; more seeds")
     small = {"final loss": is_significant[0], "learning speed": is_significant[1]}
     significant = [name for name, found in small.items() if found]
     return verdict(EQUAL, f"significant, below the bound: {' and '.join(significant)}" if significant else "")

@@ -13,7 +13,7 @@ from harness.converge.judge import Curves, Losses
 from harness.report.plots import COLORS, new_figure, save
 
 CURVES, DIFFERENCES = "curves.png", "differences.png"
-_COLUMNS, _WIDTH, _HEIGHT = 4, 2.7, 1.9
+_COLUMNS, _WIDTH, _HEIGHT = 4, 2.7, 1.5
 _STYLES = ("-", "--", ":", "-.")
 """Styles of lines; each has ten colours."""
 

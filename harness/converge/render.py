@@ -142,14 +142,15 @@ def report_of(
 
 def summary_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[str]:
     """Return the number of techniques by verdict, and the techniques that are not equal."""
-    others = compared[1:]
-    counts = Counter(each.word for each in others)
-    seeds = ", ".join(map(str, config.seeds))
+    counts = Counter(each.word for each in compared[1:])
+    seeds = f"seed{'s' if len(config.seeds) > 1 else ''} {', '.join(map(str, config.seeds))}"
     counted = ", ".join(f"{count} {word}" for word, count in counts.items())
-    lines = [f"- Against the control, seeds {seeds}: {counted}."]
-    for each in others:
-        if each.word not in (EQUAL, SKIPPED):
-            lines.append(f"- {each.technique.name}: {each.word} ({each.reason}).")
+    lines = [f"- Against the control, {seeds}: {counted}."]
+    named: dict[tuple[str, str], list[str]] = {}
+    for each in compared:
+        if each.word not in (CONTROL, EQUAL, SKIPPED):
+            named.setdefault((each.word, each.reason), []).append(each.technique.name)
+    lines += [f"- {', '.join(names)}: {word} ({reason})." for (word, reason), names in named.items()]
     return lines
 
 
