@@ -39,7 +39,7 @@ EXIT_CODES = {
     "EXIT_NON_FINITE": "Loss or gradients are not finite.",
     "EXIT_RESUMABLE": "Stopped with a checkpoint; the same command continues.",
     "EXIT_INTERRUPTED": "Stopped without a checkpoint.",
-    "EXIT_DIFFERS": "At least one layout differs from one process.",
+    "EXIT_DIFFERS": "A layout differs from one process (parity), or a technique is not equal (converge).",
     "EXIT_FAILED": "At least one variant (bench) or rank (rehearse) failed.",
 }
 

@@ -17,7 +17,7 @@ FILES = {
     for path in (ROOT / "harness").rglob("*.py")
 }
 # Tools that plan, compare and report jobs. They import what trains, never the reverse.
-TOOLS = ("bench", "compositions", "parity", "plan", "rehearse", "report", "sweep")
+TOOLS = ("bench", "compositions", "converge", "parity", "plan", "rehearse", "report", "sweep")
 # Imports by what trains that are needed nevertheless, with the reason.
 NEEDED = {("harness.train", "harness.sweep.run"): "harness.train -m starts the jobs of a sweep"}
 

@@ -10,6 +10,7 @@ import pytest
 
 from harness.bench import BenchJob
 from harness.config import check_rules, execution, label, numerics, rules_of
+from harness.converge.config import ConvergeJob
 from harness.convert import ConvertJob
 from harness.errors import ConfigError
 from harness.parity import ParityJob
@@ -68,6 +69,8 @@ def test_broken_rules(field: str, value: object, message: str) -> None:
         check_rules(dataclasses.replace(Fields(), **{field: value}), "test.")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schema", [Fields, BenchJob, ConvertJob, ParityJob, PlanJob, RehearseJob])
+@pytest.mark.parametrize(
+    "schema", [Fields, BenchJob, ConvergeJob, ConvertJob, ParityJob, PlanJob, RehearseJob]
+)
 def test_defaults_obey_the_rules(schema: type) -> None:
     check_rules(schema())

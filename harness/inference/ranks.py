@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from harness.cluster.local import openmp_environment
+from harness.cluster.ranks import openmp_environment
 from harness.errors import HarnessError, MachineError, UserError
 from harness.job import Job
 from harness.launched import launched_ranks
@@ -50,7 +50,7 @@ class Failed:
 def _on_rank(job: Job, function: str, *arguments: Any) -> Any:
     import torch
 
-    from harness.cluster.local import threads_per_rank
+    from harness.cluster.ranks import threads_per_rank
     from harness.loop.setup import pick_device, set_up_process
 
     device = pick_device(job)

@@ -45,7 +45,7 @@ def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> b
     lines = max(label.count("\n") + 1 for label in labels)
     per_row = max(_INCHES_PER_BAR * (len(kinds) + 0.8), _INCHES_PER_LINE * lines)
     widest = max(len(line) for label in labels for line in label.split("\n"))
-    figure = _figure(9 + _INCHES_PER_LETTER * widest, max(_AROUND + per_row * len(rows), 2.6))
+    figure = new_figure(9 + _INCHES_PER_LETTER * widest, max(_AROUND + per_row * len(rows), 2.6))
     panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for axis, (fact, what) in zip(panels, _PANELS, strict=True):
         _draw_bars(axis, rows, kinds, fact)
@@ -56,7 +56,7 @@ def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> b
         handles, words = panels[0].get_legend_handles_labels()
         figure.legend(handles, words, loc="outside lower center", ncols=len(kinds), frameon=False)
     figure.suptitle(title, fontsize=11)
-    _save(figure, path)
+    save(figure, path)
     return True
 
 
@@ -133,7 +133,7 @@ def against(
         return False
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    figure = _figure(8, 6.4)
+    figure = new_figure(8, 6.4)
     axis = figure.subplots()
     values = [value for _, *both in pairs for value in both]
     low, high = 0.85 * min(values), 1.1 * max(values)
@@ -155,7 +155,7 @@ def against(
     if note:
         axis.text(0.02, 0.97, note, transform=axis.transAxes, va="top")
     axis.set_title(title, fontsize=11)
-    _save(figure, path)
+    save(figure, path)
     return True
 
 
@@ -210,7 +210,8 @@ _OFFSETS = [
 ]
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in inches, without a window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -219,7 +220,8 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG."""
     image = io.BytesIO()
     # Omit matplotlib's version, so that equal pictures are equal files.
     figure.savefig(image, format="png", dpi=140, metadata={"Software": None})

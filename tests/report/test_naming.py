@@ -70,14 +70,14 @@ def test_a_plot_has_room_for_long_names(tmp_path: Path, monkeypatch: pytest.Monk
     [row] = load(tmp_path / "runs")
     names = [" ".join(f"a_long_field_{n}=value_{n}" for n in range(6, 6 + count)) for count in (8, 2, 1)]
     figures = []
-    save = plots._save
+    save = plots.save
 
     def keep(figure: Any, path: Path) -> None:
         save(figure, path)
         figure.draw_without_rendering()  # positions were those at the saved resolution
         figures.append(figure)
 
-    monkeypatch.setattr(plots, "_save", keep)
+    monkeypatch.setattr(plots, "save", keep)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plots.bars(tmp_path / "runs.png", "t", names, [row, {**row, "state": "pending"}, row])

@@ -1,6 +1,6 @@
 """Compare the speed of generation with transformers' ``generate``, on this machine's CPU.
 
-    python experiments/generation/compare.py [--rounds N] [--threads N]
+    python experiments/generation/speed.py [--rounds N] [--threads N]
 
 A Llama of 30 million parameters with random weights, float32, eager attention in transformers, prompts of 128
 tokens, 128 new tokens, greedy. Both run in one process and in turn; a ratio is taken within a round.

@@ -1,0 +1,69 @@
+"""Read loss curves of finished runs from their run folders. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.converge.judge import Curves, Losses
+from harness.converge.points import Technique
+from harness.metrics.jsonl import read_metrics
+from harness.run.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Found:
+    """Curves of a technique, and the runs without one.
+
+    Attributes:
+        curves: losses of the completed runs.
+        missing: reason for each seed without a curve.
+        has_failed: whether any of these runs ended with an error.
+    """
+
+    curves: Curves
+    missing: dict[int, str]
+    has_failed: bool
+
+
+def read_curves(technique: Technique, steps: Sequence[int] | None = None) -> Found:
+    """Read the curves of a technique.
+
+    Args:
+        technique: the technique.
+        steps: steps that a curve must have, those of the control; None takes those of the first curve.
+
+    Raises:
+        UserError: a file of metrics is damaged.
+    """
+    losses: dict[int, Losses] = {}
+    missing: dict[int, str] = {}
+    has_failed = False
+    for seed, run in technique.runs.items():
+        folder = RunFolder(run.job.run_dir)
+        row = folder.row
+        if row.get("exit_reason") != "completed":
+            missing[seed] = _reason(row) or folder.state or "not started"
+            has_failed |= row.get("exit_reason") == "failed"
+            continue
+        rows = [each for each in read_metrics(folder.path / "metrics.jsonl") if "loss" in each]
+        values = np.array([each["loss"] for each in rows], np.float64)
+        steps = [each["step"] for each in rows] if steps is None else steps
+        if [each["step"] for each in rows] != list(steps):
+            missing[seed] = "metrics.jsonl does not have the steps of the control"
+        elif not np.isfinite(values).all():
+            missing[seed], has_failed = "a loss is not finite", True
+        else:
+            losses[seed] = values
+    return Found(
+        Curves(np.array(steps or [], np.int64), losses, not technique.differs_in), missing, has_failed
+    )
+
+
+def _reason(row: dict[str, Any]) -> str:
+    """Return the class and message of a run's error, or how it ended; empty without a row."""
+    message = " ".join(str(row.get("error.message", "")).split())
+    return ": ".join(part for part in (row.get("error.kind", row.get("exit_reason", "")), message) if part)

@@ -1,0 +1,132 @@
+"""harness.converge from its command to its report; runs are those of harness.train, in this process."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import TINY
+
+from harness.compose import Composed, compose_job
+from harness.converge import __main__ as verb
+from harness.converge.config import ConvergeJob
+from harness.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
+from harness.rank import run_rank
+from harness.run.folder import RunFolder
+
+JOB = (*TINY, "training.steps=12", "training.seq_len=32", "validation.interval=0", "checkpoint=disabled")
+OPTIONS = (
+    *("converge.seeds=[1,2]", "converge.smooth_steps=4", "converge.speed_bound=0.1"),
+    "converge.only=[bf16,async_tp,recompute_full]",
+)
+
+
+class Sweep:
+    """Runs what is missing, like ``harness.sweep.run.sweep``."""
+
+    def __init__(self) -> None:
+        self.ran: list[Path] = []
+        self.stops_after, self.code = 100, EXIT_INTERRUPTED
+
+    def __call__(self, points: Sequence[Composed]) -> int:
+        for point in points:
+            folder = RunFolder(point.job.run_dir)
+            if folder.state == "completed":
+                continue
+            if len(self.ran) == self.stops_after:
+                return self.code
+            folder.begin(point.job, point.overrides)
+            run_rank(point.job, folder, started=time.time())
+            folder.release()
+            self.ran.append(folder.path)
+        return EXIT_OK
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch) -> Sweep:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    made = Sweep()
+    monkeypatch.setattr(verb, "sweep", made)
+    return made
+
+
+def converge(runs_dir: Path, *overrides: str) -> int:
+    typed = [*JOB, *OPTIONS, f"runs_dir={runs_dir}", "name=c", *overrides]
+    return verb.converge(compose_job(typed, config_name="converge", schema=ConvergeJob), typed)
+
+
+def rows(runs_dir: Path) -> dict[str, dict[str, str]]:
+    with (runs_dir / "c" / "converge" / "table.csv").open() as file:
+        return {row["technique"]: row for row in csv.DictReader(file)}
+
+
+def edit_result(run_dir: Path, **changes: Any) -> None:
+    path = run_dir / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_command(tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep.stops_after = 3
+    assert converge(tmp_path) == EXIT_INTERRUPTED
+    assert not (tmp_path / "c" / "converge").exists()
+    # The same command again runs what is missing.
+    sweep.stops_after = 100
+    assert converge(tmp_path) == EXIT_OK
+    assert len(sweep.ran) == len(set(sweep.ran)) == 8
+    found = rows(tmp_path)
+    assert {name: row["verdict"] for name, row in found.items()} == {
+        "control": "control",
+        "twin": "equal",
+        "bf16": "equal",
+        "recompute_full": "equal",
+        "async_tp": "skipped",
+    }
+    assert float(found["recompute_full"]["final"]) == 0.0
+    assert float(found["bf16"]["final"]) != 0.0
+    assert found["bf16"]["departure"] == "", "it does not claim the control's numbers"
+    assert float(found["recompute_full"]["departure"]) <= 1
+    out = capsys.readouterr().out
+    assert "- Against the control, seeds 1, 2: 3 equal, 1 skipped." in out
+    folder = tmp_path / "c" / "converge"
+    text = (folder / "tables.md").read_text()
+    assert "![Curves](curves.png)" in text
+    assert "`python -m harness.converge model=llama3_tiny" in text
+    assert all((folder / name).stat().st_size > 10_000 for name in ("curves.png", "differences.png"))
+    # A run that failed decides the verdict, also if the others are equal.
+    edit_result(sweep.ran[4], exit_reason="failed", **{"error.kind": "node", "error.message": "gone"})
+    assert converge(tmp_path) == verb.EXIT_DIFFERS
+    row = rows(tmp_path)["bf16"]
+    assert (row["verdict"], row["reason"]) == ("failed", "node: gone (1 of 2 runs)")
+    # A run that is not over yet leaves the technique incomplete.
+    (sweep.ran[4] / "result.json").unlink()
+    assert converge(tmp_path) == verb.EXIT_DIFFERS
+    assert rows(tmp_path)["bf16"]["verdict"] == "incomplete"
+
+
+def test_failed_control(tmp_path: Path, sweep: Sweep) -> None:
+    sweep.stops_after = 1
+    assert converge(tmp_path, "converge.seeds=[1]") == EXIT_INTERRUPTED
+    edit_result(sweep.ran[0], exit_reason="failed", **{"error.kind": "node", "error.message": "gone"})
+    sweep.code = 1
+    with pytest.raises(UserError, match=r"the control failed: node: gone"):
+        converge(tmp_path, "converge.seeds=[1]")
+
+
+def test_nothing_has_run(tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    """On SLURM the command returns before the runs have ended."""
+    sweep.stops_after, sweep.code = 0, EXIT_OK
+    assert converge(tmp_path) == EXIT_OK
+    assert "no run of the control has ended" in capsys.readouterr().err
+
+
+def test_torchrun_is_refused(tmp_path: Path, sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match="start it without torchrun"):
+        converge(tmp_path)

@@ -1,0 +1,107 @@
+"""Runs of a comparison: one for each technique and seed; the impossible is skipped with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.compose import compose_job
+from harness.converge.config import ConvergeJob
+from harness.converge.points import Technique, compose_techniques
+from harness.errors import ConfigError, UserError
+
+DENSE = ("experiment=convergence/dense", "converge.seeds=[1,7]")
+
+
+def composed(*overrides: str) -> dict[str, Technique]:
+    job = compose_job([*DENSE, *overrides], config_name="converge", schema=ConvergeJob)
+    job.converge.validate(job)
+    return {each.name: each for each in compose_techniques(job, [*DENSE, *overrides])}
+
+
+def test_every_known_technique_runs_on_a_cpu_or_says_why_not() -> None:
+    techniques = composed()
+    skipped = {name for name, each in techniques.items() if each.skipped}
+    hardware = {"float8_tensorwise", "float8_rowwise", "float8_rowwise_hp", "mxfp8"}
+    assert skipped == {"async_tp", *hardware}
+    assert "needs GPUs with symmetric memory" in techniques["async_tp"].skipped
+    assert len(techniques) - len(skipped) > 25
+    # The control, its twin and layouts compute the same numbers; precisions do not.
+    other = {name for name, each in techniques.items() if each.differs_in}
+    assert other == {"bf16", "bf16_full", *(f"{name}_emulated" for name in hardware)}
+
+
+def test_runs_are_paired_by_seed() -> None:
+    techniques = composed("converge.only=[fsdp]", "training.steps=50")
+    assert list(techniques) == ["control", "twin", "fsdp"]
+    for each in techniques.values():
+        assert {seed: run.job.training.seed for seed, run in each.runs.items()} == {1: 1, 7: 7}
+        assert all(run.job.training.steps == 50 for run in each.runs.values())
+    assert len({run.job.run_dir for each in techniques.values() for run in each.runs.values()}) == 6
+    assert techniques["fsdp"].runs[7].overrides == [
+        *("experiment=convergence/dense", "training.steps=50"),
+        *("parallelism=fsdp", "parallelism.dp_shard=2", "training.seed=7"),
+    ]
+
+
+def test_experts_have_further_techniques() -> None:
+    experts = ("experiment=convergence/experts", "converge.only=[ep,fsdp_ep]")
+    assert composed(*experts)["ep"].job.parallelism.ep == 2
+
+
+def test_techniques_start_from_the_control() -> None:
+    techniques = composed("converge.control='precision=bf16'", "converge.only=[fsdp,bf16]")
+    assert techniques["fsdp"].job.precision.param_dtype == "bfloat16"
+    assert techniques["bf16"].skipped == "the same job as the control"
+
+
+def test_world_size_limits_the_ranks() -> None:
+    techniques = composed("converge.world_size=4", "converge.only=[hsdp,fsdp_tp_pp]")
+    assert not techniques["hsdp"].skipped
+    assert techniques["fsdp_tp_pp"].skipped == "8 ranks, converge.world_size=4"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("converge.only=[fsdpp]", r"converge.only=fsdpp: no such technique; would work: .*fsdp"),
+        ("converge.seeds=[]", r"converge.seeds=\[\]: needs at least one seed; would work: \[1,2,3\]"),
+        ("converge.seeds=[1,2,1]", r"converge.seeds=.*: 1 occurs twice"),
+        (
+            "converge.twin='optimizer.lr=1'",
+            r"converge.twin=optimizer.lr=1: changes the numerics: optimizer.lr",
+        ),
+        ("converge.twin='parallelism=single'", r"converge.twin=.*: is the same job as the control"),
+        ("training.steps=39", r"converge.smooth_steps=20: must be at most half of training.steps=39"),
+        ("converge.techniques.twin='precision=bf16'", r"converge.techniques.twin=.*: this is the name of"),
+        (
+            "converge.techniques.bf16='training.steps=60'",
+            r"converge.techniques.bf16=.*: changes training.steps",
+        ),
+        ("converge.out=pyproject.toml", r"converge.out=pyproject.toml: is a file; would work: a folder"),
+        ("model.vocab_size=256", r"model.vocab_size=256"),
+    ],
+)
+def test_mistakes_are_one_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        composed(override)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_invalid_technique_is_skipped_with_its_error() -> None:
+    skipped = composed("converge.techniques.wide='parallelism.tp=3'", "converge.only=[wide,fsdp]")["wide"]
+    assert not skipped.runs
+    assert skipped.skipped.startswith("parallelism.tp=3: must divide")
+
+
+def test_a_misspelled_technique_is_refused() -> None:
+    with pytest.raises(UserError, match=r"converge.techniques.a: training.stepz=3: no such field"):
+        composed("converge.techniques.a='training.stepz=3'", "converge.only=[a]")
+
+
+def test_no_run_folder_is_shared(tmp_path: Path) -> None:
+    """The seed is part of the job, so the name of a technique need not be."""
+    techniques = composed(f"runs_dir={tmp_path}", "converge.only=[pp_gpipe,pp_1f1b]")
+    folders = [run.job.run_dir for each in techniques.values() for run in each.runs.values()]
+    assert len(set(folders)) == len(folders) == 8

@@ -1,0 +1,158 @@
+"""Verdicts on made-up curves whose true difference is known: both error rates, and each statistic alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from harness.converge.config import ConvergeConfig
+from harness.converge.judge import (
+    BETTER,
+    DIFFERENT,
+    EQUAL,
+    UNDECIDED,
+    WORSE,
+    Curves,
+    Losses,
+    judge,
+    lead,
+    log_departure,
+    slope_of,
+)
+
+STEPS = np.arange(1, 121)
+CONFIG = ConvergeConfig()
+EXPERIMENTS, TECHNIQUES, SEEDS = 60, 8, 3
+
+
+def truth(steps: Losses) -> Losses:
+    """A loss that falls from 7 to 2.3: quickly at first, then by a power of the step."""
+    curve: Losses = 2 + 4 * np.exp(-steps / 12) + 0.8 * (1 + steps / 20) ** -0.5
+    return curve
+
+
+def experiment(
+    random: np.random.Generator, *, drift: float, speed: float = 0.0, offset: float = 0.0
+) -> tuple[Curves, dict[str, Curves]]:
+    """Make the curves of a control and of techniques with the same true difference.
+
+    Args:
+        random: source of noise.
+        drift: standard deviation of the relative difference at the last step. It is a random walk of each
+            run, so consecutive steps are correlated, like those of runs that drift apart.
+        speed: by how much the techniques learn faster.
+        offset: relative difference of their losses.
+    """
+    noise = {seed: 1 + 0.03 * random.standard_normal(len(STEPS)) for seed in range(SEEDS)}
+
+    def runs(speed: float, offset: float, drift: float) -> Curves:
+        walks = drift * random.standard_normal((SEEDS, len(STEPS))).cumsum(axis=1) / len(STEPS) ** 0.5
+        curve = truth(STEPS * (1 + speed)) * (1 + offset)
+        return Curves(STEPS, {seed: curve * noise[seed] * (1 + walks[seed]) for seed in range(SEEDS)})
+
+    techniques = {f"{number}": runs(speed, offset, drift) for number in range(TECHNIQUES)}
+    return runs(0.0, 0.0, 0.0), techniques
+
+
+def rates(**differences: float) -> tuple[Counter[str], float]:
+    """Return the share of each verdict, and the share of experiments with any difference reported."""
+    random = np.random.default_rng(0)
+    words: Counter[str] = Counter()
+    alarms = 0
+    for _ in range(EXPERIMENTS):
+        control, techniques = experiment(random, **differences)
+        found = [verdict.word for verdict in judge(control, None, techniques, CONFIG).values()]
+        words.update(found)
+        alarms += not {*found} <= {EQUAL, UNDECIDED}
+    shares = Counter({word: count / EXPERIMENTS / TECHNIQUES for word, count in words.items()})
+    return shares, alarms / EXPERIMENTS
+
+
+@pytest.mark.parametrize("drift", [0.001, 0.01, 0.03])
+def test_equal_techniques_are_not_called_different(drift: float) -> None:
+    """At most 5 % of experiments report any difference (60 experiments: at most 7 with 99 % probability)."""
+    assert rates(drift=drift)[1] <= 7 / 60
+
+
+def test_small_drift_is_equal_and_large_drift_undecided() -> None:
+    assert rates(drift=0.001)[0][EQUAL] > 0.99
+    assert rates(drift=0.03)[0][UNDECIDED] > 0.8
+
+
+@pytest.mark.parametrize(("speed", "word"), [(0.02, BETTER), (-0.02, WORSE)])
+def test_another_speed_is_found(speed: float, word: str) -> None:
+    """A learning rate 5 % off changes the speed of experiments/convergence/dense by 2.2 % (seeds: 0.1 %)."""
+    assert rates(drift=0.001, speed=speed)[0][word] > 0.95
+    assert rates(drift=0.003, speed=speed)[0][EQUAL] == 0
+
+
+def test_another_final_loss_is_found() -> None:
+    assert rates(drift=0.001, offset=0.03)[0][WORSE] > 0.95
+
+
+def test_differences_above_the_bound_are_not_called_equal() -> None:
+    assert rates(drift=0.003, speed=0.012)[0][EQUAL] < 0.05
+    assert rates(drift=0.003, offset=0.011)[0][EQUAL] < 0.05
+
+
+def test_significant_difference_below_the_bound_is_equal() -> None:
+    random = np.random.default_rng(1)
+    control, techniques = experiment(random, drift=1e-6, offset=0.002)
+    verdict = judge(control, None, techniques, CONFIG)["0"]
+    assert verdict.word == EQUAL
+    assert verdict.reason == "significant, below the bound: final loss and learning speed"
+    assert verdict.p < 0.01
+
+
+def test_one_seed_is_undecided() -> None:
+    control, techniques = experiment(np.random.default_rng(2), drift=0.001, speed=0.5)
+    verdict = judge(control, None, {"a": techniques["0"].at([0])}, CONFIG)["a"]
+    assert verdict.word == UNDECIDED
+    assert verdict.reason.endswith("more seeds")
+
+
+def test_lead_is_the_speed() -> None:
+    curve = truth(STEPS * 1.0)
+    slope = slope_of(STEPS, curve)
+    assert lead(STEPS, 0.01 * slope, slope) == pytest.approx(0.01)
+    assert lead(STEPS, truth(STEPS * 1.01) - curve, slope) == pytest.approx(0.01, rel=0.2)
+
+
+def test_slope() -> None:
+    """The slope against log(step) of a logarithm is its factor."""
+    assert slope_of(STEPS, 5 - 0.3 * np.log(STEPS)) == pytest.approx(np.full(len(STEPS), -0.3))
+
+
+def test_departure_ignores_the_sign_and_compares_blocks() -> None:
+    curve = truth(STEPS * 1.0)
+    signs = np.where(STEPS % 2, 1, -1)
+    assert log_departure(STEPS, curve * (1 + 1e-4 * signs), curve, 20) == pytest.approx(-4)
+    growing = 1e-6 * 10 ** (2.0 * ((STEPS - 1) // 20 % 2))  # 1e-6 and 1e-4 in turn
+    assert log_departure(STEPS, curve * (1 + growing), curve, 20) == pytest.approx(-5, abs=1e-3)
+    assert log_departure(STEPS, curve, curve, 20) == -9
+
+
+@pytest.mark.parametrize(("times", "word"), [(3, EQUAL), (300, DIFFERENT)])
+def test_departure_of_techniques_with_the_same_numerics(times: float, word: str) -> None:
+    """Noise of no direction, 300 times the twin's, is found only if the technique claims equal numbers."""
+    random = np.random.default_rng(3)
+
+    def apart(control: Curves, size: float, *, same: bool) -> Curves:
+        runs = {
+            seed: losses * (1 + size * random.standard_normal(len(STEPS)))
+            for seed, losses in control.losses.items()
+        }
+        return Curves(STEPS, runs, same)
+
+    control, _ = experiment(random, drift=0.0)
+    twin = apart(control, 1e-6, same=True)
+    techniques = {"twin": twin, "same": apart(control, times * 1e-6, same=True)}
+    techniques["other"] = apart(control, times * 1e-6, same=False)
+    found = judge(control, twin, techniques, CONFIG)
+    assert found["same"].word == word
+    assert found["same"].departure is not None
+    assert 10 ** found["same"].departure.mean == pytest.approx(times, rel=0.2)
+    assert found["other"].word == found["twin"].word == EQUAL
+    assert found["other"].departure is None

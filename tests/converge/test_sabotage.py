@@ -1,0 +1,76 @@
+"""Training with an error is found: a learning rate 5 % off, a gradient scale missing on one rank."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from jobs import tiny
+
+from harness.cluster.pool import RankPool
+from harness.config import with_value
+from harness.converge.config import ConvergeConfig
+from harness.converge.judge import BETTER, EQUAL, Curves, Verdict, judge
+from harness.job import Job
+from harness.parity import Trace, trace
+
+SEEDS, STEPS = (1, 2, 3), 40
+JOB = (
+    *("data=python_stdlib", "data.paths=['{stdlib}/json/*.py']", "data.validation_fraction=0"),
+    *("model.vocab_size=272", "training.seq_len=64", f"training.steps={STEPS}"),
+    *("optimizer.lr=4e-3", "schedule.warmup_steps=8"),
+)
+FSDP = ("parallelism=fsdp", "parallelism.dp_shard=2")
+
+
+def missing_scale_on_one_rank(job_json: str, steps: int) -> Trace:
+    """Rank 1 leaves a factor of a half out of its gradients; the losses that it reports are right."""
+    from harness.parallelism.loss import TokenLoss
+
+    original = TokenLoss.__call__
+
+    def doubled(self, logits, labels):  # type: ignore[no-untyped-def]
+        loss = original(self, logits, labels)
+        return 2 * loss - loss.detach() if dist.get_rank() == 1 else loss
+
+    with mock.patch.object(TokenLoss, "__call__", doubled):
+        return trace(job_json, steps)
+
+
+def curves(pool: RankPool, job: Job, train=trace, *, same: bool = True) -> Curves:  # type: ignore[no-untyped-def]
+    losses = {}
+    for seed in SEEDS:
+        own = with_value(job, "training.seed", seed)
+        losses[seed] = np.array(pool.run(own.world_size, train, own.to_json(), STEPS)[0].losses)
+    return Curves(np.arange(1, STEPS + 1), losses, same)
+
+
+@pytest.fixture(scope="module")
+def verdicts(pool: RankPool) -> dict[str, Verdict]:
+    control = curves(pool, tiny(*JOB))
+    twin = curves(pool, tiny(*JOB, "training.local_batch_size=2"))
+    techniques = {
+        "fsdp": curves(pool, tiny(*JOB, *FSDP)),
+        "bf16": curves(pool, tiny(*JOB, "precision=bf16"), same=False),
+        "lr": curves(pool, tiny(*JOB, "optimizer.lr=4.2e-3"), same=False),
+        "scale": curves(pool, tiny(*JOB, *FSDP), missing_scale_on_one_rank),
+    }
+    assert all(losses[-1] < 0.6 * losses[0] for losses in control.losses.values()), "the control learns"
+    return judge(control, twin, techniques, ConvergeConfig())
+
+
+def test_correct_techniques_are_equal(verdicts: dict[str, Verdict]) -> None:
+    assert {name: verdicts[name].word for name in ("fsdp", "bf16")} == {"fsdp": EQUAL, "bf16": EQUAL}
+
+
+def test_learning_rate_five_percent_off_is_found(verdicts: dict[str, Verdict]) -> None:
+    """A larger rate learns faster at the start; the verdict says so."""
+    assert (verdicts["lr"].word, verdicts["lr"].reason) == (BETTER, "learning speed")
+
+
+def test_missing_gradient_scale_on_one_rank_is_found(verdicts: dict[str, Verdict]) -> None:
+    assert verdicts["scale"].word not in (EQUAL, "undecided")
+    assert verdicts["scale"].departure is not None
+    assert verdicts["scale"].departure.mean > 3, "a thousand times the effect of rounding"
