@@ -51,6 +51,15 @@ def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
     }
 
 
+def threads_per_rank(job: Job) -> int:
+    """Return a rank's CPU threads: the job's, those that SLURM reserves, or an even share of this machine's."""
+    config = job.cluster
+    _, local = config.nodes_for(job.world_size)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    reserved = config.cpus_per_rank if config.kind == "slurm" else None
+    return config.threads_per_rank or reserved or max(1, cores // local)
+
+
 def openmp_environment(job: Job) -> dict[str, str]:
     """Return OpenMP's thread count and spin count for a rank; set them before torch is imported.
 
@@ -58,11 +67,6 @@ def openmp_environment(job: Job) -> dict[str, str]:
     take time from the thread they wait for: on two shared cores steps took up to ten times as long. A spin
     count of 1000 is as fast on an idle machine (experiments/LOG.md). Variables set by the user are kept.
     """
-    config = job.cluster
-    _, local = config.nodes_for(job.world_size)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    reserved = config.cpus_per_rank if config.kind == "slurm" else None
-    threads = config.threads_per_rank or reserved or max(1, cores // local)
-    wanted = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000"}
-    from_job = "OMP_NUM_THREADS" if config.threads_per_rank is not None else ""
+    wanted = {"OMP_NUM_THREADS": str(threads_per_rank(job)), "GOMP_SPINCOUNT": "1000"}
+    from_job = "OMP_NUM_THREADS" if job.cluster.threads_per_rank is not None else ""
     return {name: value for name, value in wanted.items() if name == from_job or name not in os.environ}
