@@ -52,7 +52,7 @@ def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
 
 
 def threads_per_rank(job: Job) -> int:
-    """Return a rank's CPU threads: the job's, those that SLURM reserves, or an even share of this machine's."""
+    """Return a rank's CPU threads: the job's, those that SLURM reserves, or a share of this machine's."""
     config = job.cluster
     _, local = config.nodes_for(job.world_size)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
