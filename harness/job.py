@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from harness import job_rules
 from harness.checkpoint import CheckpointConfig
 from harness.cluster.config import ClusterConfig, count_gpus
 from harness.config import LABEL, NUMERICS, check_rules, from_dict, label, leaves, part
@@ -24,11 +25,9 @@ from harness.parallelism.block_config import ActivationCheckpointConfig, Compile
 from harness.parallelism.config import ParallelismConfig
 from harness.precision.config import PrecisionConfig
 from harness.precision.hardware import require_hardware
-from harness.precision.linears import check_layout, sort_linears
+from harness.precision.linears import sort_linears
 from harness.text import validate_texts
 
-FLEX_HEAD = 16
-"""torch._inductor.kernel.flex: "embedding dimension of the query, key, and value must be at least 16"."""
 LONGEST_NAME = 255
 """Maximum bytes in a folder's name on Linux file systems."""
 
@@ -147,9 +146,9 @@ class Job:
         )
         job._validate()
         on_cpu = job.cluster.device == "cpu" or (here and gpus == 0)
-        job._validate_async_tp(on_cpu=on_cpu)
-        job.validate_device(on_cpu=on_cpu)
-        job._validate_heads_of_flex()
+        job_rules.check_async_tp(job, on_cpu=on_cpu)
+        job_rules.check_device(job, on_cpu=on_cpu)
+        job_rules.check_heads_of_flex(job)
         experts = job.precision.linear != "none" and sort_linears(model, job.precision).has_experts
         require_hardware(job.precision, job.cluster, gpus if here else None, experts=experts)
         return job
@@ -185,16 +184,16 @@ class Job:
             )
         share = self.local_batch_size * self.accumulation_steps
         self.parallelism.validate(self.model, self.training.seq_len, self.local_batch_size, share)
-        self._validate_attention()
-        self._validate_precision()
+        job_rules.check_attention(self)
+        job_rules.check_precision(self)
         self.compile.validate()
         self.activation_checkpoint.validate(self.compile, splits_backward=self.parallelism.splits_backward)
-        self._validate_compiled_experts()
-        self._validate_chunked_loss()
+        job_rules.check_compiled_experts(self)
+        job_rules.check_chunked_loss(self)
         self.data.validate()
         self.tokenizer.validate()
         self.optimizer.validate(self.precision.master_dtype)
-        self._validate_update_in_backward()
+        job_rules.check_update_in_backward(self)
         self.schedule.validate(self.training.steps)
         self.checkpoint.validate()
         self.profiling.validate(self.training.steps, self.world_size)
@@ -204,154 +203,6 @@ class Job:
         if self.validation.interval:
             self.data.require_validation()
         self.debug.validate(self.parallelism.tp, self.compile.blocks)
-
-    def _validate_compiled_experts(self) -> None:
-        """Check that selective_op is off if blocks are compiled in pieces, around the exchange of experts."""
-        in_pieces = self.compile.blocks and self.model.moe.enabled and self.parallelism.has_expert_mesh
-        if in_pieces and self.activation_checkpoint.mode == "selective_op":
-            raise ConfigError(
-                "activation_checkpoint.mode",
-                "selective_op",
-                "saves operations by name, which are not visible in blocks with experts on other ranks, "
-                "because these are compiled in pieces",
-                "full, selective_layer, memory_budget, or compile=off",
-            )
-
-    def _validate_chunked_loss(self) -> None:
-        """Check that a chunked loss can be computed with a sharded vocabulary."""
-        chunks, layout = self.training.loss_chunks, self.parallelism
-        if chunks > 1 and layout.tp > 1 and not layout.loss_parallel:
-            raise ConfigError(
-                "training.loss_chunks",
-                chunks,
-                f"shards the vocabulary over parallelism.tp={layout.tp}, and parallelism.loss_parallel=false",
-                "1, or parallelism.loss_parallel=true",
-            )
-
-    def _validate_async_tp(self, *, on_cpu: bool) -> None:
-        """Check that asynchronous tensor parallel would have an effect."""
-        layout, works = self.parallelism, "parallelism.async_tp=false"
-        if not layout.async_tp:
-            return
-        ranks_per_node = self.cluster.nodes_for(self.world_size)[1]
-        for broken, rule, instead in (
-            (not layout.uses_sequence_parallel, "needs parallelism.tp and sequence_parallel", works),
-            (
-                not self.compile.blocks or self.compile.backend != "inductor",
-                "is a pass of the compiler, and blocks are not compiled by inductor",
-                f"compile=on, or {works}",
-            ),
-            (on_cpu, "needs GPUs with symmetric memory, and the ranks compute on CPUs", works),
-            (
-                ranks_per_node % layout.tp != 0,
-                f"needs tensor-parallel ranks on one node; there are {ranks_per_node} ranks per node",
-                f"{works}, or a parallelism.tp that divides {ranks_per_node}",
-            ),
-        ):
-            if broken:
-                raise ConfigError("parallelism.async_tp", True, rule, instead)
-
-    def validate_device(self, *, on_cpu: bool) -> None:
-        """Reject an attention backend that cannot train on a CPU; each rank checks its own device again."""
-        backend = self.training.attention
-        if on_cpu and backend != "sdpa":
-            rule = "trains on GPUs only, and the ranks compute on CPUs"
-            raise ConfigError("training.attention", backend, rule, ["sdpa"])
-
-    def _validate_heads_of_flex(self) -> None:
-        """Check that heads are wide enough for FlexAttention."""
-        narrowest = min(self.model.head_width, self.model.value_width)
-        if self.training.attention == "flex" and narrowest < FLEX_HEAD:
-            raise ConfigError(
-                "training.attention",
-                "flex",
-                f"needs a head dimension of at least {FLEX_HEAD}; model={self.model.name} has {narrowest}",
-                ["sdpa"],
-            )
-
-    def _validate_attention(self) -> None:
-        """Check that the attention backend supports the layout, the precision and the documents."""
-        backend, layout = self.training.attention, self.parallelism
-        if backend == "varlen" and self.precision.param_dtype == "float32":
-            raise ConfigError(
-                "training.attention",
-                backend,
-                "flash attention over documents needs 16-bit formats, and precision.param_dtype is float32",
-                "precision=bf16, or sdpa, flex",
-            )
-        if backend == "varlen" and self.model.attention.sinks:
-            rule = f"flash attention does not support sinks, and model={self.model.name} has them"
-            raise ConfigError("training.attention", backend, rule, ["sdpa", "flex"])
-        if layout.cp > 1 and layout.cp_method == "ring":
-            if backend != "sdpa":
-                raise ConfigError(
-                    "training.attention",
-                    backend,
-                    f"parallelism.cp={layout.cp} with cp_method=ring has kernels of its own",
-                    "sdpa, or parallelism.cp_method=ulysses",
-                )
-            reach = [self.model.span(layer) for layer in range(self.model.num_blocks)]
-            local = any(span.most_reach(self.training.seq_len) < self.training.seq_len for span in reach)
-            if local or self.model.attention.sinks:
-                what = "sinks" if not local else "window" if self.model.attention.window else "chunk"
-                raise ConfigError(
-                    "parallelism.cp_method",
-                    "ring",
-                    f"its kernels support the causal mask only, and model={self.model.name} has "
-                    f"model.attention.{what}",
-                    ["ulysses"],
-                )
-            if not self.data.attend_across_documents:
-                raise ConfigError(
-                    "data.attend_across_documents",
-                    False,
-                    f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only",
-                    "true, or parallelism.cp_method=ulysses",
-                )
-
-    def _validate_precision(self) -> None:
-        """Check the formats, and whether the shapes of the linears, after sharding, fit them."""
-        self.precision.validate()
-        if self.precision.linear == "none":
-            return
-        layout, linears = self.parallelism, sort_linears(self.model, self.precision)
-        if self.training.loss_chunks > 1 and "output" in linears.converted:
-            raise ConfigError(
-                "training.loss_chunks",
-                self.training.loss_chunks,
-                f"chunks multiply the output projection in param_dtype, not in {self.precision.linear}",
-                f"1, or precision.filter_fqns=[{','.join([*self.precision.filter_fqns, 'output'])}]",
-            )
-        check_layout(
-            linears,
-            self.model,
-            self.precision,
-            layout.tp,
-            self.microbatch_size,
-            self.training.seq_len // layout.cp,
-            splits_experts=layout.splits_experts,
-        )
-
-    def _validate_update_in_backward(self) -> None:
-        """Check the options that an update during backward does not allow."""
-        if not self.optimizer.in_backward:
-            return
-        for field, value, works, why in (
-            ("training.max_norm", self.training.max_norm, 0, "the norm of all gradients is known too late"),
-            ("parallelism.pp", self.parallelism.pp, 1, "a pipeline adds the gradients of microbatches"),
-            ("debug.non_finite", self.debug.non_finite, "stop", "an update cannot be taken back"),
-        ):
-            if value != works:
-                rule = f"optimizer.in_backward=true updates during backward, and {why}"
-                raise ConfigError(field, value, rule, f"{works}, or optimizer.in_backward=false")
-        if self.accumulation_steps > 1:
-            raise ConfigError(
-                "training.local_batch_size",
-                self.local_batch_size,
-                f"optimizer.in_backward=true updates in every backward pass, and a step has "
-                f"{self.accumulation_steps}",
-                f"{self.local_batch_size * self.accumulation_steps}, or optimizer.in_backward=false",
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """The job as plain containers."""

@@ -123,8 +123,8 @@ class ParallelismConfig:
 
     def frees(self, group: str) -> bool:
         """Whether FSDP frees the gathered parameters of a group (``fsdp_groups``) after forward."""
-        always = self.reshard_after_forward == "always"
-        return self.reshards_after_forward and (always or group not in KEPT_AFTER_FORWARD)
+        kept = group in KEPT_AFTER_FORWARD and self.reshard_after_forward != "always"
+        return self.reshards_after_forward and not kept
 
     @property
     def splits_experts(self) -> bool:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from harness.job import Job
+from harness.job_rules import check_device
 from harness.model.decoder import Decoder
 from harness.model.kernels import KERNELS
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint, wraps_compiled_blocks
@@ -34,7 +35,7 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decode
     Returns:
         The parts in the order of their stages, materialized.
     """
-    job.validate_device(on_cpu=device.type == "cpu")
+    check_device(job, on_cpu=device.type == "cpu")
     parts = build_on_meta(job, mesh, device)
     parameter_device = torch.device("cpu") if job.parallelism.cpu_offload else device
     for part in parts:

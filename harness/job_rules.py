@@ -1,0 +1,170 @@
+"""Rules between the parts of a job. Each raises ConfigError; the rules of one part are in its own package."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from harness.errors import ConfigError
+from harness.precision.linears import check_layout, sort_linears
+
+if TYPE_CHECKING:
+    from harness.job import Job
+
+FLEX_HEAD = 16
+"""torch._inductor.kernel.flex: "embedding dimension of the query, key, and value must be at least 16"."""
+
+
+def check_compiled_experts(job: Job) -> None:
+    """Check that selective_op is off if blocks are compiled in pieces, around the exchange of experts."""
+    in_pieces = job.compile.blocks and job.model.moe.enabled and job.parallelism.has_expert_mesh
+    if in_pieces and job.activation_checkpoint.mode == "selective_op":
+        raise ConfigError(
+            "activation_checkpoint.mode",
+            "selective_op",
+            "saves operations by name, which are not visible in blocks with experts on other ranks, "
+            "because these are compiled in pieces",
+            "full, selective_layer, memory_budget, or compile=off",
+        )
+
+
+def check_chunked_loss(job: Job) -> None:
+    """Check that a chunked loss can be computed with a sharded vocabulary."""
+    chunks, layout = job.training.loss_chunks, job.parallelism
+    if chunks > 1 and layout.tp > 1 and not layout.loss_parallel:
+        raise ConfigError(
+            "training.loss_chunks",
+            chunks,
+            f"shards the vocabulary over parallelism.tp={layout.tp}, and parallelism.loss_parallel=false",
+            "1, or parallelism.loss_parallel=true",
+        )
+
+
+def check_async_tp(job: Job, *, on_cpu: bool) -> None:
+    """Check that asynchronous tensor parallel would have an effect."""
+    layout, works = job.parallelism, "parallelism.async_tp=false"
+    if not layout.async_tp:
+        return
+    ranks_per_node = job.cluster.nodes_for(job.world_size)[1]
+    for broken, rule, instead in (
+        (not layout.uses_sequence_parallel, "needs parallelism.tp and sequence_parallel", works),
+        (
+            not job.compile.blocks or job.compile.backend != "inductor",
+            "is a pass of the compiler, and blocks are not compiled by inductor",
+            f"compile=on, or {works}",
+        ),
+        (on_cpu, "needs GPUs with symmetric memory, and the ranks compute on CPUs", works),
+        (
+            ranks_per_node % layout.tp != 0,
+            f"needs tensor-parallel ranks on one node; there are {ranks_per_node} ranks per node",
+            f"{works}, or a parallelism.tp that divides {ranks_per_node}",
+        ),
+    ):
+        if broken:
+            raise ConfigError("parallelism.async_tp", True, rule, instead)
+
+
+def check_device(job: Job, *, on_cpu: bool) -> None:
+    """Reject an attention backend that cannot train on a CPU; each rank checks its own device again."""
+    backend = job.training.attention
+    if on_cpu and backend != "sdpa":
+        rule = "trains on GPUs only, and the ranks compute on CPUs"
+        raise ConfigError("training.attention", backend, rule, ["sdpa"])
+
+
+def check_heads_of_flex(job: Job) -> None:
+    """Check that heads are wide enough for FlexAttention."""
+    narrowest = min(job.model.head_width, job.model.value_width)
+    if job.training.attention == "flex" and narrowest < FLEX_HEAD:
+        raise ConfigError(
+            "training.attention",
+            "flex",
+            f"needs a head dimension of at least {FLEX_HEAD}; model={job.model.name} has {narrowest}",
+            ["sdpa"],
+        )
+
+
+def check_attention(job: Job) -> None:
+    """Check that the attention backend supports the layout, the precision and the documents."""
+    backend, layout = job.training.attention, job.parallelism
+    if backend == "varlen" and job.precision.param_dtype == "float32":
+        raise ConfigError(
+            "training.attention",
+            backend,
+            "flash attention over documents needs 16-bit formats, and precision.param_dtype is float32",
+            "precision=bf16, or sdpa, flex",
+        )
+    if backend == "varlen" and job.model.attention.sinks:
+        rule = f"flash attention does not support sinks, and model={job.model.name} has them"
+        raise ConfigError("training.attention", backend, rule, ["sdpa", "flex"])
+    if layout.cp > 1 and layout.cp_method == "ring":
+        if backend != "sdpa":
+            raise ConfigError(
+                "training.attention",
+                backend,
+                f"parallelism.cp={layout.cp} with cp_method=ring has kernels of its own",
+                "sdpa, or parallelism.cp_method=ulysses",
+            )
+        reach = [job.model.span(layer) for layer in range(job.model.num_blocks)]
+        local = any(span.most_reach(job.training.seq_len) < job.training.seq_len for span in reach)
+        if local or job.model.attention.sinks:
+            what = "sinks" if not local else "window" if job.model.attention.window else "chunk"
+            raise ConfigError(
+                "parallelism.cp_method",
+                "ring",
+                f"its kernels support the causal mask only, and model={job.model.name} has "
+                f"model.attention.{what}",
+                ["ulysses"],
+            )
+        if not job.data.attend_across_documents:
+            raise ConfigError(
+                "data.attend_across_documents",
+                False,
+                f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only",
+                "true, or parallelism.cp_method=ulysses",
+            )
+
+
+def check_precision(job: Job) -> None:
+    """Check the formats, and whether the shapes of the linears, after sharding, fit them."""
+    job.precision.validate()
+    if job.precision.linear == "none":
+        return
+    layout, linears = job.parallelism, sort_linears(job.model, job.precision)
+    if job.training.loss_chunks > 1 and "output" in linears.converted:
+        raise ConfigError(
+            "training.loss_chunks",
+            job.training.loss_chunks,
+            f"chunks multiply the output projection in param_dtype, not in {job.precision.linear}",
+            f"1, or precision.filter_fqns=[{','.join([*job.precision.filter_fqns, 'output'])}]",
+        )
+    check_layout(
+        linears,
+        job.model,
+        job.precision,
+        layout.tp,
+        job.microbatch_size,
+        job.training.seq_len // layout.cp,
+        splits_experts=layout.splits_experts,
+    )
+
+
+def check_update_in_backward(job: Job) -> None:
+    """Check the options that an update during backward does not allow."""
+    if not job.optimizer.in_backward:
+        return
+    for field, value, works, why in (
+        ("training.max_norm", job.training.max_norm, 0, "the norm of all gradients is known too late"),
+        ("parallelism.pp", job.parallelism.pp, 1, "a pipeline adds the gradients of microbatches"),
+        ("debug.non_finite", job.debug.non_finite, "stop", "an update cannot be taken back"),
+    ):
+        if value != works:
+            rule = f"optimizer.in_backward=true updates during backward, and {why}"
+            raise ConfigError(field, value, rule, f"{works}, or optimizer.in_backward=false")
+    if job.accumulation_steps > 1:
+        raise ConfigError(
+            "training.local_batch_size",
+            job.local_batch_size,
+            f"optimizer.in_backward=true updates in every backward pass, and a step has "
+            f"{job.accumulation_steps}",
+            f"{job.local_batch_size * job.accumulation_steps}, or optimizer.in_backward=false",
+        )
