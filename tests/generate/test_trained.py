@@ -1,0 +1,79 @@
+"""A model that was trained here generates what its export for transformers generates, on ranks too."""
+
+from __future__ import annotations
+
+import keyword
+from pathlib import Path
+from typing import NamedTuple
+
+import conversions
+import pytest
+import torch
+from jobs import train
+from test_greedy import LAYOUTS, NEW, expected, on_rank
+
+from harness.cluster.pool import RankPool
+from harness.compose import compose_job
+from harness.config import with_value
+from harness.data.tokenizer import build_tokenizer
+from harness.generate.config import GenerateJob
+from harness.generate.prompts import Prompt, read_prompts
+from harness.loop.setup import process_group
+
+TRAINED = (
+    *("model.vocab_size=258", "data=python_stdlib", "data.validation_fraction=0", "checkpoint=sync"),
+    *("training.steps=100", "training.seq_len=64", "optimizer.lr=1e-2", "schedule.warmup_steps=10"),
+)
+PROMPTS = ("while with", "import ", "return raise pass")
+
+
+class Trained(NamedTuple):
+    """A run folder, its prompts' ids, and transformers' tokens after each."""
+
+    run_dir: Path
+    prompts: list[Prompt]
+    tokens: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=["llama3_tiny", "mixtral_debug"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    import transformers
+
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "words.txt").write_text(" ".join([*keyword.kwlist, *keyword.kwlist[::-1]]) * 30)
+    run = train(folder, f"model={request.param}", f"data.paths=[{folder / 'words.txt'}]", *TRAINED)
+    assert run.code == 0
+    conversions.run(run.folder.path, folder / "hf", "convert.format=hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "hf", attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    theirs.generation_config.eos_token_id = None
+    job = job_of(run.folder.path, f"generate.prompts=[{','.join(map(repr, PROMPTS))}]")
+    prompts = read_prompts(job, build_tokenizer(job.tokenizer))
+    return Trained(run.folder.path, prompts, [expected(theirs, each, use_cache=True) for each in prompts])
+
+
+def job_of(run_dir: Path, *overrides: str) -> GenerateJob:
+    given = [f"checkpoint={run_dir}", "tokenizer=bytes", "cluster.device=cpu", *overrides]
+    job = compose_job(given, config_name="generate", schema=GenerateJob)
+    job = with_value(with_value(job, "generate.max_new_tokens", NEW), "generate.stop_at_end", False)
+    return with_value(job, "training.seq_len", NEW + 32)
+
+
+def test_one_process(trained: Trained) -> None:
+    job = job_of(trained.run_dir)
+    with process_group(job, torch.device("cpu")):
+        made = on_rank(job, str(trained.run_dir), trained.prompts)
+    assert made == trained.tokens
+    assert all(len(set(tokens)) > 5 for tokens in made), "the text is not one token again and again"
+
+
+@pytest.mark.parametrize("layout", ["tp", "fsdp", "ep"])
+def test_ranks(trained: Trained, layout: str, pool: RankPool) -> None:
+    if layout == "ep" and "mixtral" not in str(trained.run_dir):
+        pytest.skip("the model has no experts")
+    job = job_of(trained.run_dir, *LAYOUTS[layout])
+    for rank, made in enumerate(
+        pool.run(job.world_size, on_rank, job, str(trained.run_dir), trained.prompts)
+    ):
+        assert made == trained.tokens, f"rank {rank}"
