@@ -30,13 +30,13 @@ from harness.checkpoint.storage import Writer
 from harness.compose import compose_job
 from harness.config import check_rules
 from harness.convert import ConvertConfig, ConvertJob, convert, model_manifest
-from harness.exchange.found import WeightFolder, find_source
 from harness.data import TokenizerConfig
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
 from harness.exchange import source as sources
 from harness.exchange.config_json import hf_config
 from harness.exchange.dcp import DistributedSource, write_distributed
 from harness.exchange.families.llama import hf_name
+from harness.exchange.found import WeightFolder, find_source
 from harness.exchange.huggingface import (
     HuggingFaceSource,
     finish_huggingface,

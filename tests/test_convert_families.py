@@ -16,9 +16,9 @@ from torch import Tensor
 from harness.checkpoint.catalog import open_checkpoint
 from harness.compose import compose_job
 from harness.convert import ConvertJob, convert, model_manifest
-from harness.exchange.found import WeightFolder
 from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.exchange.dcp import DistributedSource, write_distributed
+from harness.exchange.found import WeightFolder
 from harness.exchange.huggingface import HuggingFaceSource, write_huggingface
 from harness.exchange.pieces import HuggingFaceNames
 from harness.exchange.source import Cast, Source

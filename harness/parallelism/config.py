@@ -317,6 +317,11 @@ class ParallelismConfig:
             rule = f"must be a multiple of {unit}: {pieces} parallelism.cp={self.cp} ranks{of_tp}"
         raise ConfigError("training.seq_len", seq_len, rule, ", or ".join(works))
 
+    def padded(self, length: int) -> int:
+        """The shortest sequence of at least ``length`` tokens that the layout can split evenly."""
+        unit = self._sequence_unit(self.balances_context, self.sequence_parallel)
+        return -(-length // unit) * unit
+
     def _sequence_unit(self, balanced: bool, sequence_parallel: bool) -> int:
         """Number that the sequence length must be a multiple of."""
         split = self.tp if sequence_parallel else 1

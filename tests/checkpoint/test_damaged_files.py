@@ -21,8 +21,8 @@ from harness.cluster.job_record import SlurmJobRecord
 from harness.cluster.outcome import format_failure
 from harness.compose import compose_job
 from harness.config import from_dict
-from harness.exchange.found import find_source
 from harness.errors import UserError
+from harness.exchange.found import find_source
 from harness.job import Job
 from harness.loop.progress import Progress
 from harness.model.config import ModelConfig
