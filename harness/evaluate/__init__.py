@@ -1,1 +1,1 @@
-"""Evaluate weights: loss on documents, local JSONL tasks, tasks of lm-evaluation-harness; also while training."""
+"""Evaluate weights: loss on documents, local JSONL tasks, tasks of lm-evaluation-harness."""

@@ -63,7 +63,7 @@ class Scorer:
         return scores.cpu().numpy()
 
     def _length(self, longest: int) -> int:
-        """Length of a pass. Pipelines, split sequences and compiled kernels have one length for all passes."""
+        """Length of a pass; one for all with pipelines, split sequences or compiled kernels."""
         job, layout = self.job, self.job.parallelism
         is_fixed = layout.pp > 1 or layout.cp > 1 or job.compile.enable or job.precision.linear != "none"
         if is_fixed or job.training.attention != "sdpa":

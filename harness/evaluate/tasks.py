@@ -81,7 +81,7 @@ class Setting:
 
     @property
     def prefix(self) -> list[int]:
-        """The token before a text: the one that begins a document, else the one that ends the previous one."""
+        """The token before a text: the one that begins a document, else the one that ends one."""
         of = self.tokenizer
         return [each for each in (of.bos_id, of.eos_id) if each is not None][:1]
 
@@ -174,8 +174,8 @@ class Documents:
 def windows(tokens: Sequence[int], window: int, stride: int | None = None) -> Iterator[Row]:
     """Cut a document into rows of at most ``window`` inputs that score each token but the first once.
 
-    The first row scores up to ``window`` tokens. Each later row ends ``stride`` tokens further and has as many
-    inputs as fit, as the windows of lm-evaluation-harness with a context of window - stride + 1.
+    The first row scores up to ``window`` tokens. Each later row ends ``stride`` tokens further and has
+    ``window`` inputs, as in lm-evaluation-harness with a context of window - stride + 1.
     """
     end = min(window, len(tokens) - 1)
     if end < 1:
@@ -298,11 +298,8 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
             raise UserError(f'{where}: has no text in "continuation"; would work: {EXAMPLES}')
         return row
     choices, answer = row["choices"], row.get("answer")
-    if (
-        not isinstance(choices, list)
-        or len(choices) < 2
-        or not all(isinstance(c, str) and c for c in choices)
-    ):
+    texts = [each for each in choices if each and isinstance(each, str)] if isinstance(choices, list) else []
+    if len(texts) < 2 or len(texts) < len(choices):
         raise UserError(f'{where}: "choices" must be a list of at least two texts')
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
         raise UserError(f'{where}: "answer" must be the index of a choice, 0 to {len(choices) - 1}')

@@ -6,7 +6,6 @@ Tensor, data and expert parallel generate the same text as one process. Text goe
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from typing import Any
 
@@ -16,9 +15,8 @@ from harness.data.tokenizer import build_tokenizer
 from harness.errors import EXIT_OK
 from harness.generate.config import GenerateJob
 from harness.generate.prompts import Prompt, read_prompts, require_room
-from harness.inference.ranks import run_on_ranks
+from harness.inference.ranks import is_first, run_on_ranks
 from harness.inference.source import use_checkpoint
-from harness.launched import launched_ranks
 from harness.metrics.encoding import dumps
 from harness.tables import degrees_in_words
 
@@ -30,21 +28,16 @@ def generate(job: GenerateJob, overrides: list[str], *, as_json: bool = False) -
     prompts = read_prompts(used.job, build_tokenizer(used.job.tokenizer))
     job = with_value(used.job, "training.seq_len", require_room(prompts, used.job))
     streams = not as_json and len(prompts) == 1
-    if streams and _is_first():
+    if streams and is_first():
         sys.stdout.write(prompts[0].text)
         sys.stdout.flush()
     outcome = run_on_ranks(job, "harness.generate.rank:generate", used.found, prompts, streams)
-    if _is_first():
+    if is_first():
         if as_json:
             sys.stdout.write(f"{dumps(as_dict(job, used.found.path, outcome))}\n")
         else:
             _show(prompts, outcome, streamed=streams)
     return EXIT_OK
-
-
-def _is_first() -> bool:
-    """Whether this process prints: under torchrun, rank 0 does."""
-    return launched_ranks() is None or os.environ["RANK"] == "0"
 
 
 def _show(prompts: list[Prompt], outcome: Any, *, streamed: bool) -> None:

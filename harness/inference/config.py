@@ -47,7 +47,7 @@ class InferenceJob(Job):
                 raise ConfigError(name, str(value).lower() if value is True else value, reason, [works])
         job = self
         if self.parallelism.pp == self.parallelism.cp == 1:
-            # A pass may have a single position, which cannot be split, and every rank chooses from all logits.
+            # A generated position cannot be split, and every rank chooses from all logits.
             layout = dataclasses.replace(self.parallelism, sequence_parallel=False, loss_parallel=False)
             if self.model.moe.enabled and layout.tp > 1:
                 layout = dataclasses.replace(layout, expert_tensor_parallel=True)

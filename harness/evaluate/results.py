@@ -1,0 +1,112 @@
+"""``evaluations.jsonl``: a flat row for each evaluated task. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.checkpoint.catalog import is_url
+from harness.errors import MachineError
+from harness.evaluate.config import EvaluateJob
+from harness.evaluate.tasks import short_name
+from harness.exchange.found import WeightFolder
+from harness.metrics.encoding import dumps, parse_object
+from harness.metrics.result import flatten, versions
+from harness.tables import aligned, degrees_in_words
+
+EVALUATIONS = "evaluations.jsonl"
+PREFIX = "evaluation"
+"""First part of a column's name: ``evaluation.<task>.<metric>``."""
+
+Metrics = dict[str, Any]
+
+
+def columns(task: str, metrics: Metrics) -> dict[str, Any]:
+    """The numbers of a task as columns."""
+    return {
+        f"{PREFIX}.{short_name(task)}.{name}": value
+        for name, value in metrics.items()
+        if isinstance(value, int | float)
+    }
+
+
+def rows_of(job: EvaluateJob, found: WeightFolder, results: Sequence[tuple[str, Metrics]]) -> list[Metrics]:
+    """Rows of the file: metrics of each task, and what they were computed with."""
+    about = {
+        "checkpoint": found.path,
+        "step": found.manifest.get("step"),
+        "model": job.model.name,
+        "seq_len": job.evaluate.seq_len,
+        "stride": job.evaluate.stride,
+        "limit": job.evaluate.limit,
+        "precision": job.precision.param_dtype,
+        "layout": degrees_in_words(job.parallelism.degrees),
+        "time": time.time(),
+        "code": versions(),
+    }
+    return [flatten({"task": task, **metrics, **about}) for task, metrics in results]
+
+
+def file_of(job: EvaluateJob, found: WeightFolder) -> Path:
+    """The file to append to: ``evaluate.out``, or beside the run that the weights are from."""
+    if job.evaluate.out is not None:
+        return Path(job.evaluate.out)
+    folders = [] if is_url(found.path) else Path(found.path).resolve().parents
+    runs = [folder for folder in folders if (folder / "job.json").is_file()]
+    return runs[0] / EVALUATIONS if runs else Path(EVALUATIONS)
+
+
+def append(file: Path, rows: Sequence[Metrics]) -> None:
+    """Append rows.
+
+    Raises:
+        MachineError: the file cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as out:
+            out.write("".join(f"{dumps(row)}\n" for row in rows))
+    except OSError as error:
+        raise MachineError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def newest(run_dir: Path) -> dict[str, Any]:
+    """Columns of the newest row of each task beside a run; lines that cannot be read are left out."""
+    found: dict[str, Any] = {}
+    try:
+        lines = (run_dir / EVALUATIONS).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return found
+    latest: dict[str, Metrics] = {}
+    for line in lines:
+        try:
+            row = parse_object(line)
+        except ValueError:
+            continue
+        if isinstance(row.get("task"), str):
+            latest[row["task"]] = row
+    for task, row in latest.items():
+        metrics = {name: value for name, value in row.items() if name in row and name not in _ABOUT}
+        found |= columns(task, {name: v for name, v in metrics.items() if not name.startswith("code.")})
+    return found
+
+
+_ABOUT = ("seq_len", "stride", "limit", "time")
+
+
+def table(results: Sequence[tuple[str, Metrics]]) -> str:
+    """Metrics as aligned text, one line for each."""
+    lines = [
+        {"task": task, "metric": name, "value": _shown(value)}
+        for task, metrics in results
+        for name, value in metrics.items()
+    ]
+    return aligned(lines, left=("task", "metric"), indent="")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
