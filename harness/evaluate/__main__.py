@@ -10,11 +10,10 @@ import sys
 
 from harness.app import run_verb
 from harness.config import with_value
-from harness.data.tokenizer import build_tokenizer
 from harness.errors import EXIT_OK, ConfigError
 from harness.evaluate.config import EvaluateJob, require_stride
 from harness.evaluate.results import append, file_of, rows_of, table
-from harness.evaluate.tasks import Setting, is_lm_eval, open_task
+from harness.evaluate.tasks import is_lm_eval, open_task
 from harness.inference.ranks import is_first, run_on_ranks
 from harness.inference.source import use_checkpoint
 from harness.metrics.encoding import dumps
@@ -33,16 +32,7 @@ def evaluate(job: EvaluateJob, overrides: list[str], *, as_json: bool = False) -
     window = job.evaluate.seq_len or min(recorded or job.model.max_seq_len, job.model.max_seq_len)
     require_stride("evaluate.stride", job.evaluate.stride, window)
     job = with_value(job, "evaluate.seq_len", window)
-    setting = Setting(
-        build_tokenizer(job.tokenizer),
-        job.model.vocab_size,
-        job.data,
-        job.evaluate.split,
-        window,
-        "evaluate.seq_len",
-        job.evaluate.stride,
-        job.evaluate.limit,
-    )
+    setting = job.setting
     tasks = [open_task(name, setting) for name in job.evaluate.tasks if name not in library]
     longest = max(len(row.tokens) - 1 for task in tasks for row in task.rows) if not library else window
     job = with_value(job, "training.seq_len", job.parallelism.padded(longest))

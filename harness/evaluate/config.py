@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from harness.config import label, part
+from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError
-from harness.evaluate.tasks import SPLITS, require_tasks
+from harness.evaluate.tasks import SPLITS, Setting, require_tasks
 from harness.inference.config import InferenceJob
 
 
@@ -79,6 +80,22 @@ class EvaluateJob(InferenceJob):
         resolved = super(EvaluateJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
         return dataclasses.replace(
             resolved, model=dataclasses.replace(resolved.model, max_seq_len=self.model.max_seq_len)
+        )
+
+    @property
+    def setting(self) -> Setting:
+        """What the tasks need; ``evaluate.seq_len`` is set."""
+        options = self.evaluate
+        assert options.seq_len is not None, "the window is not known"
+        return Setting(
+            build_tokenizer(self.tokenizer),
+            self.model.vocab_size,
+            self.data,
+            options.split,
+            options.seq_len,
+            "evaluate.seq_len",
+            options.stride,
+            options.limit,
         )
 
 

@@ -32,7 +32,7 @@ def evaluate(
     loaded = None
     if library:
         # Before the weights: a misspelled name costs nothing.
-        from harness.evaluate.lm_eval import Library
+        from harness.evaluate.library import Library
 
         loaded = Library(job, library)
     model = InferenceModel(job, device)
@@ -40,5 +40,5 @@ def evaluate(
     scorer = Scorer(model)
     metrics = {task.name: task.metrics(scorer.score(task.rows)) for task in tasks}
     if loaded is not None:
-        metrics |= loaded.evaluate(model, scorer)
+        metrics |= loaded.evaluate(model, scorer, job.setting)
     return [(name, metrics[name]) for name in job.evaluate.tasks]

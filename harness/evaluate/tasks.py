@@ -241,11 +241,24 @@ class Choices:
 def pair_row(context: str, continuation: str, setting: Setting, where: str) -> Row:
     """Tokens of a context and its continuation, which is scored.
 
-    Both are encoded together, and spaces at the end of the context belong to the continuation, as in
-    lm-evaluation-harness (``TemplateLM._encode_pair``).
-
     Raises:
         UserError: there is no token before the continuation or none in it, or they exceed the window.
+    """
+    row = encode_pair(context, continuation, setting, where)
+    inputs = len(row.tokens) - 1
+    if inputs > setting.window:
+        raise UserError(
+            f"{where}: has {inputs} tokens, and {setting.window_field}={setting.window}; would work: "
+            f"shorter examples, or a longer window"
+        )
+    return row
+
+
+def encode_pair(context: str, continuation: str, setting: Setting, where: str) -> Row:
+    """Like ``pair_row``, of any length.
+
+    Both are encoded together, and spaces at the end of the context belong to the continuation, as in
+    lm-evaluation-harness (``TemplateLM._encode_pair``).
     """
     encode, text = setting.tokenizer.encode, context.rstrip()
     ids, length = encode(context + continuation), len(encode(text)) if text else 0
@@ -255,18 +268,7 @@ def pair_row(context: str, continuation: str, setting: Setting, where: str) -> R
         raise UserError(f"{where}: the context is empty, and the tokenizer has no token to begin with")
     if length >= len(ids):
         raise UserError(f"{where}: the continuation {continuation!r} has no token of its own")
-    require_room(row, setting, where)
     return row
-
-
-def require_room(row: Row, setting: Setting, where: str) -> None:
-    """Raise UserError if a row is longer than a pass."""
-    inputs = len(row.tokens) - 1
-    if inputs > setting.window:
-        raise UserError(
-            f"{where}: has {inputs} tokens, and {setting.window_field}={setting.window}; would work: "
-            f"shorter examples, or a longer window"
-        )
 
 
 def _examples(name: str, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
