@@ -11,9 +11,10 @@ import sys
 from harness.app import run_verb
 from harness.config import with_value
 from harness.errors import EXIT_OK, ConfigError
-from harness.evaluate.config import EvaluateJob, require_stride
+from harness.evaluate.config import EvaluateJob
+from harness.evaluate.names import is_lm_eval, require_stride
 from harness.evaluate.results import append, file_of, rows_of, table
-from harness.evaluate.tasks import is_lm_eval, open_task
+from harness.evaluate.tasks import open_task
 from harness.inference.ranks import is_first, run_on_ranks
 from harness.inference.source import use_checkpoint
 from harness.metrics.encoding import dumps

@@ -9,7 +9,8 @@ from typing import ClassVar, Self
 from harness.config import label, part
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError
-from harness.evaluate.tasks import SPLITS, Setting, require_tasks
+from harness.evaluate.names import SPLITS, require_stride, require_tasks
+from harness.evaluate.tasks import Setting
 from harness.inference.config import InferenceJob
 
 
@@ -97,9 +98,3 @@ class EvaluateJob(InferenceJob):
             options.stride,
             options.limit,
         )
-
-
-def require_stride(field: str, stride: int | None, window: int) -> None:
-    """Raise ConfigError if windows would leave out tokens."""
-    if stride is not None and stride > window:
-        raise ConfigError(field, stride, f"exceeds the window of {window} tokens", f"at most {window}")

@@ -17,8 +17,9 @@ from lm_eval.tasks import TaskManager
 
 from harness.errors import ConfigError, HarnessError, UserError, one_line
 from harness.evaluate.config import EvaluateJob
+from harness.evaluate.names import LM_EVAL
 from harness.evaluate.scoring import Scorer
-from harness.evaluate.tasks import LM_EVAL, Row, Setting, encode_pair, windows
+from harness.evaluate.tasks import Row, Setting, encode_pair, windows
 from harness.generate.config import GenerateConfig
 from harness.generate.prompts import Prompt
 from harness.generate.rank import generate_texts
@@ -54,7 +55,7 @@ class Library:
         folder = job.evaluate.include_path
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError("evaluate.include_path", folder, "no such folder")
-        self.manager = TaskManager(include_path=folder)
+        self.manager = _manager(folder, [name.removeprefix(LM_EVAL) for name in names])
         known = self.manager.all_tasks
         for name in names:
             if name.removeprefix(LM_EVAL) not in known:
@@ -87,6 +88,15 @@ class Library:
             raise UserError(f"{name}: lm-evaluation-harness cannot prepare the task: {reason}") from error
         # Under torchrun lm_eval returns results on the first rank of a node only.
         return {} if found is None else metrics_of(name.removeprefix(LM_EVAL), found)
+
+
+def _manager(folder: str | None, names: Sequence[str]) -> TaskManager:
+    """lm_eval's index of tasks; without its own thousands of files if the folder has all that are needed."""
+    if folder is not None:
+        manager = TaskManager(include_path=folder, include_defaults=False)
+        if set(names) <= set(manager.all_subtasks):
+            return manager
+    return TaskManager(include_path=folder)
 
 
 def metrics_of(name: str, found: Mapping[str, Any]) -> dict[str, Any]:

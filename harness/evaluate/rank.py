@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from harness.evaluate.config import EvaluateJob
+from harness.evaluate.names import is_lm_eval
 from harness.evaluate.scoring import Scorer
-from harness.evaluate.tasks import Task, is_lm_eval
+from harness.evaluate.tasks import Task
 from harness.exchange.found import WeightFolder
 from harness.inference.model import InferenceModel
 

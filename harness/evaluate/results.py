@@ -10,7 +10,7 @@ from typing import Any
 from harness.checkpoint.catalog import is_url
 from harness.errors import MachineError
 from harness.evaluate.config import EvaluateJob
-from harness.evaluate.tasks import short_name
+from harness.evaluate.names import short_name
 from harness.exchange.found import WeightFolder
 from harness.metrics.encoding import dumps, parse_object
 from harness.metrics.result import flatten, versions
@@ -19,6 +19,12 @@ from harness.tables import aligned, degrees_in_words
 EVALUATIONS = "evaluations.jsonl"
 PREFIX = "evaluation"
 """First part of a column's name: ``evaluation.<task>.<metric>``."""
+
+ABOUT = (
+    *("checkpoint", "step", "model", "seq_len", "stride", "limit"),
+    *("precision", "layout", "time", "code"),
+)
+"""Fields of a row that are not metrics; ``code.*`` are versions of packages."""
 
 Metrics = dict[str, Any]
 
@@ -34,19 +40,20 @@ def columns(task: str, metrics: Metrics) -> dict[str, Any]:
 
 def rows_of(job: EvaluateJob, found: WeightFolder, results: Sequence[tuple[str, Metrics]]) -> list[Metrics]:
     """Rows of the file: metrics of each task, and what they were computed with."""
-    about = {
-        "checkpoint": found.path,
-        "step": found.manifest.get("step"),
-        "model": job.model.name,
-        "seq_len": job.evaluate.seq_len,
-        "stride": job.evaluate.stride,
-        "limit": job.evaluate.limit,
-        "precision": job.precision.param_dtype,
-        "layout": degrees_in_words(job.parallelism.degrees),
-        "time": time.time(),
-        "code": versions(),
-    }
-    return [flatten({"task": task, **metrics, **about}) for task, metrics in results]
+    about = (
+        found.path,
+        found.manifest.get("step"),
+        job.model.name,
+        job.evaluate.seq_len,
+        job.evaluate.stride,
+        job.evaluate.limit,
+        job.precision.param_dtype,
+        degrees_in_words(job.parallelism.degrees),
+        time.time(),
+        versions(),
+    )
+    described = dict(zip(ABOUT, about, strict=True))
+    return [flatten({"task": task, **metrics, **described}) for task, metrics in results]
 
 
 def file_of(job: EvaluateJob, found: WeightFolder) -> Path:
@@ -88,12 +95,9 @@ def newest(run_dir: Path) -> dict[str, Any]:
         if isinstance(row.get("task"), str):
             latest[row["task"]] = row
     for task, row in latest.items():
-        metrics = {name: value for name, value in row.items() if name in row and name not in _ABOUT}
-        found |= columns(task, {name: v for name, v in metrics.items() if not name.startswith("code.")})
+        metrics = {name: value for name, value in row.items() if name.split(".")[0] not in ABOUT}
+        found |= columns(task, metrics)
     return found
-
-
-_ABOUT = ("seq_len", "stride", "limit", "time")
 
 
 def table(results: Sequence[tuple[str, Metrics]]) -> str:

@@ -23,9 +23,8 @@ from harness.data.sources import Source, source_of
 from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.data.vocabulary import check_vocab_size
 from harness.errors import ConfigError, UserError
+from harness.evaluate.names import DATA
 
-DATA, JSONL, LM_EVAL = "data", ".jsonl", "lm_eval:"
-SPLITS = ("validation", "train", "all")
 EXAMPLES = (
     '{"context": "...", "choices": ["...", "..."], "answer": 0} or {"context": "...", "continuation": "..."}'
 )
@@ -84,36 +83,6 @@ class Setting:
         """The token before a text: the one that begins a document, else the one that ends one."""
         of = self.tokenizer
         return [each for each in (of.bos_id, of.eos_id) if each is not None][:1]
-
-
-def require_tasks(field: str, names: Sequence[str], *, lm_eval: bool) -> None:
-    """Check that every name is a task, and that short names are distinct.
-
-    Raises:
-        ConfigError: one is not, or there is none.
-    """
-    kinds = f"{DATA}, FILE{JSONL}{f', {LM_EVAL}NAME' if lm_eval else ''}"
-    if not names:
-        raise ConfigError(field, "[]", "names no task", kinds)
-    for name in names:
-        if name != DATA and not name.endswith(JSONL) and not (lm_eval and is_lm_eval(name)):
-            raise ConfigError(field, name, "no such task", kinds)
-    shorts = [short_name(name) for name in names]
-    for name, short in zip(names, shorts, strict=True):
-        if shorts.count(short) > 1:
-            raise ConfigError(field, name, f"two tasks are called {short}", "files with distinct names")
-
-
-def is_lm_eval(name: str) -> bool:
-    """Whether a task is one of lm-evaluation-harness."""
-    return name.startswith(LM_EVAL) and name != LM_EVAL
-
-
-def short_name(name: str) -> str:
-    """Name of a task in the names of metrics."""
-    if name.startswith(LM_EVAL):
-        return name.removeprefix(LM_EVAL)
-    return Path(name).stem.replace(".", "_")
 
 
 def open_task(name: str, setting: Setting) -> Task:

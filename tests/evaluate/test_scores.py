@@ -53,7 +53,13 @@ def expected(theirs: Any, row: Row) -> tuple[float, int]:
 
 def job_of(folder: Path, *overrides: str) -> EvaluateJob:
     job = compose_job(
-        [f"checkpoint={folder}", "tokenizer=bytes", "cluster.device=cpu", "evaluate.batch_size=4", *overrides],
+        [
+            f"checkpoint={folder}",
+            "tokenizer=bytes",
+            "cluster.device=cpu",
+            "evaluate.batch_size=4",
+            *overrides,
+        ],
         config_name="evaluate",
         schema=EvaluateJob,
     )
