@@ -38,6 +38,7 @@ VERBS = {
     "bench": "harness.bench",
     "sweep": "harness.sweep.__main__",
     "report": "harness.report.__main__",
+    "evaluate": "harness.evaluate.__main__",
     "verify": "harness.verify",
     "convert": "harness.convert",
     "download": "harness.download",

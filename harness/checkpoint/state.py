@@ -33,7 +33,10 @@ OPTIMIZER, RNG = "optimizer.", "rng."
 class HasWeights(Protocol):
     """An ``Engine``, or a model that is not trained."""
 
-    parts: Sequence[Decoder]
+    @property
+    def parts(self) -> Sequence[Decoder]:
+        """This rank's parts of the model."""
+        ...
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters (or shards) that this rank holds, under their names in the full model."""

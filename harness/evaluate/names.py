@@ -36,7 +36,7 @@ def require_stride(field: str, stride: int | None, window: int) -> None:
 
 
 def is_lm_eval(name: str) -> bool:
-    """Whether a task is one of lm-evaluation-harness."""
+    """Whether a task has the prefix of lm-evaluation-harness."""
     return name.startswith(LM_EVAL) and name != LM_EVAL
 
 

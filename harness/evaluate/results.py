@@ -14,7 +14,7 @@ from harness.evaluate.names import short_name
 from harness.exchange.found import WeightFolder
 from harness.metrics.encoding import dumps, parse_object
 from harness.metrics.result import flatten, versions
-from harness.tables import aligned, degrees_in_words
+from harness.tables import aligned, degrees_in_words, markdown
 
 EVALUATIONS = "evaluations.jsonl"
 PREFIX = "evaluation"
@@ -25,6 +25,9 @@ ABOUT = (
     *("precision", "layout", "time", "code"),
 )
 """Fields of a row that are not metrics; ``code.*`` are versions of packages."""
+
+COUNTS = ("documents", "tokens", "bytes", "examples", "versions", "n-shot")
+"""Metrics that are not results."""
 
 Metrics = dict[str, Any]
 
@@ -98,6 +101,24 @@ def newest(run_dir: Path) -> dict[str, Any]:
         metrics = {name: value for name, value in row.items() if name.split(".")[0] not in ABOUT}
         found |= columns(task, metrics)
     return found
+
+
+def evaluated_columns(rows: Sequence[Metrics]) -> list[str]:
+    """Names of the evaluation columns that any row has, without numbers of examples, tokens and bytes."""
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(f"{PREFIX}."))
+    return [name for name in names if name.rpartition(".")[2] not in COUNTS]
+
+
+def evaluations_markdown(points: Sequence[str], rows: Sequence[Metrics]) -> str:
+    """A table of the evaluations of some runs; empty if none has any."""
+    names = evaluated_columns(rows)
+    if not names:
+        return ""
+    cells = [
+        [point, *(_shown(row.get(name)) for name in names)] for point, row in zip(points, rows, strict=True)
+    ]
+    headings = ["point", *(name.removeprefix(f"{PREFIX}.") for name in names)]
+    return f"\n{markdown(headings, cells)}\n"
 
 
 def table(results: Sequence[tuple[str, Metrics]]) -> str:

@@ -28,7 +28,11 @@ class Scores(Protocol):
     job: Job
     device: torch.device
     mesh: Mesh
-    parts: Sequence[Decoder]
+
+    @property
+    def parts(self) -> Sequence[Decoder]:
+        """This rank's parts of the model."""
+        ...
 
     def score(self, batch: Batch) -> Tensor:
         """``Executor.score`` of a batch in host memory."""

@@ -107,7 +107,8 @@ class Documents:
     """Loss on documents: each token is scored once, in windows of one document."""
 
     def __init__(self, setting: Setting) -> None:
-        self.name, self.rows = DATA, []
+        self.name = DATA
+        self.rows: list[Row] = []
         self.documents = self.tokens = self.bytes = 0
         source, kept = _source(setting)
         self.source, self.split = source.name, setting.split

@@ -12,6 +12,7 @@ from harness.app import run_parsed
 from harness.arguments import Parser
 from harness.cluster.queue import cancel as cancel_jobs
 from harness.errors import EXIT_OK, UserError
+from harness.evaluate.results import evaluations_markdown, newest
 from harness.run_folder import RunFolder
 from harness.sweep.lost import record_lost
 from harness.sweep.registry import Registry, labels
@@ -85,9 +86,11 @@ def collect(arguments: argparse.Namespace) -> int:
     registry = Registry.open(arguments.folder)
     seen = record_lost(registry.points())
     rows = rows_of(seen, full_reasons=True)
-    write_csv(registry.path / "table.csv", seen, [RunFolder(each.point.run_dir).row for each in seen])
+    results = [{**RunFolder(each.point.run_dir).row, **newest(each.point.run_dir)} for each in seen]
+    write_csv(registry.path / "table.csv", seen, results)
+    evaluated = evaluations_markdown([row["point"] for row in rows], results)
     (registry.path / "table.md").write_text(
-        f"# {registry.name}\n\n{table_markdown(rows)}{_skipped_in_words(registry)}"
+        f"# {registry.name}\n\n{table_markdown(rows)}{evaluated}{_skipped_in_words(registry)}"
     )
     written = ["table.csv", "table.md", *(["plot.png"] if _draw(registry) else [])]
     log_table(registry, seen, [each.point.job for each in seen])
