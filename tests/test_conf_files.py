@@ -17,6 +17,8 @@ from harness.compose import Composer, compose_job
 from harness.convert import ConvertJob
 from harness.download import DownloadJob
 from harness.errors import ConfigError
+from harness.evaluate.config import EvaluateJob
+from harness.generate.config import GenerateJob
 from harness.job import Job
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
@@ -30,6 +32,8 @@ CONF = ROOT / "conf"
 PRIMARY = {
     "bench": BenchJob,
     "convert": ConvertJob,
+    "evaluate": EvaluateJob,
+    "generate": GenerateJob,
     "train": Job,
     "parity": ParityJob,
     "plan": PlanJob,

@@ -22,6 +22,7 @@ from harness.config import leaves
 from harness.convert import ConvertJob
 from harness.download import DownloadJob
 from harness.errors import ConfigError
+from harness.evaluate.config import EvaluateJob
 from harness.job import Job
 from harness.metrics import columns
 from harness.parity import ParityJob
@@ -46,6 +47,7 @@ SCHEMAS: dict[str, type] = {
     "bench": BenchJob,
     "parity": ParityJob,
     "convert": ConvertJob,
+    "evaluate": EvaluateJob,
     "download": DownloadJob,
     "plan": PlanJob,
     "rehearse": RehearseJob,
@@ -130,7 +132,10 @@ def _check_harness(command: Command, verb: str, words: list[str]) -> None:
     if verb == "verify":
         assert words and all(word.startswith("runs/") for word in words)
         return
-    line = arguments.parse(words, own=["--json"] if verb in ("plan", "rehearse") else [])
+    if verb == "evaluate":
+        # The weights that a page names do not exist; their model is the default one.
+        words = [word for word in words if not word.startswith("checkpoint=")]
+    line = arguments.parse(words, own=["--json"] if verb in ("evaluate", "plan", "rehearse") else [])
     if command.output and command.output[0].startswith("error: "):
         with pytest.raises(ConfigError) as refused:
             compose_job(line.overrides, config_name=verb, schema=SCHEMAS[verb])
@@ -302,12 +307,14 @@ def test_the_reference_has_every_field_flag_and_class(reference: Path) -> None:
 
 RUNS = {
     "dense": "model=llama3_tiny validation.interval=2 profiling=on profiling.interval=3 profiling.warmup=1",
+    "evaluated": "model=llama3_tiny model.vocab_size=258 evaluation.interval=5 evaluation.tasks=[pair.jsonl]",
     "mixture": "model=deepseek_v3_debug model.vocab_size=256 model.mtp.depth=1",
 }
 
 
 def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) -> None:
     metrics, result = set(), {f"error.{name}" for name in failures.ERROR_FIELDS_IN_ROW}
+    (tmp_path / "pair.jsonl").write_text('{"context": "a", "continuation": "b"}')
     for name, overrides in RUNS.items():
         common = (
             "data=synthetic tokenizer=bytes training.steps=5 training.seq_len=32 training.global_batch_size=2"
@@ -318,6 +325,7 @@ def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) 
                 *(f"runs_dir={tmp_path}", f"name={name}", "cluster.device=cpu"),
             ],
             env=ENVIRONMENT,
+            cwd=tmp_path,
             capture_output=True,
             text=True,
         )

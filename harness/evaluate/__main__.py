@@ -19,6 +19,8 @@ from harness.inference.ranks import is_first, run_on_ranks
 from harness.inference.source import use_checkpoint
 from harness.metrics.encoding import dumps
 
+JSON_FLAG = "--json"
+
 
 def evaluate(job: EvaluateJob, overrides: list[str], *, as_json: bool = False) -> int:
     """Evaluate, write and print metrics; return the exit code."""
@@ -51,7 +53,11 @@ def evaluate(job: EvaluateJob, overrides: list[str], *, as_json: bool = False) -
 
 def main() -> None:
     """Entry point of ``python -m harness.evaluate`` and of the console script."""
-    run_verb(evaluate, config_name="evaluate", schema=EvaluateJob)
+
+    def verb(job: EvaluateJob, overrides: list[str]) -> int:
+        return evaluate(job, overrides, as_json=JSON_FLAG in sys.argv[1:])
+
+    run_verb(verb, config_name="evaluate", schema=EvaluateJob, flags=(JSON_FLAG,))
 
 
 if __name__ == "__main__":
