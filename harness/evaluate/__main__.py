@@ -5,16 +5,18 @@ Every layout computes the same metrics.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 
 from harness.app import run_verb
 from harness.config import with_value
-from harness.errors import EXIT_OK, ConfigError
+from harness.errors import EXIT_OK, ConfigError, UserError
 from harness.evaluate.config import EvaluateJob
-from harness.evaluate.names import is_lm_eval, require_stride
+from harness.evaluate.names import DATA, is_lm_eval, require_stride
 from harness.evaluate.results import append, file_of, rows_of, table
 from harness.evaluate.tasks import open_task
+from harness.exchange.found import choose_data
 from harness.inference.ranks import is_first, run_on_ranks
 from harness.inference.source import use_checkpoint
 from harness.metrics.encoding import dumps
@@ -35,6 +37,13 @@ def evaluate(job: EvaluateJob, overrides: list[str], *, as_json: bool = False) -
     window = job.evaluate.seq_len or min(recorded or job.model.max_seq_len, job.model.max_seq_len)
     require_stride("evaluate.stride", job.evaluate.stride, window)
     job = with_value(job, "evaluate.seq_len", window)
+    if DATA in job.evaluate.tasks:
+        data = choose_data(job, overrides, used.found)
+        if data is None:
+            raise UserError(
+                f"{used.found.path}: records no data; would work: data=NAME, an option of conf/data"
+            )
+        job = dataclasses.replace(job, data=data)
     setting = job.setting
     tasks = [open_task(name, setting) for name in job.evaluate.tasks if name not in library]
     longest = max(len(row.tokens) - 1 for task in tasks for row in task.rows) if not library else window

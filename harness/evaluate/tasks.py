@@ -219,7 +219,7 @@ def pair_row(context: str, continuation: str, setting: Setting, where: str) -> R
     if inputs > setting.window:
         raise UserError(
             f"{where}: has {inputs} tokens, and {setting.window_field}={setting.window}; would work: "
-            f"shorter examples, or a longer window"
+            f"{setting.window_field}={inputs}, or shorter examples"
         )
     return row
 

@@ -172,6 +172,9 @@ def test_no_tokenizer_no_weights(tmp_path: Path) -> None:
     overrides = [f"evaluate.checkpoint={tmp_path}", "model=llama3_tiny"]
     with pytest.raises(UserError, match="has no tokenizer, and records none"):
         evaluate(compose(*overrides), overrides)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="records no data; would work: data=NAME"):
+        evaluate(compose(*overrides), overrides)
 
 
 def test_newest(tmp_path: Path) -> None:

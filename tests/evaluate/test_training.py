@@ -107,7 +107,12 @@ def test_equals_the_verb(layout: str, files: list[str], tmp_path: Path, pool: Ra
     inside = {row.pop("step"): row for row in rows if any(name.startswith("evaluation.") for name in row)}
     assert list(inside) == [INTERVAL, STEPS]
     assert len(inside[STEPS]) > 10
-    overrides = [*files, f"checkpoint={job.run_dir}", f"evaluate.tasks={tasks}", "evaluate.stride=16"]
+    overrides = [
+        f"checkpoint={job.run_dir}",
+        "cluster.device=cpu",
+        f"evaluate.tasks={tasks}",
+        "evaluate.stride=16",
+    ]
     alone = compose_job(overrides, config_name="evaluate", schema=EvaluateJob)
     assert evaluate(alone, overrides) == 0
     after = newest(job.run_dir)
