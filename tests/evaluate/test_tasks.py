@@ -15,7 +15,6 @@ from harness.data.tokenizer import BytesTokenizer
 from harness.errors import UserError
 from harness.evaluate.__main__ import evaluate
 from harness.evaluate.config import EvaluateJob
-from harness.evaluate.results import EVALUATIONS, append, newest
 from harness.evaluate.tasks import Setting, encode_pair, open_task, windows
 
 CHOICE = {"context": "one ", "choices": ["two", "three or four"], "answer": 1}
@@ -175,13 +174,3 @@ def test_no_tokenizer_no_weights(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="records no data; would work: data=NAME"):
         evaluate(compose(*overrides), overrides)
-
-
-def test_newest(tmp_path: Path) -> None:
-    assert newest(tmp_path) == {}
-    for loss in (3.0, 2.0):
-        append(tmp_path / EVALUATIONS, [{"task": "data", "loss": loss, "step": 4, "code.torch": "2"}])
-    append(tmp_path / EVALUATIONS, [{"task": "a/q.jsonl", "acc": 0.5, "split": "all", "seq_len": 8}])
-    with (tmp_path / EVALUATIONS).open("a") as file:
-        file.write('{"task": "da')
-    assert newest(tmp_path) == {"evaluation.data.loss": 2.0, "evaluation.q.acc": 0.5}
