@@ -70,22 +70,18 @@ class EvaluateJob(InferenceJob):
             rule = f"must not exceed model.max_seq_len={most}"
             raise ConfigError("evaluate.seq_len", window, rule, f"at most {most}")
         require_stride("evaluate.stride", options.stride, window)
+        unit = self.parallelism.sequence_unit
+        # The longest pass that the model allows; the command shortens it to the longest row.
+        length = max(unit, min(self.parallelism.padded(window), most // unit * unit))
         training = dataclasses.replace(
-            self.training,
-            seq_len=self.parallelism.padded(window),
-            local_batch_size=options.batch_size,
-            global_batch_size=None,
+            self.training, seq_len=length, local_batch_size=options.batch_size, global_batch_size=None
         )
-        model = dataclasses.replace(self.model, max_seq_len=max(most, training.seq_len))
-        job = dataclasses.replace(self, training=training, model=model)
-        resolved = super(EvaluateJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
-        return dataclasses.replace(
-            resolved, model=dataclasses.replace(resolved.model, max_seq_len=self.model.max_seq_len)
-        )
+        job = dataclasses.replace(self, training=training)
+        return super(EvaluateJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
 
     @property
     def setting(self) -> Setting:
-        """What the tasks need; ``evaluate.seq_len`` is set."""
+        """Inputs of the tasks, after ``evaluate.seq_len`` is set."""
         options = self.evaluate
         assert options.seq_len is not None, "the window is not known"
         return Setting(

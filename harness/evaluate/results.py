@@ -86,7 +86,7 @@ def newest(run_dir: Path) -> dict[str, Any]:
     """Columns of the newest row of each task beside a run; lines that cannot be read are left out."""
     found: dict[str, Any] = {}
     try:
-        lines = (run_dir / EVALUATIONS).read_text(encoding="utf-8").splitlines()
+        lines = (run_dir / EVALUATIONS).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError):
         return found
     latest: dict[str, Metrics] = {}

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 class Task(Protocol):
-    """Rows to score, and what their scores mean."""
+    """Rows to score, and metrics of their scores."""
 
     name: str
     """As typed in the list of tasks."""
@@ -56,7 +56,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What tasks need of a job.
+    """Inputs of every task.
 
     Attributes:
         tokenizer: the tokenizer of the weights.
@@ -244,7 +244,8 @@ def encode_pair(context: str, continuation: str, setting: Setting, where: str) -
 def _examples(name: str, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each example of a file, with its position for messages."""
     try:
-        lines = Path(name).read_text(encoding="utf-8").splitlines()
+        # Not splitlines(), which also splits at separators that JSON allows inside of a text.
+        lines = Path(name).read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise UserError(f"{name}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -259,6 +260,9 @@ def _examples(name: str, limit: int | None) -> Iterator[tuple[str, dict[str, Any
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: has half a surrogate pair, which no tokenizer can read") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: is not JSON") from error
     if not isinstance(row, dict) or not isinstance(row.get("context"), str):
@@ -289,10 +293,8 @@ def _source(setting: Setting) -> tuple[Source, Any]:
     try:
         source, fraction = source_of(data, split)
     except ConfigError as error:
-        rule = "no documents are held out"
-        raise ConfigError(
-            "evaluate.split", split, rule, "evaluate.split=all, data.validation_paths"
-        ) from error
+        rule, works = "no documents are held out", "evaluate.split=all, or data.validation_paths"
+        raise ConfigError("evaluate.split", split, rule, works) from error
     return source, lambda index: fraction == 0 or is_held_out(index, fraction) == (split == "validation")
 
 

@@ -107,7 +107,7 @@ def token_scores(
         dist.all_reduce(best_N, dist.ReduceOp.MIN, group)
     column_N1 = column_N.clamp(0, logits_NV.shape[1] - 1).unsqueeze(1)
     label_N = torch.where(is_local_N, logits_NV.gather(1, column_N1).squeeze(1) - peak_N, 0.0)
-    sums_2N = torch.stack([(logits_NV - peak_N.unsqueeze(1)).exp().sum(1), label_N])
+    sums_2N = torch.stack([(logits_NV - peak_N.unsqueeze(1)).exp_().sum(1), label_N])
     if group is not None:
         dist.all_reduce(sums_2N, group=group)
     log_probability_N = sums_2N[1] - sums_2N[0].log()

@@ -102,6 +102,7 @@ def test_trailing_spaces_are_scored() -> None:
         ("{", "line 1: is not JSON"),
         ('{"choices": ["a", "b"], "answer": 0}', 'line 1: has no text in "context"'),
         ('{"context": "a"}', 'must have either "choices" or "continuation"'),
+        ('{"context": "a", "continuation": "\\ud800"}', "half a surrogate pair"),
         ('{"context": "a", "continuation": ""}', 'has no text in "continuation"'),
         ('{"context": "a", "choices": ["b"], "answer": 0}', "a list of at least two texts"),
         (
