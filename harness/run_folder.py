@@ -38,7 +38,8 @@ DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
 PER_ATTEMPT = ("result.json", "status.json", "errors", "logs", "evidence", "flight_recorder", "profile")
 # An attempt that resumes appends to these.
 METRICS = "metrics.jsonl"
-PER_CURVE = (METRICS, "tensorboard")
+EVALUATIONS = "evaluations.jsonl"
+PER_CURVE = (METRICS, EVALUATIONS, "tensorboard")
 LOCK = ".lock"
 # Disk space reserved for the run's result, in case the disk is full when it ends.
 RESERVE, RESERVED_BYTES = ".reserve", 1 << 18

@@ -14,9 +14,9 @@ from harness.evaluate.names import short_name
 from harness.exchange.found import WeightFolder
 from harness.metrics.encoding import dumps, parse_object
 from harness.metrics.result import flatten, versions
+from harness.run_folder import EVALUATIONS
 from harness.tables import aligned, degrees_in_words, markdown
 
-EVALUATIONS = "evaluations.jsonl"
 PREFIX = "evaluation"
 """First part of a column's name: ``evaluation.<task>.<metric>``."""
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from jobs import train
 
-from harness.evaluate.results import EVALUATIONS, append, evaluations_markdown, newest
+from harness.evaluate.results import append, evaluations_markdown, newest
 from harness.report.of_runs import report_of
 from harness.report.rows import load
+from harness.run_folder import EVALUATIONS
 
 
 def test_newest(tmp_path: Path) -> None:
