@@ -16,7 +16,7 @@ from harness.cluster.config import ClusterConfig, count_gpus
 from harness.config import LABEL, NUMERICS, check_rules, from_dict, label, leaves, part
 from harness.data import DataConfig, TokenizerConfig
 from harness.errors import ConfigError, UserError
-from harness.loop.config import DebugConfig, TrainingConfig, ValidationConfig
+from harness.loop.config import DebugConfig, EvaluationConfig, TrainingConfig, ValidationConfig
 from harness.metrics import MetricsConfig, ProfilingConfig
 from harness.metrics.encoding import parse_object, read_object
 from harness.model.config import ModelConfig
@@ -42,6 +42,7 @@ class Job:
     """Folder in which run folders are created."""
     training: TrainingConfig = part(TrainingConfig)
     validation: ValidationConfig = part(ValidationConfig)
+    evaluation: EvaluationConfig = part(EvaluationConfig)
     model: ModelConfig = part(ModelConfig)
     parallelism: ParallelismConfig = part(ParallelismConfig)
     precision: PrecisionConfig = part(PrecisionConfig)
@@ -202,6 +203,7 @@ class Job:
             self.profiling.refuse_snapshots("cluster.device=cpu")
         if self.validation.interval:
             self.data.require_validation()
+        self.evaluation.validate(self.data, self.training.seq_len)
         self.debug.validate(self.parallelism.tp, self.compile.blocks)
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from harness.checkpoint.catalog import (
     open_checkpoint,
 )
 from harness.config import LABEL, leaves
-from harness.data import TokenizerConfig
+from harness.data import DataConfig, TokenizerConfig
 from harness.errors import ConfigError, UserError
 from harness.exchange.from_config import model_node
 from harness.job import Job, from_dict
@@ -125,13 +125,27 @@ def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelCo
 
 def choose_tokenizer(job: Job, overrides: list[str], found: WeightFolder) -> TokenizerConfig | None:
     """The tokenizer of the source: the manifest's with the overrides applied; None if neither names one."""
-    typed = _typed(overrides, "tokenizer")
-    stored = found.manifest.get("tokenizer")
+    chosen: TokenizerConfig | None = _chosen(
+        "tokenizer", job.tokenizer, overrides, found.manifest.get("tokenizer")
+    )
+    return chosen
+
+
+def choose_data(job: Job, overrides: list[str], found: WeightFolder) -> DataConfig | None:
+    """The data that the source was trained with, with the overrides applied; None if neither names any."""
+    recorded = found.manifest.get("job") or {}
+    chosen: DataConfig | None = _chosen("data", job.data, overrides, recorded.get("data"))
+    return chosen
+
+
+def _chosen(group: str, composed: Any, overrides: list[str], stored: dict[str, Any] | None) -> Any:
+    """The stored config of a group, with the fields of the overrides."""
+    typed = _typed(overrides, group)
     if not stored:
-        return job.tokenizer if typed else None
-    names = [field.name for field in dataclasses.fields(TokenizerConfig) if _covers(typed, field.name)]
-    chosen: TokenizerConfig = from_dict(TokenizerConfig, stored)
-    return dataclasses.replace(chosen, **{name: getattr(job.tokenizer, name) for name in names})
+        return composed if typed else None
+    names = [field.name for field in dataclasses.fields(composed) if _covers(typed, field.name)]
+    chosen = from_dict(type(composed), stored)
+    return dataclasses.replace(chosen, **{name: getattr(composed, name) for name in names})
 
 
 def _typed(overrides: list[str], group: str) -> list[str]:

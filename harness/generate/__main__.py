@@ -11,7 +11,6 @@ Tensor, data and expert parallel generate the same text as one process. Text goe
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from typing import Any
 
@@ -20,9 +19,8 @@ from harness.config import with_value
 from harness.data.tokenizer import build_tokenizer
 from harness.generate.config import GenerateJob
 from harness.generate.prompts import read_prompts, require_room
-from harness.inference.ranks import run_on_ranks
+from harness.inference.ranks import is_first, run_on_ranks
 from harness.inference.source import use_checkpoint
-from harness.launched import launched_ranks
 from harness.tables import degrees_in_words
 
 
@@ -32,19 +30,14 @@ def generate(job: GenerateJob, overrides: list[str]) -> Result:
     prompts = read_prompts(used.job, build_tokenizer(used.job.tokenizer))
     job = with_value(used.job, "training.seq_len", require_room(prompts, used.job))
     streams = not job.wants_json and len(prompts) == 1
-    if streams and _is_first():
+    if streams and is_first():
         sys.stdout.write(prompts[0].text)
         sys.stdout.flush()
     outcome = run_on_ranks(job, "harness.generate.rank:generate", used.found, prompts, streams)
-    if not _is_first():
+    if not is_first():
         return Result({})
     sys.stderr.write(_rates_in_words(outcome))
     return Result(as_dict(job, used.found.path, outcome), "\n" if streams else _texts(outcome))
-
-
-def _is_first() -> bool:
-    """Whether this process prints: under torchrun, rank 0 does."""
-    return launched_ranks() is None or os.environ["RANK"] == "0"
 
 
 def _texts(outcome: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizer_base import Tokenizer
 from harness.exchange.found import WeightFolder
-from harness.generate.config import GenerateJob
+from harness.generate.config import GenerateConfig, GenerateJob
 from harness.generate.decode import generate_batch
 from harness.generate.prompts import Prompt
 from harness.generate.sampling import Sampler
@@ -67,16 +67,30 @@ def generate(
     model = InferenceModel(job, device)
     model.load(found)
     model.part.use_cache(job.training.seq_len)
-    outcome = Outcome(load_seconds=time.perf_counter() - started)
-    replicas, tokenizer = job.parallelism.data_parallel, build_tokenizer(job.tokenizer)
+    seconds, tokenizer = time.perf_counter() - started, build_tokenizer(job.tokenizer)
+    outcome = generate_texts(model, prompts, job.generate, tokenizer, show=show)
+    outcome.load_seconds = max(model.ranks.gather(seconds))
+    return outcome
+
+
+def generate_texts(
+    model: InferenceModel,
+    prompts: Sequence[Prompt],
+    config: GenerateConfig,
+    tokenizer: Tokenizer,
+    *,
+    show: bool = False,
+) -> Outcome:
+    """Generate the texts of all prompts on all ranks together; see ``generate``."""
+    outcome, replicas = Outcome(), model.job.parallelism.data_parallel
     is_first = model.mesh.rank("tp") == 0
     shows = show and is_first and model.mesh.data_rank == 0 and len(prompts) == 1
     numbered = list(enumerate(prompts))
-    for start in range(0, len(prompts), job.generate.batch_size * replicas):
-        batch = numbered[start : start + job.generate.batch_size * replicas]
+    for start in range(0, len(prompts), config.batch_size * replicas):
+        batch = numbered[start : start + config.batch_size * replicas]
         own = batch[model.mesh.data_rank :: replicas]
         # Every rank takes part in every pass: one without a prompt of its own repeats the first.
-        made = _Batch(own or batch[:1], tokenizer, job, show=shows)
+        made = _Batch(own or batch[:1], tokenizer, config, show=shows)
         made.run(model, outcome)
         if own and is_first:
             outcome.texts += made.texts
@@ -87,10 +101,15 @@ class _Batch:
     """Prompts that are generated together on this rank."""
 
     def __init__(
-        self, numbered: Sequence[tuple[int, Prompt]], tokenizer: Tokenizer, job: GenerateJob, *, show: bool
+        self,
+        numbered: Sequence[tuple[int, Prompt]],
+        tokenizer: Tokenizer,
+        config: GenerateConfig,
+        *,
+        show: bool,
     ) -> None:
-        self.config, self.show = job.generate, show
-        self.ends = {tokenizer.eos_id} if job.generate.stop_at_end else set()
+        self.config, self.show = config, show
+        self.ends = {tokenizer.eos_id} if config.stop_at_end else set()
         self.numbers = [number for number, _ in numbered]
         self.prompts = [prompt.ids for _, prompt in numbered]
         self.streams = [TextStream(tokenizer, prompt, self.config.stop) for prompt in self.prompts]

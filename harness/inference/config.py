@@ -18,6 +18,8 @@ class InferenceJob(Job):
 
     WEIGHTS: ClassVar[str] = ""
     """The field with the path of the weights."""
+    GENERATES: ClassVar[bool] = True
+    """Whether the job computes one position at a time, with a cache."""
 
     @classmethod
     def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
@@ -36,23 +38,25 @@ class InferenceJob(Job):
         Raises:
             ConfigError: naming the field, its value, the rule, and what would work.
         """
-        for name, value, only, reason in self._refused():
+        for name, value, only, reason in [
+            *self._refused(),
+            *(self._not_generated() if self.GENERATES else ()),
+        ]:
             if value != only:
                 works = str(only).lower() if isinstance(only, bool) else only
                 raise ConfigError(name, str(value).lower() if value is True else value, reason, [works])
-        # A pass may have a single position, which cannot be split, and every rank chooses from all logits.
-        layout = dataclasses.replace(self.parallelism, sequence_parallel=False, loss_parallel=False)
-        if self.model.moe.enabled and layout.tp > 1:
-            layout = dataclasses.replace(layout, expert_tensor_parallel=True)
-        job = dataclasses.replace(self, parallelism=layout)
+        job = self
+        if self.parallelism.pp == self.parallelism.cp == 1:
+            # A generated position cannot be split, and every rank chooses from all logits.
+            layout = dataclasses.replace(self.parallelism, sequence_parallel=False, loss_parallel=False)
+            if self.model.moe.enabled and layout.tp > 1:
+                layout = dataclasses.replace(layout, expert_tensor_parallel=True)
+            job = dataclasses.replace(self, parallelism=layout)
         return super(InferenceJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
 
     def _refused(self) -> list[tuple[str, object, object, str]]:
         """Fields that must have one value: name, value, that value, reason."""
-        layout, one_token = self.parallelism, "generation computes one position at a time"
         return [
-            ("parallelism.pp", layout.pp, 1, f"{one_token}, so all stages but one would wait"),
-            ("parallelism.cp", layout.cp, 1, f"{one_token}, which cannot be split"),
             (
                 "precision.linear",
                 self.precision.linear,
@@ -63,9 +67,8 @@ class InferenceJob(Job):
                 "compile.blocks",
                 self.compile.blocks,
                 False,
-                f"{one_token} of growing sequences, and is not compiled",
+                "passes have sequences of many lengths, and are not compiled",
             ),
-            ("training.attention", self.training.attention, "sdpa", "the cache has a kernel of its own"),
             (
                 "model.moe.force_balance",
                 self.model.moe.force_balance,
@@ -78,4 +81,13 @@ class InferenceJob(Job):
                 "local",
                 "starts no SLURM job; use torchrun inside of an allocation",
             ),
+        ]
+
+    def _not_generated(self) -> list[tuple[str, object, object, str]]:
+        """Like ``_refused``, for jobs with a cache."""
+        layout, one_token = self.parallelism, "generation computes one position at a time"
+        return [
+            ("parallelism.pp", layout.pp, 1, f"{one_token}, so all stages but one would wait"),
+            ("parallelism.cp", layout.cp, 1, f"{one_token}, which cannot be split"),
+            ("training.attention", self.training.attention, "sdpa", "the cache has a kernel of its own"),
         ]

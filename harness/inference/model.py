@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,9 +14,14 @@ from harness.checkpoint.catalog import open_checkpoint
 from harness.checkpoint.load import opened
 from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.state import model_state
+from harness.data.loader import Batch
+from harness.data.prefetch import place
 from harness.exchange import on_ranks
 from harness.exchange.found import WeightFolder, open_source
 from harness.job import Job
+from harness.model.decoder import Decoder
+from harness.parallelism.chunked_loss import build_loss
+from harness.parallelism.execute import Executor, build_executor
 from harness.parallelism.materialize import allocate, local_ranges
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_on_meta
@@ -33,13 +39,29 @@ class InferenceModel:
         self.job, self.device = job, device
         self.mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
         self.ranks = RankGroup(job.cluster.start_timeout_seconds)
-        [self.part] = self.parts = build_on_meta(job, self.mesh, device)
-        allocate(self.part, device, torch.device("cpu") if job.parallelism.cpu_offload else device)
-        self.part.requires_grad_(False)
+        self.parts = build_on_meta(job, self.mesh, device)
+        for part in self.parts:
+            allocate(part, device, torch.device("cpu") if job.parallelism.cpu_offload else device)
+            part.requires_grad_(False)
+
+    @property
+    def part(self) -> Decoder:
+        """The model part of a layout without pipeline."""
+        [part] = self.parts
+        return part
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters (or shards) that this rank holds."""
-        return iter(self.part.named_parameters())
+        return (named for part in self.parts for named in part.named_parameters())
+
+    @cached_property
+    def _executor(self) -> Executor:
+        loss = build_loss(self.job, self.mesh, self.parts)
+        return build_executor(self.job, self.mesh, self.parts, loss, self.device)
+
+    def score(self, batch: Batch) -> Tensor:
+        """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""
+        return self._executor.score(place(batch, self.device))
 
     def load(self, found: WeightFolder) -> None:
         """Load weights; each rank reads what it holds.

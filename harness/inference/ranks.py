@@ -40,6 +40,11 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
     return outcome
 
 
+def is_first() -> bool:
+    """Whether this process prints and writes: under torchrun, rank 0 does."""
+    return launched_ranks() is None or os.environ["RANK"] == "0"
+
+
 class Failed:
     """An error for the user, raised on a rank; not every exception can be pickled."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harness.config import execution, label, numerics
+from harness.data import DataConfig
 from harness.errors import ConfigError, divisors
+from harness.evaluate.names import DATA, require_stride, require_tasks
 
 NON_FINITE = ("stop", "skip")
 ATTENTION = ("sdpa", "flex", "varlen")
@@ -81,6 +83,32 @@ class ValidationConfig:
     """Steps between validations (one more after the last step); 0 means none."""
     steps: int = label(10, least=1)
     """Global batches per validation."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation while training, as ``python -m harness.evaluate`` does it."""
+
+    interval: int = label(0, least=0)
+    """Steps between evaluations (one more after the last step); 0 means none."""
+    tasks: list[str] = label(factory=lambda: ["data"])
+    """Each is ``data`` (all held-out documents), or a ``.jsonl`` file of questions."""
+    stride: int | None = label(None, least=1)
+    """Task ``data``: tokens that each window of ``training.seq_len`` scores; null: all."""
+    limit: int | None = label(None, least=1)
+    """Use the first examples (or documents) of each task only; null: all."""
+
+    def validate(self, data: DataConfig, seq_len: int) -> None:
+        """Raise ConfigError for tasks that cannot run in the loop."""
+        if not self.interval:
+            return
+        require_tasks("evaluation.tasks", self.tasks, lm_eval=False)
+        require_stride("evaluation.stride", self.stride, seq_len)
+        if DATA in self.tasks:
+            if data.kind == "synthetic":
+                rule = "synthetic data has no documents"
+                raise ConfigError("evaluation.tasks", DATA, rule, "a .jsonl file, or other data")
+            data.require_validation()
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from harness.optimizer.adamw import RoundedAdamW
 from harness.optimizer.build import build_optimizer, build_schedule
 from harness.optimizer.in_backward import UpdateInBackward
 from harness.parallelism.balance import Balance
-from harness.parallelism.chunked_loss import ChunkedLoss
+from harness.parallelism.chunked_loss import build_loss
 from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
 from harness.parallelism.execute import build_executor
 from harness.parallelism.fsdp import reshard
-from harness.parallelism.loss import TokenLoss
 from harness.parallelism.mesh import Mesh, build_mesh
 from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
@@ -119,13 +118,7 @@ class Engine:
             mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
             built = mesh, build_model_parts(job, mesh, device)
         self.mesh, self.parts = built
-        split_logits = job.parallelism.tp > 1 and job.parallelism.loss_parallel
-        compiled = job.compile.backend if job.compile.loss else None
-        vocabulary = self.mesh.axis("tp") if split_logits else None
-        self.loss = TokenLoss(job.model.vocab_size, vocabulary, compiled)
-        for part in self.parts:
-            if part.output is not None and job.training.loss_chunks > 1:
-                part.output.loss = ChunkedLoss(self.loss, job.training.loss_chunks, vocabulary, compiled)
+        self.loss = build_loss(job, self.mesh, self.parts)
         self.balance = Balance(job, self.parts, device)
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
         self._parameters = [list(part.parameters()) for part in self.parts]
@@ -287,6 +280,14 @@ class Engine:
         tokens = count_valid(batch) if self.counts_tokens else 0
         total = self.world_sum([loss if self.has_loss else 0.0, tokens])
         return float(total[0]), int(total[1])
+
+    def score(self, batch: Batch) -> Tensor:
+        """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""
+        self._scale_weights()
+        scores = self.executor.score(place(batch, self.device))
+        for part in self.parts:
+            reshard(part)
+        return scores
 
     def world_sum(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> list[float]:
         """Sum each value over all ranks, in float64, on ``device`` (default: the compute device)."""

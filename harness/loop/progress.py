@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Progress:
     tokens: int = 0
     loss: float | None = None
     validation_loss: float | None = None
+    evaluation: dict[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0
     first_step_seconds: float | None = None
     memory_gib: float | None = None

@@ -16,6 +16,7 @@ from harness.checkpoint.save import SaveFailed, Saver
 from harness.data.prefetch import Prefetcher
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import NonFiniteError, UserError
+from harness.evaluate.in_loop import EvaluationInLoop
 from harness.job import Job
 from harness.loop.batches import loader_of
 from harness.loop.engine import Engine
@@ -72,6 +73,7 @@ class Trainer:
         self.validation_loader = (
             loader_of(job, tokenizer, engine.rows, "validation") if job.validation.interval else None
         )
+        self.evaluation = EvaluationInLoop(engine, tokenizer) if job.evaluation.interval else None
         self.ranks = RankGroup(job.checkpoint.timeout_seconds)
         self.saver = Saver(job, folder.path, engine, self.loader, self.ranks, self._message)
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -142,6 +144,8 @@ class Trainer:
                 self._log(step)
             if self._is_validated(number):
                 self._validate(number)
+            if self._is_evaluated(number):
+                self._evaluate(number)
             self._save_if_due(number, stopping)
             self._end_profiled(number)
             if stopping:
@@ -230,14 +234,19 @@ class Trainer:
         return step in ends or step % self.job.metrics.log_interval == 0
 
     def _is_validated(self, step: int) -> bool:
+        return self._is_due(step, self.job.validation.interval)
+
+    def _is_evaluated(self, step: int) -> bool:
+        return self._is_due(step, self.job.evaluation.interval)
+
+    def _is_due(self, step: int, interval: int) -> bool:
         """Every ``interval`` steps and after the last one."""
-        interval = self.job.validation.interval
         return interval > 0 and (step % interval == 0 or step == self.job.training.steps)
 
     def _needs_outcome(self, step: int) -> bool:
-        """Whether a save, log or validation after this step needs its loss, or to know that it is finite."""
+        """Whether what comes after this step needs its loss, or to know that it is finite."""
         saved = self.job.checkpoint.is_due(step, self.job.training.steps)
-        return saved or self._is_logged(step) or self._is_validated(step)
+        return saved or self._is_logged(step) or self._is_validated(step) or self._is_evaluated(step)
 
     def _end_profiled(self, step: int) -> None:
         if not self.profiler.ends_trace(step):
@@ -313,6 +322,14 @@ class Trainer:
             self.compiler.mark_expected()  # compiling a graph without gradients is expected
         if self.recorder is not None:
             self.recorder.log({"step": step, "validation_loss": self.progress.validation_loss})
+
+    def _evaluate(self, step: int) -> None:
+        assert self.evaluation is not None
+        with self.timer.section("validation"):
+            self.progress.evaluation = self.evaluation.evaluate()
+            self.compiler.mark_expected()
+        if self.recorder is not None:
+            self.recorder.log({"step": step, **self.progress.evaluation})
 
     def _message(self, text: str) -> None:
         if self.recorder is not None:

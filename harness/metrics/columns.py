@@ -62,6 +62,12 @@ METRICS = (
         "Loss on held-out samples; a row of its own with `step`.",
         "validation",
     ),
+    Column(
+        "evaluation.*",
+        "number",
+        "Metric of a task, `evaluation.<task>.<metric>`; a row of its own with `step`.",
+        "evaluation",
+    ),
 )
 
 _ERROR = (
@@ -93,6 +99,7 @@ RESULT = (
     Column("tokens", "tokens", "Tokens processed since step 1."),
     Column("loss", "nats/token", "Loss of the last step."),
     Column("validation_loss", "nats/token", "Loss of the last validation; null without one."),
+    Column("evaluation.*", "number", "Metrics of the last evaluation of this attempt.", "evaluation"),
     Column("skipped_steps", "count", "Updates skipped because a number was not finite."),
     Column("damaged_documents", "count", "Documents that could not be read and were left out."),
     Column("first_step_seconds", "s", "Time from the start of the command to the end of the first step."),

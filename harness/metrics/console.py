@@ -113,7 +113,7 @@ class RichConsole(PlainConsole):
         self._progress.reset(self._task, completed=step, total=self._total_steps, metrics="")
 
     def log(self, row: Mapping[str, Any]) -> None:
-        if "validation_loss" in row:
+        if "loss" not in row:
             self.message(row_line(row, self._total_steps))
             return
         beside = metrics_text({key: row.get(key) for key in _BESIDE_THE_BAR})

@@ -7,6 +7,8 @@ from typing import Any
 
 Format = Callable[[Any], str]
 
+EVALUATION = "evaluation."
+
 # In the order of a line: key of the row, its name on the line, its format.
 _FIELDS: tuple[tuple[str, str, Format], ...] = (
     ("loss", "loss", lambda v: f"{v:.4f}"),
@@ -25,7 +27,9 @@ _FIELDS: tuple[tuple[str, str, Format], ...] = (
 
 def metrics_text(row: Mapping[str, Any]) -> str:
     """Format the metrics of a row, without its step; None and keys without a format are left out."""
-    return "  ".join(f"{name} {text(row[key])}" for key, name, text in _FIELDS if row.get(key) is not None)
+    shown = [f"{name} {text(row[key])}" for key, name, text in _FIELDS if row.get(key) is not None]
+    evaluated = [key for key in row if key.startswith(EVALUATION)]
+    return "  ".join(shown + [f"{key.removeprefix(EVALUATION)} {row[key]:.5g}" for key in evaluated])
 
 
 def row_line(row: Mapping[str, Any], total_steps: int) -> str:

@@ -65,6 +65,7 @@ def result_row(trainer: Trainer) -> Row:
         "tokens": progress.tokens,
         "loss": progress.loss,
         "validation_loss": progress.validation_loss,
+        **progress.evaluation,
         "skipped_steps": progress.skipped_steps,
         "damaged_documents": trainer.loader.damaged_documents,
         "first_step_seconds": progress.first_step_seconds,

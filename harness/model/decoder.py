@@ -159,7 +159,8 @@ class Decoder(nn.Module):
         """Run this part's modules.
 
         Args:
-            x: token ids [B, T] for a part with the embedding, else the residual stream [B, T, C].
+            x: token ids [B, T] for a part with the embedding, else the residual stream [B, T, C]. Token ids
+                of the full model may be shorter than ``seq_len``, for passes without gradients.
             labels_BT: labels, for a part whose output projection computes the loss.
             documents_BT: the document number of each position, if documents do not attend to each other.
                 Positions do not restart: rotation depends on the distance of two tokens only.
@@ -172,7 +173,9 @@ class Decoder(nn.Module):
             residual stream [B, T, C]. With multi-token prediction, its logits are appended [2B, T, V], or
             both losses are returned [2].
         """
-        later_BTC = None
+        later_BTC, length = None, self.seq_len
+        if self.tok_embeddings is not None and self._share is None:
+            length = x.shape[1]
         if later_BT is not None:
             # Each table is used once per pass: FSDP gathers it and reduces its gradient at every use.
             assert self.tok_embeddings is not None and self.mtp is not None, "later_BT needs model.mtp"
@@ -181,7 +184,9 @@ class Decoder(nn.Module):
             x = self.tok_embeddings(x)
         rope, positions, blocks = self.rope, self.positions, self.blocks
         if cached is None:
-            masks = self._masks(documents_BT, x)
+            masks = self._masks(documents_BT, x, length)
+            if length < self.seq_len:
+                rope, positions = rope[:, :length], positions[:length]
         else:
             positions = cached.positions
             rope = self.rope[:, positions]
@@ -204,11 +209,11 @@ class Decoder(nn.Module):
         # A float8 output projection takes no labels.
         return self.output(x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None))
 
-    def _masks(self, documents_BT: Tensor | None, x: Tensor) -> dict[AttentionSpec, Any | None]:
+    def _masks(self, documents_BT: Tensor | None, x: Tensor, length: int) -> dict[AttentionSpec, Any | None]:
         """Attention masks, one for all blocks of equal ``reach``."""
         kernels = {block.attention.inner.spec: block.attention.inner for block in self.blocks.values()}
         return {
-            reach: kernel.mask(documents_BT, x.shape[0], self.seq_len, x.device)
+            reach: kernel.mask(documents_BT, x.shape[0], length, x.device)
             for reach, kernel in kernels.items()
         }
 

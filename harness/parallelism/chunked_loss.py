@@ -8,7 +8,7 @@ projection is kept, in float32: chunks are added to it, and a bfloat16 sum would
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.parallelism.loss import TokenLoss
+from harness.job import Job
+from harness.model.decoder import Decoder
+from harness.parallelism.loss import TokenLoss, token_scores
+from harness.parallelism.mesh import Mesh
 
 # N: rows (tokens) of a chunk or of all, C: residual width, V: vocabulary (of this rank, when it is split)
 
@@ -42,13 +45,18 @@ class ChunkedLoss:
         )
 
     def __call__(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> Tensor:
-        """Map normed activations [B, T, C], the projection's weight and labels [B, T] to a float32 scalar."""
+        """Map normed activations [B, T, C], the projection's weight and labels [B, T] to a float32 scalar.
+
+        Inside of ``TokenLoss.scoring``, return scores of rows, float64 [B, 2].
+        """
         group, first_row = None, 0
         if isinstance(weight_VC, DTensor):
             assert self.mesh is not None, "a split vocabulary needs the tp axis"
             rows_per_rank = -(-weight_VC.shape[0] // self.mesh.size())
             group, first_row = self.mesh.get_group(), rows_per_rank * self.mesh.get_local_rank()
             weight_VC = weight_VC.to_local()
+        if self.loss.scores_rows:
+            return self._score(x_BTC, weight_VC, labels_BT)
         # full() fills on the device; copying a host value there would make the host wait.
         scale = torch.full((), 1 / self.loss.denominator, device=x_BTC.device)
         total: Tensor = _ChunkedCrossEntropy.apply(
@@ -59,6 +67,28 @@ class ChunkedLoss:
             _Options(self.chunks, group, self.cross_entropy, with_gradients=torch.is_grad_enabled()),
         )
         return total
+
+    def _score(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> Tensor:
+        pieces = zip(
+            x_BTC.flatten(0, 1).chunk(self.chunks), labels_BT.flatten().chunk(self.chunks), strict=True
+        )
+        scores = [
+            token_scores(x_NC @ weight_VC.T, labels_N, self.mesh, self.loss.vocab_size)
+            for x_NC, labels_N in pieces
+        ]
+        return torch.cat(scores).unflatten(0, labels_BT.shape).sum(1)
+
+
+def build_loss(job: Job, mesh: Mesh, parts: Sequence[Decoder]) -> TokenLoss:
+    """Make the loss of a job; with training.loss_chunks, the head computes it."""
+    split_logits = job.parallelism.tp > 1 and job.parallelism.loss_parallel
+    compiled = job.compile.backend if job.compile.loss else None
+    vocabulary = mesh.axis("tp") if split_logits else None
+    loss = TokenLoss(job.model.vocab_size, vocabulary, compiled)
+    for part in parts:
+        if part.output is not None and job.training.loss_chunks > 1:
+            part.output.loss = ChunkedLoss(loss, job.training.loss_chunks, vocabulary, compiled)
+    return loss
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,7 @@ class ParallelismConfig:
 
     def _validate_sequence(self, seq_len: int) -> None:
         """Check that context and sequence parallel can split the sequence evenly."""
-        unit = self._sequence_unit(self.balances_context, self.sequence_parallel)
+        unit = self.sequence_unit
         if seq_len % unit == 0:
             return
         works = [f"{seq_len // unit * unit or unit}"]
@@ -322,8 +322,17 @@ class ParallelismConfig:
             rule = f"must be a multiple of {unit}: {pieces} parallelism.cp={self.cp} ranks{of_tp}"
         raise ConfigError("training.seq_len", seq_len, rule, ", or ".join(works))
 
-    def _sequence_unit(self, balanced: bool, sequence_parallel: bool) -> int:
+    def padded(self, length: int) -> int:
+        """The shortest sequence of at least ``length`` tokens that the layout can split evenly."""
+        return -(-length // self.sequence_unit) * self.sequence_unit
+
+    @property
+    def sequence_unit(self) -> int:
         """Number that the sequence length must be a multiple of."""
+        return self._sequence_unit(self.balances_context, self.sequence_parallel)
+
+    def _sequence_unit(self, balanced: bool, sequence_parallel: bool) -> int:
+        """``sequence_unit`` with other options."""
         split = self.tp if sequence_parallel else 1
         return self.cp * (lcm(2, split) if balanced and self.cp > 1 else split)
 

@@ -36,6 +36,14 @@ class Executor(Protocol):
         """Return the batch's next-token loss, a scalar, without gradients; 0 on ranks without one."""
         ...
 
+    def score(self, batch: Batch) -> Tensor:
+        """Score each row: the log-probability of its labels, and the number of those not chosen greedily.
+
+        Returns:
+            float64 [B, 2], without gradients: this rank's positions, 0 on ranks that compute no loss.
+        """
+        ...
+
 
 def build_executor(
     job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: TokenLoss, device: torch.device
@@ -91,6 +99,10 @@ class DirectExecutor:
         with self.loss.context():
             return self._loss(batch)
 
+    def score(self, batch: Batch) -> Tensor:
+        with self.loss.scoring():
+            return self.forward(batch)
+
     def _loss(self, batch: Batch) -> Tensor:
         documents = batch.documents_BT
         if self.in_head:
@@ -127,14 +139,24 @@ class PipelineExecutor:
         self.in_head = job.training.loss_chunks > 1
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
-        return self._run(self.schedule.step, batch).unsqueeze(0)
+        losses = self._run(self.schedule.step, batch)
+        return torch.stack(losses).sum(0, keepdim=True) if losses else torch.zeros(1, device=self.device)
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
         with forward_only(self.schedule):
-            return self._run(self.schedule.eval, batch)
+            losses = self._run(self.schedule.eval, batch)
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
-    def _run(self, run, batch: Batch) -> Tensor:  # type: ignore[no-untyped-def]
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Tensor:
+        with self.loss.scoring(), forward_only(self.schedule):
+            scores = self._run(self.schedule.eval, batch)
+        rows = len(batch.inputs_BT)
+        return torch.cat(scores) if scores else torch.zeros(rows, 2, device=self.device, dtype=torch.float64)
+
+    def _run(self, run, batch: Batch) -> list[Tensor]:  # type: ignore[no-untyped-def]
+        """Losses of the microbatches; none on ranks that do not compute them."""
         batch = local_positions_of(batch, self.positions)
         inputs = (batch.inputs_BT,) if self.holds_first else ()
         target = batch.labels_BT if self.holds_last else None
@@ -146,6 +168,4 @@ class PipelineExecutor:
         with self.loss.context():
             # Returned outputs would keep every microbatch's logits alive.
             run(*inputs, target=target, losses=losses, return_outputs=False, **keywords)
-        if not losses:
-            return torch.zeros((), device=self.device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        return [loss.detach() for loss in losses or []]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +34,7 @@ class TokenLoss:
         self.vocab_size = vocab_size
         self.mesh = mesh
         self.denominator = 1.0
+        self.scores_rows = False
         self.sum_of_losses = (
             torch.compile(_sum_of_losses, backend=compiled) if compiled and mesh is None else _sum_of_losses
         )
@@ -40,9 +43,24 @@ class TokenLoss:
         """Context manager that forward and backward of the loss must run in."""
         return loss_parallel() if self.mesh is not None else nullcontext()
 
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Context manager in which the loss is replaced by scores of each row (see ``token_scores``)."""
+        self.scores_rows = True
+        try:
+            yield
+        finally:
+            self.scores_rows = False
+
     def __call__(self, logits: Tensor, labels_BT: Tensor) -> Tensor:
-        """Map logits [B, T, V] (or this rank's vocabulary shard) and labels [B, T] to a float32 scalar."""
+        """Map logits [B, T, V] (or this rank's vocabulary shard) and labels [B, T] to a float32 scalar.
+
+        Inside of ``scoring``, return scores of rows, float64 [B, 2].
+        """
         logits_NV = logits.flatten(0, 1)
+        if self.scores_rows:
+            scores_N2 = token_scores(logits_NV, labels_BT.flatten(), self.mesh, self.vocab_size)
+            return scores_N2.unflatten(0, labels_BT.shape).sum(1)
         if self.mesh is not None:
             # Shape and stride are given because the last shard may be smaller than the others.
             shape = torch.Size((logits_NV.shape[0], self.vocab_size))
@@ -57,3 +75,41 @@ class TokenLoss:
 
 def _sum_of_losses(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+def token_scores(
+    logits_NV: Tensor, labels_N: Tensor, vocabulary: DeviceMesh | None, vocab_size: int
+) -> Tensor:
+    """Score each label: its log-probability, and 1 if another token is more probable.
+
+    Args:
+        logits_NV: logits, or this rank's vocabulary shard.
+        labels_N: labels; IGNORE_INDEX scores 0, 0.
+        vocabulary: the tp axis when logits are split by vocabulary.
+        vocab_size: size of the full vocabulary.
+
+    Returns:
+        float64 [N, 2]. As ``argmax`` does, the first of equally probable tokens counts as the most probable.
+    """
+    logits_NV = logits_NV.float()
+    group, first = None, 0
+    if vocabulary is not None:
+        group = vocabulary.get_group()
+        first = -(-vocab_size // vocabulary.size()) * vocabulary.get_local_rank()
+    column_N = labels_N - first
+    is_local_N = (column_N >= 0) & (column_N < logits_NV.shape[1])
+    peak_N, best_N = logits_NV.max(1)
+    own_peak_N, best_N = peak_N, best_N + first
+    if group is not None:
+        peak_N = peak_N.clone()
+        dist.all_reduce(peak_N, dist.ReduceOp.MAX, group)
+        best_N = torch.where(own_peak_N == peak_N, best_N, vocab_size)
+        dist.all_reduce(best_N, dist.ReduceOp.MIN, group)
+    column_N1 = column_N.clamp(0, logits_NV.shape[1] - 1).unsqueeze(1)
+    label_N = torch.where(is_local_N, logits_NV.gather(1, column_N1).squeeze(1) - peak_N, 0.0)
+    sums_2N = torch.stack([(logits_NV - peak_N.unsqueeze(1)).exp_().sum(1), label_N])
+    if group is not None:
+        dist.all_reduce(sums_2N, group=group)
+    log_probability_N = sums_2N[1] - sums_2N[0].log()
+    scores_N2 = torch.stack([log_probability_N.double(), (best_N != labels_N).double()], dim=1)
+    return scores_N2 * (labels_N != IGNORE_INDEX).unsqueeze(1)

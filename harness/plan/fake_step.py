@@ -302,6 +302,9 @@ class _Passes:
     def forward(self, batch: Batch) -> Tensor:
         return self.executor.forward(batch)
 
+    def score(self, batch: Batch) -> Tensor:
+        return self.executor.score(batch)
+
     def _run_stages(self, executor: PipelineExecutor, batch: Batch) -> None:
         """Run the passes of a pipeline: every stage runs a microbatch forward, then immediately backward."""
         stages, passes = stages_in(executor.schedule), _passes(self.job, self.mesh.rank("pp"))

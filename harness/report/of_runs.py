@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import NUMERICS, leaves
+from harness.evaluate.results import PREFIX, evaluated_columns
 from harness.metrics.window import THROUGHPUT
 from harness.plan.constants import Calibration
 from harness.report import plots
@@ -70,6 +71,7 @@ def report_of(
         folder / "predicted.png", f"{title}: predicted and measured", names, measured, note=note
     ):
         sections.append(Section("Predicted and measured", [note] if note else [], picture="predicted.png"))
+    sections += _evaluations(rows)
     sections += _knobs(rows, best)
     sections += _failures(rows)
     origin = section_of(rows)
@@ -138,6 +140,14 @@ def _differences(groups: dict[str, list[Row]]) -> list[str]:
             if role == NUMERICS:
                 values.setdefault(name, set()).add(str(value))
     return [name for name, found in values.items() if len(found) > 1]
+
+
+def _evaluations(rows: Sequence[Row]) -> list[Section]:
+    """Metrics of the newest evaluation of each run that has one."""
+    names = evaluated_columns(rows)
+    evaluated = [row for row in rows if any(name in row for name in names)]
+    headings = [Column(name, name.removeprefix(f"{PREFIX}."), ".4f") for name in names]
+    return [Section("Evaluations", [], Table([_COLUMNS[0], *headings], evaluated))] if names else []
 
 
 def _knobs(rows: Sequence[Row], best: Row | None) -> list[Section]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from harness.config import LABEL, leaves
 from harness.errors import UserError
+from harness.evaluate.results import newest
 from harness.job import Job, from_dict
 from harness.metrics.encoding import parse_object
 from harness.metrics.mfu import mfu
@@ -98,6 +99,7 @@ def _of_seen(name: str, point: Point, seen: RunState) -> Row:
         # The overrides of the last start; the sweep has those of the first.
         **as_planned(name, point.job, typed_overrides(point.run_dir) or point.overrides),
         **RunFolder(point.run_dir).row,
+        **newest(point.run_dir),
         "state": seen.state,
         "kind": seen.kind,
         "reason": seen.reason,

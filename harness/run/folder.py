@@ -30,12 +30,12 @@ from harness.locks import LockedError, lock
 from harness.metrics.result import git_commit, versions, write_json_atomically, write_result
 from harness.run.errors import RunErrors
 from harness.run.siblings import unfinished_siblings
-from harness.run.status import LOCK, METRICS, RESERVE, RESERVED_BYTES, is_running
+from harness.run.status import EVALUATIONS, LOCK, METRICS, RESERVE, RESERVED_BYTES, is_running
 
 DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
 PER_ATTEMPT = ("result.json", "status.json", "errors", "logs", "evidence", "flight_recorder", "profile")
 # An attempt that resumes appends to these.
-PER_CURVE = (METRICS, "tensorboard")
+PER_CURVE = (METRICS, EVALUATIONS, "tensorboard")
 LEAVING_SECONDS = 10.0
 
 

@@ -16,6 +16,7 @@ from harness.metrics.jsonl import read_rows
 from harness.metrics.result import read_result, write_json_atomically
 
 METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 LOCK = ".lock"
 # Disk space reserved for the run's result, in case the disk is full when it ends.
 RESERVE, RESERVED_BYTES = ".reserve", 1 << 18

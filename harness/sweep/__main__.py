@@ -13,6 +13,7 @@ from harness.app import Result, Verb
 from harness.arguments import Argument
 from harness.cluster.queue import cancel as cancel_jobs
 from harness.errors import EXIT_OK, UserError
+from harness.evaluate.results import evaluations_markdown, newest
 from harness.run.folder import RunFolder
 from harness.run.state import BUSY, RunState, read_states
 from harness.sweep.registry import Point, Registry, labels, points_in
@@ -82,9 +83,11 @@ def collect(folder: Path) -> int:
     points = registry.points()
     seen = states_of(points)
     rows = rows_of(points, seen, full_reasons=True)
-    write_csv(registry.path / "table.csv", points, seen, [RunFolder(each.run_dir).row for each in seen])
+    results = [{**RunFolder(each.run_dir).row, **newest(each.run_dir)} for each in seen]
+    write_csv(registry.path / "table.csv", points, seen, results)
+    evaluated = evaluations_markdown([row["point"] for row in rows], results)
     (registry.path / "table.md").write_text(
-        f"# {registry.name}\n\n{table_markdown(rows)}{_skipped_in_words(registry)}"
+        f"# {registry.name}\n\n{table_markdown(rows)}{evaluated}{_skipped_in_words(registry)}"
     )
     written = ["table.csv", "table.md", *(["plot.png"] if _draw(registry) else [])]
     log_table(registry, [(point, point.job) for point in points], seen)

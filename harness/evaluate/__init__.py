@@ -1,0 +1,1 @@
+"""Evaluate weights: loss on documents, local JSONL tasks, tasks of lm-evaluation-harness."""

@@ -1,0 +1,40 @@
+"""The file of evaluations, and its columns in tables of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jobs import train
+
+from harness.evaluate.results import append, evaluations_markdown, newest
+from harness.report.of_runs import report_of
+from harness.report.rows import load
+from harness.run.status import EVALUATIONS
+
+
+def test_newest(tmp_path: Path) -> None:
+    assert newest(tmp_path) == {}
+    for loss in (3.0, 2.0):
+        append(tmp_path / EVALUATIONS, [{"task": "data", "loss": loss, "step": 4, "code.torch": "2"}])
+    append(tmp_path / EVALUATIONS, [{"task": "a/q.jsonl", "acc": 0.5, "split": "all", "seq_len": 8}])
+    with (tmp_path / EVALUATIONS).open("a") as file:
+        file.write('{"task": "da')
+    assert newest(tmp_path) == {"evaluation.data.loss": 2.0, "evaluation.q.acc": 0.5}
+
+
+def test_markdown() -> None:
+    rows = [{"loss": 1.0}, {"evaluation.q.acc": 0.5, "evaluation.q.examples": 4}]
+    assert evaluations_markdown(["a", "b"], [{}, {}]) == ""
+    lines = evaluations_markdown(["a", "b"], rows).split("\n")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line]
+    assert [cells[0], *cells[2:]] == [["point", "q.acc"], ["a", "-"], ["b", "0.5000"]]
+
+
+def test_report_has_the_newest_evaluations(tmp_path: Path) -> None:
+    run = train(tmp_path / "runs", "training.steps=4", "training.seq_len=16", "name=evaluated")
+    append(run.folder.path / EVALUATIONS, [{"task": "q.jsonl", "acc": 0.25, "examples": 4}])
+    rows = load(tmp_path / "runs")
+    assert [row["evaluation.q.acc"] for row in rows] == [0.25]
+    [section] = [each for each in report_of("runs", rows, tmp_path).sections if each.title == "Evaluations"]
+    assert section.table is not None
+    assert [column.cell(section.table.rows[0]) for column in section.table.shown][1:] == ["0.2500"]

@@ -1,0 +1,177 @@
+"""Rows and metrics of tasks, and a line for each mistake of a user."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.compose import compose_job
+from harness.data.config import DataConfig
+from harness.data.tokenizer import BytesTokenizer
+from harness.errors import UserError
+from harness.evaluate.__main__ import evaluate
+from harness.evaluate.config import EvaluateJob
+from harness.evaluate.tasks import Setting, encode_pair, open_task, windows
+
+CHOICE = {"context": "one ", "choices": ["two", "three or four"], "answer": 1}
+
+
+def setting(window: int = 64, data: DataConfig | None = None, split: str = "all", **options: int) -> Setting:
+    data = data or DataConfig(paths=["none"])
+    return Setting(BytesTokenizer(), 258, data, split, window, "evaluate.seq_len", **options)
+
+
+@pytest.mark.parametrize("length", [1, 2, 9, 10, 11, 25, 40])
+@pytest.mark.parametrize("stride", [None, 1, 3, 10])
+def test_windows_score_each_token_once(length: int, stride: int | None) -> None:
+    rows = list(windows(range(length), 10, stride))
+    scored = [token for row in rows for token in row.tokens[row.start :]]
+    assert scored == list(range(1, length))
+    assert all(len(row.tokens) - 1 <= 10 for row in rows)
+    if stride is not None:
+        later = rows[1:]
+        assert all(row.start - 1 >= min(10 - stride, row.tokens[0] + 10) for row in later), "context"
+
+
+def test_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a\N{EURO SIGN}c")
+    (tmp_path / "b.txt").write_text("d" * 100)
+    (tmp_path / "c.txt").write_text("")
+    task = open_task("data", setting(data=DataConfig(paths=[f"{tmp_path}/*.txt"])))
+    # A byte is a token, and each document has one that ends it.
+    scores = np.asarray([[-(len(row.tokens) - row.start) * 2.0, 0] for row in task.rows])
+    metrics = task.metrics(scores)
+    assert (metrics["documents"], metrics["bytes"], metrics["tokens"]) == (2, 105, 107)
+    assert metrics["loss"] == pytest.approx(2.0)
+    assert metrics["perplexity"] == pytest.approx(math.exp(2))
+    assert metrics["bits_per_byte"] == pytest.approx(2 * 107 / math.log(2) / 105)
+    assert len(open_task("data", setting(data=DataConfig(paths=[f"{tmp_path}/*.txt"]), limit=1)).rows) == 1
+
+
+def test_splits_are_disjoint(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / f"{number:02}.txt").write_text(str(number))
+    data = DataConfig(paths=[f"{tmp_path}/*.txt"], validation_fraction=0.3)
+    read = {}
+    for split in ("train", "validation", "all"):
+        rows = open_task("data", setting(8, data, split)).rows
+        read[split] = {bytes(row.tokens[1:-1].astype(np.uint8)) for row in rows}
+    assert read["train"] | read["validation"] == read["all"]
+    assert not read["train"] & read["validation"]
+    assert len(read["all"]) == 30
+    assert 0 < len(read["validation"]) < 30
+
+
+def test_choices(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text(f"{json.dumps(CHOICE)}\n{json.dumps(CHOICE | {'answer': 0})}\n")
+    task = open_task(f"{tmp_path}/q.jsonl", setting())
+    assert [len(row.tokens) - row.start for row in task.rows] == [4, 14, 4, 14], "the space is scored"
+    # Of the log-probabilities -4 and -9 the first is larger; -9 / 13 is larger than -4 / 3.
+    metrics = task.metrics(np.asarray([[-4.0, 0], [-9.0, 0]] * 2))
+    assert metrics["acc"] == 0.5
+    metrics = task.metrics(np.asarray([[-4.0, 0], [-9.0, 0], [-9.0, 0], [-4.0, 0]]))
+    assert (metrics["acc"], metrics["acc_norm"], metrics["examples"]) == (0.0, 0.5, 2)
+    assert metrics["acc_norm_stderr"] == 0.5
+
+
+def test_continuations(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text(
+        '{"context": "", "continuation": "ab"}\n{"context": "a", "continuation": "b"}'
+    )
+    task = open_task(f"{tmp_path}/q.jsonl", setting())
+    assert [row.tokens.tolist() for row in task.rows] == [[256, 97, 98], [256, 97, 98]]
+    assert [row.start for row in task.rows] == [1, 2]
+    metrics = task.metrics(np.asarray([[-1.0, 0], [-3.0, 1]]))
+    assert (metrics["acc"], metrics["log_likelihood"], metrics["examples"]) == (0.5, -2.0, 2)
+    assert metrics["perplexity"] == pytest.approx(math.exp(2))
+
+
+def test_trailing_spaces_are_scored() -> None:
+    row = encode_pair("a  ", "b", setting(), "")
+    assert bytes(row.tokens[row.start :].tolist()) == b"  b"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty; would work: lines such as"),
+        ("{", "line 1: is not JSON"),
+        ('{"choices": ["a", "b"], "answer": 0}', 'line 1: has no text in "context"'),
+        ('{"context": "a"}', 'must have either "choices" or "continuation"'),
+        ('{"context": "a", "continuation": "\\ud800"}', "half a surrogate pair"),
+        ('{"context": "a", "continuation": ""}', 'has no text in "continuation"'),
+        ('{"context": "a", "choices": ["b"], "answer": 0}', "a list of at least two texts"),
+        (
+            '{"context": "a", "choices": ["b", "c"], "answer": 2}',
+            '"answer" must be the index of a choice, 0 to 1',
+        ),
+        (
+            f'{{"context": "{"a" * 64}", "continuation": "b"}}',
+            "has 65 tokens, and evaluate.seq_len=64",
+        ),
+        (json.dumps(CHOICE) + '\n{"context": "a", "continuation": "b"}', "line 2: all examples .* one kind"),
+    ],
+)
+def test_wrong_files(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message):
+        open_task(f"{tmp_path}/q.jsonl", setting())
+
+
+def test_missing_file() -> None:
+    with pytest.raises(UserError, match=r"none.jsonl: cannot be read: No such file"):
+        open_task("none.jsonl", setting())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("evaluate.tasks=[hellaswag]", "hellaswag: no such task; would work: data, FILE.jsonl, lm_eval:NAME"),
+        ("evaluate.tasks=[]", r"evaluate.tasks=\[\]: names no task"),
+        ("evaluate.tasks=[a/q.jsonl,b/q.jsonl]", "two tasks are called q"),
+        ("evaluate.seq_len=5000", "evaluate.seq_len=5000: must not exceed model.max_seq_len="),
+        ("evaluate.seq_len=10 evaluate.stride=11", "evaluate.stride=11: exceeds the window of 10 tokens"),
+        ("evaluate.split=test", "evaluate.split=test: no such choice"),
+        ("precision.linear=float8", "float8 products need many rows"),
+        ("compile=on", "compile.blocks=true"),
+    ],
+)
+def test_wrong_options(overrides: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose(*overrides.split())
+
+
+def compose(*overrides: str) -> EvaluateJob:
+    return compose_job(
+        ["model=llama3_tiny", "cluster.device=cpu", *overrides], config_name="evaluate", schema=EvaluateJob
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("evaluation.tasks=[lm_eval:hellaswag]", "evaluation.tasks=lm_eval:hellaswag: no such task"),
+        ("data=synthetic", "evaluation.tasks=data: synthetic data has no documents"),
+        ("data.validation_fraction=0", "no documents are held out"),
+        ("evaluation.stride=9 training.seq_len=8", "exceeds the window of 8"),
+    ],
+)
+def test_wrong_options_of_training(overrides: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose_job(["model=llama3_tiny", "cluster.device=cpu", "evaluation.interval=1", *overrides.split()])
+
+
+def test_no_tokenizer_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="checkpoint=null: must be given"):
+        evaluate(compose(), [])
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    overrides = [f"evaluate.checkpoint={tmp_path}", "model=llama3_tiny"]
+    with pytest.raises(UserError, match="has no tokenizer, and records none"):
+        evaluate(compose(*overrides), overrides)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="records no data; would work: data=NAME"):
+        evaluate(compose(*overrides), overrides)

@@ -1,0 +1,123 @@
+"""Evaluation while training gives the values of ``harness.evaluate`` on the checkpoint of that step."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiers import rest_is_thorough
+
+from harness.cluster.pool import RankPool
+from harness.compose import compose_job
+from harness.evaluate.__main__ import evaluate
+from harness.evaluate.config import EvaluateJob
+from harness.evaluate.results import newest
+from harness.job import Job
+from harness.loop.engine import Engine
+from harness.loop.trainer import Trainer
+from harness.metrics.recorder import Recorder
+from harness.run.folder import RunFolder
+
+LAYOUTS = {
+    "single": [],
+    "tp": ["parallelism=tp", "parallelism.tp=2"],
+    "pp": ["parallelism=pp", "parallelism.pp=2"],
+    "zero_bubble": ["parallelism=pp", "parallelism.pp=2", "parallelism.pp_schedule=ZBVZeroBubble"],
+    "cp": ["parallelism=cp", "parallelism.cp=2"],
+    "fsdp": ["parallelism=fsdp", "parallelism.dp_shard=2"],
+    "tp_pp_fsdp": ["parallelism=tp", "parallelism.tp=2", "parallelism.pp=2", "parallelism.dp_shard=2"],
+    "float32_chunks": ["parallelism=tp", "parallelism.tp=2", "training.loss_chunks=4"],
+}
+STEPS, INTERVAL = 3, 2
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Overrides with documents, and tasks."""
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"document {number} has words, words and words\n" * 8)
+    choice = {"context": "words and ", "choices": ["words", "bread and wine"], "answer": 0}
+    pair = {"context": "", "continuation": "document 1"}
+    (tmp_path / "choice.jsonl").write_text("".join(f"{json.dumps(choice)}\n" for _ in range(3)))
+    (tmp_path / "pair.jsonl").write_text(json.dumps(pair))
+    return [
+        "model=llama3_tiny",
+        "model.vocab_size=258",
+        "tokenizer=bytes",
+        "data=local_text",
+        f"data.paths=[{tmp_path}/*.txt]",
+        "data.validation_fraction=0",
+        f"data.validation_paths=[{tmp_path}/1.txt]",
+        f"data.cache_dir={tmp_path}/cache",
+        "cluster.device=cpu",
+    ]
+
+
+class Rows(Recorder):
+    """Keeps the rows that a trainer logs."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def begin(self, start_step: int, *, has_curve: bool = False) -> None:
+        return
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        self.rows.append(dict(row))
+
+    def message(self, text: str) -> None:
+        return
+
+
+def train(job: Job) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of metrics and the result of one rank."""
+    recorder = Rows()
+    trainer = Trainer(job, RunFolder(job.run_dir), Engine(job, torch.device("cpu")), recorder, time.time())
+    assert trainer.train() == "completed"
+    return recorder.rows, trainer.result()
+
+
+@pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "single", "tp", "pp", "cp", "fsdp"))
+def test_equals_the_verb(layout: str, files: list[str], tmp_path: Path, pool: RankPool) -> None:
+    tasks = f"[data,{tmp_path}/choice.jsonl,{tmp_path}/pair.jsonl]"
+    job = compose_job(
+        [
+            *files,
+            *LAYOUTS[layout],
+            f"runs_dir={tmp_path}/runs",
+            f"training.steps={STEPS}",
+            "training.seq_len=64",
+            "training.global_batch_size=8",
+            "optimizer.lr=0.05",
+            f"checkpoint.interval={INTERVAL}",
+            f"evaluation.interval={INTERVAL}",
+            f"evaluation.tasks={tasks}",
+            "evaluation.stride=16",
+            "metrics.console=none",
+        ]
+    )
+    (job.run_dir / "checkpoints").mkdir(parents=True)
+    (job.run_dir / "job.json").write_text(job.to_json())
+    rows, result = pool.run(job.world_size, train, job)[0]
+    inside = {row.pop("step"): row for row in rows if any(name.startswith("evaluation.") for name in row)}
+    assert list(inside) == [INTERVAL, STEPS]
+    assert len(inside[STEPS]) > 10
+    overrides = [
+        f"checkpoint={job.run_dir}",
+        "cluster.device=cpu",
+        f"evaluate.tasks={tasks}",
+        "evaluate.stride=16",
+    ]
+    alone = compose_job(overrides, config_name="evaluate", schema=EvaluateJob)
+    assert evaluate(alone, overrides).code == 0
+    after = newest(job.run_dir)
+    assert after.keys() == inside[STEPS].keys()
+    for name, value in inside[STEPS].items():
+        close = {"rel": 1e-4} if name.endswith("perplexity") else {"abs": 1e-4, "rel": 0}
+        assert after[name] == pytest.approx(value, **close), name
+    assert {name: result[name] for name in after} == inside[STEPS]
