@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +59,11 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> Sweep:
 
 def converge(runs_dir: Path, *overrides: str) -> int:
     typed = [*JOB, *OPTIONS, f"runs_dir={runs_dir}", "name=c", *overrides]
-    return verb.converge(compose_job(typed, config_name="converge", schema=ConvergeJob), typed)
+    done = verb.converge(compose_job(typed, config_name="converge", schema=ConvergeJob), typed)
+    if isinstance(done, int):
+        return done
+    sys.stdout.write(done.text)
+    return done.code
 
 
 def rows(runs_dir: Path) -> dict[str, dict[str, str]]:

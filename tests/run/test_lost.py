@@ -176,9 +176,11 @@ def test_a_point_that_another_process_submits_again_is_left_alone(
 def test_a_damaged_point_is_reported_and_hides_no_other(
     name: str, fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
 ) -> None:
-    (sweep.points()[0].run_dir / name).write_text("{")
+    damaged = sweep.points()[0].run_dir / name
+    damaged.write_text("{")
     out, err = verb("status", sweep.path)
-    assert f"user: {sweep.points()[0].run_dir}/{name}: damaged" in out.splitlines()[1]
+    # The table shortens long reasons, and the folder of a test has a long name.
+    assert f"user: {damaged}: damag" in out.splitlines()[1]
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
     assert err == f"{POINTS - 1} points ended without a result: {POINTS - 1} unknown\n"
 
