@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain, count
 from math import lcm, prod
 
 from harness.config import execution
 from harness.errors import ConfigError, divisors
 from harness.model.config import ModelConfig
 from harness.model.spec import KEPT_AFTER_FORWARD, TensorSpec
+from harness.parallelism.pipeline_rules import check_pipeline
 from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
-from harness.parallelism.stages import check_stages, check_weights, fitting_layers_per_stage, stages_per_rank
 from harness.tables import degrees_in_words
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -222,7 +220,7 @@ class ParallelismConfig:
         self._validate_experts(model)
         self._validate_context(model)
         self._validate_sequence(seq_len)
-        self._validate_pipeline(model, local_batch_size, share)
+        check_pipeline(self, model, local_batch_size, share)
 
     def _validate_tensor(self, model: ModelConfig, seq_len: int) -> None:
         split = {"model.n_heads": model.n_heads, "model.n_kv_heads": model.n_kv_heads}
@@ -335,77 +333,3 @@ class ParallelismConfig:
         """``sequence_unit`` with other options."""
         split = self.tp if sequence_parallel else 1
         return self.cp * (lcm(2, split) if balanced and self.cp > 1 else split)
-
-    def _validate_pipeline(self, model: ModelConfig, local_batch_size: int, share: int) -> None:
-        check_weights(self, model.n_layers)
-        if self.pp == 1:
-            return
-        if model.tied_embeddings:
-            raise ConfigError(
-                "parallelism.pp",
-                self.pp,
-                "the model ties its output projection to the embedding table, and the pipeline would put "
-                "them on different ranks",
-                "1, or model.tied_embeddings=false",
-            )
-        if model.mtp.depth:
-            raise ConfigError(
-                "parallelism.pp",
-                self.pp,
-                "multi-token prediction uses the embedding and the output projection, and the pipeline would "
-                "put them on different ranks",
-                "1, or model.mtp.depth=0",
-            )
-        if local_batch_size % self.pp_microbatch_size:
-            raise ConfigError(
-                "parallelism.pp_microbatch_size",
-                self.pp_microbatch_size,
-                f"must divide training.local_batch_size={local_batch_size}",
-                divisors(local_batch_size),
-            )
-        check_stages(self, model.n_layers)
-        per_rank = stages_per_rank(self, model.n_layers)
-        if self.pp_schedule_csv is not None:
-            scheduled = read_csv_schedule(self.pp_schedule_csv, self.pp).num_microbatches
-            rule = f"{self.pp_schedule_csv} runs {scheduled} microbatches"
-            self._validate_microbatches(local_batch_size, share, scheduled.__eq__, rule)
-            return
-        schedule = SCHEDULES[self.pp_schedule]
-        if not schedule.takes_stages(per_rank):
-            fits = [other.name for other in SCHEDULES.values() if other.takes_stages(per_rank)]
-            if self.pp_layers_per_stage is not None and not self.pp_modules_per_stage:
-                layers = [*fitting_layers_per_stage(self, model.n_layers), "null"]
-                fits.append(f"or parallelism.pp_layers_per_stage={', '.join(map(str, layers))}")
-            raise ConfigError(
-                "parallelism.pp_schedule",
-                self.pp_schedule,
-                f"takes {schedule.stages_in_words} per rank, and the split gives {per_rank}",
-                fits,
-            )
-        microbatches = local_batch_size // self.pp_microbatch_size
-        self._validate_microbatches(
-            local_batch_size,
-            share,
-            lambda number: schedule.takes_microbatches(number, self.pp, per_rank),
-            schedule.microbatches_in_words(microbatches, self.pp, per_rank),
-        )
-
-    def _validate_microbatches(self, batch: int, share: int, fits: Callable[[int], bool], rule: str) -> None:
-        """Raise ConfigError if the schedule cannot run the batch's number of microbatches."""
-        size = self.pp_microbatch_size
-        if fits(batch // size):
-            return
-        local = [b for b in divisors(share) if b % size == 0 and fits(b // size)]
-        smaller = [s for s in divisors(batch) if fits(batch // s)]
-        now = batch // size
-        near = next(filter(fits, chain(range(now, now + self.pp + 1), count(1)))) * size
-        works = [", ".join(map(str, local))] if local else []
-        if smaller:
-            works.append(f"parallelism.pp_microbatch_size={', '.join(map(str, smaller))}")
-        works.append(f"{near} with training.global_batch_size={near * self.data_parallel}")
-        raise ConfigError(
-            "training.local_batch_size",
-            batch,
-            f"with parallelism.pp_microbatch_size={size} the number of microbatches is {now}, but {rule}",
-            ", or ".join(works),
-        )
