@@ -120,7 +120,7 @@ def test_command(tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str
 
 
 def test_runs_that_failed(tmp_path: Path, sweep: Sweep) -> None:
-    """Techniques have no verdict for seeds without a control, and are not equal without the twin's rounding."""
+    """No verdict for seeds without a control; no equality up to rounding without the twin."""
     only = "converge.only=[bf16,recompute_full]"
     gone = {"exit_reason": "failed", "error.kind": "node", "error.message": "gone"}
     assert converge(tmp_path, only) == EXIT_OK
