@@ -1,6 +1,6 @@
 """Student's t-test on a few values, and Holm's correction for several tests.
 
-Standard library only: scipy, which has both, is no dependency. Checked against published tables.
+Standard library only: scipy, which has the t distribution, is no dependency. Tested against published tables.
 """
 
 from __future__ import annotations
