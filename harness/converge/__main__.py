@@ -41,7 +41,7 @@ def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
     compared = compare(techniques, job)
     if not compared:
         sys.stderr.write("no run of the control has ended; the same command again compares the curves\n")
-        return code
+        return Result({"rows": [], "summary": [], "report": None}, code=code)
     out = Path(job.converge.out or Path(job.runs_dir) / job.name / "converge")
     out.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "harness.converge", *overrides])
@@ -73,11 +73,10 @@ def compare(techniques: Sequence[Technique], job: ConvergeJob) -> list[Compared]
         if control.has_failed:
             raise UserError(f"the control failed: {next(iter(control.missing.values()))}")
         return []
-    steps = [int(step) for step in control.curves.steps]
-    found = {each.name: read_curves(each, steps) for each in techniques[1:] if not each.skipped}
-    curves = {name: each.curves.at(control.curves.losses) for name, each in found.items()}
-    curves = {name: each for name, each in curves.items() if each.losses}
-    verdicts = judge(control.curves, curves.get(TWIN), curves, job.converge)
+    found = {each.name: read_curves(each, control.curves) for each in techniques[1:] if not each.skipped}
+    curves = {name: each.curves for name, each in found.items() if each.curves.losses}
+    twin = found[TWIN].curves if TWIN in found else None
+    verdicts = judge(control.curves, twin, curves, job.converge)
     return [
         Compared(techniques[0], control),
         *(Compared(each, found.get(each.name), verdicts.get(each.name)) for each in techniques[1:]),

@@ -59,14 +59,22 @@ class ConvergeConfig:
                 f"must be at most half of training.steps={job.training.steps}",
                 f"at most {job.training.steps // 2}",
             )
+        if job.metrics.log_interval > self.smooth_steps:
+            raise ConfigError(
+                "metrics.log_interval",
+                job.metrics.log_interval,
+                f"must be at most converge.smooth_steps={self.smooth_steps}; every block needs a loss",
+                f"at most {self.smooth_steps}",
+            )
         if self.out is not None and Path(self.out).is_file():
             raise ConfigError("converge.out", self.out, "is a file", "a folder")
-        for name in (CONTROL, TWIN):
-            if name in self.techniques | self.expert_techniques:
+        for field, known in (
+            ("techniques", self.techniques),
+            ("expert_techniques", self.expert_techniques),
+        ):
+            for name in {CONTROL, TWIN} & known.keys():
                 rule = "this is the name of the control or its twin"
-                raise ConfigError(
-                    f"converge.techniques.{name}", self.techniques.get(name), rule, "another name"
-                )
+                raise ConfigError(f"converge.{field}.{name}", known[name], rule, "another name")
 
     def chosen(self, *, has_experts: bool) -> dict[str, str]:
         """Return the techniques to run: name -> overrides.

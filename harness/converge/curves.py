@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +28,18 @@ class Found:
     has_failed: bool
 
 
-def read_curves(technique: Technique, steps: Sequence[int] | None = None) -> Found:
+def read_curves(technique: Technique, control: Curves | None = None) -> Found:
     """Read the curves of a technique.
 
     Args:
         technique: the technique.
-        steps: steps that a curve must have, those of the control; None takes those of the first curve.
+        control: curves to pair them with: others of the same steps and seeds count as missing. None reads the
+            control itself, whose curves must have the steps of the first.
 
     Raises:
         UserError: a file of metrics is damaged.
     """
+    steps = None if control is None else control.steps.tolist()
     losses: dict[int, Losses] = {}
     missing: dict[int, str] = {}
     has_failed = False
@@ -52,10 +53,12 @@ def read_curves(technique: Technique, steps: Sequence[int] | None = None) -> Fou
         rows = [each for each in read_metrics(folder.path / "metrics.jsonl") if "loss" in each]
         values = np.array([each["loss"] for each in rows], np.float64)
         steps = [each["step"] for each in rows] if steps is None else steps
-        if [each["step"] for each in rows] != list(steps):
+        if [each["step"] for each in rows] != steps:
             missing[seed] = "metrics.jsonl does not have the steps of the control"
         elif not np.isfinite(values).all():
             missing[seed], has_failed = "a loss is not finite", True
+        elif control is not None and seed not in control.losses:
+            missing[seed] = "the control has no curve of this seed"
         else:
             losses[seed] = values
     return Found(

@@ -19,8 +19,8 @@ seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,9 @@ Losses = NDArray[np.float64]
 EQUAL, WORSE, BETTER, DIFFERENT, UNDECIDED = "equal", "worse", "better", "different", "undecided"
 SLOPE_WIDTH = 0.3
 """Width of the window for the slope of the control, as a difference of ``log(step)``."""
-LEAST_DEPARTURE = 1e-9
-"""Relative differences below this count as this: float32 has no smaller ones."""
+LEAST_DEPARTURE = 2.0**-24
+"""Relative differences below this count as this: rounding a loss to float32 changes it by up to as much.
+Without it, no technique with rounding of its own could equal a control whose twin has the same bits."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,6 @@ class Curves:
     steps: NDArray[np.int64]
     losses: Mapping[int, Losses]
     same_numerics: bool = False
-
-    def at(self, seeds: Container[int]) -> Curves:
-        """Return the curves of these seeds only."""
-        return replace(self, losses={seed: each for seed, each in self.losses.items() if seed in seeds})
 
 
 @dataclass(frozen=True)
@@ -82,15 +79,23 @@ def judge(
 ) -> dict[str, Verdict]:
     """Compare every technique with the control.
 
-    The hypothesis of each test is that the technique's statistic is 0 (departure: at most
-    ``rounding_factor``). A technique differs if a hypothesis is rejected at ``level``, with Holm's correction
-    for all tests, and the estimate exceeds its bound. It is equal if the confidence intervals of all its
-    statistics are within the bounds. Otherwise the seeds do not decide.
+    The null hypothesis of each test is that the technique's mean statistic over all seeds is 0 (two-sided;
+    departure: at most ``rounding_factor``, one-sided). A technique differs if a hypothesis is rejected at
+    ``level``, with Holm's correction for all tests, and the estimate exceeds its bound.
+
+    The null hypothesis of equality is that the mean of at least one statistic is outside its bounds. It is
+    rejected if the confidence intervals of all statistics are within the bounds. As all must be, a technique
+    that is not equal is called equal with probability ``level`` at most, however many statistics there are
+    (Berger 1982, "Multiparameter hypothesis testing and acceptance sampling", Technometrics 24). There is no
+    correction for the number of techniques.
+
+    Otherwise the technique is undecided. So is one with the control's numerics if the twin has none of its
+    seeds.
 
     Args:
         control: the control's curves.
-        twin: curves of the control's numbers, computed in another order.
-        techniques: curves by name, each with at least one seed of the control.
+        twin: curves of the control's numbers, computed in another order; None: test no departure.
+        techniques: curves by name, each with at least one seed, all of them seeds of the control.
         config: bounds and levels.
     """
     slope = slope_of(control.steps, np.mean(list(control.losses.values()), axis=0))
@@ -112,6 +117,7 @@ class _Measured:
     speed: Estimate
     departure: Estimate | None
     p_values: list[float]
+    needs_twin: bool
 
 
 def _measure(
@@ -121,7 +127,7 @@ def _measure(
     ours, theirs = (final_losses(each, config.smooth_steps) for each in (curves, control))
     final = Estimate.of([loss / theirs[seed] - 1 for seed, loss in ours.items()], config.level)
     speed = Estimate.of([lead(steps, own - other, slope) for own, other in pairs.values()], config.level)
-    departure, p_values = None, [final.p_of_zero(), speed.p_of_zero()]
+    departure, p_values, needs_twin = None, [final.p_of_zero(), speed.p_of_zero()], False
     if twin is not None and curves.same_numerics:
         ratios = [
             log_departure(steps, own, other, config.smooth_steps)
@@ -132,7 +138,8 @@ def _measure(
         if ratios:
             departure = Estimate.of(ratios, config.level)
             p_values.append(departure.p_of_at_most(math.log10(config.rounding_factor)))
-    return _Measured(final, speed, departure, p_values)
+        needs_twin = not ratios
+    return _Measured(final, speed, departure, p_values, needs_twin=needs_twin)
 
 
 def _decide(measured: _Measured, p_values: list[float], config: ConvergeConfig) -> Verdict:
@@ -159,8 +166,10 @@ def _decide(measured: _Measured, p_values: list[float], config: ConvergeConfig) 
         if estimate is not None and not estimate.is_within(low, high)
     ]
     if open_ends:
-        reason = f"interval of {' and '.join(open_ends)} exceeds the bound; more seeds"
-        return verdict(UNDECIDED, reason if len(final.values) > 1 else "one seed; more seeds")
+        reason = f"interval of {' and '.join(open_ends)} exceeds the bound; needs more seeds"
+        return verdict(UNDECIDED, reason if len(final.values) > 1 else "one seed; needs more seeds")
+    if measured.needs_twin:
+        return verdict(UNDECIDED, "the twin has no curve of these seeds")
     small = {"final loss": is_significant[0], "learning speed": is_significant[1]}
     significant = [name for name, found in small.items() if found]
     return verdict(EQUAL, f"significant, below the bound: {' and '.join(significant)}" if significant else "")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.converge.config import ConvergeConfig
-from harness.converge.judge import Curves, Losses
+from harness.converge.judge import EQUAL, Curves, Losses
 from harness.report.plots import COLORS, new_figure, save
 
 CURVES, DIFFERENCES = "curves.png", "differences.png"
@@ -65,7 +65,7 @@ def draw_differences(
             for seed, losses in curves.losses.items()
         ]
         word = words[name]
-        color = COLORS["predicted"] if word == "equal" else COLORS["measured"]
+        color = COLORS["predicted"] if word == EQUAL else COLORS["measured"]
         axis.axhspan(-100 * config.final_bound, 100 * config.final_bound, color="#eeeeee", linewidth=0)
         axis.fill_between(
             control.steps, np.min(apart, axis=0), np.max(apart, axis=0), color=color, alpha=0.3, linewidth=0

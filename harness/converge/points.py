@@ -46,7 +46,8 @@ def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Techn
         overrides: the overrides of the command line.
 
     Raises:
-        UserError: the control or its twin is invalid, a name is unknown, or a technique is misspelled.
+        UserError: the control or its twin is invalid, a name is unknown, a technique is misspelled, or none
+            can run.
     """
     config = job.converge
     common = [each for each in overrides if not each.lstrip("+").startswith("converge.")]
@@ -68,6 +69,10 @@ def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Techn
             except UserError as error:
                 raise UserError(f"converge.techniques.{name}: {error}") from error
             made.append(_compared(control.job, technique, config))
+    if all(each.skipped for each in made if each.name in chosen):
+        first = next(each for each in made if each.name in chosen)
+        rule = f"none of these techniques can run; {first.name}: {first.skipped}"
+        raise ConfigError("converge.only", f"[{','.join(chosen)}]", rule)
     return made
 
 

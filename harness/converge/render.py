@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,9 +102,14 @@ def _statistics(verdict: Verdict, spread: float) -> Row:
         row[f"{name}_of_seeds"] = " ".join(f"{value:.6g}" for value in estimate.values)
     row["final_over_spread"] = verdict.final.mean / spread if spread > 0 else None
     if verdict.departure is not None:
-        row["departure"] = 10**verdict.departure.mean
-        row |= {"departure_low": 10**verdict.departure.low, "departure_high": 10**verdict.departure.high}
+        row["departure"] = _power_of_ten(verdict.departure.mean)
+        row["departure_low"] = _power_of_ten(verdict.departure.low)
+        row["departure_high"] = _power_of_ten(verdict.departure.high)
     return row
+
+
+def _power_of_ten(exponent: float) -> float:
+    return 10.0**exponent if exponent < sys.float_info.max_10_exp else math.inf
 
 
 def report_of(
@@ -155,21 +161,25 @@ def summary_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[str
 
 
 def _method(config: ConvergeConfig) -> list[str]:
-    level = f"{config.level:.0%}"
+    level = f"{100 * config.level:g}%"
     return [
         "A technique and the control are paired by seed, which determines initial values and data order. "
-        "Every statistic is one value per seed, tested by Student's t over seeds:",
+        "Every statistic is one value per seed, tested over seeds by Student's t with one degree of freedom "
+        "less than seeds, which assumes normally distributed values:",
         f"- difference: final loss (mean of the last {config.smooth_steps} steps) relative to the control's, "
         "also in units of the standard deviation of the control's final loss over seeds;",
         "- learning speed: how far the curve runs ahead of the control's, as a share of the steps (least "
         "squares over all steps, weighted by 1 / step);",
         "- departure: size of the differences over that of the twin, which computes the control's numbers in "
         "another order; for techniques that claim the control's numerics.",
-        f"Worse, better, different: a hypothesis of no difference is rejected at {level}, by Holm for all "
-        f"tests of the table, and the estimate exceeds its bound: {config.final_bound:.1%} of the final "
-        f"loss, {config.speed_bound:.1%} of the learning speed, {config.rounding_factor:g} times the twin's "
-        f"departure. Equal: the {1 - 2 * config.level:.0%} intervals of all statistics are within the bounds "
-        f"(two one-sided tests at {level}). Otherwise undecided: more seeds would decide.",
+        "Worse, better: the hypothesis that the mean difference, or learning speed, is 0 is rejected at "
+        f"{level}, by Holm for all tests of the table, and the estimate exceeds its bound: "
+        f"{config.final_bound:.1%} of the final loss, {config.speed_bound:.1%} of the learning speed. "
+        "Different: the same for the hypothesis that the geometric mean of the departure is at most "
+        f"{config.rounding_factor:g} times the twin's. "
+        f"Equal: the {100 * (1 - 2 * config.level):g}% intervals of all statistics are within the bounds "
+        f"(two one-sided tests at {level}, for each technique by itself). Otherwise undecided: needs more "
+        "seeds.",
     ]
 
 

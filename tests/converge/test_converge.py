@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from jobs import TINY
 
+from harness.app import Result
 from harness.compose import Composed, compose_job
 from harness.converge import __main__ as verb
 from harness.converge.config import ConvergeJob
@@ -57,9 +58,13 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> Sweep:
     return made
 
 
-def converge(runs_dir: Path, *overrides: str) -> int:
+def result_of(runs_dir: Path, *overrides: str) -> int | Result:
     typed = [*JOB, *OPTIONS, f"runs_dir={runs_dir}", "name=c", *overrides]
-    done = verb.converge(compose_job(typed, config_name="converge", schema=ConvergeJob), typed)
+    return verb.converge(compose_job(typed, config_name="converge", schema=ConvergeJob), typed)
+
+
+def converge(runs_dir: Path, *overrides: str) -> int:
+    done = result_of(runs_dir, *overrides)
     if isinstance(done, int):
         return done
     sys.stdout.write(done.text)
@@ -114,6 +119,36 @@ def test_command(tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str
     assert rows(tmp_path)["bf16"]["verdict"] == "incomplete"
 
 
+def test_runs_that_failed(tmp_path: Path, sweep: Sweep) -> None:
+    """No verdict for seeds without a control; no equality up to rounding without the twin."""
+    only = "converge.only=[bf16,recompute_full]"
+    gone = {"exit_reason": "failed", "error.kind": "node", "error.message": "gone"}
+    assert converge(tmp_path, only) == EXIT_OK
+    sweep.stops_after, sweep.code = len(sweep.ran), 1
+    kept = (sweep.ran[0] / "result.json").read_text()
+    edit_result(sweep.ran[0], **gone)
+    assert converge(tmp_path, only) == verb.EXIT_DIFFERS
+    found = rows(tmp_path)
+    unpaired = ("incomplete", "the control has no curve of this seed (1 of 2 runs)", "1")
+    assert {name: (row["verdict"], row["reason"], row["seeds"]) for name, row in found.items()} == {
+        "control": ("failed", "node: gone (1 of 2 runs)", "1"),
+        **dict.fromkeys(("twin", "bf16", "recompute_full"), unpaired),
+    }
+    (sweep.ran[0] / "result.json").write_text(kept)
+    for run_dir in sweep.ran[2:4]:
+        edit_result(run_dir, **gone)
+    metrics = sweep.ran[4] / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(line | {"loss": "nan"}) + "\n" for line in lines))
+    assert converge(tmp_path, only) == verb.EXIT_DIFFERS
+    assert {name: (row["verdict"], row["reason"]) for name, row in rows(tmp_path).items()} == {
+        "control": ("control", ""),
+        "twin": ("failed", "node: gone (2 of 2 runs)"),
+        "bf16": ("failed", "a loss is not finite (1 of 2 runs)"),
+        "recompute_full": ("undecided", "the twin has no curve of these seeds"),
+    }
+
+
 def test_failed_control(tmp_path: Path, sweep: Sweep) -> None:
     sweep.stops_after = 1
     assert converge(tmp_path, "converge.seeds=[1]") == EXIT_INTERRUPTED
@@ -126,7 +161,9 @@ def test_failed_control(tmp_path: Path, sweep: Sweep) -> None:
 def test_nothing_has_run(tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     """On SLURM the command returns before the runs have ended."""
     sweep.stops_after, sweep.code = 0, EXIT_OK
-    assert converge(tmp_path) == EXIT_OK
+    result = result_of(tmp_path)
+    assert isinstance(result, Result)
+    assert (result.code, result.data) == (EXIT_OK, {"rows": [], "summary": [], "report": None})
     assert "no run of the control has ended" in capsys.readouterr().err
 
 

@@ -79,6 +79,15 @@ def test_world_size_limits_the_ranks() -> None:
             "converge.techniques.bf16='training.steps=60'",
             r"converge.techniques.bf16=.*: changes training.steps",
         ),
+        ("metrics.log_interval=21", r"metrics.log_interval=21: must be at most converge.smooth_steps=20"),
+        (
+            "converge.expert_techniques.control='precision=bf16'",
+            r"converge.expert_techniques.control=precision=bf16: this is the name of",
+        ),
+        (
+            "converge.only=[async_tp]",
+            r"converge.only=\[async_tp\]: none of these techniques can run; async_tp: .*symmetric memory",
+        ),
         ("converge.out=pyproject.toml", r"converge.out=pyproject.toml: is a file; would work: a folder"),
         ("model.vocab_size=256", r"model.vocab_size=256"),
     ],

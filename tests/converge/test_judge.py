@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,9 +109,10 @@ def test_significant_difference_below_the_bound_is_equal() -> None:
 
 def test_one_seed_is_undecided() -> None:
     control, techniques = experiment(np.random.default_rng(2), drift=0.001, speed=0.5)
-    verdict = judge(control, None, {"a": techniques["0"].at([0])}, CONFIG)["a"]
-    assert verdict.word == UNDECIDED
-    assert verdict.reason.endswith("more seeds")
+    single = replace(techniques["0"], losses={0: techniques["0"].losses[0]})
+    verdict = judge(control, None, {"a": single}, CONFIG)["a"]
+    assert (verdict.word, verdict.reason) == (UNDECIDED, "one seed; needs more seeds")
+    assert verdict.p == 1.0
 
 
 def test_lead_is_the_speed() -> None:
@@ -131,7 +133,9 @@ def test_departure_ignores_the_sign_and_compares_blocks() -> None:
     assert log_departure(STEPS, curve * (1 + 1e-4 * signs), curve, 20) == pytest.approx(-4)
     growing = 1e-6 * 10 ** (2.0 * ((STEPS - 1) // 20 % 2))  # 1e-6 and 1e-4 in turn
     assert log_departure(STEPS, curve * (1 + growing), curve, 20) == pytest.approx(-5, abs=1e-3)
-    assert log_departure(STEPS, curve, curve, 20) == -9
+    assert log_departure(STEPS, curve, curve, 20) == pytest.approx(np.log10(2.0**-24)), (
+        "the rounding of a loss"
+    )
 
 
 @pytest.mark.parametrize(("times", "word"), [(3, EQUAL), (300, DIFFERENT)])
@@ -156,3 +160,64 @@ def test_departure_of_techniques_with_the_same_numerics(times: float, word: str)
     assert 10 ** found["same"].departure.mean == pytest.approx(times, rel=0.2)
     assert found["other"].word == found["twin"].word == EQUAL
     assert found["other"].departure is None
+
+
+def same_bits(control: Curves) -> Curves:
+    return Curves(STEPS, {seed: losses.copy() for seed, losses in control.losses.items()}, same_numerics=True)
+
+
+def test_same_bits_are_equal() -> None:
+    """Differences without variance do not divide by zero."""
+    control, _ = experiment(np.random.default_rng(4), drift=0.0)
+    twin = same_bits(control)
+    found = judge(control, twin, {"twin": twin, "a": same_bits(control)}, CONFIG)
+    assert {(each.word, each.p, each.final.mean, each.speed.mean) for each in found.values()} == {
+        (EQUAL, 1.0, 0.0, 0.0)
+    }
+
+
+def test_a_twin_with_the_same_bits_leaves_room_for_rounding() -> None:
+    random = np.random.default_rng(5)
+    control, _ = experiment(random, drift=0.0)
+    rounded = {
+        seed: losses * (1 + 1e-7 * random.standard_normal(len(STEPS)))
+        for seed, losses in control.losses.items()
+    }
+    techniques = {"rounded": Curves(STEPS, rounded, same_numerics=True)}
+    assert judge(control, same_bits(control), techniques, CONFIG)["rounded"].word == EQUAL
+
+
+@pytest.mark.parametrize(
+    ("seeds", "reason"),
+    [
+        ([], "the twin has no curve of these seeds"),
+        ([0], "interval of departure exceeds the bound; needs more seeds"),
+    ],
+)
+def test_without_the_twin_equal_numerics_are_not_claimed(seeds: list[int], reason: str) -> None:
+    control, _ = experiment(np.random.default_rng(6), drift=0.0)
+    twin = replace(same_bits(control), losses={seed: control.losses[seed] for seed in seeds})
+    same = same_bits(control)
+    techniques = {"same": same, "other": replace(same, same_numerics=False)}
+    found = judge(control, twin, techniques, CONFIG)
+    assert (found["same"].word, found["same"].reason) == (UNDECIDED, reason)
+    assert found["other"].word == EQUAL
+    assert judge(control, None, techniques, CONFIG)["same"].word == EQUAL, "converge.twin is empty"
+
+
+def test_holm_counts_every_test_of_the_table() -> None:
+    """Two tests of each technique, and the departure of one with the control's numerics."""
+    random = np.random.default_rng(7)
+    control, techniques = experiment(random, drift=0.003)
+    techniques["same"] = replace(techniques["0"], same_numerics=True)
+    found = judge(control, same_bits(control), techniques, CONFIG)
+    smallest = min(
+        p
+        for each in found.values()
+        for p in (
+            each.final.p_of_zero(),
+            each.speed.p_of_zero(),
+            1.0 if each.departure is None else each.departure.p_of_at_most(1.0),
+        )
+    )
+    assert min(each.p for each in found.values()) == pytest.approx((2 * TECHNIQUES + 3) * smallest)
