@@ -297,6 +297,7 @@ def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) 
         done = python(
             *("-m", "harness.train", *overrides.split(), *common.split()),
             *(f"runs_dir={tmp_path}", f"name={name}", "cluster.device=cpu"),
+            cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
         [folder] = (tmp_path / name).iterdir()
