@@ -51,7 +51,7 @@ def evaluate(job: EvaluateJob, overrides: list[str]) -> Result:
     job = with_value(job, "training.seq_len", job.parallelism.padded(longest))
     results = run_on_ranks(job, "harness.evaluate.rank:evaluate", used.found, tasks)
     if not is_first():
-        return Result({})
+        return Result(None)
     rows, file = rows_of(job, used.found, results), file_of(job, used.found)
     append(file, rows)
     return Result({"rows": rows, "written": str(file)}, f"{table(results)}wrote {file}\n")

@@ -35,7 +35,7 @@ def generate(job: GenerateJob, overrides: list[str]) -> Result:
         sys.stdout.flush()
     outcome = run_on_ranks(job, "harness.generate.rank:generate", used.found, prompts, streams)
     if not is_first():
-        return Result({})
+        return Result(None)
     sys.stderr.write(_rates_in_words(outcome))
     return Result(as_dict(job, used.found.path, outcome), "\n" if streams else _texts(outcome))
 

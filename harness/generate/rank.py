@@ -123,6 +123,8 @@ class _Batch:
         for text, stream in zip(self.texts, self.streams, strict=True):
             self._print(stream.finish())
             text.text = stream.text
+            if stream.is_stopped:  # perhaps by characters that were complete only now
+                text.ended_by = STOP
         outcome.prefill_seconds += timing.prefill
         outcome.decode_seconds += timing.decode
 

@@ -12,6 +12,7 @@ from harness.errors import HarnessError, MachineError, UserError
 from harness.job import Job
 from harness.launched import launched_ranks
 from harness.loop.process import importing_torch, keep_freed_memory
+from harness.startup import prepare_process
 
 
 def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
@@ -34,10 +35,11 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
     from harness.cluster.pool import RankPool
 
     with RankPool(job.world_size, timeout_seconds=float("inf"), on_gpus=_on_gpus(job)) as pool:
-        outcome = pool.run(job.world_size, _on_rank, job, function, *arguments)[0]
-    if isinstance(outcome, Failed):
-        raise {"user": UserError}.get(outcome.kind, MachineError)(outcome.message)
-    return outcome
+        outcomes = pool.run(job.world_size, _on_rank, job, function, *arguments)
+    for outcome in outcomes:
+        if isinstance(outcome, Failed):
+            raise {"user": UserError}.get(outcome.kind, MachineError)(outcome.message)
+    return outcomes[0]
 
 
 def is_first() -> bool:
@@ -58,10 +60,11 @@ def _on_rank(job: Job, function: str, *arguments: Any) -> Any:
     from harness.cluster.ranks import threads_per_rank
     from harness.loop.setup import pick_device, set_up_process
 
-    device = pick_device(job)
-    set_up_process(job)
-    torch.set_num_threads(threads_per_rank(job))
+    prepare_process()
     try:
+        device = pick_device(job)
+        set_up_process(job)
+        torch.set_num_threads(threads_per_rank(job))
         return _imported(function)(job, device, *arguments)
     except HarnessError as error:
         return Failed(error)
