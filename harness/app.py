@@ -48,13 +48,13 @@ class Result:
     """Result of a verb, as data and as text.
 
     Attributes:
-        data: the object that ``--json`` prints; None: nothing, on ranks of torchrun other than the first.
+        data: the object that ``--json`` prints.
         text: printed without ``--json``, after what the verb has printed during its work.
         code: the exit code.
         error: raised after printing: the result is complete, but a later part of the work failed.
     """
 
-    data: dict[str, Any] | None
+    data: dict[str, Any]
     text: str = ""
     code: int = EXIT_OK
     error: HarnessError | OSError | None = None
@@ -172,11 +172,11 @@ def _finished(call: Callable[[], int | Result], *, as_json: bool) -> int:
         result = call()
     if isinstance(result, int):
         return result
-    if as_json and result.data is not None:
+    if as_json:
         from harness.metrics.encoding import dumps
 
         sys.stdout.write(f"{dumps(result.data, indent=2)}\n")
-    elif not as_json:
+    else:
         sys.stdout.write(result.text)
     if result.error is not None:
         sys.stdout.flush()

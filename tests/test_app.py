@@ -53,17 +53,6 @@ def test_json_is_all_of_standard_output(
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_no_data_prints_nothing(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    verb = Verb("work", lambda: Result(None), has_json=True)
-    monkeypatch.setattr(sys, "argv", ["work", *flags])
-    with pytest.raises(SystemExit) as ended:
-        verb.main()
-    assert (ended.value.code, *capfd.readouterr()) == (0, "", "")
-
-
-@pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_an_error_after_the_result(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from harness.app import Result, Verb
 from harness.config import with_value
 from harness.data.tokenizer import build_tokenizer
+from harness.errors import EXIT_OK
 from harness.generate.config import GenerateJob
 from harness.generate.prompts import read_prompts, require_room
 from harness.inference.ranks import is_first, run_on_ranks
@@ -24,7 +25,7 @@ from harness.inference.source import use_checkpoint
 from harness.tables import degrees_in_words
 
 
-def generate(job: GenerateJob, overrides: list[str]) -> Result:
+def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
     """Generate text after each prompt."""
     used = use_checkpoint(job, overrides, "generate.checkpoint")
     prompts = read_prompts(used.job, build_tokenizer(used.job.tokenizer))
@@ -35,7 +36,7 @@ def generate(job: GenerateJob, overrides: list[str]) -> Result:
         sys.stdout.flush()
     outcome = run_on_ranks(job, "harness.generate.rank:generate", used.found, prompts, streams)
     if not is_first():
-        return Result(None)
+        return EXIT_OK
     sys.stderr.write(_rates_in_words(outcome))
     return Result(as_dict(job, used.found.path, outcome), "\n" if streams else _texts(outcome))
 

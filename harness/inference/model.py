@@ -20,6 +20,7 @@ from harness.errors import UserError
 from harness.exchange import on_ranks
 from harness.exchange.found import WeightFolder, open_source
 from harness.job import Job
+from harness.job_rules import check_device
 from harness.model.decoder import Decoder
 from harness.parallelism.chunked_loss import build_loss
 from harness.parallelism.execute import Executor, build_executor
@@ -34,9 +35,13 @@ class InferenceModel:
     Args:
         job: the resolved job.
         device: where this rank computes.
+
+    Raises:
+        ConfigError: the device does not support training.attention.
     """
 
     def __init__(self, job: Job, device: torch.device) -> None:
+        check_device(job, on_cpu=device.type == "cpu")
         self.job, self.device = job, device
         self.mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
         self.ranks = RankGroup(job.cluster.start_timeout_seconds)
