@@ -31,9 +31,6 @@ def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
     prompts = read_prompts(used.job, build_tokenizer(used.job.tokenizer))
     job = with_value(used.job, "training.seq_len", require_room(prompts, used.job))
     streams = not job.wants_json and len(prompts) == 1
-    if streams and is_first():
-        sys.stdout.write(prompts[0].text)
-        sys.stdout.flush()
     outcome = run_on_ranks(job, "harness.generate.rank:generate", used.found, prompts, streams)
     if not is_first():
         return EXIT_OK
