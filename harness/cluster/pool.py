@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,8 +33,29 @@ GRACE_SECONDS = 0.5
 _PRELOADED = ["harness.loop.engine", "harness.loop.batches"]
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Failure of one rank: its text, with the traceback; kind and message if it is a ``HarnessError``.
+
+    Not every exception can be pickled.
+    """
+
+    text: str
+    kind: str | None = None
+    message: str = ""
+
+
 class RankFailed(HarnessError):
-    """A rank of the pool raised, died, or did not answer in time."""
+    """A rank of the pool raised, died, or did not answer in time.
+
+    Args:
+        message: the message.
+        failure: the failure that caused it; None: there was no answer.
+    """
+
+    def __init__(self, message: str, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class RankPool:
@@ -114,7 +136,7 @@ class RankPool:
         deadline = time.monotonic() + self.timeout_seconds
         pending = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])}
         results: list[Any] = [None] * world_size
-        failures: list[tuple[int, str]] = []
+        failures: list[tuple[int, Failure]] = []
         while pending:
             left = max(0.0, deadline - time.monotonic())
             ready = wait(list(pending), timeout=left if left < float("inf") else None)
@@ -131,8 +153,8 @@ class RankPool:
                     failures.append((rank, value))
         if failures:
             # A rank that lost its peer may answer before the peer's failure is known.
-            rank, failure = min(failures, key=lambda each: is_consequence(each[1]))
-            raise RankFailed(f"rank {rank} of {world_size}: {failure}")
+            rank, failure = min(failures, key=lambda each: is_consequence(each[1].text))
+            raise RankFailed(f"rank {rank} of {world_size}: {failure.text}", failure)
         if pending:
             ranks = ", ".join(map(str, sorted(pending.values())))
             raise RankFailed(f"no answer from rank {ranks} of {world_size} in {self.timeout_seconds:g} s")
@@ -144,7 +166,7 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             process, _ = self._ranks[rank]
             process.join(GRACE_SECONDS)
-            return False, f"the process died (exit code {process.exitcode})"
+            return False, Failure(f"the process died (exit code {process.exitcode})")
 
 
 @contextmanager
@@ -201,7 +223,7 @@ def _serve(rank: int, connection: Connection, on_gpus: bool) -> None:
         except EOFError:
             return
         except Exception:  # unpickling failed: the function cannot be imported here
-            connection.send((False, traceback.format_exc()))
+            connection.send((False, Failure(traceback.format_exc())))
             continue
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
@@ -220,6 +242,7 @@ def _serve(rank: int, connection: Connection, on_gpus: bool) -> None:
             connection.send((True, value))
             value = None
             _forget_meshes()
-        except BaseException:
-            connection.send((False, traceback.format_exc()))
+        except BaseException as error:
+            known = (error.kind, str(error)) if isinstance(error, HarnessError) else ()
+            connection.send((False, Failure(traceback.format_exc(), *known)))
             # Wait to be killed: while this rank's connections are open, its peers do not fail too.

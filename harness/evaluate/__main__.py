@@ -15,7 +15,7 @@ import importlib.util
 
 from harness.app import Result, Verb
 from harness.config import with_value
-from harness.errors import ConfigError, UserError
+from harness.errors import EXIT_OK, ConfigError, MachineError, UserError
 from harness.evaluate.config import EvaluateJob
 from harness.evaluate.names import DATA, is_lm_eval, require_stride
 from harness.evaluate.results import append, file_of, rows_of, table
@@ -25,7 +25,7 @@ from harness.inference.ranks import is_first, run_on_ranks
 from harness.inference.source import use_checkpoint
 
 
-def evaluate(job: EvaluateJob, overrides: list[str]) -> Result:
+def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
     """Evaluate weights on tasks, and append the metrics to a file."""
     used = use_checkpoint(job, overrides, "evaluate.checkpoint")
     job = used.job
@@ -51,9 +51,12 @@ def evaluate(job: EvaluateJob, overrides: list[str]) -> Result:
     job = with_value(job, "training.seq_len", job.parallelism.padded(longest))
     results = run_on_ranks(job, "harness.evaluate.rank:evaluate", used.found, tasks)
     if not is_first():
-        return Result({})
+        return EXIT_OK
     rows, file = rows_of(job, used.found, results), file_of(job, used.found)
-    append(file, rows)
+    try:
+        append(file, rows)
+    except MachineError as error:
+        return Result({"rows": rows, "written": None}, table(results), error=error)
     return Result({"rows": rows, "written": str(file)}, f"{table(results)}wrote {file}\n")
 
 

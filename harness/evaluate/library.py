@@ -218,7 +218,7 @@ def generation(wanted: Mapping[str, Any], batch_size: int) -> GenerateConfig:
         temperature=temperature if samples is not False else 0.0,
         top_k=top_k or None,
         top_p=1.0 if top_p is None else float(top_p),
-        stop=[until] if isinstance(until, str) else list(until),
+        stop=[each for each in ([until] if isinstance(until, str) else until) if each],
     )
 
 

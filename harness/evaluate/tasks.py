@@ -8,7 +8,6 @@ A JSONL file has one example per line, all of one kind:
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.data.vocabulary import check_vocab_size
 from harness.errors import ConfigError, UserError
 from harness.evaluate.names import DATA
+from harness.inference.lines import numbered_lines, parse_json
 
 EXAMPLES = (
     '{"context": "...", "choices": ["...", "..."], "answer": 0} or {"context": "...", "continuation": "..."}'
@@ -243,28 +243,15 @@ def encode_pair(context: str, continuation: str, setting: Setting, where: str) -
 
 def _examples(name: str, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each example of a file, with its position for messages."""
-    try:
-        # Not splitlines(), which also splits at separators that JSON allows inside of a text.
-        lines = Path(name).read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise UserError(f"{name}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name}: is not UTF-8 text") from error
-    numbered = [(f"{name}, line {i}", line) for i, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise UserError(f"{name}: is empty; would work: lines such as {EXAMPLES}")
+    numbered = numbered_lines(
+        name, lambda: Path(name).read_text(encoding="utf-8"), f"lines such as {EXAMPLES}"
+    )
     for where, line in numbered[:limit]:
         yield where, _parsed(line, where)
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: has half a surrogate pair, which no tokenizer can read") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: is not JSON") from error
+    row = parse_json(line, where)
     if not isinstance(row, dict) or not isinstance(row.get("context"), str):
         raise UserError(f'{where}: has no text in "context"; would work: {EXAMPLES}')
     if ("choices" in row) == ("continuation" in row):

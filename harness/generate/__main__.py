@@ -17,6 +17,7 @@ from typing import Any
 from harness.app import Result, Verb
 from harness.config import with_value
 from harness.data.tokenizer import build_tokenizer
+from harness.errors import EXIT_OK
 from harness.generate.config import GenerateJob
 from harness.generate.prompts import read_prompts, require_room
 from harness.inference.ranks import is_first, run_on_ranks
@@ -24,18 +25,15 @@ from harness.inference.source import use_checkpoint
 from harness.tables import degrees_in_words
 
 
-def generate(job: GenerateJob, overrides: list[str]) -> Result:
+def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
     """Generate text after each prompt."""
     used = use_checkpoint(job, overrides, "generate.checkpoint")
     prompts = read_prompts(used.job, build_tokenizer(used.job.tokenizer))
     job = with_value(used.job, "training.seq_len", require_room(prompts, used.job))
     streams = not job.wants_json and len(prompts) == 1
-    if streams and is_first():
-        sys.stdout.write(prompts[0].text)
-        sys.stdout.flush()
     outcome = run_on_ranks(job, "harness.generate.rank:generate", used.found, prompts, streams)
     if not is_first():
-        return Result({})
+        return EXIT_OK
     sys.stderr.write(_rates_in_words(outcome))
     return Result(as_dict(job, used.found.path, outcome), "\n" if streams else _texts(outcome))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from harness.config import label, part
+from harness.errors import ConfigError
 from harness.inference.config import InferenceJob
 
 PROMPT = "prompt="
@@ -15,7 +16,8 @@ PROMPT = "prompt="
 
 def _with_quotes(override: str) -> str:
     text = override.removeprefix(PROMPT)
-    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    # As Hydra reads a quoted string: a quote inside has a backslash before it.
+    is_quoted = re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", text, re.DOTALL) is not None
     if not override.startswith(PROMPT) or is_quoted or text == "null":
         return override
     # In quotes Hydra reads \' as ', and keeps all other backslashes but those before it and at the end.
@@ -72,6 +74,16 @@ class GenerateJob(InferenceJob):
     def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
         """Also quote the prompt, so that Hydra does not parse it."""
         return [_with_quotes(each) for each in super().spelled_out(overrides)]
+
+    def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
+        """Return the job with derived fields set, after a check of every rule.
+
+        Raises:
+            ConfigError: naming the field, its value, the rule, and what would work.
+        """
+        if "" in self.generate.stop:
+            raise ConfigError("generate.stop", self.generate.stop, "an empty string is in every text", "[]")
+        return super().resolve(launched_ranks=launched_ranks, gpus=gpus)
 
     @property
     def wants_json(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from pathlib import Path
 from harness.data.tokenizer_base import Tokenizer
 from harness.errors import ConfigError, UserError
 from harness.generate.config import GenerateJob
+from harness.inference.lines import numbered_lines, parse_json
+from harness.launched import launched_ranks
 
 STDIN = "-"
 
@@ -27,7 +28,7 @@ def read_prompts(job: GenerateJob, tokenizer: Tokenizer) -> list[Prompt]:
     """Read and tokenize all prompts.
 
     Raises:
-        ConfigError: there is none, one is empty, or one is too long for the model.
+        UserError: there is none, one cannot be read, is empty, or has tokens that the model does not have.
     """
     config = job.generate
     texts = [*([] if job.prompt is None else [job.prompt]), *config.prompts]
@@ -70,34 +71,21 @@ def require_room(prompts: Sequence[Prompt], job: GenerateJob) -> int:
 
 
 def _lines(name: str) -> list[str]:
-    if name == STDIN:
-        return _non_empty(sys.stdin.read(), "standard input")
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("generate.prompt_file", name, f"cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError("generate.prompt_file", name, "is not UTF-8 text") from error
-    lines = _non_empty(text, name)
-    return (
-        [_prompt_of(line, f"{name}, line {i}") for i, line in enumerate(lines, 1)]
-        if name.endswith(".jsonl")
-        else lines
+    """Prompts of a file or standard input."""
+    ranks = launched_ranks() or 1
+    if name == STDIN and ranks > 1:
+        rule = f"{ranks} ranks of a launcher cannot share standard input"
+        raise ConfigError("generate.prompt_file", name, rule, "a file")
+    lines = numbered_lines(
+        f"generate.prompt_file={name}",
+        sys.stdin.read if name == STDIN else lambda: Path(name).read_text(encoding="utf-8"),
+        "a prompt on each line",
     )
-
-
-def _non_empty(text: str, name: str) -> list[str]:
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
-        raise UserError(f"{name}: is empty; would work: a prompt on each line")
-    return lines
+    return [_prompt_of(line, where) if name.endswith(".jsonl") else line for where, line in lines]
 
 
 def _prompt_of(line: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: is not JSON") from error
+    row = parse_json(line, where)
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str):
         raise UserError(f'{where}: has no text in "prompt"; would work: {{"prompt": "..."}}')

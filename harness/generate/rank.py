@@ -58,7 +58,7 @@ def generate(
         device: where this rank computes.
         found: the weights.
         prompts: all prompts.
-        show: whether to print a single prompt's text while it is generated.
+        show: whether to print a single prompt, and its text while it is generated.
 
     Returns:
         The texts of all prompts in their order, and the durations of the slowest rank.
@@ -118,11 +118,14 @@ class _Batch:
     def run(self, model: InferenceModel, outcome: Outcome) -> None:
         """Generate, and add to the outcome's durations."""
         of = self.config
+        self._print(self.texts[0].prompt)
         sampler = Sampler(of.temperature, of.top_k, of.top_p, of.seed, self.numbers)
         timing = generate_batch(model, self.prompts, sampler, of.max_new_tokens, self._add)
         for text, stream in zip(self.texts, self.streams, strict=True):
             self._print(stream.finish())
             text.text = stream.text
+            if stream.is_stopped:  # perhaps by characters that were complete only now
+                text.ended_by = STOP
         outcome.prefill_seconds += timing.prefill
         outcome.decode_seconds += timing.decode
 

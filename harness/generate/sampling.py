@@ -36,9 +36,9 @@ class Sampler:
         """Return the chosen token of each sequence, int64 [B]."""
         if self.temperature == 0:
             return logits_BV.argmax(-1)
-        logits_BV, tokens_BV = (logits_BV.float() / self.temperature).sort(
-            dim=-1, descending=True, stable=True
-        )
+        logits_BV, tokens_BV = logits_BV.float().sort(dim=-1, descending=True, stable=True)
+        # Relative to the largest, so that no quotient by a small temperature is infinity.
+        logits_BV = (logits_BV - logits_BV[:, :1]).double() / self.temperature
         if self.top_k is not None:
             logits_BV, tokens_BV = logits_BV[:, : self.top_k], tokens_BV[:, : self.top_k]
         ends_BV = logits_BV.softmax(-1).cumsum(-1)

@@ -11,7 +11,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 CONTEXT = 8
 """Tokens of the prompt to decode with the new ones: a token's text can depend on its neighbours."""
 LONGEST_CHARACTER = 4
-"""Bytes of the longest character in UTF-8; more undecodable bytes are not the beginning of one."""
+"""Bytes of the longest character in UTF-8; fewer undecodable bytes can be the beginning of one."""
 
 
 class TextStream:
@@ -30,8 +30,9 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._ids = list(prompt[-CONTEXT:])
-        # Text of ids before ``_read`` is known; it is decoded again from ``_start``, beside the new ids.
+        # Ids from ``_start`` on are decoded together; the text has the first ``_taken`` characters of them.
         self._start, self._read = 0, len(self._ids)
+        self._taken = len(tokenizer.decode(self._ids))
         self.text, self._shown = "", 0
         self.is_stopped = False
 
@@ -48,12 +49,13 @@ class TextStream:
         return self._show(last=True)
 
     def _decode(self, *, last: bool) -> None:
-        known = self._tokenizer.decode(self._ids[self._start : self._read])
         full = self._tokenizer.decode(self._ids[self._start :])
-        if not last and full.endswith(UNFINISHED) and len(self._ids) - self._read < LONGEST_CHARACTER:
-            return
-        self.text += full[len(known) :]
-        self._start, self._read = self._read, len(self._ids)
+        kept = full if last else _complete(full)
+        self.text += kept[self._taken :]
+        self._taken = max(self._taken, len(kept))
+        if kept == full:
+            self._start, self._read = self._read, len(self._ids)
+            self._taken = len(self._tokenizer.decode(self._ids[self._start : self._read]))
         found = [place for stop in self._stops if (place := self.text.find(stop, self._shown)) >= 0]
         if found:
             self.text, self.is_stopped = self.text[: min(found)], True
@@ -65,6 +67,12 @@ class TextStream:
             end -= max((_overlap(self.text[self._shown :], stop) for stop in self._stops), default=0)
         shown, self._shown = self.text[self._shown : end], end
         return shown
+
+
+def _complete(text: str) -> str:
+    """Text without undecodable bytes at its end that later tokens can complete."""
+    undecodable = len(text) - len(text.rstrip(UNFINISHED))
+    return text[: len(text) - min(undecodable, LONGEST_CHARACTER - 1)]
 
 
 def _overlap(text: str, stop: str) -> int:

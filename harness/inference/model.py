@@ -10,15 +10,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from harness.checkpoint.catalog import open_checkpoint
+from harness.checkpoint.catalog import DamagedCheckpoint, open_checkpoint
 from harness.checkpoint.load import opened
 from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.state import model_state
 from harness.data.loader import Batch
 from harness.data.prefetch import place
+from harness.errors import UserError
 from harness.exchange import on_ranks
 from harness.exchange.found import WeightFolder, open_source
 from harness.job import Job
+from harness.job_rules import check_device
 from harness.model.decoder import Decoder
 from harness.parallelism.chunked_loss import build_loss
 from harness.parallelism.execute import Executor, build_executor
@@ -33,9 +35,13 @@ class InferenceModel:
     Args:
         job: the resolved job.
         device: where this rank computes.
+
+    Raises:
+        ConfigError: the device does not support training.attention.
     """
 
     def __init__(self, job: Job, device: torch.device) -> None:
+        check_device(job, on_cpu=device.type == "cpu")
         self.job, self.device = job, device
         self.mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
         self.ranks = RankGroup(job.cluster.start_timeout_seconds)
@@ -67,9 +73,14 @@ class InferenceModel:
         """Load weights; each rank reads what it holds.
 
         Raises:
-            DamagedCheckpoint: a file is damaged.
-            UserError: the files hold another model.
+            UserError: a file is damaged, or the files hold another model.
         """
+        try:
+            self._load(found)
+        except DamagedCheckpoint as error:
+            raise UserError(f"{found.path}: {error}") from error
+
+    def _load(self, found: WeightFolder) -> None:
         state = model_state(self)
         if found.kind == "hf":
             on_ranks.load(found.path, self.job.model, state, self.ranks)

@@ -12,6 +12,7 @@ from harness.errors import HarnessError, MachineError, UserError
 from harness.job import Job
 from harness.launched import launched_ranks
 from harness.loop.process import importing_torch, keep_freed_memory
+from harness.startup import prepare_process
 
 
 def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
@@ -21,35 +22,30 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
 
     Args:
         job: the resolved job.
-        function: ``module:name`` of a function, imported after torch's environment is set. All
-            ranks raise its errors together.
+        function: ``module:name`` of a function, imported after torch's environment is set.
         arguments: picklable, like the result.
 
     Raises:
-        UserError, MachineError: those of the function.
+        UserError, MachineError: those of the function on any rank.
     """
     if launched_ranks() is not None or job.world_size == 1:
         os.environ.update(openmp_environment(job))
         return _in_this_process(job, function, *arguments)
-    from harness.cluster.pool import RankPool
+    from harness.cluster.pool import RankFailed, RankPool
 
     with RankPool(job.world_size, timeout_seconds=float("inf"), on_gpus=_on_gpus(job)) as pool:
-        outcome = pool.run(job.world_size, _on_rank, job, function, *arguments)[0]
-    if isinstance(outcome, Failed):
-        raise {"user": UserError}.get(outcome.kind, MachineError)(outcome.message)
-    return outcome
+        try:
+            return pool.run(job.world_size, _on_rank, job, function, *arguments)[0]
+        except RankFailed as error:
+            failure = error.failure
+            if failure is None or failure.kind in (None, HarnessError.kind):
+                raise
+            raise (UserError if failure.kind == UserError.kind else MachineError)(failure.message) from error
 
 
 def is_first() -> bool:
     """Whether this process prints and writes: under torchrun, rank 0 does."""
     return launched_ranks() is None or os.environ["RANK"] == "0"
-
-
-class Failed:
-    """An error for the user, raised on a rank; not every exception can be pickled."""
-
-    def __init__(self, error: HarnessError) -> None:
-        self.kind, self.message = error.kind, str(error)
 
 
 def _on_rank(job: Job, function: str, *arguments: Any) -> Any:
@@ -58,13 +54,11 @@ def _on_rank(job: Job, function: str, *arguments: Any) -> Any:
     from harness.cluster.ranks import threads_per_rank
     from harness.loop.setup import pick_device, set_up_process
 
+    prepare_process()
     device = pick_device(job)
     set_up_process(job)
     torch.set_num_threads(threads_per_rank(job))
-    try:
-        return _imported(function)(job, device, *arguments)
-    except HarnessError as error:
-        return Failed(error)
+    return _imported(function)(job, device, *arguments)
 
 
 def _in_this_process(job: Job, function: str, *arguments: Any) -> Any:

@@ -16,6 +16,10 @@ import torch.distributed as dist
 from launching import until
 
 from harness.cluster.pool import RankFailed, RankPool
+from harness.compose import compose_job
+from harness.errors import UserError
+from harness.inference.ranks import run_on_ranks
+from harness.job import Job
 
 
 def sum_of_ranks(offset: float) -> float:
@@ -31,6 +35,12 @@ def own_rank() -> int:
 def raise_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise LookupError("broken here")
+    dist.barrier()
+
+
+def refuse_on_last(job: Job, device: torch.device) -> None:
+    if dist.get_rank() == job.world_size - 1:
+        raise UserError("x=1: is refused")
     dist.barrier()
 
 
@@ -104,3 +114,9 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_an_error_of_the_user_on_one_rank_ends_all() -> None:
+    job = compose_job(["model=llama3_tiny", "cluster.device=cpu", "parallelism.dp_shard=2"])
+    with pytest.raises(UserError, match=r"^x=1: is refused$"):
+        run_on_ranks(job, f"{__name__}:refuse_on_last")

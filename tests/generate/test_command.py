@@ -62,11 +62,11 @@ def test_prompts_from_files_and_standard_input(
 ) -> None:
     lines, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
     lines.write_text("one\n\ntwo (2)\n")
-    rows.write_text('{"prompt": "a\\nb"}\n{"prompt": "c"}\n')
+    rows.write_text('{"prompt": "a\\nb"}\n{"prompt": "c\u2028d"}\n')
     monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
     for name, wanted in (
         (str(lines), ["one", "two (2)"]),
-        (str(rows), ["a\nb", "c"]),
+        (str(rows), ["a\nb", "c\u2028d"]),
         ("-", ["from stdin"]),
     ):
         texts = run(weights, f"generate.prompt_file={name}", "generate.max_new_tokens=1")["texts"]
@@ -114,6 +114,10 @@ MISTAKES = {
     ),
     "heads": (["prompt=x", "parallelism.tp=3"], "parallelism.tp=3: must divide"),
     "no file": (["generate.prompt_file=none.txt"], "generate.prompt_file=none.txt: cannot be read"),
+    "empty stop": (
+        ["prompt=x", "generate.stop=['']"],
+        "generate.stop=['']: an empty string is in every text",
+    ),
     "large vocabulary": (
         ["prompt=print hello", "tokenizer=python_2k"],
         "and model.vocab_size=258; would work: the tokenizer that the model was trained with",
@@ -138,8 +142,42 @@ def test_empty_file(weights: Path, tmp_path: Path) -> None:
     for name, content, wanted in (
         ("empty.txt", "\n \n", "is empty; would work: a prompt on each line"),
         ("rows.jsonl", "{}\n", 'has no text in "prompt"'),
-        ("bad.jsonl", "{\n", "line 1: is not JSON"),
+        ("bad.jsonl", "\n{\n", "line 2: is not JSON"),
+        ("half.jsonl", '{"prompt": "\\ud800"}', "line 1: has half a surrogate pair"),
     ):
         (tmp_path / name).write_text(content)
         with pytest.raises(UserError, match=re.escape(wanted)):
             run(weights, f"generate.prompt_file={tmp_path / name}")
+
+
+def test_standard_input(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\udcff"))  # as Python reads the byte 0xFF
+    with pytest.raises(UserError, match=r"generate.prompt_file=-: is not UTF-8 text"):
+        run(weights, "generate.prompt_file=-")
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"generate.prompt_file=-: 2 ranks .* cannot share standard input"):
+        run(weights, "generate.prompt_file=-", "parallelism.dp_shard=2")
+
+
+@pytest.mark.parametrize(
+    ("typed", "prompt"),
+    [
+        ("'it' and 'that'", "'it' and 'that'"),
+        ('"a", "b"', '"a", "b"'),
+        ("'quoted'", "quoted"),
+        (r"'it\'s'", "it's"),
+        ("it's", "it's"),
+        ("'", "'"),
+        ("a\\", "a\\"),
+        ("[x, {y: 1}] ${z}", "[x, {y: 1}] ${z}"),
+    ],
+)
+def test_quotes_of_a_prompt(typed: str, prompt: str) -> None:
+    job = compose_job([f"prompt={typed}", "model=llama3_tiny"], config_name="generate", schema=GenerateJob)
+    assert job.prompt == prompt

@@ -27,6 +27,7 @@ def test_frequencies_are_the_probabilities(temperature: float) -> None:
 
 def test_temperature_zero_is_greedy() -> None:
     assert drawn(3, temperature=0.0)[0] == 1
+    assert drawn(3, temperature=1e-42)[0] == 1
 
 
 def test_top_k_and_top_p() -> None:

@@ -36,6 +36,15 @@ def test_bytes_that_are_no_text_are_not_held_back_for_ever() -> None:
     assert shown.endswith("ab")
 
 
+def test_random_bytes_equal_the_complete_text() -> None:
+    generator = random.Random(0)
+    pieces = [bytes([0xFF]), bytes([0xE2]), bytes([0xE2, 0x82]), "€".encode(), "🙂".encode(), b"a"]
+    for _ in range(300):
+        ids = [*b"".join(generator.choices(pieces, k=12))]
+        stream = TextStream(BytesTokenizer(), [*b"prompt "])
+        assert "".join(streamed(stream, ids)) == stream.text == BytesTokenizer().decode(ids)
+
+
 @pytest.mark.parametrize(
     ("stops", "text"),
     [
