@@ -12,18 +12,17 @@ from torch import Tensor
 
 from harness.generate.sampling import Sampler
 from harness.inference.model import InferenceModel
-from harness.model.cache import Pass
+from harness.model.cache import CachedPass
 
 PADDING = 0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Durations of one batch, seconds: the pass over the prompts, and all later ones with their number."""
+    """Durations of one batch, seconds: the pass over the prompts, and all later passes."""
 
     prefill: float
     decode: float
-    passes: int
 
 
 @torch.no_grad()
@@ -51,7 +50,7 @@ def generate_batch(
     tokens_BT = torch.tensor([[*prompt, *[PADDING] * (longest - len(prompt))] for prompt in prompts])
     started, prefilled = time.perf_counter(), 0.0
     for count in range(most):
-        new = Pass(lengths, tokens_BT.shape[1], is_first=count == 0, device=model.device)
+        new = CachedPass(lengths, is_first=count == 0, device=model.device)
         logits_BV = model.part(tokens_BT.to(model.device), cached=new)[:, 0]
         chosen = _agreed(sampler.choose(logits_BV), model).tolist()
         for row in sorted(open_rows):
@@ -63,7 +62,7 @@ def generate_batch(
             break
         tokens_BT = torch.tensor(chosen).unsqueeze(1)
         lengths = [length + 1 for length in lengths]
-    return Timing(prefilled - started, time.perf_counter() - prefilled, count)
+    return Timing(prefilled - started, time.perf_counter() - prefilled)
 
 
 def _agreed(token_B: Tensor, model: InferenceModel) -> Tensor:

@@ -5,11 +5,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from operator import attrgetter
+from typing import Any, ClassVar, Self
 
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.overrides import FROM_CONFIG, typed_value
+
+FIXED: dict[str, tuple[Any, str]] = {
+    "precision.linear": ("none", "float8 products need many rows; a pass has few"),
+    "compile.blocks": (False, "passes have sequences of many lengths, and are not compiled"),
+    "model.moe.force_balance": (False, "is for measurements of training"),
+    "cluster.kind": ("local", "starts no SLURM job; use torchrun inside of an allocation"),
+}
+"""Fields that must have one value, with the reason."""
+ONE_POSITION = "generation computes one position at a time"
+FIXED_TO_GENERATE: dict[str, tuple[Any, str]] = {
+    "parallelism.pp": (1, f"{ONE_POSITION}, so all stages but one would wait"),
+    "parallelism.cp": (1, f"{ONE_POSITION}, which cannot be split"),
+    "training.attention": ("sdpa", "the cache has a kernel of its own"),
+}
+"""The same, for jobs with a cache."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +54,12 @@ class InferenceJob(Job):
         Raises:
             ConfigError: naming the field, its value, the rule, and what would work.
         """
-        for name, value, only, reason in [
-            *self._refused(),
-            *(self._not_generated() if self.GENERATES else ()),
-        ]:
+        fixed = FIXED | FIXED_TO_GENERATE if self.GENERATES else FIXED
+        for name, (only, reason) in fixed.items():
+            value = attrgetter(name)(self)
             if value != only:
                 works = str(only).lower() if isinstance(only, bool) else only
-                raise ConfigError(name, str(value).lower() if value is True else value, reason, [works])
+                raise ConfigError(name, value, reason, [works])
         job = self
         if self.parallelism.pp == self.parallelism.cp == 1:
             # A generated position cannot be split, and every rank chooses from all logits.
@@ -53,41 +68,3 @@ class InferenceJob(Job):
                 layout = dataclasses.replace(layout, expert_tensor_parallel=True)
             job = dataclasses.replace(self, parallelism=layout)
         return super(InferenceJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
-
-    def _refused(self) -> list[tuple[str, object, object, str]]:
-        """Fields that must have one value: name, value, that value, reason."""
-        return [
-            (
-                "precision.linear",
-                self.precision.linear,
-                "none",
-                "float8 products need many rows; a pass has few",
-            ),
-            (
-                "compile.blocks",
-                self.compile.blocks,
-                False,
-                "passes have sequences of many lengths, and are not compiled",
-            ),
-            (
-                "model.moe.force_balance",
-                self.model.moe.force_balance,
-                False,
-                "is for measurements of training",
-            ),
-            (
-                "cluster.kind",
-                self.cluster.kind,
-                "local",
-                "starts no SLURM job; use torchrun inside of an allocation",
-            ),
-        ]
-
-    def _not_generated(self) -> list[tuple[str, object, object, str]]:
-        """Like ``_refused``, for jobs with a cache."""
-        layout, one_token = self.parallelism, "generation computes one position at a time"
-        return [
-            ("parallelism.pp", layout.pp, 1, f"{one_token}, so all stages but one would wait"),
-            ("parallelism.cp", layout.cp, 1, f"{one_token}, which cannot be split"),
-            ("training.attention", self.training.attention, "sdpa", "the cache has a kernel of its own"),
-        ]

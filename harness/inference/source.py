@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,7 @@ def use_checkpoint(job: Any, overrides: list[str], field: str) -> Used:
     Raises:
         UserError: there are no weights, they are damaged, or no tokenizer is known.
     """
-    group, name = field.split(".")
-    path = getattr(getattr(job, group), name)
+    path = attrgetter(field)(job)
     if path is None:
         raise ConfigError(
             "checkpoint", None, "must be given", "checkpoint=runs/NAME/ID, or a folder with weights"

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.model.cache import CachedKernel, Pass
+from harness.model.cache import CachedKernel, CachedPass
 from harness.model.config import ModelConfig
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
 from harness.model.rope import rotate
@@ -146,7 +146,7 @@ class LatentAttention(nn.Module):
         """Store latents and rotated keys, not heads, of up to ``capacity`` positions for later passes."""
         self.cache = CachedKernel(self.inner.spec, capacity)
 
-    def _attend_latents(self, q_nope: Tensor, q_rotated: Tensor, mask: Pass) -> Tensor:
+    def _attend_latents(self, q_nope: Tensor, q_rotated: Tensor, mask: CachedPass) -> Tensor:
         """Attend from one token to stored latents, which serve as the key and value of all heads.
 
         The projection of latents to keys is applied to the query instead, and the projection to values to the

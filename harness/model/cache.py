@@ -40,14 +40,14 @@ class CachedKernel(SdpaKernel):
     def forward(
         self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: Any, sinks_H: Tensor | None = None
     ) -> Tensor:
-        """Compute attention; ``mask`` is a ``Pass``."""
+        """Compute attention; ``mask`` is a ``CachedPass``."""
         self.keys_BKSD = mask.stored(k_BTKD, self.keys_BKSD, self.slots)
         self.values_BKSE = mask.stored(v_BTKE, self.values_BKSE, self.slots)
         if mask.is_first:
             return super().forward(q_BTHD, k_BTKD, v_BTKE, mask.causal(self), sinks_H)
         return self.attend(q_BTHD, self.keys_BKSD, self.values_BKSE, mask, sinks_H)
 
-    def store_keys(self, k_BTKD: Tensor, mask: Pass) -> None:
+    def store_keys(self, k_BTKD: Tensor, mask: CachedPass) -> None:
         """Store keys only, for attention whose values are part of them."""
         self.keys_BKSD = mask.stored(k_BTKD, self.keys_BKSD, self.slots)
 
@@ -56,7 +56,7 @@ class CachedKernel(SdpaKernel):
         q_B1HD: Tensor,
         keys_BKSD: Tensor,
         values_BKSE: Tensor,
-        mask: Pass,
+        mask: CachedPass,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attend from one token of each sequence to its stored tokens: [B, 1, H, E]."""
@@ -73,18 +73,17 @@ class CachedKernel(SdpaKernel):
         return (shares_BKGS @ values_BKSE).flatten(1, 2).unsqueeze(1)
 
 
-class Pass:
+class CachedPass:
     """One pass over new tokens of every sequence; attention gets it in place of a mask.
 
     Args:
         lengths: tokens of each sequence, the new ones included.
-        tokens: columns of the pass: the longest prompt, or 1.
         is_first: whether the pass has the prompts.
         device: device of the tokens.
     """
 
-    def __init__(self, lengths: list[int], tokens: int, *, is_first: bool, device: torch.device) -> None:
-        self.is_first, self.tokens, self.device = is_first, tokens, device
+    def __init__(self, lengths: list[int], *, is_first: bool, device: torch.device) -> None:
+        self.is_first, self.device = is_first, device
         self.longest, self.is_even = max(lengths), len(set(lengths)) == 1
         self.lengths_B = torch.tensor(lengths, device=device)
         self.rows_B = torch.arange(len(lengths), device=device)
@@ -93,7 +92,9 @@ class Pass:
     @property
     def positions(self) -> Tensor:
         """Positions of the new tokens: [T] for prompts, else [B, 1]."""
-        return torch.arange(self.tokens, device=self.device) if self.is_first else self.lengths_B[:, None] - 1
+        return (
+            torch.arange(self.longest, device=self.device) if self.is_first else self.lengths_B[:, None] - 1
+        )
 
     def last_of(self, x_BTC: Tensor) -> Tensor:
         """The last token of each sequence, [B, 1, C]."""
@@ -103,7 +104,7 @@ class Pass:
         """The mask of the prompts; layers of equal specification share it."""
         if kernel.spec not in self._masks:
             self._masks[kernel.spec] = SdpaKernel.mask(
-                kernel, None, len(self.rows_B), self.tokens, self.device
+                kernel, None, len(self.rows_B), self.longest, self.device
             )
         return self._masks[kernel.spec]
 
@@ -129,8 +130,8 @@ class Pass:
         return slots_BKSD
 
     def _store_prompts(self, x_BKTD: Tensor, slots: int) -> Tensor:
-        if self.tokens <= slots:
-            return F.pad(x_BKTD, (0, 0, 0, slots - self.tokens))
+        if self.longest <= slots:
+            return F.pad(x_BKTD, (0, 0, 0, slots - self.longest))
         # The latest position of each slot, or 0 for a slot that no token has reached.
         position_BS = _latest(self.lengths_B - 1, slots).clamp(min=0)
         return x_BKTD.gather(

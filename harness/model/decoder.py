@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.model.attention import build_attention
-from harness.model.cache import Pass
+from harness.model.cache import CachedPass
 from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward
 from harness.model.head import Head
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         later_BT: Tensor | None = None,
         later_labels_BT: Tensor | None = None,
-        cached: Pass | None = None,
+        cached: CachedPass | None = None,
     ) -> Tensor:
         """Run this part's modules.
 

@@ -18,7 +18,7 @@ from harness.generate.config import GenerateJob
 from harness.generate.prompts import Prompt
 from harness.generate.rank import generate
 from harness.loop.setup import process_group
-from harness.model.cache import Pass
+from harness.model.cache import CachedPass
 
 NEW = 64
 LENGTHS = (20, 3, 37)
@@ -125,11 +125,11 @@ def test_cached_logits(case: str, lengths: tuple[int, int]) -> None:
         padded = tokens[:, : max(now)].clone()
         for row, end in enumerate(now):
             padded[row, end:] = 0
-        got = cached(padded, cached=Pass(now, max(now), is_first=True, device=device))
+        got = cached(padded, cached=CachedPass(now, is_first=True, device=device))
         while max(now) < length:
             for row, end in enumerate(now):
                 worst = (got[row, 0] - wanted[row, end - 1]).abs().max() / wanted.abs().max()
                 assert worst < 1e-5, f"row {row}, position {end - 1}: {worst:.1e}"
             new = torch.stack([tokens[row, end] for row, end in enumerate(now)]).unsqueeze(1)
             now = [end + 1 for end in now]
-            got = cached(new, cached=Pass(now, 1, is_first=False, device=device))
+            got = cached(new, cached=CachedPass(now, is_first=False, device=device))
