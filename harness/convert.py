@@ -151,7 +151,7 @@ def _convert(
 
 def _notes(config: ConvertConfig, found: WeightFolder, tokenizer: TokenizerConfig | None) -> list[str]:
     """Notes to print before the conversion."""
-    notes = []
+    notes = list(found.notes)
     if found.kind == "dcp" and not found.manifest:
         notes.append(
             f"{found.path} has no manifest, so its content cannot be verified; it is read as torchtitan's"

@@ -197,7 +197,7 @@ def test_a_run_gives_its_newest_complete_checkpoint(
     for source in (tmp_path / "run", checkpoints):
         shutil.rmtree(tmp_path / "step-9", ignore_errors=True)
         run(source, tmp_path / "step-9")
-        output = capsys.readouterr().err
+        output = capsys.readouterr().out
         assert "step-3 is skipped: __0_0.distcp has 3 bytes instead of" in output
         checkpoint = open_checkpoint(str(tmp_path / "step-9"))
         assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (2, "model", {"name": "x"})

@@ -15,6 +15,7 @@ from harness.data.loader import IGNORE_INDEX, Batch
 from harness.evaluate.tasks import Row
 from harness.job import Job
 from harness.model.decoder import Decoder
+from harness.parallelism.execute import computes_loss
 from harness.parallelism.mesh import Mesh
 
 PADDING = 0
@@ -48,7 +49,7 @@ class Scorer:
 
     def __init__(self, model: Scores) -> None:
         self.model, self.job = model, model.job
-        self.has_scores = model.mesh.rank("tp") == 0 and any(part.output is not None for part in model.parts)
+        self.has_scores = computes_loss(model.mesh, model.parts)
 
     def score(self, rows: Sequence[Row]) -> np.ndarray:
         """Return the scores of all rows on every rank, as ``Task.metrics`` takes them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,11 +38,13 @@ class WeightFolder:
         kind: ``hf``, ``llama`` or ``dcp``.
         path: folder of the weights, a path or an fsspec URL.
         manifest: the checkpoint's manifest; empty if the harness did not write it.
+        notes: lines for the user about checkpoints that were skipped.
     """
 
     kind: str
     path: str
     manifest: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def find_source(source: str, field: str = "convert.source") -> WeightFolder:
@@ -59,7 +60,8 @@ def find_source(source: str, field: str = "convert.source") -> WeightFolder:
     """
     for folder in (CheckpointFolder(f"{source}/checkpoints"), CheckpointFolder(source)):
         if folder.steps():
-            return _of_checkpoint(_newest(folder), field)
+            checkpoint, notes = _newest(folder)
+            return dataclasses.replace(_of_checkpoint(checkpoint, field), notes=notes)
     if is_url(source):
         return (
             WeightFolder("dcp", source, {})
@@ -85,13 +87,13 @@ def find_source(source: str, field: str = "convert.source") -> WeightFolder:
     raise ConfigError(field, source, "holds no weights", works)
 
 
-def _newest(folder: CheckpointFolder) -> Checkpoint:
+def _newest(folder: CheckpointFolder) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The newest complete checkpoint, and notes about those that are not."""
     complete, wrong = folder.complete()
-    for path, reason in wrong.items():
-        sys.stderr.write(f"note: {path} is skipped: {reason}\n")
     if not complete:
-        raise UserError(f"{folder.path}: none of its {len(wrong)} checkpoints is complete")
-    return complete[0]
+        path, reason = next(iter(wrong.items()))
+        raise UserError(f"{folder.path}: none of its {len(wrong)} checkpoints is complete; {path}: {reason}")
+    return complete[0], tuple(f"{path} is skipped: {reason}" for path, reason in wrong.items())
 
 
 def _of_checkpoint(checkpoint: Checkpoint, field: str) -> WeightFolder:

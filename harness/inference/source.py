@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -12,6 +13,7 @@ from harness.checkpoint.catalog import DamagedCheckpoint
 from harness.data import TokenizerConfig
 from harness.errors import ConfigError, UserError
 from harness.exchange.found import WeightFolder, choose_tokenizer, find_source
+from harness.inference.ranks import is_first
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ def use_checkpoint(job: Any, overrides: list[str], field: str) -> Used:
         found = find_source(path, field)
     except DamagedCheckpoint as error:
         raise UserError(f"{path}: {error}") from error
+    if is_first():
+        sys.stderr.write("".join(f"note: {note}\n" for note in found.notes))
     tokenizer = choose_tokenizer(job, overrides, found) or _tokenizer_beside(found)
     if tokenizer is None:
         works = "tokenizer=NAME, an option of conf/tokenizer"

@@ -22,7 +22,7 @@ from harness.optimizer.in_backward import UpdateInBackward
 from harness.parallelism.balance import Balance
 from harness.parallelism.chunked_loss import build_loss
 from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
-from harness.parallelism.execute import build_executor
+from harness.parallelism.execute import build_executor, computes_loss
 from harness.parallelism.fsdp import reshard
 from harness.parallelism.mesh import Mesh, build_mesh
 from harness.parallelism.parallelize import build_model_parts
@@ -163,7 +163,7 @@ class Engine:
         With a pipeline it is the rank with the output projection, which is the first one in V-shaped
         schedules.
         """
-        return self.mesh.rank("tp") == 0 and any(part.output is not None for part in self.parts)
+        return computes_loss(self.mesh, self.parts)
 
     @property
     def lr(self) -> float:
