@@ -46,7 +46,7 @@ class Executor(Protocol):
 
 
 def computes_loss(mesh: Mesh, parts: Sequence[Decoder]) -> bool:
-    """Whether the loss of this rank counts: it has the output projection, and is the first of its tp ranks."""
+    """Whether the loss of this rank counts: it has the output projection and is the first of its tp ranks."""
     return mesh.rank("tp") == 0 and any(part.output is not None for part in parts)
 
 
