@@ -99,7 +99,12 @@ class Machine:
         share = 1.0 if collective == "send" else (group.ranks - 1) / group.ranks
         rate = self.device.link_bandwidth * self.constants.link
         if group.nodes > 1 and not self.shares_cores:
-            adapters = group.per_node if collective in ("all_gather", "reduce_scatter", "all_reduce") else 1
+            if collective == "all_to_all":
+                # Pieces for ranks of this node and of others are sent at the same time.
+                outside = (group.ranks - group.per_node) / group.ranks
+                inside = (share - outside) * moved / rate
+                return max(inside, outside * moved / self.network_rate) + self.constants.latency
+            adapters = 1 if collective == "send" else group.per_node
             rate = min(rate, self.network_rate * adapters)
         return there_and_back * share * moved / rate + self.constants.latency
 
@@ -124,6 +129,17 @@ def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | No
         None if gbps is None else gbps * 1e9 / 8,
         job.cluster.nodes_for(job.world_size)[1],
     )
+
+
+def expert_groups(job: Job, ranks_per_node: int) -> tuple[Group, Group]:
+    """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of the expert's shards."""
+    layout = job.parallelism
+    stride = layout.tp if layout.splits_experts else 1
+    groups = []
+    for ranks in (layout.ep, layout.expert_shards):
+        groups.append(Group(ranks, max(1, min(ranks, ranks_per_node // stride))))
+        stride *= ranks
+    return groups[0], groups[1]
 
 
 def group_of(job: Job, ranks_per_node: int, *axes: str) -> Group:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from harness.job import Job
 from harness.model.operations import Operations, block_operations
 from harness.model.spec import Split, TensorSpec
-from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
+from harness.plan.machine import DTYPE_BYTES, Group, Machine, expert_groups, group_of
 from harness.precision.linears import sort_linears
 
 # Memory traffic of element-wise operations in forward, in bytes per 16-bit value; backward moves twice as
@@ -355,9 +355,7 @@ class Worker:
         job, layout = self.job, self.job.parallelism
         if layout.ep == 1 or not operations.expert_width:
             return ()
-        axes = ("dp_shard", "cp") if layout.splits_experts else ("dp_shard", "cp", "tp")
-        whole = group_of(job, self.machine.ranks_per_node, *axes)
-        group = Group(layout.ep, min(layout.ep, whole.per_node))
+        group = expert_groups(job, self.machine.ranks_per_node)[0]
         seconds = self.machine.collective_seconds("all_to_all", size, group)
         return (Collective("ep", "all_to_all", group, size, seconds, seconds),) * times
 
