@@ -24,12 +24,21 @@ from harness.metrics.encoding import parse_object
 class Constants:
     """Achieved fractions of peaks, and fixed costs."""
 
-    matmul: float = 0.493
+    matmul: float = 0.76
     """Fraction of the peak for products of large 16- or 32-bit matrices in a long run, in addition to wave
     quantization of tiles. Fitted; the devices of those tables were limited to 500 of 700 W."""
-    float8: float = 0.403
+    float8: float = 0.70
     """Fraction of float8's peak for matrix products. Fitted."""
-    attention: float = 0.35
+    rowwise: float = 0.8
+    """Speed of float8 products with a scale for each row, as a fraction of those with one for each tensor: CUTLASS
+    in place of cuBLAS; assumed, 0.75 to 0.9 (torchao/float8/README.md has tokens/s of both)."""
+    spread: float = 0.0175
+    """Standard deviation of devices' speed; a step takes as long as its slowest device. Eight devices of a node
+    differ by 5 % and more (github.com/stas00/ml-engineering, compute/accelerator, "Not all accelerators are
+    created equal")."""
+    grouped: float = 0.8
+    """Speed of experts' grouped products, as a fraction of a single product's; assumed, 0.7 to 0.95."""
+    attention: float = 1.0
     """Fraction of the 16-bit peak for fused attention: FlashAttention-2 on an H100 (arXiv:2407.08608,
     abstract)."""
     memory: float = 0.85

@@ -17,7 +17,8 @@ from harness.plan.machine import DTYPE_BYTES, Group, Machine, expert_groups, gro
 from harness.plan.order import gathering_passes, pipeline_order
 from harness.plan.plan import PARTS, Action, Speed, Traffic
 from harness.plan.timeline import sends_of_rank, simulate
-from harness.plan.work import Block, Collective, Pass, Worker, added
+from harness.plan.traffic import Collective, Pass, added
+from harness.plan.work import Block, Worker
 
 # Memory traffic of the update per 32-bit parameter, in bytes: the norm reads the gradient (4), clipping reads
 # and writes it (8), fused AdamW reads four tensors and writes three (28).
