@@ -22,14 +22,14 @@ class Achieved:
     """Fused attention, forward and backward, as a fraction of the 16-bit peak."""
 
 
-# Products: "Maximum Achievable Matmul FLOPS", github.com/stas00/ml-engineering, compute/accelerator (version 2 of the
-# benchmark), and insights/when-to-upgrade-gpus for the H200 and B200. GB200 has the B200's. AMD's float8:
-# rocm.blogs.amd.com/software-tools-optimization/measuring-max-achievable-flops-part2.
+# Products: "Maximum Achievable Matmul FLOPS", github.com/stas00/ml-engineering, compute/accelerator
+# (version 2 of the benchmark), and insights/when-to-upgrade-gpus for the H200 and B200. GB200 has the
+# B200's. AMD's float8: rocm.blogs.amd.com/software-tools-optimization/measuring-max-achievable-flops-part2.
 # Attention is what torch.scaled_dot_product_attention runs:
 # - A100: FlashAttention-2, 50 to 73 % (arXiv:2307.08691, abstract).
 # - Hopper: FlashAttention-2, 35 % (arXiv:2407.08608, abstract).
-# - Blackwell: the same kernel, which does not use the new tensor cores: Hopper's 350 TFLOP/s, on 148 in place of
-#   132 multiprocessors.
+# - Blackwell: the same kernel, which does not use the new tensor cores: Hopper's 350 TFLOP/s, on 148 in place
+#   of 132 multiprocessors.
 # - MI300X: AOTriton; assumed, 0.15 to 0.3.
 _A100 = Achieved(0.869, 0.869, 0.6)
 _H100 = Achieved(0.803, 0.709, 0.35)

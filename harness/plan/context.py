@@ -90,7 +90,8 @@ class ContextParallel:
         return adding + self._ring_steps(self._keys, RING_KEY_GRADIENTS, later)
 
     def _ring_steps(self, values: float, first: float, later: float) -> float:
-        """Seconds of a ring's passes over ``values``: bytes per value in the first step, and in later ones."""
+        """Seconds of a ring's passes over ``values``: bytes per value in the first step, and in later
+        ones."""
         layout = self.layout
         if layout.cp == 1 or layout.cp_method != "ring":
             return 0.0

@@ -38,8 +38,8 @@ class Machine:
 
     device: Accelerator
     constants: Constants
-    network_bandwidth: float | None
-    """Bytes per second between nodes per device; None means unknown."""
+    network_bandwidth: float
+    """Bytes per second between nodes per device."""
     ranks_per_node: int
     ranks: int
     """Devices of the job."""
@@ -83,8 +83,9 @@ class Machine:
         return max(arithmetic * self.slowest, self.pass_seconds(moved)) + self.constants.launch
 
     def _filled(self, rows: int, outputs: int, groups: int) -> float:
-        """Fraction of the multiprocessors that have a tile, over all waves; of many products, also of the tiles'
-        values that exist (cuBLAS chooses another tile for a single product that does not fill them)."""
+        """Fraction of the multiprocessors that have a tile, over all waves; of many products, also of the
+        tiles' values that exist (cuBLAS chooses another tile for a single product that does not fill
+        them)."""
         if self.shares_cores:
             return 1.0
         down, across = ceil(rows / TILE[0]), ceil(outputs / TILE[1])
@@ -148,30 +149,30 @@ class Machine:
 
     @property
     def network_rate(self) -> float:
-        """Achieved bytes per second and device between nodes; if unknown, those of the node's links."""
-        if self.network_bandwidth is None:
-            return self.device.link_bandwidth * self.constants.link
+        """Achieved bytes per second and device between nodes."""
         return self.network_bandwidth * self.constants.network
 
 
+def device_of(job: Job, calibration: Calibration | None = None) -> Accelerator | None:
+    """Return the device that a job runs on; None if it is unknown."""
+    measured = None if calibration is None else calibration.accelerator
+    return measured or ACCELERATORS.get(job.cluster.accelerator or "")
+
+
 def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | None:
-    """Return the hardware of a job; None if it is unknown."""
-    calibration = calibration or Calibration(Constants())
-    device = calibration.accelerator or ACCELERATORS.get(job.cluster.accelerator or "")
-    if device is None:
-        return None
+    """Return the hardware of a job; None if the device, or the network that its ranks need, is unknown."""
+    device = device_of(job, calibration)
+    per_node = job.cluster.nodes_for(job.world_size)[1]
     gbps = job.cluster.network_gbps
-    return Machine(
-        device,
-        calibration.constants,
-        None if gbps is None else gbps * 1e9 / 8,
-        job.cluster.nodes_for(job.world_size)[1],
-        job.world_size,
-    )
+    if device is None or (gbps is None and job.world_size > per_node):
+        return None
+    constants = Constants() if calibration is None else calibration.constants
+    return Machine(device, constants, (gbps or 0.0) * 1e9 / 8, per_node, job.world_size)
 
 
 def expert_groups(job: Job, ranks_per_node: int) -> tuple[Group, Group]:
-    """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of the expert's shards."""
+    """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of the expert's
+    shards."""
     layout = job.parallelism
     stride = layout.tp if layout.splits_experts else 1
     groups = []

@@ -17,7 +17,7 @@ from harness.errors import ConfigError, UserError
 from harness.hardware import ACCELERATORS
 from harness.plan.constants import Calibration
 from harness.plan.legality import Legality
-from harness.plan.machine import machine_of
+from harness.plan.machine import device_of, machine_of
 from harness.plan.make import make_plan
 from harness.plan.plan import PARTS, Plan
 from harness.plan.prune import MemoryBounds, TimeBounds
@@ -153,13 +153,19 @@ class Ranking:
         self.base, self.top, self.rejected, self.calibration = space.base, top, rejected, calibration
         self.best: list[Candidate] = []
         self.planned = 0
-        machine = machine_of(points[0].job(space.base), calibration)
-        if machine is None:
+        device, machine = (
+            device_of(space.base, calibration),
+            machine_of(points[0].job(space.base), calibration),
+        )
+        if device is None:
             rule = "a search ranks by speed, and the hardware of these ranks is unknown"
             value = space.base.cluster.accelerator
             raise ConfigError("cluster.accelerator", value, rule, ACCELERATORS)
+        if machine is None:
+            rule = "a search ranks by speed, and the network between these nodes is unknown"
+            raise ConfigError("cluster.network_gbps", None, rule, "400, Gbit/s for each device")
         self._memory_bounds, self._time_bounds = (
-            MemoryBounds(space.base),
+            MemoryBounds(space.base, device),
             TimeBounds(space.base, machine, space.world),
         )
         may_fit = []

@@ -29,7 +29,7 @@ from harness.plan.config import PlanJob
 from harness.plan.constants import Calibration
 from harness.plan.found import sweep_path
 from harness.plan.legality import Legality
-from harness.plan.machine import machine_of
+from harness.plan.machine import device_of, machine_of
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.plan.prune import MemoryBounds, TimeBounds
@@ -133,7 +133,7 @@ def test_the_best_are_those_of_brute_force(monkeypatch: pytest.MonkeyPatch, memo
     limit = memory_gib * 2**30
     plans = {key: replace(plan, memory_limit=limit) for key, plan in plans.items()}
     monkeypatch.setattr("harness.plan.search.make_plan", lambda job, _: plans[key_of(job)])
-    monkeypatch.setattr("harness.plan.prune.memory_limit", lambda job: limit)
+    monkeypatch.setattr("harness.plan.prune.memory_limit", lambda job, device: limit)
     found = search(space, 10)
     fitting = [plan for plan in plans.values() if plan.fits]
     assert len(fitting) < len(plans) if memory_gib == TIGHT else len(fitting) == len(plans)
@@ -183,8 +183,8 @@ def test_bounds_and_floors_are_below_the_plan(
 
 def shortfall(point: Point, space: Space, limit: float, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the floors exclude a point for a device with this memory limit."""
-    monkeypatch.setattr("harness.plan.prune.memory_limit", lambda job: limit)
-    floors = MemoryBounds(space.base)
+    monkeypatch.setattr("harness.plan.prune.memory_limit", lambda job, device: limit)
+    floors = MemoryBounds(space.base, device_of(space.base))
     return floors.persistent_shortfall(point) > 0 or floors.shortfall(point) > 0
 
 
