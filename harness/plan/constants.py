@@ -40,7 +40,7 @@ class Constants:
     grouped: float = 0.8
     """Speed of experts' grouped products, as a fraction of a single product's; assumed, 0.7 to 0.95."""
     attention: float = 1.0
-    """Speed of fused attention, as a fraction of what the device achieves."""
+    """Speed of fused attention, as a fraction of the best kernel (``achieved.py``)."""
     memory: float = 0.85
     """Fraction of the memory bandwidth for passes over tensors; assumed."""
     link: float = 0.75
