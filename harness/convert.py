@@ -128,7 +128,9 @@ def _convert(
 
     from harness.checkpoint.progress import progress
     from harness.exchange.source import Cast, FiniteCheckSource, ProgressSource, atomic_target, total_bytes
+    from harness.loop.process import keep_freed_memory
 
+    keep_freed_memory()
     started = time.monotonic()
     for note in _notes(config, found, tokenizer):
         _print(f"note: {note}")
