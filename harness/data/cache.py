@@ -52,11 +52,11 @@ _CHARS_PER_BATCH = 4_000_000
 
 @dataclass(frozen=True)
 class TokenizedSplit:
-    """The tokens of one split, on disk.
+    """The tokens of one split, on disk (``tokens.Tokens``).
 
     Attributes:
-        tokens: all documents, concatenated (uint16 or uint32, 1-d memory map).
-        starts: offset of each document in ``tokens`` (int64, ascending).
+        tokens: all documents, concatenated (integers, 1-d memory map).
+        starts: offset of each document in ``tokens`` (ascending).
         name: the source and the split, for error messages.
         damaged: number of documents of the source that were not UTF-8, and were repaired or left out.
     """
@@ -65,6 +65,22 @@ class TokenizedSplit:
     starts: np.ndarray
     name: str
     damaged: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.starts)
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        return self.tokens[begin:end].astype(np.int64)
+
+    def starts_between(self, begin: int, end: int) -> np.ndarray:
+        # Keys of the array's type: for keys of another type numpy converts all of the array.
+        first, last = np.searchsorted(self.starts, np.array([begin, end], dtype=self.starts.dtype))
+        return self.starts[first:last].astype(np.int64)
 
 
 def open_cache(
