@@ -122,7 +122,10 @@ def open_cache(
             f"token cache {folder} is not visible to this rank; "
             "data.cache_dir must be a folder that all ranks share"
         )
-    return _open(folder, stored_split, f"{source.name}, {split} documents")
+    try:
+        return open_split(folder, stored_split, f"{source.name}, {split} documents")
+    except DamagedCache as error:
+        raise DataError(f"token cache {folder} is damaged: {error}; remove the folder") from None
 
 
 def _find_damage(folder: Path, split: str) -> str | None:
@@ -295,12 +298,14 @@ class _Writer:
         self._starts.close()
 
 
-def _open(folder: Path, split: str, name: str) -> TokenizedSplit:
-    try:
-        meta = read_meta(folder)
-        check_sizes(folder, meta, split)
-    except DamagedCache as error:
-        raise DataError(f"token cache {folder} is damaged: {error}; remove the folder") from None
+def open_split(folder: Path, split: str, name: str) -> TokenizedSplit:
+    """Map the files of a split of a token cache.
+
+    Raises:
+        DamagedCache: a file is missing or has another size.
+    """
+    meta = read_meta(folder)
+    check_sizes(folder, meta, split)
     tokens, starts = (folder / file for file in files_of(split))
     mapped = _map(tokens, np.dtype(meta["dtype"])), _map(starts, np.dtype(np.int64))
     return TokenizedSplit(*mapped, name, meta.get("damaged", 0))
