@@ -40,6 +40,7 @@ from harness.data.cache_check import (
 )
 from harness.data.sources import Source
 from harness.data.tokenizer import Tokenizer, with_bos_eos
+from harness.data.tokens import map_file
 from harness.errors import DataError, MachineError
 from harness.locks import LockedError, lock
 
@@ -307,11 +308,9 @@ def open_split(folder: Path, split: str, name: str) -> TokenizedSplit:
     meta = read_meta(folder)
     check_sizes(folder, meta, split)
     tokens, starts = (folder / file for file in files_of(split))
-    mapped = _map(tokens, np.dtype(meta["dtype"])), _map(starts, np.dtype(np.int64))
+    mapped = _map(tokens, meta["dtype"]), _map(starts, "int64")
     return TokenizedSplit(*mapped, name, meta.get("damaged", 0))
 
 
-def _map(file: Path, dtype: np.dtype) -> np.ndarray:
-    if os.path.getsize(file) == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(file, dtype, mode="r")
+def _map(file: Path, dtype: str) -> np.ndarray:
+    return map_file(str(file), dtype, 0, os.path.getsize(file) // np.dtype(dtype).itemsize)

@@ -1,8 +1,7 @@
 """Readers of token files that other programs write: Megatron-Core, numpy, llm.c, datatrove.
 
 A reader checks what a file says about itself (magic, version, type, length, offsets) and returns a part of a
-token sequence (``tokens.Tokens``). Files are mapped when they are read; few are mapped at once, because a
-process may open only so many.
+token sequence (``tokens.Tokens``).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
-from harness.data.tokens import Tokens
+from harness.data.tokens import map_file
 from harness.errors import DataError
 
 DTYPES = ("uint16", "uint32", "int32", "int64")
@@ -34,9 +33,24 @@ _LLMC_HEADER_BYTES = 1024
 _LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _LLMC_EXAMPLES = 20240522
 
-_MOST_MAPPED = 256
+_MOST_MAPPED = 16384  # files mapped at once; Linux allows 65,530 maps in a process (vm.max_map_count)
 _MOST_CHECKED = 1 << 24  # entries at each end of an index; more would delay the start
 _SAMPLE = 4096
+
+
+class _Array:
+    """Numbers in a file, mapped when they are read."""
+
+    def __init__(self, file: Path, dtype: str, skip: int, count: int) -> None:
+        self._map = (str(file), dtype, skip, count, file.stat().st_mtime_ns)
+
+    def __call__(self) -> np.ndarray:
+        return _map(*self._map)
+
+
+@lru_cache(maxsize=_MOST_MAPPED)
+def _map(name: str, dtype: str, skip: int, count: int, modified: int) -> np.ndarray:
+    return map_file(name, dtype, skip, count)
 
 
 class Starts(Protocol):
@@ -49,7 +63,7 @@ class Starts(Protocol):
         ...
 
 
-class TokenFile(Tokens):
+class TokenFile:
     """Tokens in one file, after a header of ``skip`` bytes.
 
     Raises:
@@ -65,12 +79,13 @@ class TokenFile(Tokens):
         num_tokens: int | None = None,
         starts: Starts | None = None,
     ) -> None:
-        self.name, self._dtype, self._skip, self._starts = str(file), np.dtype(dtype), skip, starts
-        size = _size(file) - skip
-        num_tokens = size // self._dtype.itemsize if num_tokens is None else num_tokens
-        if size != num_tokens * self._dtype.itemsize:
-            _refuse(file, f"has {size + skip} bytes, which are not {num_tokens} tokens of {dtype}{_after(skip)}")
-        self._num_tokens = num_tokens
+        self.name, self._starts = str(file), starts
+        size, itemsize = _size(file) - skip, np.dtype(dtype).itemsize
+        self._num_tokens = size // itemsize if num_tokens is None else num_tokens
+        if size != self._num_tokens * itemsize:
+            expected = f"{self._num_tokens} tokens of {dtype}{_after(skip)}"
+            _refuse(file, f"has {size + skip} bytes, which are not {expected}")
+        self._tokens = _Array(file, dtype, skip, self._num_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -81,24 +96,10 @@ class TokenFile(Tokens):
         return None if self._starts is None else len(self._starts)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        mapped = map_file(self.name, self._dtype.str, self._skip, self._num_tokens)
-        return mapped[begin:end].astype(np.int64)
+        return self._tokens()[begin:end].astype(np.int64)
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
         return np.empty(0, dtype=np.int64) if self._starts is None else self._starts.between(begin, end)
-
-
-@lru_cache(maxsize=_MOST_MAPPED)
-def map_file(name: str, dtype: str, skip: int, count: int) -> np.ndarray:
-    """Map ``count`` values of a file, after ``skip`` bytes.
-
-    Raises:
-        DataError: the file cannot be opened or is shorter.
-    """
-    try:
-        return np.memmap(name, dtype, mode="r", offset=skip, shape=(count,)) if count else np.empty(0, dtype)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def open_memmap(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
@@ -182,15 +183,16 @@ def read_metadata(file: Path) -> tuple[str | None, int | None]:
     return (None if name.startswith("Unknown Tokenizer") else name), int(token_bytes)
 
 
-class DocumentEnds(Starts):
+class DocumentEnds:
     """The index of a .ds file: the end of each document, uint64."""
 
     def __init__(self, index: Path) -> None:
         size = _size(index)
         if size % 8:
             _refuse(index, f"has {size} bytes, which are no complete offsets of 8 bytes")
-        self._name, self._count = str(index), size // 8
-        # Values below 2**63 are the same as int64; negative ones are not ascending.
+        self._count = size // 8
+        self._ends = _Array(index, "<i8", 0, self._count)
+        # Read as int64: values from 2**63 would be negative.
         ends = self._ends()
         for part in _both_ends(self._count):
             if len(ends[part]) and (ends[part][0] < 0 or np.any(np.diff(ends[part]) < 0)):
@@ -208,9 +210,6 @@ class DocumentEnds(Starts):
         starts = starts[starts < self.num_tokens]
         return starts if begin else np.concatenate([[0], starts])
 
-    def _ends(self) -> np.ndarray:
-        return map_file(self._name, "<i8", 0, self._count)
-
 
 def open_megatron(file: Path) -> TokenFile:
     """Open ``PREFIX.bin`` with its index ``PREFIX.idx``."""
@@ -218,7 +217,7 @@ def open_megatron(file: Path) -> TokenFile:
     return TokenFile(file, index.dtype, num_tokens=index.num_tokens, starts=index)
 
 
-class MegatronIndex(Starts):
+class MegatronIndex:
     """The index of Megatron-Core: where sequences are, and which sequence is a document's first."""
 
     def __init__(self, index: Path) -> None:
@@ -237,7 +236,11 @@ class MegatronIndex(Starts):
         if documents < 1 or _size(index) not in (without_modes, without_modes + sequences):
             counts = f"{sequences} sequences and {documents} document boundaries"
             _refuse(index, f"has {_size(index)} bytes, which are not {counts}")
-        self._name, self._sequences, self._boundaries = str(index), sequences, documents
+        self._file, self._sequences, self._boundaries = index, sequences, documents
+        skips = (_MEGATRON_HEADER.size + size * sequences for size in (0, 4, 12))
+        self._lengths = _Array(index, "<i4", next(skips), sequences)
+        self._pointers = _Array(index, "<i8", next(skips), sequences)
+        self._firsts = _Array(index, "<i8", next(skips), documents)
         self.dtype = _MEGATRON_DTYPES[code]
         self._itemsize = np.dtype(self.dtype).itemsize
         self._num_bytes = self._check()
@@ -277,17 +280,8 @@ class MegatronIndex(Starts):
             self._refuse(f"its first sequence begins at byte {pointers[0]} instead of 0")
         return int(pointers[-1]) + int(lengths[-1]) * self._itemsize
 
-    def _lengths(self) -> np.ndarray:
-        return map_file(self._name, "<i4", _MEGATRON_HEADER.size, self._sequences)
-
-    def _pointers(self) -> np.ndarray:
-        return map_file(self._name, "<i8", _MEGATRON_HEADER.size + 4 * self._sequences, self._sequences)
-
-    def _firsts(self) -> np.ndarray:
-        return map_file(self._name, "<i8", _MEGATRON_HEADER.size + 12 * self._sequences, self._boundaries)
-
     def _refuse(self, problem: str) -> NoReturn:
-        _refuse(Path(self._name), problem)
+        _refuse(self._file, problem)
 
 
 def smallest_dtype(vocab_size: int) -> str:

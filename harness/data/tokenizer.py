@@ -24,6 +24,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """
     if config.kind == "bytes":
         return BytesTokenizer()
+    if config.kind == "none":
+        return NoTokenizer(config)
     content = read_tokenizer(config.file)
     if config.kind == "sentencepiece":
         return SentencePieceTokenizer(content, config.file)
@@ -61,6 +63,28 @@ class BytesTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), _decode_bytes)
+
+
+class NoTokenizer(Tokenizer):
+    """Stands in where data are token ids: it knows which ids begin and end documents, and encodes nothing."""
+
+    vocab_size = 0
+    fingerprint = "none"
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        self.bos_id, self.eos_id = (int(end) if end else None for end in (config.bos, config.eos))
+
+    def encode(self, text: str) -> list[int]:
+        raise DataError(_NO_TEXT)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        raise DataError(_NO_TEXT)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        raise DataError(_NO_TEXT)
+
+
+_NO_TEXT = "tokenizer=none has token ids but no text; would work: the tokenizer that made the ids"
 
 
 class SentencePieceTokenizer(Tokenizer):

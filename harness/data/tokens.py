@@ -6,6 +6,7 @@ A part is a file, an Arrow batch, or a split of a token cache. Offsets count tok
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -17,8 +18,10 @@ from harness.errors import DataError
 class Tokens(Protocol):
     """Concatenated documents."""
 
-    name: str
-    """Name for error messages."""
+    @property
+    def name(self) -> str:
+        """Name for error messages."""
+        ...
 
     @property
     def num_tokens(self) -> int: ...
@@ -33,22 +36,42 @@ class Tokens(Protocol):
         ...
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
-        """Return the ascending offsets in [begin, end) at which a document starts, int64; empty if unknown."""
+        """Return the offsets in [begin, end) at which documents start, int64, ascending; empty if unknown."""
         ...
 
 
-class Concatenation(Tokens):
-    """Parts, one after the other.
+@dataclass(frozen=True)
+class Limit:
+    """Upper limit of token ids.
 
-    Args:
-        vocab_size: every id that is read must be smaller.
-        rule: the rule that a larger id breaks, for the error.
+    Attributes:
+        vocab_size: every id must be smaller.
+        rule: the rule that a larger id breaks, and what would work, for the error.
     """
 
-    def __init__(self, parts: Sequence[Tokens], name: str, vocab_size: int, rule: str) -> None:
-        self.name, self._vocab_size, self._rule = name, vocab_size, rule
+    vocab_size: int
+    rule: str
+
+    def check(self, ids: np.ndarray, name: str, first: int) -> None:
+        """Raise DataError for an id outside the vocabulary; ``first`` is the offset of ``ids``."""
+        if len(ids) == 0 or (int(ids.max()) < self.vocab_size and int(ids.min()) >= 0):
+            return
+        index = int(np.argmax((ids >= self.vocab_size) | (ids < 0)))
+        raise DataError(f"{name}: token {first + index} has id {ids[index]}, but {self.rule}")
+
+
+class Concatenation:
+    """Parts, one after the other."""
+
+    def __init__(self, parts: Sequence[Tokens], name: str) -> None:
+        self.name = name
         self._parts = [part for part in parts if part.num_tokens]
         self._begins = np.array([0, *accumulate(part.num_tokens for part in self._parts)], dtype=np.int64)
+
+    @property
+    def begins(self) -> np.ndarray:
+        """Offset of each part."""
+        return self._begins[:-1]
 
     @property
     def num_tokens(self) -> int:
@@ -62,9 +85,7 @@ class Concatenation(Tokens):
     def read(self, begin: int, end: int) -> np.ndarray:
         pieces = [np.empty(0, dtype=np.int64)]
         for part, _, first, last in self._cut(begin, end):
-            ids = part.read(first, last)
-            self._check(ids, part, first)
-            pieces.append(ids)
+            pieces.append(part.read(first, last))
         return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
@@ -82,18 +103,13 @@ class Concatenation(Tokens):
             begin, index = stop, index + 1
         return cut
 
-    def _check(self, ids: np.ndarray, part: Tokens, first: int) -> None:
-        if int(ids.max()) < self._vocab_size and int(ids.min()) >= 0:
-            return
-        index = int(np.argmax((ids >= self._vocab_size) | (ids < 0)))
-        raise DataError(f"{part.name}: token {first + index} has id {ids[index]}, but {self._rule}")
 
+class Section:
+    """The tokens of a part from ``begin`` to ``end`` (exclusive); ids are checked when they are read."""
 
-class Section(Tokens):
-    """The tokens of a part from ``begin`` to ``end`` (exclusive)."""
-
-    def __init__(self, part: Tokens, begin: int, end: int) -> None:
+    def __init__(self, part: Tokens, begin: int, end: int, limit: Limit) -> None:
         self.name, self._part, self._begin, self._end = part.name, part, begin, end
+        self._limit = limit
 
     @property
     def num_tokens(self) -> int:
@@ -105,21 +121,27 @@ class Section(Tokens):
         return len(self.starts_between(0, self.num_tokens)) if known else None
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        return self._part.read(self._begin + begin, self._begin + end)
+        ids = self._part.read(self._begin + begin, self._begin + end)
+        self._limit.check(ids, self.name, self._begin + begin)
+        return ids
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
         return self._part.starts_between(self._begin + begin, self._begin + end) - self._begin
 
 
-class Delimited(Tokens):
-    """Tokens whose documents begin at a token, or end at one.
+class Delimited:
+    """Tokens whose documents begin or end with a certain token, or whose boundaries are unknown.
 
     Boundaries are found in the tokens that are read, so no file is scanned.
+
+    Args:
+        token: the id; None if boundaries are unknown.
+        begins: whether documents begin with the token, instead of ending with it.
     """
 
     num_documents = None
 
-    def __init__(self, tokens: Tokens, *, token: int, begins: bool) -> None:
+    def __init__(self, tokens: Tokens, *, token: int | None, begins: bool) -> None:
         self.name, self._tokens, self._token, self._begins = tokens.name, tokens, token, begins
 
     @property
@@ -130,8 +152,29 @@ class Delimited(Tokens):
         return self._tokens.read(begin, end)
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
+        if self._token is None:
+            return np.empty(0, dtype=np.int64)
         if self._begins:
             return np.flatnonzero(self.read(begin, end) == self._token) + begin
         before = max(begin - 1, 0)
         starts = np.flatnonzero(self.read(before, end - 1) == self._token) + before + 1
         return starts if begin else np.concatenate([[0], starts])
+
+
+def map_file(name: str, dtype: str, skip: int, count: int) -> np.ndarray:
+    """Map ``count`` values of a file, after ``skip`` bytes.
+
+    Uses pyarrow, because numpy's maps keep their files open, and a process may often open 1,024 files only.
+
+    Raises:
+        DataError: the file cannot be opened or is shorter.
+    """
+    import pyarrow
+
+    if count == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    try:
+        with pyarrow.memory_map(name) as content:
+            return np.frombuffer(content.read_buffer(), dtype, count, skip)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
