@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def open_token_files(
         has_own_files |= has_held_out
     else:
         parts = [_open(file, format, data, limit.vocab_size) for file in files]
-    has_boundaries = all(part.num_documents is not None for part in parts)
+    has_index = all(part.num_documents is not None for part in parts)
     if split == "validation" and not has_own_files and not data.validation_fraction:
         works = "data.validation_paths, or data.validation_fraction=0.01"
         raise ConfigError("data.validation_fraction", 0, "no tokens are held out for validation", works)
@@ -100,7 +101,7 @@ def open_token_files(
     tokens = Concatenation([_section(part, split, held_out, limit) for part in parts], name)
     if is_builder:
         _scan(tokens)
-    return _with_boundaries(tokens, data, tokenizer, format, has_boundaries)
+    return _with_boundaries(tokens, data, tokenizer, format, has_index, warn=is_builder)
 
 
 def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[list[Path], str]:
@@ -240,11 +241,11 @@ def _section(part: Tokens, split: str, held_out: float, limit: Limit) -> Tokens:
 
 
 def _with_boundaries(
-    tokens: Tokens, data: DataConfig, tokenizer: Tokenizer, format: str, has_boundaries: bool
+    tokens: Tokens, data: DataConfig, tokenizer: Tokenizer, format: str, has_index: bool, warn: bool
 ) -> Tokens:
     """Return tokens with the document boundaries that ``data.boundaries`` selects."""
     choice = data.boundaries
-    if choice == "auto" and has_boundaries:
+    if choice == "auto" and has_index:
         return tokens
     if choice == "auto":
         choice = "bos" if format == "llmc" else "eos"
@@ -256,8 +257,16 @@ def _with_boundaries(
         raise ConfigError("data.boundaries", choice, rule, f"none, or tokenizer=none tokenizer.{choice}=ID")
     if token is None and not data.attend_across_documents:
         rule = "the boundaries of documents are unknown: the files have no index, and no token separates them"
-        raise ConfigError("data.attend_across_documents", False, rule, "true, or data.boundaries=eos")
-    return Delimited(tokens, token=token, begins=choice == "bos")
+        works = "true, or data.boundaries=eos with a tokenizer that has eos"
+        raise ConfigError("data.attend_across_documents", False, rule, works)
+    delimited = Delimited(tokens, token=token, begins=choice == "bos")
+    scanned = min(_SCANNED_TOKENS, tokens.num_tokens)
+    if warn and token is not None and not len(delimited.starts_between(1, scanned)):
+        sys.stderr.write(
+            f"WARNING {tokens.name}: the first {scanned} tokens have no document boundary (id {token}); "
+            "see data.boundaries\n"
+        )
+    return delimited
 
 
 def _limit(tokenizer: Tokenizer, model_vocab_size: int) -> Limit:

@@ -111,10 +111,25 @@ def open_memmap(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
     if file.suffix == ".npy":
         return _open_npy(file, dtype)
     part = TokenFile(file, dtype or smallest_dtype(vocab_size))
-    ids = part.read(0, _SAMPLE)
-    if dtype is None and vocab_size <= 2**16 and len(ids) > 1 and ids[0::2].any() and not ids[1::2].any():
-        _refuse(file, "every second id is 0, so its ids seem to have 4 bytes; would work: data.dtype=uint32")
+    if dtype is None:
+        _check_width(part, file, vocab_size)
     return part
+
+
+def _check_width(part: TokenFile, file: Path, vocab_size: int) -> None:
+    """Check that ids of 4 bytes are not read as two, nor ids of 2 bytes as one."""
+    ids = part.read(0, _SAMPLE)
+    if len(ids) < 2:
+        return
+    if smallest_dtype(vocab_size) == "uint32":
+        wrong, width, works = np.mean(ids >= vocab_size) > 0.5, 2, "uint16"
+        problem = "most ids are outside the vocabulary"
+    else:
+        wrong, width, works = ids[0::2].any() and not ids[1::2].any(), 4, "uint32"
+        problem = "every second id is 0"
+    if wrong:
+        rule = f"{problem}, so its ids seem to have {width} bytes"
+        _refuse(file, f"{rule}; would work: data.dtype={works}")
 
 
 def _open_npy(file: Path, dtype: str | None) -> TokenFile:

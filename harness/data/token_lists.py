@@ -58,9 +58,7 @@ def open_arrow(file: Path, field: str) -> list[TokenizedSplit]:
         reader = _reader_of(mapped)
         index = reader.schema.names.index(_field_of(reader.schema, field, file))
         parts = [_part_of(file, field, batch.column(index)) for batch in _batches_of(reader)]
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
-    except pyarrow.ArrowException as error:
+    except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: is no readable Arrow file ({_one_line(error)})") from error
     first, last = mapped.address, mapped.address + mapped.size
     for part in parts:
@@ -137,9 +135,7 @@ class TokenLists:
                         self._limit.check(ids, str(file), num_read)
                         num_read += len(ids)
                         yield from (row or [] for row in batch.column(0).to_pylist())
-            except OSError as error:
-                raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
-            except pyarrow.ArrowException as error:
+            except (OSError, pyarrow.ArrowException) as error:
                 raise DataError(f"{file}: is no readable Parquet file ({_one_line(error)})") from error
 
 
