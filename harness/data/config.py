@@ -99,6 +99,14 @@ class DataConfig:
     cache_dir: str = label("~/.cache/harness", nonempty=True)
     """Folder of the token caches; all ranks must see it."""
 
+    tokenize_workers: int | None = label(None, least=1)
+    """Processes that tokenize on the node of a job before it begins; null: one for each CPU that the node's
+    first rank may use, at most 32."""
+
+    tokenize_limit_gib: float | None = label(16.0, least=0)
+    """Refuse a job that would have to tokenize more than this before it begins, while all ranks wait;
+    `python -m harness.tokenize` prepares the data. In GiB of files, compressed or not; null: no limit."""
+
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other."""
         self._refuse_settings_of_other_kinds()
