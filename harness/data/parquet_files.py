@@ -22,7 +22,7 @@ def row_groups(file: Path) -> int:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(file).numrow_groups
+        return pyarrow.parquet.ParquetFile(file).num_row_groups
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{file}: not a readable parquet file ({describe(error)})") from error
     except OSError as error:
