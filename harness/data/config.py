@@ -26,10 +26,11 @@ ASSETS = Path(__file__).parent / "assets"
 
 # Fields that only some kinds of source read. For another kind a value would have no effect, so it is refused.
 _READ_ONLY_BY = {
-    "local": ("paths", "exclude", "format", "encoding_errors", "validation_paths"),
-    "tokens": ("paths", "format", "validation_paths", "tokens_field", "dtype", "boundaries"),
-    "hub": ("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
-    "synthetic": ("mask_fraction",),
+    ("local", "tokens"): ("paths", "format", "validation_paths"),
+    ("local",): ("exclude", "encoding_errors"),
+    ("tokens",): ("tokens_field", "dtype", "boundaries"),
+    ("hub",): ("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
+    ("synthetic",): ("mask_fraction",),
 }
 
 
@@ -123,6 +124,14 @@ class DataConfig:
     cache_dir: str = label("~/.cache/harness", nonempty=True)
     """Folder of the token caches; all ranks must see it."""
 
+    tokenize_workers: int | None = label(None, least=1)
+    """Processes that tokenize on the node of a job before it begins; null: one for each CPU that the node's
+    first rank may use, at most 32."""
+
+    tokenize_limit_gib: float | None = label(16.0, least=0)
+    """Refuse a job that would have to tokenize more than this before it begins, while all ranks wait;
+    `python -m harness.tokenize` prepares the data. In GiB of files, compressed or not; null: no limit."""
+
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other."""
         self._refuse_settings_of_other_kinds()
@@ -159,13 +168,12 @@ class DataConfig:
 
     def _refuse_settings_of_other_kinds(self) -> None:
         default = DataConfig()
-        for name in dict.fromkeys(name for names in _READ_ONLY_BY.values() for name in names):
-            kinds = [kind for kind, names in _READ_ONLY_BY.items() if name in names]
-            value = getattr(self, name)
-            if self.kind not in kinds and value != getattr(default, name):
-                readers = " or ".join(kinds)
-                rule = f"is read only by data.kind={readers}, and data.kind is {self.kind}"
-                raise ConfigError(f"data.{name}", value, rule, f"data.kind={readers}, or leave it out")
+        for kinds, names in _READ_ONLY_BY.items():
+            for name in names:
+                value = getattr(self, name)
+                if self.kind not in kinds and value != getattr(default, name):
+                    rule = f"is read only by data.kind={' and '.join(kinds)}, and data.kind is {self.kind}"
+                    raise ConfigError(f"data.{name}", value, rule, f"data.kind={kinds[0]}, or leave it out")
 
     def _validate_files(self) -> None:
         formats, example = (

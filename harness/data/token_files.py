@@ -72,7 +72,7 @@ def open_token_files(
     name = f"data.{field}=[{', '.join(patterns)}], {split} tokens"
     limit = _limit(tokenizer, model_vocab_size)
     if format == "parquet":
-        lists = TokenLists(files, data.tokens_field, name, limit)
+        lists = TokenLists(data, files, name, limit)
         parts: list[Tokens] = [
             open_cache(
                 lists,
@@ -100,6 +100,8 @@ def open_token_files(
     held_out = 0.0 if has_own_files else data.validation_fraction
     tokens = Concatenation([_section(part, split, held_out, limit) for part in parts], name)
     if is_builder:
+        if format == "datatrove" and not isinstance(tokenizer, NoTokenizer):
+            _warn_of_other_tokenizer(files, tokenizer)
         _scan(tokens)
     return _with_boundaries(tokens, data, tokenizer, format, has_index, warn=is_builder)
 
@@ -137,15 +139,14 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
     return files, next(iter(formats))
 
 
-def tokenizer_in_metadata(data: DataConfig) -> tuple[Path, str] | None:
-    """Return the first file that records its tokenizer (datatrove's .ds.metadata), and the tokenizer's name.
-
-    Raises:
-        DataError: as ``find_token_files``.
-    """
-    files, format = find_token_files(data.paths, "paths", data.format)
-    names = ((file, read_metadata(file)[0]) for file in files) if format == "datatrove" else ()
-    return next(((file, name) for file, name in names if name), None)
+def _warn_of_other_tokenizer(files: list[Path], tokenizer: Tokenizer) -> None:
+    """Warn if a .ds.metadata file records another tokenizer than the path of the job's."""
+    path = str(tokenizer.config.path if tokenizer.config else None)
+    for file in files:
+        name = read_metadata(file)[0]
+        if name is not None and name.lower() not in path.lower():
+            sys.stderr.write(f"WARNING {file} was made by the tokenizer {name}; tokenizer.path is {path}\n")
+            return
 
 
 def _files_of(path: Path, format: str) -> list[Path]:

@@ -122,10 +122,10 @@ def _check_width(part: TokenFile, file: Path, vocab_size: int) -> None:
     if len(ids) < 2:
         return
     if smallest_dtype(vocab_size) == "uint32":
-        wrong, width, works = np.mean(ids >= vocab_size) > 0.5, 2, "uint16"
+        wrong, width, works = bool(np.mean(ids >= vocab_size) > 0.5), 2, "uint16"
         problem = "most ids are outside the vocabulary"
     else:
-        wrong, width, works = ids[0::2].any() and not ids[1::2].any(), 4, "uint32"
+        wrong, width, works = bool(ids[0::2].any() and not ids[1::2].any()), 4, "uint32"
         problem = "every second id is 0"
     if wrong:
         rule = f"{problem}, so its ids seem to have {width} bytes"

@@ -6,19 +6,23 @@ A row is a document. Values of a list column are one array in an Arrow file, whi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from harness.data.cache import TokenizedSplit
+from harness.data.config import DataConfig
+from harness.data.documents import Span
+from harness.data.parquet_files import read_columns
+from harness.data.sources import LocalFiles, file_stats
 from harness.data.token_formats import smallest_dtype
 from harness.data.tokenizer_base import Tokenizer
 from harness.data.tokens import Limit
 from harness.errors import DataError
 
-_ROWS_PER_READ = 256
 _FILE_MAGIC = b"ARROW1"
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
@@ -107,42 +111,38 @@ def _is_tokens(kind: Any) -> bool:
     return is_list and types.is_integer(kind.value_type)
 
 
-class TokenLists:
-    """Rows of Parquet files, as documents of token ids for the token cache (``sources.Source``)."""
+class TokenLists(LocalFiles):
+    """Rows of Parquet files, as documents of token ids for the token cache."""
 
-    damaged = 0
-
-    def __init__(self, files: Sequence[Path], field: str, name: str, limit: Limit) -> None:
-        self._files, self._field, self.name, self._limit = files, field, name, limit
+    def __init__(self, config: DataConfig, files: list[Path], name: str, limit: Limit) -> None:
+        # Without a limit of size: nothing is tokenized.
+        super().__init__(replace(config, format="parquet", tokenize_limit_gib=None), "paths")
+        self.files, self.name, self._limit = files, name, limit
 
     @property
     def identity(self) -> Any:
-        stats = [(str(file), file.stat()) for file in self._files]
-        return ["tokens", [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats], self._field]
+        return [*self.reading, file_stats(self.files)]
 
-    def documents(self) -> Iterator[Any]:
-        """Yield the token ids of every row; none for a null row."""
-        import pyarrow
-        import pyarrow.parquet
+    @property
+    def reading(self) -> list[Any]:
+        return ["tokens", self.config.tokens_field]
 
-        for file in self._files:
-            try:
-                with pyarrow.parquet.ParquetFile(file) as table:
-                    field = _field_of(table.schema_arrow, self._field, file)
-                    num_read = 0
-                    for batch in table.iter_batches(batch_size=_ROWS_PER_READ, columns=[field]):
-                        ids = _values_of(batch.column(0), self._field, file)
-                        self._limit.check(ids, str(file), num_read)
-                        num_read += len(ids)
-                        yield from (row or [] for row in batch.column(0).to_pylist())
-            except (OSError, pyarrow.ArrowException) as error:
-                raise DataError(f"{file}: is no readable Parquet file ({_one_line(error)})") from error
+    def read_parquet(self, file: Path, span: Span) -> Iterator[Any]:
+        """Yield the token ids of each row; none for a null row."""
+        field = self.config.tokens_field
+        for number, row in enumerate(read_columns(file, span, field, setting="data.tokens_field")):
+            ids = np.asarray(row[field] or [0])
+            if ids.dtype.kind not in "iu" or ids.ndim != 1:
+                raise DataError(f"{file}: row {number} of column {field!r} is no list of token ids")
+            self._limit.check(ids, f"{file}, row {number}", 0)
+            yield row[field] or []
 
 
 class Ids(Tokenizer):
     """Stands in for a tokenizer where documents are lists of ids already."""
 
     bos_id = eos_id = None
+    config = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -154,8 +154,8 @@ class Ids(Tokenizer):
     def encode_batch(self, texts: Sequence[Any]) -> list[list[int]]:
         return list(texts)
 
-    def encode_in_pieces(self, text: Any) -> Iterator[Sequence[int]]:
-        yield text
+    def encode_in_pieces(self, parts: Iterable[Any]) -> Iterator[Sequence[int]]:
+        yield from parts
 
     def decode(self, ids: Sequence[int]) -> str:
         raise NotImplementedError("ids have no text")

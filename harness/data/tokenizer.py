@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from harness.data.config import TokenizerConfig
-from harness.data.long_text import PIECE_CHARS
+from harness.data.long_text import in_pieces
 from harness.data.tiktoken_sets import SETS
-from harness.data.tokenizer_base import NUM_THREADS, Tokenizer, decode_known, fingerprint_of, read_tokenizer
+from harness.data.tokenizer_base import Tokenizer, decode_known, fingerprint_of, read_tokenizer
 from harness.data.tokenizer_json import HuggingFaceTokenizer
 from harness.errors import DataError
 
@@ -22,6 +22,12 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     Raises:
         DataError: its file is missing, empty or malformed.
     """
+    tokenizer = _build(config)
+    tokenizer.config = config
+    return tokenizer
+
+
+def _build(config: TokenizerConfig) -> Tokenizer:
     if config.kind == "bytes":
         return BytesTokenizer()
     if config.kind == "none":
@@ -57,9 +63,8 @@ class BytesTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
-        for start in range(0, len(text), PIECE_CHARS):
-            yield text[start : start + PIECE_CHARS].encode("utf-8")
+    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
+        return (part.encode("utf-8") for part in parts)
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), _decode_bytes)
@@ -120,7 +125,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._space_mark_ids is not None and any("▁" in text for text in texts):
             return [self.encode(text) for text in texts]
-        return self._model.encode(list(texts), num_threads=NUM_THREADS)
+        return self._model.encode(list(texts), num_threads=self.num_threads)
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), self._model.decode)
@@ -169,11 +174,12 @@ class TiktokenTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         parts = [list(_cut_long_runs(text)) for text in texts]
         flat = [part for text_parts in parts for part in text_parts]
-        encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=NUM_THREADS))
+        encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=self.num_threads))
         return [[i for _ in text_parts for i in next(encoded)] for text_parts in parts]
 
-    def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
-        return map(self._encoding.encode_ordinary, _cut_long_runs(text))
+    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
+        for piece in in_pieces(parts, _MAX_CHARS):
+            yield from map(self._encoding.encode_ordinary, _cut_long_runs(piece))
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), self._encoding.decode)

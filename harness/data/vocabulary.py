@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 
 from harness.data.config import TokenizerConfig
@@ -18,8 +17,7 @@ def require_vocabulary(job: Job) -> None:
 
     Raises:
         ConfigError: it does not fit.
-        DataError: the tokenizer's file is malformed, or missing where the ranks run on this machine; or
-            there are no token files there.
+        DataError: the tokenizer's file is malformed, or missing where the ranks run on this machine.
     """
     if job.cluster.kind == "local" and job.tokenizer.has_file:
         read_tokenizer(job.tokenizer.file)
@@ -27,8 +25,6 @@ def require_vocabulary(job: Job) -> None:
         tokenizer = job.tokenizer
         num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
         check_vocab_size(num_tokens or 0, job.model.vocab_size)
-    if job.data.kind == "tokens" and job.cluster.kind == "local":
-        _warn_of_other_tokenizer(job)
 
 
 @cache
@@ -57,19 +53,6 @@ def vocabulary_size(config: TokenizerConfig) -> int | None:
 
         return number_of_ids(content, config.file)
     return SentencePieceTokenizer(content, config.file).vocab_size
-
-
-def _warn_of_other_tokenizer(job: Job) -> None:
-    """Warn if token files record another tokenizer's name than the job's path has."""
-    from harness.data.token_files import tokenizer_in_metadata
-
-    made_by, path = tokenizer_in_metadata(job.data), job.tokenizer.path
-    if made_by is None or job.tokenizer.kind == "none":
-        return
-    file, name = made_by
-    if name.lower() not in str(path).lower():
-        shown = path or f"{job.tokenizer.kind}, without a file"
-        sys.stderr.write(f"WARNING {file} was made by the tokenizer {name}; tokenizer.path is {shown}\n")
 
 
 def check_vocab_size(num_tokens: int, vocab_size: int) -> None:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from harness.data.cache import is_held_out
 from harness.data.config import WITHOUT_TEXT, DataConfig
 from harness.data.sources import Source, source_of
 from harness.data.tokenizer import Tokenizer, with_bos_eos
+from harness.data.tokenizing import is_held_out
 from harness.data.vocabulary import check_vocab_size
 from harness.errors import ConfigError, UserError
 from harness.evaluate.names import DATA
