@@ -23,7 +23,7 @@ def row_groups(file: Path) -> int:
 
     try:
         return pyarrow.parquet.ParquetFile(file).num_row_groups
-    except pyarrow.ArrowInvalid as error:
+    except ValueError as error:  # pyarrow.ArrowInvalid, or UnicodeDecodeError in the footer
         raise DataError(f"{file}: not a readable parquet file ({describe(error)})") from error
     except OSError as error:
         raise DataError(f"{file} cannot be read: {describe(error)}") from error
@@ -49,5 +49,5 @@ def read_columns(
             groups = None if span.end is None else list(range(span.begin, span.end))
             for batch in table.iter_batches(batch_size=_ROWS_PER_READ, row_groups=groups, columns=columns):
                 yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except ValueError as error:  # pyarrow.ArrowInvalid, or UnicodeDecodeError in the footer
         raise DataError(f"{file}: not a readable parquet file ({describe(error)})") from error

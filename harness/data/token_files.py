@@ -35,6 +35,7 @@ _ENDINGS = {
     "arrow": (".arrow",),
     "parquet": (".parquet",),
 }
+_READ_ONLY_BY = {"dtype": ("memmap", "datatrove"), "tokens_field": ("arrow", "parquet")}
 _KNOWN_ENDINGS = tuple(sorted({ending for endings in _ENDINGS.values() for ending in endings}))
 _INDEX_ENDINGS = (".idx", ".ds.index", ".ds.metadata", ".ds.loss")
 _HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test)(?:$|[^a-z])")
@@ -62,13 +63,19 @@ def open_token_files(
             checksums, and builds the token cache of Parquet files.
 
     Raises:
-        ConfigError: no tokens are held out for validation, or document boundaries are needed and unknown.
+        ConfigError: no tokens are held out for validation, document boundaries are needed and unknown, or a
+            setting is for another format.
         DataError: a file is missing, malformed, or of another tokenizer.
     """
     has_own_files = split == "validation" and bool(data.validation_paths)
     field = "validation_paths" if has_own_files else "paths"
     patterns = getattr(data, field)
     files, format = find_token_files(patterns, field, data.format)
+    for setting, formats in _READ_ONLY_BY.items():
+        value = getattr(data, setting)
+        if format not in formats and value != getattr(DataConfig(), setting):
+            rule = f"is read only from {' and '.join(formats)} files, and {files[0]} is {format}"
+            raise ConfigError(f"data.{setting}", value, rule, "leave it out")
     name = f"data.{field}=[{', '.join(patterns)}], {split} tokens"
     limit = _limit(tokenizer, model_vocab_size)
     if format == "parquet":

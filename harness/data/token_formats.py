@@ -11,6 +11,7 @@ import struct
 from bisect import bisect_left
 from functools import lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import NoReturn, Protocol
 
 import numpy as np
@@ -135,7 +136,13 @@ def _check_width(part: TokenFile, file: Path, vocab_size: int) -> None:
 def _open_npy(file: Path, dtype: str | None) -> TokenFile:
     try:
         array = np.load(file, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        SyntaxError,
+        TokenError,
+    ) as error:  # numpy parses Python in the header
         _refuse(file, f"is not a readable .npy file ({' '.join(str(error).split())})")
     if array.ndim != 1 or array.dtype.kind not in "ui":
         _refuse(file, f"has {array.dtype} in {array.ndim} dimensions; ids are integers in one dimension")
@@ -146,10 +153,10 @@ def _open_npy(file: Path, dtype: str | None) -> TokenFile:
 
 def open_llmc(file: Path) -> TokenFile:
     """Open tokens of llm.c or modded-nanogpt."""
-    header = np.frombuffer(_head(file, _LLMC_HEADER_BYTES), "<i4")
-    if len(header) * 4 < _LLMC_HEADER_BYTES:
-        _refuse(file, "is shorter than the header of llm.c, 1024 bytes")
-    magic, version, num_tokens = header[:3].tolist()
+    header = _head(file, _LLMC_HEADER_BYTES)
+    if len(header) < _LLMC_HEADER_BYTES:
+        _refuse(file, f"is shorter than the header of llm.c, {_LLMC_HEADER_BYTES} bytes")
+    magic, version, num_tokens = struct.unpack_from("<3i", header)
     if magic == _LLMC_EXAMPLES:
         _refuse(file, f"has llm.c's magic {magic}: multiple-choice examples, no training tokens")
     if magic not in _LLMC_KINDS:

@@ -61,8 +61,8 @@ def open_arrow(file: Path, field: str) -> list[TokenizedSplit]:
             mapped = content.read_buffer()
         reader = _reader_of(mapped)
         index = reader.schema.names.index(_field_of(reader.schema, field, file))
-        parts = [_part_of(file, field, batch.column(index)) for batch in _batches_of(reader)]
-    except (OSError, pyarrow.ArrowException) as error:
+        parts = [_part_of(file, field, batch, index) for batch in _batches_of(reader)]
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: names that are not UTF-8
         raise DataError(f"{file}: is no readable Arrow file ({_one_line(error)})") from error
     first, last = mapped.address, mapped.address + mapped.size
     for part in parts:
@@ -88,10 +88,12 @@ def _batches_of(reader: Any) -> Iterator[Any]:
         yield from reader
 
 
-def _part_of(file: Path, field: str, column: Any) -> TokenizedSplit:
-    """Return the lists of one record batch: their values, and the offset of each list."""
+def _part_of(file: Path, field: str, batch: Any, index: int) -> TokenizedSplit:
+    """Return the lists in a column of a record batch: their values, and the offset of each list."""
     import pyarrow
 
+    batch.validate()  # its buffers may be shorter than it says
+    column = batch.column(index)
     values = _values_of(column, field, file)
     if pyarrow.types.is_fixed_size_list(column.type):
         starts = np.arange(0, len(values), column.type.list_size)

@@ -126,7 +126,12 @@ class Section:
         return ids
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
-        return self._part.starts_between(self._begin + begin, self._begin + end) - self._begin
+        begin, end = self._begin + begin, self._begin + end
+        starts = self._part.starts_between(begin, end)
+        # Readers search the index, and do not check all of a long one.
+        if len(starts) and (starts[0] < begin or starts[-1] >= end or np.any(np.diff(starts) < 0)):
+            raise DataError(f"{self.name}: the starts of its documents near token {begin} are not ascending")
+        return starts - self._begin
 
 
 class Delimited:

@@ -10,7 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tiers import THOROUGH
 
+from harness.compose import compose_job
 from harness.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
 from harness.data.corpus import Counts, Manifest, describe_shard, write_manifest
@@ -18,6 +20,8 @@ from harness.data.loader import IGNORE_INDEX, build_loader, merge_states
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError, DataError
+from harness.evaluate.tasks import Setting, open_task
+from harness.exchange.tokenizer import export_tokenizer
 
 BOS, EOS = 256, 257
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
@@ -421,6 +425,74 @@ def test_a_damaged_file_is_one_line(write, damage, says):
     with pytest.raises(DataError, match=says) as caught:
         loader(config(paths=["a.*"]))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["megatron", "datatrove", "llmc", "npy", "arrow", "arrow stream", "parquet"])
+def test_random_damage_is_one_line(name):
+    """Bytes of the index (or of a file without one) are changed or cut off: samples or one line, no crash."""
+    write, settings = FORMATS[name]
+    for seed in range(300 if THOROUGH else 20):
+        folder, random = Path(str(seed)), np.random.RandomState(seed)
+        folder.mkdir()
+        write(folder / "a", files_of_documents(1)[0])
+        file = max(
+            folder.iterdir(), key=lambda file: (file.suffix in (".idx", ".index"), file.suffix != ".metadata")
+        )
+        content = bytearray(file.read_bytes())
+        for at in random.randint(0, len(content), random.randint(1, 4)):
+            content[at] = random.randint(0, 256)
+        file.write_bytes(content[: random.randint(len(content)) if random.rand() < 0.3 else None])
+        try:
+            read_rows([loader(config(**settings, paths=[f"{folder}/a.*"], attend_across_documents=False))], 3)
+        except DataError as error:
+            assert "\n" not in str(error)
+
+
+def test_settings_of_another_format():
+    write_megatron("a", files_of_documents(1)[0])
+    for name, value in (("dtype", "uint16"), ("tokens_field", "ids")):
+        with pytest.raises(ConfigError, match=rf"data\.{name}={value}: is read only from .* is megatron"):
+            loader(config(**{name: value}))
+
+
+def test_another_tokenizer_by_name(capfd):
+    write_datatrove("a", files_of_documents(1)[0])
+    loader(config())
+    assert "a.ds was made by the tokenizer org/name; tokenizer.path is None" in capfd.readouterr().err
+    loader(config(), tokenizer=build_tokenizer(TokenizerConfig("none")))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("tokenizer=none", "tokenizer.kind=none: cannot encode text, and data.kind=local reads text"),
+        (
+            "data=tokens data.paths=[a] evaluation.interval=1",
+            "evaluation.tasks=data: data.kind=tokens has no text",
+        ),
+    ],
+)
+def test_jobs_that_need_text(typed, says):
+    with pytest.raises(ConfigError, match=says):
+        compose_job(typed.split())
+
+
+def test_without_a_tokenizer():
+    """It encodes nothing, and a checkpoint that records it names no tokenizer."""
+    nothing = build_tokenizer(TokenizerConfig("none"))
+    for use in (
+        lambda: nothing.encode("a"),
+        lambda: nothing.encode_batch(["a"]),
+        lambda: nothing.decode([1]),
+    ):
+        with pytest.raises(DataError, match="tokenizer=none has token ids but no text"):
+            use()
+    export_tokenizer(TokenizerConfig("none"), Path("exported"))
+    assert not Path("exported").exists()
+    setting = Setting(BYTES, 300, config(paths=["a"]), "all", 16, "", None, None)
+    with pytest.raises(ConfigError, match=r"data\.kind=tokens: has no text to evaluate"):
+        open_task("data", setting)
 
 
 def test_ids_of_another_tokenizer():
