@@ -67,50 +67,52 @@ def open_token_files(
             setting is for another format.
         DataError: a file is missing, malformed, or of another tokenizer.
     """
-    has_own_files = split == "validation" and bool(data.validation_paths)
-    field = "validation_paths" if has_own_files else "paths"
+    is_separate = split == "validation" and bool(data.validation_paths)
+    field = "validation_paths" if is_separate else "paths"
     patterns = getattr(data, field)
     files, format = find_token_files(patterns, field, data.format)
-    for setting, formats in _READ_ONLY_BY.items():
-        value = getattr(data, setting)
-        if format not in formats and value != getattr(DataConfig(), setting):
-            rule = f"is read only from {' and '.join(formats)} files, and {files[0]} is {format}"
-            raise ConfigError(f"data.{setting}", value, rule, "leave it out")
+    _refuse_settings_of_other_formats(data, format, files[0])
     name = f"data.{field}=[{', '.join(patterns)}], {split} tokens"
     limit = _limit(tokenizer, model_vocab_size)
     if format == "parquet":
-        lists = TokenLists(data, files, name, limit)
-        parts: list[Tokens] = [
-            open_cache(
-                lists,
-                Ids(limit.vocab_size),
-                split="train",
-                held_out=0.0,
-                cache_dir=data.cache_dir,
-                wait_for_all=wait_for_all,
-                is_builder=is_builder,
-            )
-        ]
+        cache = open_cache(
+            TokenLists(data, files, name, limit),
+            Ids(limit.vocab_size),
+            split="train",
+            held_out=0.0,
+            cache_dir=data.cache_dir,
+            wait_for_all=wait_for_all,
+            is_builder=is_builder,
+        )
+        parts: list[Tokens] = [cache]
     elif format == "corpus":
-        splits = {"train", "validation"} if has_own_files else {split}
-        parts, has_held_out = _open_corpora(files, tokenizer, splits, check=is_builder)
-        if has_held_out and data.validation_fraction:
+        splits = {"train", "validation"} if is_separate else {split}
+        parts, holds_out = _open_corpora(files, tokenizer, splits, check=is_builder)
+        if holds_out and data.validation_fraction:
             rule = "the corpus has held-out documents of its own"
             raise ConfigError("data.validation_fraction", data.validation_fraction, rule, "0")
-        has_own_files |= has_held_out
+        is_separate |= holds_out
     else:
         parts = [_open(file, format, data, limit.vocab_size) for file in files]
     has_index = all(part.num_documents is not None for part in parts)
-    if split == "validation" and not has_own_files and not data.validation_fraction:
+    if split == "validation" and not is_separate and not data.validation_fraction:
         works = "data.validation_paths, or data.validation_fraction=0.01"
         raise ConfigError("data.validation_fraction", 0, "no tokens are held out for validation", works)
-    held_out = 0.0 if has_own_files else data.validation_fraction
+    held_out = 0.0 if is_separate else data.validation_fraction
     tokens = Concatenation([_section(part, split, held_out, limit) for part in parts], name)
     if is_builder:
         if format == "datatrove" and not isinstance(tokenizer, NoTokenizer):
             _warn_of_other_tokenizer(files, tokenizer)
         _scan(tokens)
     return _with_boundaries(tokens, data, tokenizer, format, has_index, warn=is_builder)
+
+
+def _refuse_settings_of_other_formats(data: DataConfig, format: str, file: Path) -> None:
+    for name, formats in _READ_ONLY_BY.items():
+        value = getattr(data, name)
+        if format not in formats and value != getattr(DataConfig(), name):
+            rule = f"is read only from {' and '.join(formats)} files, and {file} is {format}"
+            raise ConfigError(f"data.{name}", value, rule, "leave it out")
 
 
 def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[list[Path], str]:
@@ -172,7 +174,7 @@ def _in_folder(folder: Path, format: str) -> list[Path]:
         return saved
     endings = _KNOWN_ENDINGS if format == "auto" else _ENDINGS[format]
     files = sorted(file for file in folder.rglob("[!.]*") if file.name.endswith(endings) and file.is_file())
-    held_out = [file for file in files if _HELD_OUT_NAME.search(file.stem.lower())]
+    held_out = [file for file in files if _HELD_OUT_NAME.search(str(file.relative_to(folder)).lower())]
     if held_out and len(held_out) < len(files):
         other = next(file for file in files if file not in held_out)
         raise DataError(

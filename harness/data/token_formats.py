@@ -19,8 +19,6 @@ import numpy as np
 from harness.data.tokens import map_file
 from harness.errors import DataError
 
-DTYPES = ("uint16", "uint32", "int32", "int64")
-
 # Megatron-Core 0.16, megatron/core/datasets/indexed_dataset.py (_IndexWriter and DType): magic, version, code
 # of the type, number of sequences, number of documents + 1; then int32 lengths, int64 offsets in bytes, int64
 # first sequence of each document, and for multimodal data int8 modes.
@@ -33,6 +31,9 @@ _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8
 _LLMC_HEADER_BYTES = 1024
 _LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _LLMC_EXAMPLES = 20240522
+
+# The header is a Python literal, which numpy parses.
+_BROKEN_NPY = (OSError, ValueError, EOFError, SyntaxError, TokenError)
 
 _MOST_MAPPED = 16384  # files mapped at once; Linux allows 65,530 maps in a process (vm.max_map_count)
 _MOST_CHECKED = 1 << 24  # entries at each end of an index; more would delay the start
@@ -136,13 +137,7 @@ def _check_width(part: TokenFile, file: Path, vocab_size: int) -> None:
 def _open_npy(file: Path, dtype: str | None) -> TokenFile:
     try:
         array = np.load(file, mmap_mode="r")
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        SyntaxError,
-        TokenError,
-    ) as error:  # numpy parses Python in the header
+    except _BROKEN_NPY as error:
         _refuse(file, f"is not a readable .npy file ({' '.join(str(error).split())})")
     if array.ndim != 1 or array.dtype.kind not in "ui":
         _refuse(file, f"has {array.dtype} in {array.ndim} dimensions; ids are integers in one dimension")
@@ -182,7 +177,7 @@ def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
     dtype = dtype or {2: "uint16", 4: "uint32"}.get(token_bytes or 0)
     index = Path(f"{file}.index")
     if not index.exists():
-        return TokenFile(file, dtype or smallest_dtype(vocab_size))
+        return open_memmap(file, dtype, vocab_size)
     ends = DocumentEnds(index)
     if dtype is None:
         # 2 or 4 bytes for a token follow from the number of tokens.
