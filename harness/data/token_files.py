@@ -168,8 +168,12 @@ def _files_of(path: Path, format: str) -> list[Path]:
 
 
 def _in_folder(folder: Path, format: str) -> list[Path]:
-    if format == "corpus" or (format == "auto" and (folder / MANIFEST).is_file()):
-        return [folder]
+    if format in ("auto", "corpus"):
+        corpora = [
+            path.parent for path in (folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")) if path.is_file()
+        ]
+        if corpora or format == "corpus":
+            return corpora or [folder]  # whose missing manifest is reported
     if format in ("auto", "arrow") and (saved := saved_files(folder)):
         return saved
     endings = _KNOWN_ENDINGS if format == "auto" else _ENDINGS[format]

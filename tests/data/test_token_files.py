@@ -324,6 +324,8 @@ def test_a_corpus_that_does_not_fit():
         loader(config(paths=["corpus"]), tokenizer=other, vocab_size=2048)
     loader(config(paths=["corpus"]), tokenizer=build_tokenizer(TokenizerConfig("none")))
     write_corpus("plain", [["some text " * 40]])
+    rows = read_rows_of(loader(config(paths=["."])))  # the folder of both corpora
+    assert torch.equal(rows, read_rows_of(loader(config(paths=["corpus", "plain"]))))
     with pytest.raises(ConfigError, match="no tokens are held out for validation"):
         loader(config(paths=["plain"]), split="validation")
 
