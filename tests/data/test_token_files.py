@@ -2,163 +2,48 @@
 
 import dataclasses
 import json
-import struct
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from tiers import THOROUGH
+from token_writers import (
+    BOS,
+    BYTES,
+    EOS,
+    FORMATS,
+    B,
+    T,
+    assert_rows,
+    config,
+    files_of_documents,
+    loader,
+    read_rows,
+    write_arrow,
+    write_datatrove,
+    write_llmc,
+    write_megatron,
+    write_memmap,
+    write_parquet,
+    write_stream,
+)
 
 from harness.compose import compose_job
 from harness.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
 from harness.data.corpus import Counts, Manifest, describe_shard, write_manifest
-from harness.data.loader import IGNORE_INDEX, build_loader, merge_states
+from harness.data.loader import IGNORE_INDEX, merge_states
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError, DataError
 from harness.evaluate.tasks import Setting, open_task
 from harness.exchange.tokenizer import export_tokenizer
 
-BOS, EOS = 256, 257
-BYTES = build_tokenizer(TokenizerConfig("bytes"))
-T, B = 16, 8
-
 
 @pytest.fixture(autouse=True)
 def in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def files_of_documents(count=3):
-    """Documents of ``count`` files, uneven, some shorter and some longer than a sample, none empty."""
-    random = np.random.RandomState(7)
-    lengths = [[40, 1, 3, 90, 2, 17], [5, 5], [64, 30, 1, 1, 200]]
-    return [[[BOS, *random.randint(0, 256, n), EOS] for n in lengths[file % 3]] for file in range(count)]
-
-
-# Writers of each format, by its published description. Each writes the documents of one file.
-
-
-def write_megatron(stem, documents, code=8, dtype="<u2", modes=False, head=b"MMIDIDX\0\0", version=1):
-    """As Megatron-Core: int32 lengths, int64 pointers, int64 first sequences; two sequences in a document."""
-    sequences = [half for each in documents for half in (each[:2], each[2:])]
-    sizes = np.array([len(each) for each in sequences], "<i4")
-    pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * np.dtype(dtype).itemsize
-    firsts = np.arange(0, len(sequences) + 1, 2, dtype="<i8")
-    header = head + struct.pack("<QBQQ", version, code, len(sizes), len(firsts))
-    arrays = [sizes, pointers, firsts, *([np.zeros(len(sizes), "i1")] if modes else [])]
-    Path(f"{stem}.idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
-    np.concatenate(documents).astype(dtype).tofile(f"{stem}.bin")
-
-
-def write_datatrove(stem, documents, dtype="<u2", metadata="org/name|2"):
-    np.concatenate(documents).astype(dtype).tofile(f"{stem}.ds")
-    np.cumsum([len(each) for each in documents]).astype("<u8").tofile(f"{stem}.ds.index")
-    Path(f"{stem}.ds.metadata").write_text(f"{metadata}\n{sum(map(len, documents))}\n1 T")
-
-
-def write_llmc(stem, documents, magic=20240520, version=1, dtype="<u2", count=None):
-    ids = np.concatenate(documents).astype(dtype)
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, version, len(ids) if count is None else count
-    Path(f"{stem}.bin").write_bytes(header.tobytes() + ids.tobytes())
-
-
-def write_memmap(stem, documents, dtype="<u2"):
-    np.concatenate(documents).astype(dtype).tofile(f"{stem}.bin")
-
-
-def write_npy(stem, documents, dtype="<u2"):
-    np.save(f"{stem}.npy", np.concatenate(documents).astype(dtype))
-
-
-def lists(documents, kind=None):
-    return pa.table(
-        {"id": range(len(documents)), "input_ids": pa.array(documents, kind or pa.list_(pa.int32()))}
-    )
-
-
-def write_stream(stem, documents, kind=None):
-    """As `datasets`: the stream format, in several record batches."""
-    table = lists(documents, kind)
-    with pa.OSFile(f"{stem}.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
-
-
-def write_arrow(stem, documents, kind=None, compression=None):
-    table = lists(documents, kind)
-    options = pa.ipc.IpcWriteOptions(compression=compression)
-    with pa.ipc.new_file(f"{stem}.arrow", table.schema, options=options) as writer:
-        writer.write_table(table, max_chunksize=3)
-
-
-def write_parquet(stem, documents, kind=None):
-    pq.write_table(lists(documents, kind), f"{stem}.parquet", row_group_size=2)
-
-
-def with_int32(write, **settings):
-    return lambda stem, documents: write(stem, documents, dtype="<i4", **settings)
-
-
-def of_kind(write, kind):
-    return lambda stem, documents: write(stem, documents, kind)
-
-
-FORMATS = {
-    "megatron": (write_megatron, {}),
-    "megatron int32 with modes": (with_int32(write_megatron, code=4, modes=True), {}),
-    "datatrove": (write_datatrove, {}),
-    "datatrove, 4 bytes": (lambda s, d: write_datatrove(s, d, "<u4", "org/name|4"), {}),
-    "memmap": (write_memmap, {}),
-    "memmap, 4 bytes": (with_int32(write_memmap), {"dtype": "int32"}),
-    "npy": (write_npy, {}),
-    "llmc": (write_llmc, {"boundaries": "eos"}),
-    "llmc for llama 3": (lambda s, d: write_llmc(s, d, 20240801, 7, "<u4"), {}),
-    "arrow": (write_arrow, {}),
-    "arrow, large lists of int64": (of_kind(write_arrow, pa.large_list(pa.int64())), {}),
-    "arrow stream": (write_stream, {}),
-    "parquet": (write_parquet, {}),
-}
-
-
-def config(**settings):
-    data = DataConfig(kind="tokens", shuffle=False, cache_dir="cache", **{"paths": ["*.*"], **settings})
-    data.validate()
-    return data
-
-
-def loader(data, rows=range(B), split="train", tokenizer=BYTES, vocab_size=300):
-    settings = {"seq_len": T, "global_batch_size": B, "seed": 0, "model_vocab_size": vocab_size}
-    return build_loader(data, tokenizer, rows=rows, split=split, **settings)
-
-
-def expected_rows(documents, num_rows):
-    """Reference: rows of inputs, labels and document numbers, from lists of documents."""
-    ids = [token for each in documents for token in each]
-    owners = [number for number, each in enumerate(documents) for _ in each]
-    rows = []
-    for sample in range(num_rows):
-        begin = sample % ((len(ids) - 1) // T) * T
-        inputs, after = ids[begin : begin + T], ids[begin + 1 : begin + T + 1]
-        numbers = owners[begin : begin + T + 1]
-        labels = [a if m == n else IGNORE_INDEX for a, m, n in zip(after, numbers, numbers[1:], strict=False)]
-        rows.append((inputs, labels, [number - numbers[0] for number in numbers[:-1]]))
-    return [torch.tensor(column) for column in zip(*rows, strict=True)]
-
-
-def read_rows(loaders, steps):
-    """Rows of ``steps`` global steps that loaders of consecutive rows read."""
-    batches = [[each.next() for each in loaders] for _ in range(steps)]
-    return [torch.cat([batch[i] for step in batches for batch in step]) for i in range(3)]
-
-
-def assert_rows(found, documents):
-    for a, b in zip(found, expected_rows(documents, len(found[0])), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -360,96 +245,6 @@ def test_paths():
         loader(config(paths=["a.tokens"]))
 
 
-def change(name, at, content):
-    def damage():
-        with open(name, "r+b") as file:
-            file.seek(at)
-            file.write(content)
-
-    return damage
-
-
-def append(name, content=b"\0"):
-    return lambda: Path(name).open("ab").write(content)
-
-
-# 6 sequences: their lengths are at byte 34, pointers at 34 + 24, documents at 34 + 72.
-DAMAGED = [
-    (write_megatron, change("a.idx", 0, b"MMIDIDY"), "does not begin with Megatron's MMIDIDX"),
-    (write_megatron, change("a.idx", 0, b"TNTIDX\0\0"), "older lazy or cached format"),
-    (write_megatron, change("a.idx", 9, b"\2"), "has version 2 of Megatron's index"),
-    (write_megatron, change("a.idx", 17, b"\7"), "has type code 7"),
-    (write_megatron, append("a.idx"), "has 139 bytes, which are not 6 sequences and 4 document boundaries"),
-    (write_megatron, change("a.idx", 34, b"\4"), "sequences do not follow each other without gaps"),
-    (write_megatron, change("a.idx", 34 + 24, b"\2"), "sequences do not follow each other without gaps"),
-    (
-        write_megatron,
-        change("a.idx", 34 + 72 + 8, b"\5"),
-        "first sequences of its documents are not ascending",
-    ),
-    (write_megatron, change("a.idx", 34 + 72 + 24, b"\7"), "do not begin with sequence 0 and end with 6"),
-    (write_megatron, append("a.bin"), r"a\.bin: has 135 bytes, which are not 67 tokens of uint16"),
-    (write_megatron, lambda: Path("a.bin").unlink(), r"a\.bin: No such file"),
-    (write_datatrove, append("a.ds"), r"a\.ds: has 135 bytes, which are not 67 tokens of uint16"),
-    (write_datatrove, append("a.ds.index"), "has 25 bytes, which are no complete offsets"),
-    (write_datatrove, change("a.ds.index", 0, b"\x3f"), "documents' ends are not ascending"),
-    (write_datatrove, change("a.ds.index", 7, b"\xff"), "documents' ends are not ascending"),
-    (write_datatrove, lambda: Path("a.ds.metadata").write_text("gpt2"), "first line is not NAME"),
-    (write_datatrove, lambda: Path("a.ds.loss").touch(), "has a loss mask"),
-    (write_llmc, change("a.bin", 4, b"\2"), "has version 2; llm.c's files of magic 20240520 have version 1"),
-    (write_llmc, append("a.bin"), "are not 67 tokens of uint16 after a header of 1024 bytes"),
-    (write_llmc, change("a.bin", 0, struct.pack("<i", 20240522)), "multiple-choice examples"),
-    (write_llmc, lambda: Path("a.bin").write_bytes(struct.pack("<i", 20240520)), "shorter than the header"),
-    (write_memmap, append("a.bin"), r"has 135 bytes, which are not 67 tokens of uint16"),
-    (with_int32(write_memmap), lambda: None, "every second id is 0.*would work: data.dtype=uint32"),
-    (write_npy, lambda: Path("a.npy").write_bytes(b"\x93NUMPY"), "is not a readable .npy file"),
-    (write_npy, lambda: np.save("a.npy", np.zeros((2, 2), "u2")), "has uint16 in 2 dimensions"),
-    (write_npy, lambda: np.save("a.npy", np.zeros(99)), "has float64 in 1 dimensions"),
-    (write_stream, change("a.arrow", 8, b"\xff" * 64), r"a\.arrow: is no readable Arrow file"),
-    (write_stream, lambda: Path("a.arrow").write_bytes(b""), r"a\.arrow: "),
-    (write_arrow, lambda: write_arrow("a", [[1.5]], pa.list_(pa.float32())), "has values of type list<"),
-    (write_arrow, lambda: write_arrow("a", [[1, None, 2]]), "has null among its token ids"),
-    (write_arrow, lambda: write_arrow("a", [[7] * 9999], compression="lz4"), "is compressed"),
-    (write_parquet, lambda: write_parquet("a", [[1, None, 2]]), "row 0 of column 'input_ids' is no list of"),
-    (write_parquet, change("a.parquet", 0, b"\xff" * 600), r"a\.parquet cannot be read"),
-    (
-        write_parquet,
-        lambda: write_parquet("a", [[1, 70000]]),
-        "row 0: token 1 has id 70000, but the tokenizer has 258",
-    ),
-]
-
-
-@pytest.mark.parametrize(("write", "damage", "says"), DAMAGED, ids=[says[:40] for *_, says in DAMAGED])
-def test_a_damaged_file_is_one_line(write, damage, says):
-    write("a", [[BOS, *range(20), EOS] for _ in range(2)] + [[BOS, *range(21), EOS]])
-    damage()
-    with pytest.raises(DataError, match=says) as caught:
-        loader(config(paths=["a.*"]))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["megatron", "datatrove", "llmc", "npy", "arrow", "arrow stream", "parquet"])
-def test_random_damage_is_one_line(name):
-    """Bytes of the index (or of a file without one) are changed or cut off: samples or one line, no crash."""
-    write, settings = FORMATS[name]
-    for seed in range(300 if THOROUGH else 20):
-        folder, random = Path(str(seed)), np.random.RandomState(seed)
-        folder.mkdir()
-        write(folder / "a", files_of_documents(1)[0])
-        file = max(
-            folder.iterdir(), key=lambda file: (file.suffix in (".idx", ".index"), file.suffix != ".metadata")
-        )
-        content = bytearray(file.read_bytes())
-        for at in random.randint(0, len(content), random.randint(1, 4)):
-            content[at] = random.randint(0, 256)
-        file.write_bytes(content[: random.randint(len(content)) if random.rand() < 0.3 else None])
-        try:
-            read_rows([loader(config(**settings, paths=[f"{folder}/a.*"], attend_across_documents=False))], 3)
-        except DataError as error:
-            assert "\n" not in str(error)
-
-
 def test_settings_of_another_format():
     write_megatron("a", files_of_documents(1)[0])
     for name, value in (("dtype", "uint16"), ("tokens_field", "ids")):
@@ -495,39 +290,6 @@ def test_without_a_tokenizer():
     setting = Setting(BYTES, 300, config(paths=["a"]), "all", 16, "", None, None)
     with pytest.raises(ConfigError, match=r"data\.kind=tokens: has no text to evaluate"):
         open_task("data", setting)
-
-
-def test_ids_of_another_tokenizer():
-    """A wrong id is found when the files are opened; one that is not read then, in its batch."""
-    ids = np.zeros(200_000, "<u2")
-    ids[150_000] = 258
-    ids.tofile("a.bin")
-    data = config(paths=["a.bin"], boundaries="none")
-    read = loader(data)
-    says = (
-        r"a\.bin: token 150000 has id 258, but the tokenizer has 258 tokens; would work: the tokenizer that"
-    )
-    for _ in range(150_000 // (B * T)):
-        read.next()
-    with pytest.raises(DataError, match=says):
-        read.next()
-    ids[5] = 299
-    ids.tofile("b.bin")
-    with pytest.raises(DataError, match=r"b\.bin: token 5 has id 299, but the tokenizer has 258"):
-        loader(config(paths=["b.bin"]))
-    nothing = build_tokenizer(TokenizerConfig("none"))
-    loader(config(paths=["b.bin"]), tokenizer=nothing)
-    with pytest.raises(DataError, match=r"token 5 has id 299, but model\.vocab_size is 299"):
-        loader(config(paths=["b.bin"]), tokenizer=nothing, vocab_size=299)
-    np.full(100, -1, "<i4").tofile("c.bin")
-    with pytest.raises(DataError, match=r"c\.bin: token 0 has id -1"):
-        loader(config(paths=["c.bin"], dtype="int32"))
-
-
-def test_ids_of_two_bytes_read_as_four():
-    write_memmap("a", [range(80)])
-    with pytest.raises(DataError, match=r"most ids are outside.*would work: data\.dtype=uint16"):
-        loader(config(), tokenizer=build_tokenizer(TokenizerConfig("none")), vocab_size=128_256)
 
 
 def test_many_files_need_few_descriptors():
