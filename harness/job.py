@@ -193,6 +193,7 @@ class Job:
         job_rules.check_chunked_loss(self)
         self.data.validate()
         self.tokenizer.validate()
+        job_rules.check_tokenizer(self)
         self.optimizer.validate(self.precision.master_dtype)
         job_rules.check_update_in_backward(self)
         self.schedule.validate(self.training.steps)

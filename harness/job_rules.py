@@ -27,6 +27,13 @@ def check_compiled_experts(job: Job) -> None:
         )
 
 
+def check_tokenizer(job: Job) -> None:
+    """Check that text has a tokenizer."""
+    if job.tokenizer.kind == "none" and job.data.kind in ("local", "hub"):
+        rule = f"cannot encode text, and data.kind={job.data.kind} reads text"
+        raise ConfigError("tokenizer.kind", "none", rule, "data=tokens, or the tokenizer of the model")
+
+
 def check_chunked_loss(job: Job) -> None:
     """Check that a chunked loss can be computed with a sharded vocabulary."""
     chunks, layout = job.training.loss_chunks, job.parallelism

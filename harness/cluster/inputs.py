@@ -27,10 +27,11 @@ def require_inputs(job: Job) -> None:
     Raises:
         ConfigError: one of them is missing.
     """
-    if job.data.kind == "local":
+    if job.data.kind in ("local", "tokens"):
         for name in ("paths", "validation_paths"):
             patterns = tuple(getattr(job.data, name))
-            if patterns and not _matches_any(patterns):
+            indices = tuple(f"{prefix}.idx" for prefix in patterns) if job.data.kind == "tokens" else ()
+            if patterns and not _matches_any((*patterns, *indices)):
                 rule = f"no file matches, seen from {os.getcwd()}"
                 raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
     tokenizer = job.tokenizer.path

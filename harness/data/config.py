@@ -12,18 +12,25 @@ from harness.config import execution, label, numerics
 from harness.data.tiktoken_sets import SETS
 from harness.errors import ConfigError
 
-DATA_KINDS = ("local", "hub", "synthetic")
+DATA_KINDS = ("local", "tokens", "hub", "synthetic")
+WITHOUT_TEXT = ("tokens", "synthetic")
 ENCODING_ERRORS = ("strict", "replace", "skip")
-FORMATS = ("auto", "text", "jsonl", "parquet")
-TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface")
+TEXT_FORMATS = ("auto", "text", "jsonl", "parquet")
+TOKEN_FORMATS = ("auto", "corpus", "megatron", "memmap", "llmc", "datatrove", "arrow", "parquet")
+FORMATS = tuple(dict.fromkeys((*TEXT_FORMATS, *TOKEN_FORMATS)))
+TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")
+BOUNDARIES = ("auto", "eos", "bos", "none")
+TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface", "none")
 ASSET_PREFIX = "asset:"
 ASSETS = Path(__file__).parent / "assets"
 
-# Fields that only one kind of source reads. For another kind a value would have no effect, so it is refused.
+# Fields that only some kinds of source read. For another kind a value would have no effect, so it is refused.
 _READ_ONLY_BY = {
-    "local": ("paths", "exclude", "format", "encoding_errors", "validation_paths"),
-    "hub": ("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
-    "synthetic": ("mask_fraction",),
+    ("local", "tokens"): ("paths", "format", "validation_paths"),
+    ("local",): ("exclude", "encoding_errors"),
+    ("tokens",): ("tokens_field", "dtype", "boundaries"),
+    ("hub",): ("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
+    ("synthetic",): ("mask_fraction",),
 }
 
 
@@ -32,11 +39,13 @@ class DataConfig:
     """Source of the documents, held-out documents, and packing into samples."""
 
     kind: str = numerics("local", choices=DATA_KINDS)
-    """`local` (files), `hub` (a dataset of the `datasets` library) or `synthetic` (random tokens)."""
+    """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library) or
+    `synthetic` (random tokens)."""
 
     paths: list[str] = numerics(factory=list)
     """local: globs of the training files, relative to the working directory. `**` matches any depth;
-    `{stdlib}` stands for the folder of the running interpreter's standard library."""
+    `{stdlib}` stands for the folder of the running interpreter's standard library. tokens: also folders and
+    prefixes (PREFIX.bin with PREFIX.idx)."""
 
     exclude: list[str] = numerics(factory=list)
     """local: globs of files to leave out, written like `paths`; one with a leading `**/` matches anywhere."""
@@ -44,7 +53,10 @@ class DataConfig:
     format: str = numerics("auto", choices=FORMATS)
     """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl
     and .json are jsonl, .parquet is parquet, everything else is text). Text and jsonl may be compressed: .gz,
-    .bz2, .xz, .zst."""
+    .bz2, .xz, .zst.
+    tokens: `corpus` (a folder of harness.tokenize), `megatron` (.bin and .idx), `memmap` (ids without a
+    header, or .npy), `llmc` (llm.c, modded-nanogpt), `datatrove` (.ds), `arrow` (also a dataset saved to
+    disk) and `parquet` (lists of ids), or `auto` (by name and first bytes)."""
 
     encoding_errors: str = numerics("strict", choices=ENCODING_ERRORS)
     """local: handling of a text file or a line that is not UTF-8: `strict` ends the run with an error,
@@ -54,11 +66,24 @@ class DataConfig:
     text_field: str = numerics("text", nonempty=True)
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
 
+    tokens_field: str = numerics("input_ids", nonempty=True)
+    """tokens: the column of arrow and parquet files that holds a document's token ids."""
+
+    dtype: str | None = numerics(None, choices=TOKEN_DTYPES)
+    """tokens: type of the ids in `memmap` and `datatrove` files that do not record it. Null: uint16 if the
+    tokenizer has at most 65,536 tokens, else uint32."""
+
+    boundaries: str = numerics("auto", choices=BOUNDARIES)
+    """tokens: boundaries of documents: `eos` (each document ends with this token), `bos` (each begins with
+    it, or with eos if the tokenizer has no bos), `none` (unknown: no label is masked), or `auto`: the files'
+    index; without one `bos` for llmc, else `eos`."""
+
     validation_paths: list[str] = numerics(factory=list)
-    """local: globs of the validation files, written like `paths`."""
+    """local, tokens: globs of the validation files, written like `paths`."""
 
     validation_fraction: float = numerics(0.0, least=0, below=1)
-    """Fraction of the documents held out for validation, in [0, 1), chosen by a hash of the index."""
+    """Fraction of the documents held out for validation, in [0, 1), chosen by a hash of the index. tokens:
+    the last documents of each file; a corpus that has held-out documents needs 0."""
 
     dataset: str | None = numerics(None)
     """hub: name of the dataset, a folder, or a loader such as `json` together with `data_files`."""
@@ -99,11 +124,19 @@ class DataConfig:
     cache_dir: str = label("~/.cache/harness", nonempty=True)
     """Folder of the token caches; all ranks must see it."""
 
+    tokenize_workers: int | None = label(None, least=1)
+    """Processes that tokenize on the node of a job before it begins; null: one for each CPU that the node's
+    first rank may use, at most 32."""
+
+    tokenize_limit_gib: float | None = label(16.0, least=0)
+    """Refuse a job that would have to tokenize more than this before it begins, while all ranks wait;
+    `python -m harness.tokenize` prepares the data. In GiB of files, compressed or not; null: no limit."""
+
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other."""
         self._refuse_settings_of_other_kinds()
-        if self.kind == "local":
-            self._validate_local()
+        if self.kind in ("local", "tokens"):
+            self._validate_files()
         elif self.kind == "hub":
             self._validate_hub()
         elif self.validation_fraction > 0:
@@ -124,26 +157,34 @@ class DataConfig:
             or self.validation_paths
             or self.validation_split
             or self.validation_fraction
+            # Whether a corpus has held-out documents is known when it is opened.
+            or (self.kind == "tokens" and self.format in ("auto", "corpus"))
         ):
             return
-        other = "data.validation_paths" if self.kind == "local" else "data.validation_split"
+        other = "data.validation_paths" if self.kind in ("local", "tokens") else "data.validation_split"
         works = other if self.streaming else f"data.validation_fraction=0.02, or {other}"
         rule = "validation is enabled, but no documents are held out for it"
         raise ConfigError("data.validation_fraction", self.validation_fraction, rule, works)
 
     def _refuse_settings_of_other_kinds(self) -> None:
         default = DataConfig()
-        for kind, names in _READ_ONLY_BY.items():
+        for kinds, names in _READ_ONLY_BY.items():
             for name in names:
                 value = getattr(self, name)
-                if kind != self.kind and value != getattr(default, name):
-                    rule = f"is read only by data.kind={kind}, and data.kind is {self.kind}"
-                    raise ConfigError(f"data.{name}", value, rule, f"data.kind={kind}, or leave it out")
+                if self.kind not in kinds and value != getattr(default, name):
+                    rule = f"is read only by data.kind={' and '.join(kinds)}, and data.kind is {self.kind}"
+                    raise ConfigError(f"data.{name}", value, rule, f"data.kind={kinds[0]}, or leave it out")
 
-    def _validate_local(self) -> None:
+    def _validate_files(self) -> None:
+        formats, example = (
+            (TEXT_FORMATS, "my_corpus/**/*.txt") if self.kind == "local" else (TOKEN_FORMATS, "corpus/web")
+        )
         if not self.paths:
-            rule = "data.kind=local needs at least one file"
-            raise ConfigError("data.paths", "[]", rule, "'data.paths=[my_corpus/**/*.txt]'")
+            rule = f"data.kind={self.kind} needs at least one file"
+            raise ConfigError("data.paths", "[]", rule, f"'data.paths=[{example}]'")
+        if self.format not in formats:
+            rule = f"is no format of data.kind={self.kind}"
+            raise ConfigError("data.format", self.format, rule, formats)
         for name in ("paths", "exclude", "validation_paths"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"data.{name}", getattr(self, name), "an empty string is no glob")
@@ -177,7 +218,8 @@ class TokenizerConfig:
     """How text becomes token ids."""
 
     kind: str = numerics("bytes", choices=TOKENIZER_KINDS)
-    """`bytes` (UTF-8 bytes, needs no file), `sentencepiece`, `tiktoken` or `huggingface` (tokenizer.json)."""
+    """`bytes` (UTF-8 bytes, needs no file), `sentencepiece`, `tiktoken`, `huggingface` (tokenizer.json), or
+    `none` (token files of which only the ids are known; it cannot encode or decode)."""
 
     path: str | None = numerics(None)
     """sentencepiece, tiktoken, huggingface: the tokenizer's file, relative to the working directory;
@@ -189,17 +231,21 @@ class TokenizerConfig:
 
     bos: str | None = numerics(None)
     """huggingface: the token put before every document. Null takes bos_token of tokenizer_config.json, or of
-    special_tokens_map.json, in the file's folder; '' puts none."""
+    special_tokens_map.json, in the file's folder; '' puts none.
+    none: id of the token that begins documents."""
 
     eos: str | None = numerics(None)
     """huggingface: the token put after every document, likewise. In repositories of chat models it is the
-    token that ends a turn, which is seldom the one that ended documents in pretraining."""
+    token that ends a turn, which is seldom the one that ended documents in pretraining. none: id of the token
+    that ends documents."""
 
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other; open no file."""
-        if self.kind == "bytes" and self.path:
-            raise ConfigError("tokenizer.path", self.path, "tokenizer.kind=bytes reads no file", "null")
-        if self.kind != "bytes" and not self.path:
+        if not self.has_file and self.path:
+            raise ConfigError(
+                "tokenizer.path", self.path, f"tokenizer.kind={self.kind} reads no file", "null"
+            )
+        if self.has_file and not self.path:
             works = f"the path of a {self.kind} file"
             raise ConfigError(
                 "tokenizer.path", self.path, f"tokenizer.kind={self.kind} needs its file", works
@@ -212,13 +258,20 @@ class TokenizerConfig:
             )
         for name in ("bos", "eos"):
             token = getattr(self, name)
-            if token is not None and self.kind != "huggingface":
-                raise ConfigError(
-                    f"tokenizer.{name}", token or "''", "is read only by tokenizer.kind=huggingface", "null"
-                )
+            if token is not None and self.kind not in ("huggingface", "none"):
+                rule = "is read only by tokenizer.kind=huggingface or none"
+                raise ConfigError(f"tokenizer.{name}", token or "''", rule, "null")
+            if token and self.kind == "none" and not token.isdecimal():
+                rule = "must be a token id, because tokenizer.kind=none has no names of tokens"
+                raise ConfigError(f"tokenizer.{name}", token, rule, "an id, such as 50256")
         if self.path and self.path.startswith(ASSET_PREFIX) and not self.file.is_file():
             shipped = sorted(f"{ASSET_PREFIX}{asset.name}" for asset in ASSETS.glob("*.model"))
             raise ConfigError("tokenizer.path", self.path, "no such file ships with the harness", shipped)
+
+    @property
+    def has_file(self) -> bool:
+        """Whether the tokenizer is read from a file."""
+        return self.kind not in ("bytes", "none")
 
     @property
     def file(self) -> Path:

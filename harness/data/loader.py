@@ -22,6 +22,7 @@ from harness.data.config import DataConfig
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
 from harness.data.sources import open_dataset, require_column, source_of
 from harness.data.streaming import RowStream
+from harness.data.token_files import open_token_files
 from harness.data.tokenizer import Tokenizer
 from harness.data.vocabulary import check_vocab_size
 from harness.errors import DataError
@@ -130,18 +131,30 @@ def build_loader(
         return _StreamLoader(
             _build_streams(data, tokenizer, seq_len, global_batch_size, rows, split), global_batch_size
         )
-    source, held_out = source_of(data, split)
-    tokenized = open_cache(
-        source,
-        tokenizer,
-        split=split,
-        held_out=held_out,
-        cache_dir=data.cache_dir,
-        wait_for_all=wait_for_all,
-        is_builder=is_builder,
-    )
+    damaged = 0
+    if data.kind == "tokens":
+        tokens = open_token_files(
+            data,
+            tokenizer,
+            split=split,
+            model_vocab_size=model_vocab_size,
+            wait_for_all=wait_for_all,
+            is_builder=is_builder,
+        )
+    else:
+        source, held_out = source_of(data, split)
+        tokens = cache = open_cache(
+            source,
+            tokenizer,
+            split=split,
+            held_out=held_out,
+            cache_dir=data.cache_dir,
+            wait_for_all=wait_for_all,
+            is_builder=is_builder,
+        )
+        damaged = cache.damaged
     packed = PackedSamples(
-        tokenized,
+        tokens,
         seq_len=seq_len,
         seed=seed,
         shuffle=data.shuffle and split == "train",
@@ -149,7 +162,7 @@ def build_loader(
         number_documents=not data.attend_across_documents,
     )
     loader = _NumberedLoader(packed, rows, global_batch_size)
-    loader.damaged_documents = tokenized.damaged
+    loader.damaged_documents = damaged
     return loader
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from harness.data.cache import TokenizedSplit
+from harness.data.tokens import Tokens
 from harness.errors import DataError
 
 IGNORE_INDEX = -100
@@ -43,7 +43,7 @@ class PackedSamples:
 
     def __init__(
         self,
-        split: TokenizedSplit,
+        split: Tokens,
         *,
         seq_len: int,
         seed: int,
@@ -55,22 +55,22 @@ class PackedSamples:
         self._shuffle, self._mask_document_boundary = shuffle, mask_document_boundary
         self._number_documents = number_documents
         self._order: tuple[int, np.ndarray] | None = None
-        self._num_samples = max(0, (len(split.tokens) - 1) // seq_len)
+        self._num_samples = max(0, (split.num_tokens - 1) // seq_len)
         self.num_per_epoch: int | None = self._num_samples
         if self._num_samples == 0:
+            documents = "" if split.num_documents is None else f" in {split.num_documents} documents"
             raise DataError(
-                f"{split.name}: {len(split.tokens)} tokens in {len(split.starts)} documents are fewer than "
+                f"{split.name}: {split.num_tokens} tokens{documents} are fewer than "
                 f"one sample of training.seq_len + 1 = {seq_len + 1}"
             )
 
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
         epoch, index = divmod(number, self._num_samples)
         begin = self._shuffled(epoch, index) * self._seq_len
-        tokens = self._split.tokens[begin : begin + self._seq_len + 1].astype(np.int64)
+        end = begin + self._seq_len + 1
+        tokens = self._split.read(begin, end)
         inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
-        starts = self._split.starts
-        first, last = np.searchsorted(starts, [begin + 1, begin + self._seq_len + 1])
-        first_labels = np.asarray(starts[first:last]) - begin - 1
+        first_labels = self._split.starts_between(begin + 1, end) - begin - 1
         if self._mask_document_boundary:
             labels_T[first_labels] = IGNORE_INDEX
         if not self._number_documents:

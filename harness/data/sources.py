@@ -1,50 +1,44 @@
 """Sources of documents: local files and datasets.
 
 A source has an ``identity`` (everything that determines its documents, for the cache key) and yields its
-documents in a fixed order, including empty ones, so that a document's index is stable.
+documents in a fixed order, including empty ones, so that a document's index is stable. Its spans
+(``documents.py``) can be read one by one, by several processes: sources are picklable.
 """
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import glob
-import gzip
-import io
 import json
 import lzma
 import os
 import re
+import sys
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Iterable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 from harness.data.config import DataConfig
+from harness.data.documents import LongText, Source, Span, cut, describe, named
+from harness.data.parquet_files import read_columns, row_groups
+from harness.data.text_files import (
+    COMPRESSIONS,
+    Line,
+    find_damage,
+    format_of,
+    opened,
+    read_in_parts,
+    skip_to_line,
+)
 from harness.errors import DataError
 
 _ROWS_PER_READ = 256
+# A longer file has more characters than a batch, so it is encoded in pieces in any case.
+LONG_FILE_BYTES = 16_000_000
 _DAMAGED_FILE = (OSError, EOFError, zlib.error, lzma.LZMAError)
-
-
-class Source(Protocol):
-    """Documents in a fixed order."""
-
-    name: str
-    """Name for error messages: the field and its value."""
-    damaged: int
-    """Documents so far that were not UTF-8, and were repaired or left out by data.encoding_errors."""
-
-    @property
-    def identity(self) -> Any:
-        """JSON-serializable; changes whenever the documents may have changed."""
-        ...
-
-    def documents(self) -> Iterator[str]:
-        """Yield every document's text, including empty ones."""
-        ...
 
 
 def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
@@ -69,7 +63,7 @@ class LocalFiles:
     """Documents of local files, in the order of the sorted paths."""
 
     def __init__(self, config: DataConfig, field: str) -> None:
-        self._config = config
+        self.config = config
         self._patterns: list[str] = getattr(config, field)
         self.damaged = 0
         self.name = f"data.{field}=[{', '.join(self._patterns)}]"
@@ -81,7 +75,7 @@ class LocalFiles:
         Raises:
             DataError: no file matches.
         """
-        found = find_files(self._patterns, self._config.exclude)
+        found = find_files(self._patterns, self.config.exclude)
         if not found:
             raise DataError(f"no file matches {self.name}, seen from {os.getcwd()}{self._hint()}")
         return found
@@ -99,57 +93,115 @@ class LocalFiles:
 
     @property
     def identity(self) -> Any:
-        stats = [(str(file), file.stat()) for file in self.files]
-        files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-        identity = ["local", files, self._config.format, self._config.text_field]
-        errors = self._config.encoding_errors
+        identity = ["local", file_stats(self.files), *self.reading[:2]]
+        errors = self.config.encoding_errors
         return identity if errors == "strict" else [*identity, errors]
 
-    def documents(self) -> Iterator[str]:
+    @property
+    def reading(self) -> list[Any]:
+        return [self.config.format, self.config.text_field, self.config.encoding_errors]
+
+    def contents(self, spans: Iterable[Span]) -> Any:
+        spans = list(spans)
+        stats = file_stats(Path(span.name) for span in spans)
+        return [[*stat, span.begin, span.end] for stat, span in zip(stats, spans, strict=True)]
+
+    def spans(self, unit_bytes: int) -> Iterator[Span]:
         for file in self.files:
-            try:
-                yield from self._read(file)
-            except _DAMAGED_FILE as error:
-                raise DataError(f"{file} cannot be read: {_one_line(error)}") from error
+            size, format = file.stat().st_size, self.format_of(file)
+            if size <= unit_bytes or file.suffix in COMPRESSIONS or format == "text":
+                yield Span(str(file), 0, None, size)
+            elif format == "jsonl":
+                yield from cut(str(file), size, size, unit_bytes)
+            else:
+                yield from cut(str(file), row_groups(file), size, unit_bytes)
 
-    def _read(self, file: Path) -> Iterator[str]:
-        format = self._config.format if self._config.format != "auto" else _format_of(file)
-        if format == "jsonl":
-            return self._read_jsonl(file)
-        if format == "parquet":
-            return _read_parquet(file, self._config.text_field)
-        return self._read_text(file)
+    def documents(self) -> Iterator[str]:
+        for span in self.spans(sys.maxsize):
+            for text in self.read(span):
+                yield text if isinstance(text, str) else "".join(text.parts())
 
-    def _read_text(self, file: Path) -> Iterator[str]:
+    def read(self, span: Span) -> Iterator[str | LongText]:
+        file = Path(span.name)
+        try:
+            format = self.format_of(file)
+            if format == "jsonl":
+                yield from self.read_jsonl(file, span)
+            elif format == "parquet":
+                yield from self.read_parquet(file, span)
+            else:
+                yield from self._read_text(file)
+        except _DAMAGED_FILE as error:
+            raise DataError(f"{file} cannot be read: {describe(error)}") from error
+
+    def format_of(self, file: Path) -> str:
+        return self.config.format if self.config.format != "auto" else format_of(file)
+
+    def _read_text(self, file: Path) -> Iterator[str | LongText]:
         # bytes, not text mode: newlines stay as they are
-        with _opened(file) as content:
-            yield self._decoded(content.read(), str(file))
+        with opened(file) as content:
+            text = content.read(LONG_FILE_BYTES + 1)
+        if len(text) <= LONG_FILE_BYTES:
+            yield self._decoded(text, str(file))
+            return
+        position = find_damage(file)
+        if position is not None and not self._may_repair(str(file), position):
+            yield ""
+        else:
+            errors = "strict" if position is None else "replace"
+            yield LongText(partial(read_in_parts, file, errors))
 
-    def _read_jsonl(self, file: Path) -> Iterator[str]:
-        with _opened(file) as lines:
-            offset = 0
-            for number, line in enumerate(lines, start=1):
-                where, start = f"{file}, line {number}", offset
+    def document_of(self, row: dict[str, Any], where: object) -> str:
+        """The document of a row of JSON or parquet; ``where`` is its position for error messages."""
+        return _text_of_row(row, self.config.text_field, where)
+
+    def read_parquet(self, file: Path, span: Span) -> Iterator[str]:
+        """Yield the document of each row."""
+        for row in read_columns(file, span, self.config.text_field, setting="data.text_field"):
+            yield self.document_of(row, file)
+
+    def read_jsonl(self, file: Path, span: Span) -> Iterator[str]:
+        """Yield the document of each line that begins in a span."""
+        with opened(file) as lines:
+            offset = skip_to_line(lines, span.begin) if span.begin else 0
+            for number, line in enumerate(lines):
+                if span.end is not None and offset >= span.end:
+                    return
+                where, start = Line(file, span.begin, number), offset
                 offset += len(line)
-                if number == 1:
+                if start == 0:
                     line = line.removeprefix(codecs.BOM_UTF8)
                     start = offset - len(line)
                 if line.strip():
                     text = self._decoded(line, where, start)
-                    yield _text_of_line(text, self._config.text_field, where) if text else ""
+                    yield self.document_of(_row_of_line(text, where), where) if text else ""
 
-    def _decoded(self, content: bytes, where: str, start: int = 0) -> str:
+    def _decoded(self, content: bytes, where: object, start: int = 0) -> str:
         """Decode a document; return an empty string if it is not UTF-8 and skipped."""
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
-            if self._config.encoding_errors == "strict":
-                position = f"byte {start + error.start}" + (" of the file" if start else "")
-                raise DataError(
-                    f"{where}: not UTF-8 at {position}; would work: data.encoding_errors=replace or skip"
-                ) from error
+            if not self._may_repair(where, start + error.start, of_file=start > 0):
+                return ""
+        return content.decode("utf-8", "replace")
+
+    def _may_repair(self, where: object, position: int, *, of_file: bool = False) -> bool:
+        """Count a document that is not UTF-8; return whether it is repaired, and not left out.
+
+        Raises:
+            DataError: data.encoding_errors=strict.
+        """
+        if self.config.encoding_errors == "strict":
+            byte = f"byte {position}" + (" of the file" if of_file else "")
+            raise DataError(f"{where}: not UTF-8 at {byte}; would work: data.encoding_errors=replace or skip")
         self.damaged += 1
-        return content.decode("utf-8", "replace") if self._config.encoding_errors == "replace" else ""
+        return self.config.encoding_errors == "replace"
+
+
+def file_stats(files: Iterable[Path]) -> list[list[Any]]:
+    """Path, size and modification time of each file."""
+    stats = [(str(file), file.stat()) for file in files]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
@@ -177,48 +229,20 @@ def _glob_to_regex(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts), re.DOTALL)
 
 
-def _format_of(file: Path) -> str:
-    name = file.stem if file.suffix in _COMPRESSIONS else file.name
-    if name.endswith((".jsonl", ".json")):
-        return "jsonl"
-    return "parquet" if name.endswith(".parquet") else "text"
-
-
-def _opened(file: Path) -> IO[bytes]:
-    """Open a file to read its bytes, decompressed as its extension says."""
-    return _COMPRESSIONS.get(file.suffix, open)(file, "rb")
-
-
-def _open_zstd(file: Path, mode: str) -> IO[bytes]:
-    """Open a file of zstd frames; reading a truncated file raises an error."""
-    import pyarrow
-
-    # pyarrow's input streams read bytes, but not lines.
-    return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
-
-
-_COMPRESSIONS: dict[str, Callable[..., Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _open_zstd,
-}
-
-
-def _text_of_line(line: str, field: str, where: str) -> str:
+def _row_of_line(line: str, where: object) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: not a JSON object")
-    return _text_of_row(row, field, where)
+    return row
 
 
-def _text_of_row(row: dict[str, Any], field: str, where: str) -> str:
+def _text_of_row(row: dict[str, Any], field: str, where: object) -> str:
     """Text of a row; null is an empty document."""
     if field not in row:
-        raise DataError(f"{where}: no field {field!r} among {_named(row)}; set data.text_field")
+        raise DataError(f"{where}: no field {field!r} among {named(row)}; set data.text_field")
     text = row[field]
     if text is None:
         return ""
@@ -233,34 +257,18 @@ def _text_of_row(row: dict[str, Any], field: str, where: str) -> str:
     return text
 
 
-def _read_parquet(file: Path, field: str) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            if field not in table.schema_arrow.names:
-                columns = _named(table.schema_arrow.names)
-                raise DataError(f"{file}: no column {field!r} among {columns}; set data.text_field")
-            for batch in table.iter_batches(batch_size=_ROWS_PER_READ, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    yield _text_of_row({field: text}, field, str(file))
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{file}: not a readable parquet file ({_one_line(error)})") from error
-
-
 class HubTable:
     """Documents of one split of a dataset, downloaded (or found locally) by the `datasets` library."""
 
     def __init__(self, config: DataConfig, split: str) -> None:
-        self._config = config
+        self.config = config
         self._split = split
         self.name = f"data.dataset={config.dataset}, split {split}"
         self.damaged = 0
 
     @cached_property
     def _table(self) -> Any:
-        return open_dataset(self._config, self._split)
+        return open_dataset(self.config, self._split)
 
     @property
     def identity(self) -> Any:
@@ -271,18 +279,32 @@ class HubTable:
         return [
             "hub",
             content,
-            self._config.dataset,
-            self._config.subset,
+            self.config.dataset,
+            self.config.subset,
             self._split,
-            self._config.text_field,
+            self.config.text_field,
         ]
 
+    @property
+    def reading(self) -> list[Any]:
+        return [self.identity]
+
+    def contents(self, spans: Iterable[Span]) -> Any:
+        return [[span.begin, span.end] for span in spans]
+
+    def spans(self, unit_bytes: int) -> Iterator[Span]:
+        require_column(self._table, self.config.text_field, self.name)
+        return cut(self.name, len(self._table), self._table.data.nbytes, unit_bytes)
+
     def documents(self) -> Iterator[str]:
-        require_column(self._table, self._config.text_field, self.name)
-        table = self._table.select_columns([self._config.text_field])
+        for span in self.spans(sys.maxsize):
+            yield from self.read(span)
+
+    def read(self, span: Span) -> Iterator[str]:
+        table = self._table.select_columns([self.config.text_field]).select(range(span.begin, span.end))
         for batch in table.iter(batch_size=_ROWS_PER_READ):
-            for text in batch[self._config.text_field]:
-                yield _text_of_row({self._config.text_field: text}, self._config.text_field, self.name)
+            for text in batch[self.config.text_field]:
+                yield _text_of_row({self.config.text_field: text}, self.config.text_field, self.name)
 
 
 def open_dataset(config: DataConfig, split: str) -> Any:
@@ -309,7 +331,7 @@ def open_dataset(config: DataConfig, split: str) -> Any:
     # mean that the dataset cannot be opened.
     except Exception as error:
         which = f"{config.dataset}/{config.subset}" if config.subset else config.dataset
-        raise DataError(f"dataset {which}, split {split}: cannot be opened: {_one_line(error)}") from error
+        raise DataError(f"dataset {which}, split {split}: cannot be opened: {describe(error)}") from error
 
 
 def _is_saved(folder: Path) -> bool:
@@ -328,7 +350,7 @@ def _saved_split(config: DataConfig, split: str) -> Any:
     saved = datasets.load_from_disk(str(config.dataset))
     splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     if split not in splits:
-        raise DataError(f"dataset {config.dataset} has no split {split} among {_named(splits)}")
+        raise DataError(f"dataset {config.dataset} has no split {split} among {named(splits)}")
     return splits[split].to_iterable_dataset() if config.streaming else splits[split]
 
 
@@ -336,17 +358,9 @@ def require_column(dataset: Any, field: str, name: str) -> None:
     """Raise DataError if the columns of ``dataset`` are known and do not include ``field``."""
     columns = dataset.column_names
     if columns is not None and field not in columns:
-        raise DataError(f"{name}: no column {field!r} among {_named(columns)}; set data.text_field")
+        raise DataError(f"{name}: no column {field!r} among {named(columns)}; set data.text_field")
 
 
 def text_of_example(example: dict[str, Any], field: str, name: str) -> str:
     """Text of a streamed example; null is an empty document."""
     return _text_of_row(example, field, name)
-
-
-def _named(names: Any) -> str:
-    return ", ".join(sorted(map(str, names))) or "none"
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from harness.data.config import TokenizerConfig
-from harness.data.long_text import PIECE_CHARS
+from harness.data.long_text import in_pieces
 from harness.data.tiktoken_sets import SETS
-from harness.data.tokenizer_base import NUM_THREADS, Tokenizer, decode_known, fingerprint_of, read_tokenizer
+from harness.data.tokenizer_base import Tokenizer, decode_known, fingerprint_of, read_tokenizer
 from harness.data.tokenizer_json import HuggingFaceTokenizer
 from harness.errors import DataError
 
@@ -22,8 +22,16 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     Raises:
         DataError: its file is missing, empty or malformed.
     """
+    tokenizer = _build(config)
+    tokenizer.config = config
+    return tokenizer
+
+
+def _build(config: TokenizerConfig) -> Tokenizer:
     if config.kind == "bytes":
         return BytesTokenizer()
+    if config.kind == "none":
+        return NoTokenizer(config)
     content = read_tokenizer(config.file)
     if config.kind == "sentencepiece":
         return SentencePieceTokenizer(content, config.file)
@@ -55,12 +63,33 @@ class BytesTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
-        for start in range(0, len(text), PIECE_CHARS):
-            yield text[start : start + PIECE_CHARS].encode("utf-8")
+    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
+        return (part.encode("utf-8") for part in parts)
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), _decode_bytes)
+
+
+class NoTokenizer(Tokenizer):
+    """Stands in where data are token ids: it knows which ids begin and end documents, and encodes nothing."""
+
+    vocab_size = 0
+    fingerprint = "none"
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        self.bos_id, self.eos_id = (int(end) if end else None for end in (config.bos, config.eos))
+
+    def encode(self, text: str) -> list[int]:
+        raise DataError(_NO_TEXT)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        raise DataError(_NO_TEXT)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        raise DataError(_NO_TEXT)
+
+
+_NO_TEXT = "tokenizer=none has token ids but no text; would work: the tokenizer that made the ids"
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -96,7 +125,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._space_mark_ids is not None and any("▁" in text for text in texts):
             return [self.encode(text) for text in texts]
-        return self._model.encode(list(texts), num_threads=NUM_THREADS)
+        return self._model.encode(list(texts), num_threads=self.num_threads)
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), self._model.decode)
@@ -145,11 +174,12 @@ class TiktokenTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         parts = [list(_cut_long_runs(text)) for text in texts]
         flat = [part for text_parts in parts for part in text_parts]
-        encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=NUM_THREADS))
+        encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=self.num_threads))
         return [[i for _ in text_parts for i in next(encoded)] for text_parts in parts]
 
-    def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
-        return map(self._encoding.encode_ordinary, _cut_long_runs(text))
+    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
+        for piece in in_pieces(parts, _MAX_CHARS):
+            yield from map(self._encoding.encode_ordinary, _cut_long_runs(piece))
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), self._encoding.decode)

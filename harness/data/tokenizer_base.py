@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
+from harness.data.config import TokenizerConfig
 from harness.data.long_text import split_long_text
 from harness.errors import DataError
 
@@ -29,6 +30,10 @@ class Tokenizer(Protocol):
     """Id put after every document, or None."""
     fingerprint: str
     """Hash of everything that determines how text is encoded."""
+    config: TokenizerConfig | None = None
+    """What ``build_tokenizer`` built it from, so that another process can build the same one."""
+    num_threads: int = NUM_THREADS
+    """Threads of ``encode_batch``."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without special tokens."""
@@ -38,9 +43,9 @@ class Tokenizer(Protocol):
         """``[encode(text) for text in texts]``, in parallel where that is faster."""
         ...
 
-    def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
-        """Yield ``encode(text)`` in consecutive pieces, which needs less memory for a long text."""
-        for piece in split_long_text(text, self.encode):
+    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
+        """Yield ``encode("".join(parts))`` in consecutive pieces, which needs less memory for a long text."""
+        for piece in split_long_text(parts, self.encode):
             yield self.encode(piece)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ def require_vocabulary(job: Job) -> None:
         ConfigError: it does not fit.
         DataError: the tokenizer's file is malformed, or missing where the ranks run on this machine.
     """
-    if job.cluster.kind == "local" and job.tokenizer.kind != "bytes":
+    if job.cluster.kind == "local" and job.tokenizer.has_file:
         read_tokenizer(job.tokenizer.file)
     if job.data.kind != "synthetic":
         tokenizer = job.tokenizer
@@ -41,6 +41,8 @@ def vocabulary_size(config: TokenizerConfig) -> int | None:
     """
     if config.kind == "bytes":
         return BytesTokenizer.vocab_size
+    if config.kind == "none":
+        return 0
     if not config.file.is_file():
         return None
     content = read_tokenizer(config.file)

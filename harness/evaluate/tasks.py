@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from harness.data.cache import is_held_out
-from harness.data.config import DataConfig
+from harness.data.config import WITHOUT_TEXT, DataConfig
 from harness.data.sources import Source, source_of
 from harness.data.tokenizer import Tokenizer, with_bos_eos
+from harness.data.tokenizing import is_held_out
 from harness.data.vocabulary import check_vocab_size
 from harness.errors import ConfigError, UserError
 from harness.evaluate.names import DATA
@@ -272,9 +272,9 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 def _source(setting: Setting) -> tuple[Source, Any]:
     """The documents of a split: their source, and whether the one at an index belongs to it."""
     data, split = setting.data, setting.split
-    if data.kind == "synthetic":
+    if data.kind in WITHOUT_TEXT:
         works = "data=local_text 'data.paths=[FILES]'"
-        raise ConfigError("data.kind", "synthetic", "has no documents to evaluate", works)
+        raise ConfigError("data.kind", data.kind, "has no text to evaluate", works)
     if split == "all":
         return source_of(data, "train")[0], lambda index: True
     try:

@@ -126,11 +126,14 @@ def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelCo
 
 
 def choose_tokenizer(job: Job, overrides: list[str], found: WeightFolder) -> TokenizerConfig | None:
-    """The tokenizer of the source: the manifest's with the overrides applied; None if neither names one."""
+    """The tokenizer of the source: the manifest's with the overrides applied; None if neither names one.
+
+    A manifest's ``tokenizer.kind=none`` names none.
+    """
     chosen: TokenizerConfig | None = _chosen(
         "tokenizer", job.tokenizer, overrides, found.manifest.get("tokenizer")
     )
-    return chosen
+    return None if chosen is not None and chosen.kind == "none" else chosen
 
 
 def choose_data(job: Job, overrides: list[str], found: WeightFolder) -> DataConfig | None:

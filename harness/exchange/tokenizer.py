@@ -69,7 +69,7 @@ def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     ``add_special_tokens=False`` encoding gives the ids of our ``encode``.
 
     Args:
-        config: the tokenizer.
+        config: the tokenizer; of kind ``none`` nothing is written.
         folder: where to write; made if missing.
 
     Raises:
@@ -80,6 +80,8 @@ def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
         raise UserError(
             "writing a tokenizer for transformers needs its tokenizers library: pip install transformers"
         )
+    if config.kind == "none":
+        return
     published = _published(config, build_tokenizer(config))
     if published is not None:
         copy_tokenizer(published, folder)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from harness.config import execution, label, numerics
 from harness.data import DataConfig
+from harness.data.config import WITHOUT_TEXT
 from harness.errors import ConfigError, divisors
 from harness.evaluate.names import DATA, require_stride, require_tasks
 
@@ -105,8 +106,8 @@ class EvaluationConfig:
         require_tasks("evaluation.tasks", self.tasks, lm_eval=False)
         require_stride("evaluation.stride", self.stride, seq_len)
         if DATA in self.tasks:
-            if data.kind == "synthetic":
-                rule = "synthetic data has no documents"
+            if data.kind in WITHOUT_TEXT:
+                rule = f"data.kind={data.kind} has no text"
                 raise ConfigError("evaluation.tasks", DATA, rule, "a .jsonl file, or other data")
             data.require_validation()
 

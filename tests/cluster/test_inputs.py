@@ -25,6 +25,7 @@ def require(*typed: str) -> None:
     require_inputs(compose_job(["model=llama3_tiny", "cluster=slurm", "cluster.device=cpu", *typed]))
 
 
+TOKENS = ("data=tokens", "tokenizer=bytes")
 LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
 
 
@@ -37,6 +38,7 @@ LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
             (*LOCAL, "data.paths=[{here}/a.txt]", "data.validation_paths=[{here}/b]"),
             "data.validation_paths=",
         ),
+        ((*TOKENS, "data.paths=[{here}/nope]"), "data.paths=.*no file matches"),
         (("tokenizer.kind=huggingface", "tokenizer.path={here}/nope.json"), "tokenizer.path=.*no such file"),
         (("checkpoint.initial_load_path={here}/nope",), "checkpoint.initial_load_path=.*no such folder"),
     ],
@@ -51,6 +53,7 @@ def test_what_is_missing(tmp_path: Path, typed: tuple[str, ...], says: str) -> N
     "typed",
     [
         (*LOCAL, "data.paths=[{here}/nope.txt,{here}/a.*]"),
+        (*TOKENS, "data.paths=[{here}/prefix]"),
         (*LOCAL, "data.paths=[/not/here/either/*.txt]"),
         (*LOCAL, "data.paths=[/local/data/*.txt]"),
         ("tokenizer.kind=huggingface", "tokenizer.path=/not/here/tokenizer.json"),
@@ -60,4 +63,5 @@ def test_what_is_missing(tmp_path: Path, typed: tuple[str, ...], says: str) -> N
 )
 def test_what_is_here_or_cannot_be_seen(tmp_path: Path, typed: tuple[str, ...]) -> None:
     (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "prefix.idx").touch()
     require(*(each.replace("{here}", str(tmp_path)) for each in typed))

@@ -13,12 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import harness.data.build_lock as build_lock
 import harness.data.cache as cache
 import harness.data.cache_check as cache_check
+import harness.data.units as units
 from harness.data import DataConfig, TokenizerConfig
-from harness.data.cache import is_held_out, open_cache
+from harness.data.cache import open_cache
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
+from harness.data.tokenizing import is_held_out
 from harness.errors import DataError, MachineError
 from harness.locks import lock
 
@@ -76,7 +79,7 @@ def test_a_large_vocabulary_gets_wider_tokens():
 
 
 def test_documents_of_many_batches_keep_their_order(monkeypatch):
-    monkeypatch.setattr(cache, "_CHARS_PER_BATCH", 5)
+    monkeypatch.setattr(units, "CHARS_PER_BATCH", 5)
     texts = [str(i) * (i % 7 + 1) for i in range(40)]
     write_documents(*texts)
     assert documents_of(opened()) == texts
@@ -130,18 +133,19 @@ def test_only_the_builder_builds():
     assert opened(is_builder=False).tokens.tolist() == [256, 97, 98, 257]
 
 
-def test_two_builders_at_once_are_harmless(monkeypatch):
+def test_one_of_two_builders_builds_and_the_other_waits(monkeypatch):
     write_documents("ab", "cd")
-    both_written = threading.Barrier(2)
-    write = cache._write
-    monkeypatch.setattr(cache, "_write", lambda *arguments: (write(*arguments), both_written.wait(20)))
+    builds, write, waits = [], cache._write, threading.Event()
+    monkeypatch.setattr(cache, "_write", lambda *each: (builds.append(1), waits.wait(20), write(*each)))
+    sleep = time.sleep
+    monkeypatch.setattr(build_lock.time, "sleep", lambda seconds: (waits.set(), sleep(seconds)))
     found = []
     threads = [threading.Thread(target=lambda: found.append(documents_of(opened()))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [["ab", "cd"], ["ab", "cd"]]
+    assert found == [["ab", "cd"], ["ab", "cd"]] and len(builds) == 1
     assert len(list(Path("cache").iterdir())) == 1, "nothing unfinished is left behind"
 
 

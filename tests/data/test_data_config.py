@@ -31,7 +31,7 @@ def test_every_field_has_a_role(config):
 def test_shipped_data(file):
     assert file.read_text().startswith("# ")
     config = load(DataConfig, file)
-    if file.stem.startswith("local_"):
+    if file.stem.startswith(("local_", "tokens")):
         with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
             config.validate()
         config = dataclasses.replace(config, paths=["corpus/*"])
@@ -71,6 +71,16 @@ def test_shipped_files_are_found():
         ({"kind": "local", "paths": ["a"], "dataset": "d"}, "data.dataset"),
         ({"kind": "local", "paths": ["a"], "streaming": True}, "data.streaming"),
         ({"kind": "local", "paths": ["a"], "mask_fraction": 0.1}, "data.mask_fraction"),
+        ({"kind": "tokens"}, "data.paths"),
+        ({"kind": "tokens", "paths": ["a"], "format": "jsonl"}, "data.format"),
+        ({"kind": "local", "paths": ["a"], "format": "megatron"}, "data.format"),
+        ({"kind": "tokens", "paths": ["a"], "exclude": ["b"]}, "data.exclude"),
+        ({"kind": "local", "paths": ["a"], "boundaries": "eos"}, "data.boundaries"),
+        ({"kind": "tokens", "paths": ["a"], "dtype": "uint8"}, "data.dtype"),
+        (
+            {"kind": "tokens", "paths": ["a"], "validation_paths": ["b"], "validation_fraction": 0.1},
+            "data.validation_fraction",
+        ),
         ({"kind": "hub"}, "data.dataset"),
         ({"kind": "hub", "dataset": "pandas", "data_files": ["a.pkl"]}, "data.dataset"),
         ({"kind": "hub", "dataset": "d", "paths": ["a"]}, "data.paths"),
@@ -102,6 +112,7 @@ def test_refused_data(settings, field):
         STREAMED,
         {"kind": "hub", "dataset": "json", "data_files": ["a.jsonl"], "validation_fraction": 0.1},
         {"kind": "synthetic", "mask_fraction": 0.5},
+        {"kind": "tokens", "paths": ["a"], "format": "memmap", "dtype": "uint32", "boundaries": "eos"},
     ],
 )
 def test_accepted_data(settings):
@@ -112,7 +123,14 @@ def test_accepted_data(settings):
 def test_validation_needs_held_out_documents():
     DataConfig(kind="synthetic").require_validation()
     DataConfig(paths=["a"], validation_fraction=0.1).require_validation()
-    for settings in ({"paths": ["a"]}, {"kind": "hub", "dataset": "d"}, STREAMED):
+    tokens = {"kind": "tokens", "paths": ["a"]}
+    DataConfig(**tokens).require_validation()  # a corpus may hold out documents
+    for settings in (
+        {**tokens, "format": "llmc"},
+        {"paths": ["a"]},
+        {"kind": "hub", "dataset": "d"},
+        STREAMED,
+    ):
         with pytest.raises(ConfigError) as caught:
             DataConfig(**settings).require_validation()
         assert caught.value.field == "data.validation_fraction"
@@ -130,6 +148,8 @@ def test_validation_needs_held_out_documents():
         ({"kind": "tiktoken", "path": "x"}, "tokenizer.special"),
         ({"kind": "tiktoken", "path": "x", "special": "gpt"}, "tokenizer.special"),
         ({"kind": "huggingface"}, "tokenizer.path"),
+        ({"kind": "none", "path": "x"}, "tokenizer.path"),
+        ({"kind": "none", "eos": "<|endoftext|>"}, "tokenizer.eos"),
         ({"kind": "tiktoken", "path": "x", "special": "llama4", "eos": "<|eot|>"}, "tokenizer.eos"),
     ],
 )

@@ -12,9 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 import python_tokenizer
 
-import harness.data.tokenizer as tokenizers
 from harness.data import TokenizerConfig, long_text
-from harness.data.tokenizer import TiktokenTokenizer, _cut_long_runs, build_tokenizer
+from harness.data.tokenizer import SentencePieceTokenizer, _cut_long_runs, build_tokenizer
 from harness.data.vocabulary import vocabulary_size
 from harness.errors import DataError
 
@@ -74,19 +73,20 @@ def test_a_batch_is_encoded_as_its_texts_are(tokenizer):
 
 
 def test_pieces_of_a_long_text_have_the_ids_of_the_full_text(tokenizer, monkeypatch):
-    for module in (long_text, tokenizers):
-        monkeypatch.setattr(module, "PIECE_CHARS", 3_000)
+    monkeypatch.setattr(long_text, "PIECE_CHARS", 3_000)
     text = "".join((STDLIB / name).read_bytes().decode() for name in SOURCES) + "☃" * 7_000 + "\n\n  x"
-    pieces = list(tokenizer.encode_in_pieces(text))
-    assert [int(i) for piece in pieces for i in piece] == tokenizer.encode(text)
-    if not isinstance(tokenizer, TiktokenTokenizer):  # it cuts where Meta's code does
-        assert len(pieces) > 10
+    for part in (700, 10_000, len(text)):
+        parts = [text[start : start + part] for start in range(0, len(text), part)]
+        pieces = list(tokenizer.encode_in_pieces(parts))
+        assert [int(i) for piece in pieces for i in piece] == tokenizer.encode(text)
+        if isinstance(tokenizer, SentencePieceTokenizer):  # tiktoken cuts where Meta's code does
+            assert len(pieces) > 10
 
 
 def test_a_text_is_not_cut_where_that_would_change_its_ids():
     """With a tokenizer whose ids depend on earlier lines: it numbers them."""
     text = "line\n" * 1_000_000
-    assert list(long_text.split_long_text(text, lambda part: list(range(part.count("\n"))))) == [text]
+    assert list(long_text.split_long_text([text], lambda part: list(range(part.count("\n"))))) == [text]
 
 
 def test_the_size_of_a_vocabulary_is_known_without_building(tmp_path):

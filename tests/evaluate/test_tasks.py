@@ -155,7 +155,7 @@ def compose(*overrides: str) -> EvaluateJob:
     ("overrides", "message"),
     [
         ("evaluation.tasks=[lm_eval:hellaswag]", "evaluation.tasks=lm_eval:hellaswag: no such task"),
-        ("data=synthetic", "evaluation.tasks=data: synthetic data has no documents"),
+        ("data=synthetic", "evaluation.tasks=data: data.kind=synthetic has no text"),
         ("data.validation_fraction=0", "no documents are held out"),
         ("evaluation.stride=9 training.seq_len=8", "exceeds the window of 8"),
     ],

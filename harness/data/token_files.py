@@ -1,0 +1,298 @@
+"""Data kind ``tokens``: token files that exist, read in place (``data.paths``, ``data.format``)."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from harness.data.cache import open_cache
+from harness.data.config import DataConfig
+from harness.data.corpus import MANIFEST, check_tokenizer, open_shards, read_manifest
+from harness.data.sources import expand
+from harness.data.token_formats import (
+    has_llmc_magic,
+    open_datatrove,
+    open_llmc,
+    open_megatron,
+    open_memmap,
+    read_metadata,
+)
+from harness.data.token_lists import Ids, TokenLists, open_arrow, saved_files
+from harness.data.tokenizer import NoTokenizer, Tokenizer
+from harness.data.tokens import Concatenation, Delimited, Limit, Section, Tokens
+from harness.errors import ConfigError, DataError
+
+# Endings of each format's files in a folder.
+_ENDINGS = {
+    "megatron": (".bin",),
+    "memmap": (".bin", ".npy"),
+    "llmc": (".bin",),
+    "datatrove": (".ds",),
+    "arrow": (".arrow",),
+    "parquet": (".parquet",),
+}
+_READ_ONLY_BY = {"dtype": ("memmap", "datatrove"), "tokens_field": ("arrow", "parquet")}
+_KNOWN_ENDINGS = tuple(sorted({ending for endings in _ENDINGS.values() for ending in endings}))
+_INDEX_ENDINGS = (".idx", ".ds.index", ".ds.metadata", ".ds.loss")
+_HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test)(?:$|[^a-z])")
+_SCANNED_FILES, _SCANNED_TOKENS = 16, 1 << 16
+
+
+def open_token_files(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    split: str,
+    model_vocab_size: int,
+    wait_for_all: Callable[[], None] | None,
+    is_builder: bool,
+) -> Tokens:
+    """Open the tokens of a split.
+
+    Validation has the files of ``data.validation_paths``, or the corpus' held-out documents, or the last
+    ``data.validation_fraction`` of each file.
+
+    Args:
+        split: "train" or "validation".
+        wait_for_all: a barrier over all ranks; called once if the files are Parquet.
+        is_builder: whether this rank reads a sample of the tokens for ids outside the vocabulary, checks
+            checksums, and builds the token cache of Parquet files.
+
+    Raises:
+        ConfigError: no tokens are held out for validation, document boundaries are needed and unknown, or a
+            setting is for another format.
+        DataError: a file is missing, malformed, or of another tokenizer.
+    """
+    is_separate = split == "validation" and bool(data.validation_paths)
+    field = "validation_paths" if is_separate else "paths"
+    patterns = getattr(data, field)
+    files, format = find_token_files(patterns, field, data.format)
+    _refuse_settings_of_other_formats(data, format, files[0])
+    name = f"data.{field}=[{', '.join(patterns)}], {split} tokens"
+    limit = _limit(tokenizer, model_vocab_size)
+    if format == "parquet":
+        cache = open_cache(
+            TokenLists(data, files, name, limit),
+            Ids(limit.vocab_size),
+            split="train",
+            held_out=0.0,
+            cache_dir=data.cache_dir,
+            wait_for_all=wait_for_all,
+            is_builder=is_builder,
+        )
+        parts: list[Tokens] = [cache]
+    elif format == "corpus":
+        splits = {"train", "validation"} if is_separate else {split}
+        parts, holds_out = _open_corpora(files, tokenizer, splits, check=is_builder)
+        if holds_out and data.validation_fraction:
+            rule = "the corpus has held-out documents of its own"
+            raise ConfigError("data.validation_fraction", data.validation_fraction, rule, "0")
+        is_separate |= holds_out
+    else:
+        parts = [_open(file, format, data, limit.vocab_size) for file in files]
+    has_index = all(part.num_documents is not None for part in parts)
+    if split == "validation" and not is_separate and not data.validation_fraction:
+        works = "data.validation_paths, or data.validation_fraction=0.01"
+        raise ConfigError("data.validation_fraction", 0, "no tokens are held out for validation", works)
+    held_out = 0.0 if is_separate else data.validation_fraction
+    tokens = Concatenation([_section(part, split, held_out, limit) for part in parts], name)
+    if is_builder:
+        if format == "datatrove" and not isinstance(tokenizer, NoTokenizer):
+            _warn_of_other_tokenizer(files, tokenizer)
+        _scan(tokens)
+    return _with_boundaries(tokens, data, tokenizer, format, has_index, warn=is_builder)
+
+
+def _refuse_settings_of_other_formats(data: DataConfig, format: str, file: Path) -> None:
+    for name, formats in _READ_ONLY_BY.items():
+        value = getattr(data, name)
+        if format not in formats and value != getattr(DataConfig(), name):
+            rule = f"is read only from {' and '.join(formats)} files, and {file} is {format}"
+            raise ConfigError(f"data.{name}", value, rule, "leave it out")
+
+
+def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[list[Path], str]:
+    """Find the files (for a corpus: folders) that match paths, globs, folders or prefixes of Megatron.
+
+    Args:
+        patterns: the values of ``data.<field>``.
+        format: of all files, or ``auto``.
+
+    Returns:
+        Sorted paths and their format.
+
+    Raises:
+        DataError: no file matches, or files are of several formats, or their format is unknown.
+    """
+    found: set[Path] = set()
+    for pattern in map(expand, patterns):
+        matches = glob.glob(pattern, recursive=True) or glob.glob(f"{pattern}.idx", recursive=True)
+        for match in map(Path, matches):
+            found.update(_files_of(match, format))
+    files = sorted(found)
+    if not files:
+        where = f"data.{field}=[{', '.join(patterns)}], seen from {os.getcwd()}"
+        raise DataError(f"no token file matches {where}")
+    if format != "auto":
+        return files, format
+    formats = {_format_of(file): file for file in reversed(files)}
+    if len(formats) > 1:
+        listed = ", ".join(f"{file} ({format})" for format, file in sorted(formats.items()))
+        raise DataError(
+            f"data.{field} has files of several formats: {listed}; would work: data.format, one of them"
+        )
+    return files, next(iter(formats))
+
+
+def _warn_of_other_tokenizer(files: list[Path], tokenizer: Tokenizer) -> None:
+    """Warn if a .ds.metadata file records another tokenizer than the path of the job's."""
+    path = str(tokenizer.config.path if tokenizer.config else None)
+    for file in files:
+        name = read_metadata(file)[0]
+        if name is not None and name.lower() not in path.lower():
+            sys.stderr.write(f"WARNING {file} was made by the tokenizer {name}; tokenizer.path is {path}\n")
+            return
+
+
+def _files_of(path: Path, format: str) -> list[Path]:
+    """Return the token files that a path stands for."""
+    if path.is_dir():
+        return _in_folder(path, format)
+    if path.suffix == ".idx":
+        return [path.with_suffix(".bin")]
+    return [] if path.name.endswith(_INDEX_ENDINGS) else [path]
+
+
+def _in_folder(folder: Path, format: str) -> list[Path]:
+    if format in ("auto", "corpus"):
+        corpora = [
+            path.parent for path in (folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")) if path.is_file()
+        ]
+        if corpora or format == "corpus":
+            return corpora or [folder]  # whose missing manifest is reported
+    if format in ("auto", "arrow") and (saved := saved_files(folder)):
+        return saved
+    endings = _KNOWN_ENDINGS if format == "auto" else _ENDINGS[format]
+    files = sorted(file for file in folder.rglob("[!.]*") if file.name.endswith(endings) and file.is_file())
+    held_out = [file for file in files if _HELD_OUT_NAME.search(str(file.relative_to(folder)).lower())]
+    if held_out and len(held_out) < len(files):
+        other = next(file for file in files if file not in held_out)
+        raise DataError(
+            f"{folder} has files of several splits, such as {other.name} and {held_out[0].name}; "
+            "would work: globs of one split in data.paths, and of the other in data.validation_paths"
+        )
+    return files
+
+
+def _format_of(file: Path) -> str:
+    """Return a file's format by its name, a file beside it, or its first bytes."""
+    if file.is_dir():
+        return "corpus"
+    for format in ("datatrove", "arrow", "parquet"):
+        if file.name.endswith(_ENDINGS[format]):
+            return format
+    if file.suffix == ".bin" and file.with_suffix(".idx").exists():
+        return "megatron"
+    if file.suffix == ".npy":
+        return "memmap"
+    if has_llmc_magic(file):
+        return "llmc"
+    if file.suffix == ".bin":
+        return "memmap"
+    works = ", ".join(("corpus", *_ENDINGS))
+    raise DataError(f"{file}: the format of its tokens is unknown; would work: data.format, one of {works}")
+
+
+def _open(file: Path, format: str, data: DataConfig, vocab_size: int) -> Tokens:
+    if format == "megatron":
+        return open_megatron(file)
+    if format == "memmap":
+        return open_memmap(file, data.dtype, vocab_size)
+    if format == "llmc":
+        return open_llmc(file)
+    if format == "datatrove":
+        return open_datatrove(file, data.dtype, vocab_size)
+    return Concatenation(open_arrow(file, data.tokens_field), str(file))
+
+
+def _open_corpora(
+    folders: list[Path], tokenizer: Tokenizer, splits: set[str], *, check: bool
+) -> tuple[list[Tokens], bool]:
+    """Open the shards of corpora; also return whether one of them has held-out documents."""
+    parts: list[Tokens] = []
+    held_out = False
+    for folder in folders:
+        manifest = read_manifest(folder)
+        if not isinstance(tokenizer, NoTokenizer):
+            check_tokenizer(manifest, tokenizer, str(folder))
+        counts = manifest.counts.tokens
+        held_out |= counts["validation"] > 0
+        # A corpus without held-out documents: the end of each shard of `train`.
+        opened = splits if counts["validation"] else {"train"}
+        for each in sorted(opened):
+            if counts[each]:
+                parts += open_shards(folder, each, check=check)
+    return parts, held_out
+
+
+def _section(part: Tokens, split: str, held_out: float, limit: Limit) -> Tokens:
+    """Return all of a file, or what is left without its held-out end, or that end.
+
+    It is cut where a document starts, if the file has an index.
+    """
+    if held_out == 0:
+        return Section(part, 0, part.num_tokens, limit)
+    cut = part.num_tokens - round(part.num_tokens * held_out)
+    if part.num_documents is not None:
+        starts = part.starts_between(cut, part.num_tokens)
+        cut = int(starts[0]) if len(starts) else part.num_tokens
+    begin, end = (0, cut) if split == "train" else (cut, part.num_tokens)
+    return Section(part, begin, end, limit)
+
+
+def _with_boundaries(
+    tokens: Tokens, data: DataConfig, tokenizer: Tokenizer, format: str, has_index: bool, warn: bool
+) -> Tokens:
+    """Return tokens with the document boundaries that ``data.boundaries`` selects."""
+    choice = data.boundaries
+    if choice == "auto" and has_index:
+        return tokens
+    if choice == "auto":
+        choice = "bos" if format == "llmc" else "eos"
+    # GPT-2 has one token for both, its end of text; llm.c begins documents with it.
+    bos = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    token = {"bos": bos, "eos": tokenizer.eos_id, "none": None}[choice]
+    if token is None and data.boundaries in ("bos", "eos"):
+        rule = "the tokenizer has no such token"
+        raise ConfigError("data.boundaries", choice, rule, f"none, or tokenizer=none tokenizer.{choice}=ID")
+    if token is None and not data.attend_across_documents:
+        rule = "the boundaries of documents are unknown: the files have no index, and no token separates them"
+        works = "true, or data.boundaries=eos with a tokenizer that has eos"
+        raise ConfigError("data.attend_across_documents", False, rule, works)
+    delimited = Delimited(tokens, token=token, begins=choice == "bos")
+    scanned = min(_SCANNED_TOKENS, tokens.num_tokens)
+    if warn and token is not None and not len(delimited.starts_between(1, scanned)):
+        sys.stderr.write(
+            f"WARNING {tokens.name}: the first {scanned} tokens have no document boundary (id {token}); "
+            "see data.boundaries\n"
+        )
+    return delimited
+
+
+def _limit(tokenizer: Tokenizer, model_vocab_size: int) -> Limit:
+    if isinstance(tokenizer, NoTokenizer):
+        rule = f"model.vocab_size is {model_vocab_size}; would work: a larger one, or another data.dtype"
+        return Limit(model_vocab_size, rule)
+    rule = f"the tokenizer has {tokenizer.vocab_size} tokens; would work: the tokenizer that made the file"
+    return Limit(tokenizer.vocab_size, f"{rule}, or tokenizer=none")
+
+
+def _scan(tokens: Concatenation) -> None:
+    """Read the beginnings of some files to check their ids; all others are checked when they are read."""
+    step = max(1, len(tokens.begins) // _SCANNED_FILES)
+    for begin in tokens.begins[::step].tolist():
+        tokens.read(begin, begin + _SCANNED_TOKENS)

@@ -1,0 +1,185 @@
+"""Tokens as one sequence: parts in any number of files, read in place.
+
+A part is a file, an Arrow batch, or a split of a token cache. Offsets count tokens, from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from harness.errors import DataError
+
+
+class Tokens(Protocol):
+    """Concatenated documents."""
+
+    @property
+    def name(self) -> str:
+        """Name for error messages."""
+        ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_documents(self) -> int | None:
+        """Number of documents; None if their boundaries are unknown."""
+        ...
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Return the tokens from ``begin`` to ``end`` (exclusive), int64."""
+        ...
+
+    def starts_between(self, begin: int, end: int) -> np.ndarray:
+        """Return the offsets in [begin, end) at which documents start, int64, ascending; empty if unknown."""
+        ...
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Upper limit of token ids.
+
+    Attributes:
+        vocab_size: every id must be smaller.
+        rule: the rule that a larger id breaks, and what would work, for the error.
+    """
+
+    vocab_size: int
+    rule: str
+
+    def check(self, ids: np.ndarray, name: str, first: int) -> None:
+        """Raise DataError for an id outside the vocabulary; ``first`` is the offset of ``ids``."""
+        if len(ids) == 0 or (int(ids.max()) < self.vocab_size and int(ids.min()) >= 0):
+            return
+        index = int(np.argmax((ids >= self.vocab_size) | (ids < 0)))
+        raise DataError(f"{name}: token {first + index} has id {ids[index]}, but {self.rule}")
+
+
+class Concatenation:
+    """Parts, one after the other."""
+
+    def __init__(self, parts: Sequence[Tokens], name: str) -> None:
+        self.name = name
+        self._parts = [part for part in parts if part.num_tokens]
+        self._begins = np.array([0, *accumulate(part.num_tokens for part in self._parts)], dtype=np.int64)
+
+    @property
+    def begins(self) -> np.ndarray:
+        """Offset of each part."""
+        return self._begins[:-1]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._begins[-1])
+
+    @property
+    def num_documents(self) -> int | None:
+        counts = [part.num_documents for part in self._parts]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        pieces = [np.empty(0, dtype=np.int64)]
+        for part, _, first, last in self._cut(begin, end):
+            pieces.append(part.read(first, last))
+        return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
+
+    def starts_between(self, begin: int, end: int) -> np.ndarray:
+        pieces = [np.empty(0, dtype=np.int64)]
+        for part, offset, first, last in self._cut(begin, end):
+            pieces.append(part.starts_between(first, last) + offset)
+        return np.concatenate(pieces)
+
+    def _cut(self, begin: int, end: int) -> list[tuple[Tokens, int, int, int]]:
+        """Cut a range into parts: each with its offset, and begin and end within the part."""
+        cut, index = [], int(np.searchsorted(self._begins, begin, side="right")) - 1
+        while begin < min(end, self.num_tokens):
+            offset, stop = int(self._begins[index]), min(end, int(self._begins[index + 1]))
+            cut.append((self._parts[index], offset, begin - offset, stop - offset))
+            begin, index = stop, index + 1
+        return cut
+
+
+class Section:
+    """The tokens of a part from ``begin`` to ``end`` (exclusive); ids are checked when they are read."""
+
+    def __init__(self, part: Tokens, begin: int, end: int, limit: Limit) -> None:
+        self.name, self._part, self._begin, self._end = part.name, part, begin, end
+        self._limit = limit
+
+    @property
+    def num_tokens(self) -> int:
+        return self._end - self._begin
+
+    @property
+    def num_documents(self) -> int | None:
+        known = self._part.num_documents is not None
+        return len(self.starts_between(0, self.num_tokens)) if known else None
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        ids = self._part.read(self._begin + begin, self._begin + end)
+        self._limit.check(ids, self.name, self._begin + begin)
+        return ids
+
+    def starts_between(self, begin: int, end: int) -> np.ndarray:
+        begin, end = self._begin + begin, self._begin + end
+        starts = self._part.starts_between(begin, end)
+        # Readers search the index, and do not check all of a long one.
+        if len(starts) and (starts[0] < begin or starts[-1] >= end or np.any(np.diff(starts) < 0)):
+            raise DataError(f"{self.name}: the starts of its documents near token {begin} are not ascending")
+        return starts - self._begin
+
+
+class Delimited:
+    """Tokens whose documents begin or end with a certain token, or whose boundaries are unknown.
+
+    Boundaries are found in the tokens that are read, so no file is scanned.
+
+    Args:
+        token: the id; None if boundaries are unknown.
+        begins: whether documents begin with the token, instead of ending with it.
+    """
+
+    num_documents = None
+
+    def __init__(self, tokens: Tokens, *, token: int | None, begins: bool) -> None:
+        self.name, self._tokens, self._token, self._begins = tokens.name, tokens, token, begins
+
+    @property
+    def num_tokens(self) -> int:
+        return self._tokens.num_tokens
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        return self._tokens.read(begin, end)
+
+    def starts_between(self, begin: int, end: int) -> np.ndarray:
+        if self._token is None:
+            return np.empty(0, dtype=np.int64)
+        if self._begins:
+            return np.flatnonzero(self.read(begin, end) == self._token) + begin
+        before = max(begin - 1, 0)
+        starts = np.flatnonzero(self.read(before, end - 1) == self._token) + before + 1
+        return starts if begin else np.concatenate([[0], starts])
+
+
+def map_file(name: str, dtype: str, skip: int, count: int) -> np.ndarray:
+    """Map ``count`` values of a file, after ``skip`` bytes.
+
+    Uses pyarrow, because numpy's maps keep their files open, and a process may often open 1,024 files only.
+
+    Raises:
+        DataError: the file cannot be opened or is shorter.
+    """
+    import pyarrow
+
+    if count == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    try:
+        with pyarrow.memory_map(name) as content:
+            return np.frombuffer(content.read_buffer(), dtype, count, skip)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -1,0 +1,243 @@
+"""Units: the parts of a source that are tokenized one by one, each into files of its own.
+
+A source is cut into spans: byte ranges of JSON lines, row groups of parquet files, rows of a table, or
+complete files. Consecutive spans make up a unit of about ``UNIT_BYTES``. Units depend on the source only. A
+line belongs to the span in which it begins.
+
+    <key>.tokens     ids of the unit's documents, without a split into train and validation
+    <key>.index      int64: documents, damaged documents, tokens, then the start and the number of each
+                     document that is not empty; written last, so a unit with an index is complete
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.data.documents import LongText, Source, Span
+from harness.data.tokenizer import Tokenizer, with_bos_eos
+from harness.files import sync_file, write_atomically
+
+UNIT_BYTES = 1 << 25
+CHARS_PER_BATCH = 4_000_000
+_HEADER = 3
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive spans of a source.
+
+    Attributes:
+        number: position among the source's units.
+        key: hash of the spans, the content of their files, and the tokenizer.
+    """
+
+    number: int
+    key: str
+    spans: tuple[Span, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the source."""
+        return sum(span.nbytes for span in self.spans)
+
+    def __str__(self) -> str:
+        last = f" to {self.spans[-1].name}" if len(self.spans) > 1 else f", from {self.spans[0].begin:,}"
+        return f"{self.spans[0].name}{last}"
+
+
+def units_of(source: Source, tokenizer: Tokenizer, unit_bytes: int) -> list[Unit]:
+    """Return the units of a source, in the order of its documents.
+
+    Raises:
+        DataError: the source cannot be read.
+    """
+    groups: list[list[Span]] = []
+    size = 0
+    for span in source.spans(unit_bytes):
+        if not groups or size + span.nbytes > unit_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(span)
+        size += span.nbytes
+    reading = source.reading
+    return [
+        Unit(number, _hash([*reading, tokenizer.fingerprint, source.contents(spans)]), tuple(spans))
+        for number, spans in enumerate(groups)
+    ]
+
+
+def _hash(content: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class Index:
+    """Documents of a tokenized unit.
+
+    Attributes:
+        num_documents: including empty ones.
+        damaged: documents that were not UTF-8.
+        num_tokens: number of ids.
+        starts: offset of each nonempty document (int64).
+        numbers: number of each nonempty document among all of the unit (int64).
+    """
+
+    num_documents: int
+    damaged: int
+    num_tokens: int
+    starts: np.ndarray
+    numbers: np.ndarray
+
+
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """Type of the stored ids."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+
+
+def read_index(folder: Path, unit: Unit, dtype: np.dtype) -> Index | None:
+    """Read the index of a tokenized unit; None if the unit is not complete."""
+    try:
+        numbers = np.fromfile(folder / f"{unit.key}.index", dtype=np.int64)
+        size = (folder / f"{unit.key}.tokens").stat().st_size
+    except FileNotFoundError:
+        return None
+    header, rest = numbers[:_HEADER].tolist(), numbers[_HEADER:]
+    if len(header) < _HEADER or size != header[2] * dtype.itemsize or len(rest) % 2:
+        return None
+    return Index(*header, *np.split(rest, 2))
+
+
+def write_unit(
+    folder: Path, unit: Unit, source: Source, tokenizer: Tokenizer, advance: Callable[[int], None]
+) -> None:
+    """Tokenize a unit into ``folder``: its files are there completely, or not at all.
+
+    Args:
+        folder: where to write.
+        unit: of ``source``.
+        advance: called with the approximate number of bytes read since the last call.
+
+    Raises:
+        DataError: a document cannot be read.
+        OSError: the folder is full or not writable.
+    """
+    dtype = token_dtype(tokenizer)
+    temporary = folder / f".{unit.key}.{uuid.uuid4().hex}.tmp"
+    starts, numbers, num_tokens, damaged = array("q"), array("q"), 0, source.damaged
+    documents = _Counted(text for span in unit.spans for text in source.read(span))
+    try:
+        with temporary.open("xb") as file:
+            for batch in _batches(enumerate(documents)):
+                for number, pieces in _encoded(batch, tokenizer, advance):
+                    starts.append(num_tokens)
+                    numbers.append(number)
+                    for ids in pieces:
+                        file.write(_packed(ids, dtype))
+                        num_tokens += len(ids)
+                advance(
+                    sum(CHARS_PER_BATCH if isinstance(text, LongText) else len(text) for _, text in batch)
+                )
+            sync_file(file)
+        temporary.replace(folder / f"{unit.key}.tokens")
+    finally:
+        temporary.unlink(missing_ok=True)
+    header = array("q", [documents.count, source.damaged - damaged, num_tokens])
+    write_atomically(folder / f"{unit.key}.index", (header + starts + numbers).tobytes())
+
+
+def remove_unit(folder: Path, unit: Unit) -> None:
+    """Remove the files of a unit, the index first."""
+    for kind in ("index", "tokens"):
+        (folder / f"{unit.key}.{kind}").unlink(missing_ok=True)
+
+
+class _Counted:
+    """Counts the documents that were taken from an iterator."""
+
+    def __init__(self, documents: Iterator[str | LongText]) -> None:
+        self.count, self._documents = 0, documents
+
+    def __iter__(self) -> Iterator[str | LongText]:
+        for text in self._documents:
+            self.count += 1
+            yield text
+
+
+Batch = list[tuple[int, str | LongText]]
+
+
+def _is_long(text: str | LongText) -> bool:
+    return isinstance(text, LongText) or len(text) > CHARS_PER_BATCH
+
+
+def _encoded(
+    batch: Batch, tokenizer: Tokenizer, advance: Callable[[int], None]
+) -> Iterator[tuple[int, Iterable[Sequence[int]]]]:
+    """Yield for each document of a batch its number and its ids with bos and eos, in pieces."""
+    before, after = ([] if end is None else [[end]] for end in (tokenizer.bos_id, tokenizer.eos_id))
+    number, text = batch[0]
+    if _is_long(text):
+        parts = _advancing(text.parts(), advance) if isinstance(text, LongText) else [text]
+        yield number, chain(before, tokenizer.encode_in_pieces(parts), after)
+        return
+    texts = [text for _, text in batch if not isinstance(text, LongText)]
+    for (number, _), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+        yield number, [with_bos_eos(ids, tokenizer)]
+
+
+def _advancing(parts: Iterator[str], advance: Callable[[int], None]) -> Iterator[str]:
+    for part in parts:
+        yield part
+        advance(len(part))
+
+
+def _batches(documents: Iterable[tuple[int, str | LongText]]) -> Iterator[Batch]:
+    """Yield the nonempty documents in lists of about 4 MB, to bound the memory of tokenizing.
+
+    A longer document is a list of its own.
+    """
+    batch: Batch = []
+    num_chars = 0
+    for number, text in documents:
+        if not text:
+            continue
+        is_long = _is_long(text)
+        if is_long and batch:
+            yield batch
+            batch, num_chars = [], 0
+        batch.append((number, text))
+        num_chars += 0 if isinstance(text, LongText) else len(text)
+        if is_long or num_chars >= CHARS_PER_BATCH:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
+
+
+def _packed(ids: Sequence[int], dtype: np.dtype) -> bytes:
+    if isinstance(ids, bytes):
+        return np.frombuffer(ids, dtype=np.uint8).astype(dtype).tobytes()
+    return array("H" if dtype.itemsize == 2 else "I", ids).tobytes()
+
+
+def bytes_of(units: Iterable[Unit]) -> int:
+    """Size of units in the source."""
+    return sum(unit.nbytes for unit in units)
+
+
+def cpus() -> int:
+    """Number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

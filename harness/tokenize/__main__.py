@@ -1,0 +1,118 @@
+"""``python -m harness.tokenize``: tokenize a source into a corpus, which training reads with ``data=tokens``.
+
+    python -m harness.tokenize data=local_jsonl 'data.paths=[web/*.jsonl]' tokenize.target=corpus/web
+    python -m harness.tokenize ... tokenizer=llama3 tokenize.workers=16
+    python -m harness.tokenize ... cluster=slurm tokenize.shards=32      one task of an array for each shard
+
+The same command continues after a kill. The corpus does not depend on the number of processes and tasks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from harness.app import Result, Verb
+from harness.data.build_lock import only_builder
+from harness.data.corpus import MANIFEST, Manifest, read_manifest
+from harness.data.sources import source_of
+from harness.data.tokenizer import build_tokenizer
+from harness.data.units import bytes_of
+from harness.errors import ConfigError, MachineError, UserError
+from harness.launched import launched_ranks
+from harness.tokenize.config import TokenizeJob
+from harness.tokenize.writer import UNFINISHED, CorpusWriter
+
+
+def tokenize(job: TokenizeJob, overrides: list[str]) -> int | Result:
+    """Write a corpus, continue an unfinished one, or submit SLURM jobs that do."""
+    if launched_ranks() is not None:
+        raise UserError("harness.tokenize starts its processes itself; start it without torchrun")
+    job.tokenize.validate(job.data)
+    writer = writer_of(job)
+    done = _complete_corpus(job, writer)
+    if done is not None:
+        return _result(writer, done, f"{writer.target} is complete")
+    writer.check_target()
+    if job.cluster.kind == "slurm":
+        from harness.tokenize.slurm import submit
+
+        return submit(job, writer)
+    return _tokenize_here(job, writer)
+
+
+def _tokenize_here(job: TokenizeJob, writer: CorpusWriter) -> Result:
+    started, shards = time.monotonic(), range(len(writer.shards))
+    megabytes = sum(bytes_of(writer.missing(shard)) for shard in shards) / 1e6
+    try:
+        with only_builder(writer.target / UNFINISHED, (writer.target / MANIFEST).exists) as building:
+            if building is not None:
+                writer.begin()
+                writer.tokenize(shards, job.tokenize.workers)
+                writer.finish()
+                building.is_useless = True
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise MachineError(
+            f"tokenize.target={writer.target}: {error.strerror}; finished units are kept"
+        ) from error
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; the same command continues\n")
+        raise
+    seconds = time.monotonic() - started
+    rate = f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s"
+    return _result(writer, read_manifest(writer.target), f"{writer.target}: {rate}")
+
+
+def writer_of(job: TokenizeJob) -> CorpusWriter:
+    """Return the writer of a job's corpus.
+
+    Raises:
+        DataError: the source or the tokenizer cannot be read.
+    """
+    source, held_out = source_of(job.data, "train")
+    return CorpusWriter(job.tokenize, source, build_tokenizer(job.tokenizer), held_out)
+
+
+def _complete_corpus(job: TokenizeJob, writer: CorpusWriter) -> Manifest | None:
+    """Return the manifest if the corpus is complete.
+
+    Raises:
+        ConfigError: the target is a corpus of another source, tokenizer or number of shards.
+    """
+    if not (writer.target / MANIFEST).exists():
+        return None
+    manifest = read_manifest(writer.target)
+    if manifest.key != writer.key:
+        rule = f"is a corpus of {manifest.source['name']} by {manifest.tokenizer['name']}, not of this job"
+        if manifest.source["name"] == writer.source_name:
+            rule = "is a corpus of these files before they changed, or with another tokenizer or data field"
+        raise ConfigError("tokenize.target", job.tokenize.target, rule, "another folder, or remove this one")
+    if job.tokenize.shards not in (None, len(manifest.shards)):
+        rule = f"{writer.target} is complete with {len(manifest.shards)} shards"
+        raise ConfigError("tokenize.shards", job.tokenize.shards, rule, f"null, {len(manifest.shards)}")
+    return manifest
+
+
+def _result(writer: CorpusWriter, manifest: Manifest, title: str) -> Result:
+    counts = manifest.counts
+    shown = [
+        f"{split} {counts.tokens[split]:,} tokens in {counts.documents[split]:,} documents"
+        for split in counts.tokens
+        if counts.tokens[split]
+    ]
+    damaged = [f"{counts.damaged:,} damaged documents"] if counts.damaged else []
+    text = "; ".join([*shown, *damaged, f"shards: {len(manifest.shards)}"])
+    data: dict[str, Any] = {"target": str(writer.target), **asdict(counts), "shards": len(manifest.shards)}
+    command = f"next: python -m harness.train data=tokens 'data.paths=[{writer.target}]'"
+    return Result(data, f"{title}\n{text}\n{command}\n")
+
+
+VERB = Verb("tokenize", tokenize, job=TokenizeJob, has_json=True)
+main = VERB.main
+
+if __name__ == "__main__":
+    main()

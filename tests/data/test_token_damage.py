@@ -1,0 +1,161 @@
+"""Damaged token files and ids of another tokenizer are one line that names the file."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tiers import THOROUGH
+from token_writers import (
+    BOS,
+    EOS,
+    FORMATS,
+    B,
+    T,
+    config,
+    files_of_documents,
+    loader,
+    read_rows,
+    with_int32,
+    write_arrow,
+    write_datatrove,
+    write_llmc,
+    write_megatron,
+    write_memmap,
+    write_npy,
+    write_parquet,
+    write_stream,
+)
+
+from harness.data import TokenizerConfig
+from harness.data.tokenizer import build_tokenizer
+from harness.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def in_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def change(name, at, content):
+    def damage():
+        with open(name, "r+b") as file:
+            file.seek(at)
+            file.write(content)
+
+    return damage
+
+
+def append(name, content=b"\0"):
+    return lambda: Path(name).open("ab").write(content)
+
+
+# 6 sequences: their lengths are at byte 34, pointers at 34 + 24, documents at 34 + 72.
+DAMAGED = [
+    (write_megatron, change("a.idx", 0, b"MMIDIDY"), "does not begin with Megatron's MMIDIDX"),
+    (write_megatron, change("a.idx", 0, b"TNTIDX\0\0"), "older lazy or cached format"),
+    (write_megatron, change("a.idx", 9, b"\2"), "has version 2 of Megatron's index"),
+    (write_megatron, change("a.idx", 17, b"\7"), "has type code 7"),
+    (write_megatron, append("a.idx"), "has 139 bytes, which are not 6 sequences and 4 document boundaries"),
+    (write_megatron, change("a.idx", 34, b"\4"), "sequences do not follow each other without gaps"),
+    (write_megatron, change("a.idx", 34 + 24, b"\2"), "sequences do not follow each other without gaps"),
+    (
+        write_megatron,
+        change("a.idx", 34 + 72 + 8, b"\5"),
+        "first sequences of its documents are not ascending",
+    ),
+    (write_megatron, change("a.idx", 34 + 72 + 24, b"\7"), "do not begin with sequence 0 and end with 6"),
+    (write_megatron, append("a.bin"), r"a\.bin: has 135 bytes, which are not 67 tokens of uint16"),
+    (write_megatron, lambda: Path("a.bin").unlink(), r"a\.bin: No such file"),
+    (write_datatrove, append("a.ds"), r"a\.ds: has 135 bytes, which are not 67 tokens of uint16"),
+    (write_datatrove, append("a.ds.index"), "has 25 bytes, which are no complete offsets"),
+    (write_datatrove, change("a.ds.index", 0, b"\x3f"), "documents' ends are not ascending"),
+    (write_datatrove, change("a.ds.index", 7, b"\xff"), "documents' ends are not ascending"),
+    (write_datatrove, lambda: Path("a.ds.metadata").write_text("gpt2"), "first line is not NAME"),
+    (write_datatrove, lambda: Path("a.ds.loss").touch(), "has a loss mask"),
+    (write_llmc, change("a.bin", 4, b"\2"), "has version 2; llm.c's files of magic 20240520 have version 1"),
+    (write_llmc, append("a.bin"), "are not 67 tokens of uint16 after a header of 1024 bytes"),
+    (write_llmc, change("a.bin", 0, struct.pack("<i", 20240522)), "multiple-choice examples"),
+    (write_llmc, lambda: Path("a.bin").write_bytes(struct.pack("<i", 20240520)), "shorter than the header"),
+    (write_memmap, append("a.bin"), r"has 135 bytes, which are not 67 tokens of uint16"),
+    (with_int32(write_memmap), lambda: None, "every second id is 0.*would work: data.dtype=uint32"),
+    (write_npy, lambda: Path("a.npy").write_bytes(b"\x93NUMPY"), "is not a readable .npy file"),
+    (write_npy, lambda: np.save("a.npy", np.zeros((2, 2), "u2")), "has uint16 in 2 dimensions"),
+    (write_npy, lambda: np.save("a.npy", np.zeros(99)), "has float64 in 1 dimensions"),
+    (write_stream, change("a.arrow", 8, b"\xff" * 64), r"a\.arrow: is no readable Arrow file"),
+    (write_stream, lambda: Path("a.arrow").write_bytes(b""), r"a\.arrow: "),
+    (write_arrow, lambda: write_arrow("a", [[1.5]], pa.list_(pa.float32())), "has values of type list<"),
+    (write_arrow, lambda: write_arrow("a", [[1, None, 2]]), "has null among its token ids"),
+    (write_arrow, lambda: write_arrow("a", [[7] * 9999], compression="lz4"), "is compressed"),
+    (write_parquet, lambda: write_parquet("a", [[1, None, 2]]), "row 0 of column 'input_ids' is no list of"),
+    (write_parquet, change("a.parquet", 0, b"\xff" * 600), r"a\.parquet cannot be read"),
+    (
+        write_parquet,
+        lambda: write_parquet("a", [[1, 70000]]),
+        "row 0: token 1 has id 70000, but the tokenizer has 258",
+    ),
+]
+
+
+@pytest.mark.parametrize(("write", "damage", "says"), DAMAGED, ids=[says[:40] for *_, says in DAMAGED])
+def test_a_damaged_file_is_one_line(write, damage, says):
+    write("a", [[BOS, *range(20), EOS] for _ in range(2)] + [[BOS, *range(21), EOS]])
+    damage()
+    with pytest.raises(DataError, match=says) as caught:
+        loader(config(paths=["a.*"]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["megatron", "datatrove", "llmc", "npy", "arrow", "arrow stream", "parquet"])
+def test_random_damage_is_one_line(name):
+    """Bytes of the index (or of a file without one) are changed or cut off: samples or one line, no crash."""
+    write, settings = FORMATS[name]
+    for seed in range(300 if THOROUGH else 20):
+        folder, random = Path(str(seed)), np.random.RandomState(seed)
+        folder.mkdir()
+        write(folder / "a", files_of_documents(1)[0])
+        file = max(
+            folder.iterdir(), key=lambda file: (file.suffix in (".idx", ".index"), file.suffix != ".metadata")
+        )
+        content = bytearray(file.read_bytes())
+        for at in random.randint(0, len(content), random.randint(1, 4)):
+            content[at] = random.randint(0, 256)
+        file.write_bytes(content[: random.randint(len(content)) if random.rand() < 0.3 else None])
+        try:
+            read_rows([loader(config(**settings, paths=[f"{folder}/a.*"], attend_across_documents=False))], 3)
+        except DataError as error:
+            assert "\n" not in str(error)
+
+
+def test_ids_of_another_tokenizer():
+    """A wrong id is found when the files are opened; one that is not read then, in its batch."""
+    ids = np.zeros(200_000, "<u2")
+    ids[150_000] = 258
+    ids.tofile("a.bin")
+    data = config(paths=["a.bin"], boundaries="none")
+    read = loader(data)
+    says = (
+        r"a\.bin: token 150000 has id 258, but the tokenizer has 258 tokens; would work: the tokenizer that"
+    )
+    for _ in range(150_000 // (B * T)):
+        read.next()
+    with pytest.raises(DataError, match=says):
+        read.next()
+    ids[5] = 299
+    ids.tofile("b.bin")
+    with pytest.raises(DataError, match=r"b\.bin: token 5 has id 299, but the tokenizer has 258"):
+        loader(config(paths=["b.bin"]))
+    nothing = build_tokenizer(TokenizerConfig("none"))
+    loader(config(paths=["b.bin"]), tokenizer=nothing)
+    with pytest.raises(DataError, match=r"token 5 has id 299, but model\.vocab_size is 299"):
+        loader(config(paths=["b.bin"]), tokenizer=nothing, vocab_size=299)
+    np.full(100, -1, "<i4").tofile("c.bin")
+    with pytest.raises(DataError, match=r"c\.bin: token 0 has id -1"):
+        loader(config(paths=["c.bin"], dtype="int32"))
+
+
+def test_ids_of_two_bytes_read_as_four():
+    write_memmap("a", [range(80)])
+    with pytest.raises(DataError, match=r"most ids are outside.*would work: data\.dtype=uint16"):
+        loader(config(), tokenizer=build_tokenizer(TokenizerConfig("none")), vocab_size=128_256)

@@ -1,0 +1,277 @@
+"""Tokenizing in units: the result of any number of processes, kills and resumes is that of a plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import multiprocessing as mp
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from processes import ROOT, python
+
+import harness.data.cache as cache
+import harness.data.sources as sources
+from harness.data import DataConfig, TokenizerConfig
+from harness.data.cache import open_cache
+from harness.data.documents import LongText, Span
+from harness.data.sources import LocalFiles
+from harness.data.tokenizer import build_tokenizer
+from harness.data.tokenizing import Progress, is_held_out
+from harness.data.units import Unit, units_of
+from harness.errors import DataError, MachineError
+
+HELD_OUT = 0.2
+PYTHON = TokenizerConfig("sentencepiece", "asset:python_2k.model")
+PLAIN = TokenizerConfig("bytes")
+
+
+@pytest.fixture(autouse=True)
+def in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # for thousands of small units
+
+
+def texts(number: int) -> list[str]:
+    chosen = random.Random(number)
+    return ["".join(chosen.choices("ab é\n\u2603", k=chosen.choice([0, 5, 60]))) for _ in range(number)]
+
+
+def write_corpus() -> list[str]:
+    """Write files of all formats; return their documents in the order of the sorted paths."""
+    lines = [json.dumps({"text": text}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts(120))]
+    lines[40:40] = ["", "  "]
+    Path("a.jsonl").write_text("\ufeff" + "\n".join(lines))
+    with gzip.open("b.jsonl.gz", "wt") as file:
+        file.writelines(f"{json.dumps({'text': text})}\n" for text in texts(30))
+    pyarrow.parquet.write_table(pyarrow.table({"text": [*texts(70), None]}), "c.parquet", row_group_size=7)
+    Path("d.txt").write_text(texts(300)[-1] * 20)
+    Path("e.txt").write_bytes(b"ab\xffcd")
+    return [*texts(120), *texts(30), *texts(70), "", texts(300)[-1] * 20, "ab\ufffdcd"]
+
+
+def expected(documents: list[str], config: TokenizerConfig) -> dict[str, tuple[list[int], list[int]]]:
+    """Tokens and starts of each split, by a plain loop."""
+    tokenizer = build_tokenizer(config)
+    found: dict[str, tuple[list[int], list[int]]] = {"train": ([], []), "validation": ([], [])}
+    for number, text in enumerate(documents):
+        tokens, starts = found["validation" if is_held_out(number, HELD_OUT) else "train"]
+        if text:
+            starts.append(len(tokens))
+            tokens += [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]  # type: ignore[list-item]
+    return found
+
+
+def tokenized(config: TokenizerConfig = PLAIN, **settings: Any) -> dict[str, tuple[list[int], list[int]]]:
+    source = LocalFiles(DataConfig(paths=["*.*"], encoding_errors="replace", **settings), "paths")
+    found = {}
+    for split in ("train", "validation"):
+        opened = open_cache(
+            source,
+            build_tokenizer(config),
+            split=split,
+            held_out=HELD_OUT,
+            cache_dir="cache",
+            wait_for_all=None,
+            is_builder=True,
+        )
+        found[split] = opened.tokens.tolist(), opened.starts.tolist()
+        assert opened.damaged == 1
+    assert [path.name.startswith("tokens-") for path in Path("cache").iterdir()] == [True]
+    return found
+
+
+@pytest.mark.parametrize("config", [PLAIN, PYTHON])
+@pytest.mark.parametrize("unit_bytes", [60, 1000, 1 << 30])
+def test_units_of_any_size_give_the_same_cache(
+    unit_bytes: int, config: TokenizerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = write_corpus()
+    monkeypatch.setattr(cache, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
+    assert tokenized(config, tokenize_workers=1) == expected(documents, config)
+
+
+def test_processes_give_the_same_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = write_corpus()
+    monkeypatch.setattr(cache, "UNIT_BYTES", 500)
+    assert tokenized(PYTHON, tokenize_workers=2) == expected(documents, PYTHON)
+    assert not mp.active_children()
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 7, 90])
+def test_every_line_is_read_once(unit_bytes: int) -> None:
+    write_corpus()
+    source = LocalFiles(DataConfig(paths=["a.jsonl", "c.parquet"]), "paths")
+    spans = list(source.spans(unit_bytes))
+    assert len(spans) > 20
+    assert [text for span in spans for text in source.read(span)] == [*texts(120), *texts(70), ""]
+
+
+def test_lines_are_counted_from_the_beginning_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in range(9):
+        lines = [json.dumps({"text": "x" * i}) for i in range(9)]
+        lines[wrong] = "no JSON"
+        Path("a.jsonl").write_text("\n".join(lines))
+        for unit_bytes in (1, 30, 1000):
+            source = LocalFiles(DataConfig(paths=["a.jsonl"]), "paths")
+            with pytest.raises(DataError, match=rf"a\.jsonl, line {wrong + 1}: not JSON"):
+                for span in source.spans(unit_bytes):
+                    list(source.read(span))
+
+
+def test_a_wrong_byte_is_counted_from_the_beginning_of_the_file() -> None:
+    Path("a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "b\xff"}\n')
+    source = LocalFiles(DataConfig(paths=["a.jsonl"]), "paths")
+    with pytest.raises(DataError, match="line 2: not UTF-8 at byte 25 of the file"):
+        list(source.read(Span("a.jsonl", 10, 30, 20)))
+
+
+def test_the_first_of_several_errors_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"text": "x" * (3000 if i == 0 else 10)}) for i in range(200)]
+    lines[1] = lines[150] = lines[199] = "no JSON"
+    Path("a.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(cache, "UNIT_BYTES", 3020)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not JSON"):
+        tokenized(tokenize_workers=2)
+    assert not list(Path("cache").iterdir()) and not mp.active_children()
+
+
+@pytest.mark.parametrize(
+    ("content", "errors"),
+    [
+        (b"x" * 40 + b"\xff" + b"y" * 30, "replace"),
+        ("\u2603\u20ac".encode() * 20 + b"\xe2\x82", "replace"),
+        (b"x" * 60, "strict"),
+    ],
+)
+def test_a_long_file_is_decoded_in_parts(
+    content: bytes, errors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("a.txt").write_bytes(content)
+    monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
+    monkeypatch.setattr("harness.data.text_files._BLOCK_BYTES", 7)
+    source = LocalFiles(DataConfig(paths=["a.txt"], encoding_errors=errors), "paths")
+    (text,) = source.read(Span("a.txt", 0, None, 1))
+    assert isinstance(text, LongText) and "".join(text.parts()) == content.decode(errors="replace")
+    if errors == "replace":
+        assert source.damaged == 1
+        strict = LocalFiles(DataConfig(paths=["a.txt"]), "paths")
+        try:
+            content.decode()
+        except UnicodeDecodeError as error:
+            with pytest.raises(DataError, match=rf"a\.txt: not UTF-8 at byte {error.start};"):
+                list(strict.documents())
+        skipping = LocalFiles(DataConfig(paths=["a.txt"], encoding_errors="skip"), "paths")
+        assert list(skipping.documents()) == [""] and skipping.damaged == 1
+
+
+FINISHED = 10**6
+
+
+def kill_builders(kills: int, workers: int) -> None:
+    """Start builders as process groups and kill them; write the number of complete units after each kill.
+
+    The moments are random, within a part of the time that an undisturbed builder needs.
+    """
+    cache.UNIT_BYTES = 50
+    moments = random.Random(0)
+    started = time.monotonic()
+    os.waitpid(start_builder(workers), 0)
+    seconds = time.monotonic() - started
+    shutil.rmtree("cache")
+    for _ in range(kills):
+        builder = start_builder(workers)
+        time.sleep(moments.uniform(0, (0.3 if workers == 1 else 0.7) * seconds))
+        os.killpg(builder, signal.SIGKILL)
+        os.waitpid(builder, 0)
+        complete = len(list(Path("cache").glob(".unfinished-*/*.index")))
+        sys.stdout.write(f"{FINISHED if list(Path('cache').glob('tokens-*')) else complete}\n")
+
+
+def start_builder(workers: int) -> int:
+    builder = os.fork()
+    if builder == 0:
+        os.setpgid(0, 0)
+        os.fsync = lambda file: None  # only needed when the machine dies
+        tokenized(PLAIN, tokenize_workers=workers)
+        os._exit(0)
+    with contextlib.suppress(OSError):  # so that the group exists in any case
+        os.setpgid(builder, builder)
+    return builder
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_a_builder_that_is_killed_30_times(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = write_corpus()
+    code = f"import test_tokenizing; test_tokenizing.kill_builders(30, {workers})"
+    paths = os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests" / "data"]))
+    ended = python("-c", code, cwd=tmp_path, PYTHONPATH=paths)
+    complete = list(map(int, ended.stdout.split()))
+    assert len(complete) == 30, ended.stderr
+    assert complete == sorted(complete) and len(set(complete)) > 3, "kills hit the middle of the work"
+    monkeypatch.setattr(cache, "UNIT_BYTES", 50)
+    assert tokenized(PLAIN, tokenize_workers=1) == expected(documents, PLAIN)
+
+
+def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    documents = write_corpus()
+    monkeypatch.setattr(cache, "UNIT_BYTES", 500)
+
+    def kill_first(*_: object) -> None:
+        os.kill(mp.active_children()[0].pid or 0, signal.SIGKILL)
+
+    message = r"a process that tokenized .* was ended by signal 9 \(out of memory\?\)"
+    with monkeypatch.context() as patched, pytest.raises(MachineError, match=message):
+        patched.setattr(Progress, "advance", kill_first)
+        tokenized(tokenize_workers=2)
+    assert list(Path("cache").glob(".unfinished-*")) and not mp.active_children()
+    assert tokenized(tokenize_workers=1) == expected(documents, PLAIN)
+
+
+def test_units_do_not_depend_on_files_that_they_do_not_contain() -> None:
+    write_corpus()
+
+    def keys(*paths: str) -> set[str]:
+        source = LocalFiles(DataConfig(paths=list(paths)), "paths")
+        return {unit.key for unit in units_of(source, build_tokenizer(PLAIN), 500)}
+
+    before = keys("*.*")
+    assert keys("a.jsonl") < before
+    os.utime("e.txt", (1, 1))
+    assert 0 < len(before - keys("*.*")) <= 2
+
+
+def test_progress_has_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    units = [Unit(i, str(i), (Span("a", 0, None, 100_000_000),)) for i in range(4)]
+    progress = Progress("data.paths=[a]", units, units[1:], 2, clock=lambda: now)
+    now = 10.0
+    progress.advance(units[1], 150_000_000)
+    now = 11.0
+    progress.advance(units[2], 1)
+    assert capsys.readouterr().err == (
+        "tokenizing data.paths=[a]: 200 of 400 MB, 10.0 MB/s, 0:00:20 left, processes: 2\n"
+    )
+
+
+def test_token_files_are_of_the_smallest_type() -> None:
+    write_corpus()
+    tokenized()
+    (folder,) = Path("cache").iterdir()
+    assert np.fromfile(folder / "train.tokens", np.uint16).tolist() == tokenized()["train"][0]

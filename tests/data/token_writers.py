@@ -1,0 +1,145 @@
+"""Token files of other programs, written by their published formats, and the samples they should give."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from harness.data import DataConfig, TokenizerConfig
+from harness.data.loader import IGNORE_INDEX, build_loader
+from harness.data.tokenizer import build_tokenizer
+
+BOS, EOS = 256, 257
+BYTES = build_tokenizer(TokenizerConfig("bytes"))
+T, B = 16, 8
+
+
+def files_of_documents(count=3):
+    """Documents of ``count`` files, uneven, some shorter and some longer than a sample, none empty."""
+    random = np.random.RandomState(7)
+    lengths = [[40, 1, 3, 90, 2, 17], [5, 5], [64, 30, 1, 1, 200]]
+    return [[[BOS, *random.randint(0, 256, n), EOS] for n in lengths[file % 3]] for file in range(count)]
+
+
+# Writers of each format, by its published description. Each writes the documents of one file.
+
+
+def write_megatron(stem, documents, code=8, dtype="<u2", modes=False, head=b"MMIDIDX\0\0", version=1):
+    """As Megatron-Core: int32 lengths, int64 pointers, int64 first sequences; two sequences in a document."""
+    sequences = [half for each in documents for half in (each[:2], each[2:])]
+    sizes = np.array([len(each) for each in sequences], "<i4")
+    pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * np.dtype(dtype).itemsize
+    firsts = np.arange(0, len(sequences) + 1, 2, dtype="<i8")
+    header = head + struct.pack("<QBQQ", version, code, len(sizes), len(firsts))
+    arrays = [sizes, pointers, firsts, *([np.zeros(len(sizes), "i1")] if modes else [])]
+    Path(f"{stem}.idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+    np.concatenate(documents).astype(dtype).tofile(f"{stem}.bin")
+
+
+def write_datatrove(stem, documents, dtype="<u2", metadata="org/name|2"):
+    np.concatenate(documents).astype(dtype).tofile(f"{stem}.ds")
+    np.cumsum([len(each) for each in documents]).astype("<u8").tofile(f"{stem}.ds.index")
+    Path(f"{stem}.ds.metadata").write_text(f"{metadata}\n{sum(map(len, documents))}\n1 T")
+
+
+def write_llmc(stem, documents, magic=20240520, version=1, dtype="<u2", count=None):
+    ids = np.concatenate(documents).astype(dtype)
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids) if count is None else count
+    Path(f"{stem}.bin").write_bytes(header.tobytes() + ids.tobytes())
+
+
+def write_memmap(stem, documents, dtype="<u2"):
+    np.concatenate(documents).astype(dtype).tofile(f"{stem}.bin")
+
+
+def write_npy(stem, documents, dtype="<u2"):
+    np.save(f"{stem}.npy", np.concatenate(documents).astype(dtype))
+
+
+def lists(documents, kind=None):
+    return pa.table(
+        {"id": range(len(documents)), "input_ids": pa.array(documents, kind or pa.list_(pa.int32()))}
+    )
+
+
+def write_stream(stem, documents, kind=None):
+    """As `datasets`: the stream format, in several record batches."""
+    table = lists(documents, kind)
+    with pa.OSFile(f"{stem}.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_arrow(stem, documents, kind=None, compression=None):
+    table = lists(documents, kind)
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_file(f"{stem}.arrow", table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+def write_parquet(stem, documents, kind=None):
+    pq.write_table(lists(documents, kind), f"{stem}.parquet", row_group_size=2)
+
+
+def with_int32(write, **settings):
+    return lambda stem, documents: write(stem, documents, dtype="<i4", **settings)
+
+
+def of_kind(write, kind):
+    return lambda stem, documents: write(stem, documents, kind)
+
+
+FORMATS = {
+    "megatron": (write_megatron, {}),
+    "megatron int32 with modes": (with_int32(write_megatron, code=4, modes=True), {}),
+    "datatrove": (write_datatrove, {}),
+    "datatrove, 4 bytes": (lambda s, d: write_datatrove(s, d, "<u4", "org/name|4"), {}),
+    "memmap": (write_memmap, {}),
+    "memmap, 4 bytes": (with_int32(write_memmap), {"dtype": "int32"}),
+    "npy": (write_npy, {}),
+    "llmc": (write_llmc, {"boundaries": "eos"}),
+    "llmc for llama 3": (lambda s, d: write_llmc(s, d, 20240801, 7, "<u4"), {}),
+    "arrow": (write_arrow, {}),
+    "arrow, large lists of int64": (of_kind(write_arrow, pa.large_list(pa.int64())), {}),
+    "arrow stream": (write_stream, {}),
+    "parquet": (write_parquet, {}),
+}
+
+
+def config(**settings):
+    data = DataConfig(kind="tokens", shuffle=False, cache_dir="cache", **{"paths": ["*.*"], **settings})
+    data.validate()
+    return data
+
+
+def loader(data, rows=range(B), split="train", tokenizer=BYTES, vocab_size=300):
+    settings = {"seq_len": T, "global_batch_size": B, "seed": 0, "model_vocab_size": vocab_size}
+    return build_loader(data, tokenizer, rows=rows, split=split, **settings)
+
+
+def expected_rows(documents, num_rows):
+    """Reference: rows of inputs, labels and document numbers, from lists of documents."""
+    ids = [token for each in documents for token in each]
+    owners = [number for number, each in enumerate(documents) for _ in each]
+    rows = []
+    for sample in range(num_rows):
+        begin = sample % ((len(ids) - 1) // T) * T
+        inputs, after = ids[begin : begin + T], ids[begin + 1 : begin + T + 1]
+        numbers = owners[begin : begin + T + 1]
+        labels = [a if m == n else IGNORE_INDEX for a, m, n in zip(after, numbers, numbers[1:], strict=False)]
+        rows.append((inputs, labels, [number - numbers[0] for number in numbers[:-1]]))
+    return [torch.tensor(column) for column in zip(*rows, strict=True)]
+
+
+def read_rows(loaders, steps):
+    """Rows of ``steps`` global steps that loaders of consecutive rows read."""
+    batches = [[each.next() for each in loaders] for _ in range(steps)]
+    return [torch.cat([batch[i] for step in batches for batch in step]) for i in range(3)]
+
+
+def assert_rows(found, documents):
+    for a, b in zip(found, expected_rows(documents, len(found[0])), strict=True):
+        assert torch.equal(a, b)
