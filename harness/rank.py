@@ -189,7 +189,7 @@ def _open_recorder(job: Job, folder: RunFolder) -> Recorder:
         run_id=job.id,
         name=job.name,
         job=job.to_dict(),
-        total_steps=job.training.steps,
+        total_steps=job.steps,
     )
 
 
@@ -216,7 +216,7 @@ def describe(job: Job, folder: RunFolder, device: Any) -> str:
     counted = account(job.model, job.training.seq_len)
     return (
         f"{job.name}: {counted.parameters:,} parameters, {degrees} on {device.type}, "
-        f"{job.global_batch_size} x {job.training.seq_len} tokens a step, {job.training.steps} steps\n"
+        f"{job.global_batch_size} x {job.training.seq_len} tokens a step, {job.steps} steps\n"
         f"run folder {folder.path}"
     )
 

@@ -101,7 +101,7 @@ def written_by(job: Job, checkpoint: Checkpoint) -> bool:
 
 
 def _ended(job: Job, checkpoint: Checkpoint) -> bool:
-    return checkpoint.manifest.get("job_id") == job.id and checkpoint.step >= job.training.steps
+    return checkpoint.manifest.get("job_id") == job.id and checkpoint.step >= job.steps
 
 
 def _refuse_starting_over(job: Job, checkpoint: Checkpoint) -> None:
@@ -134,7 +134,7 @@ def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
         if newest is None or not names:
             continue
         was_stopped = newest.step < _saved(newest).get("training.steps", 0)
-        is_extended = names == ["training.steps"] and newest.step < job.training.steps
+        is_extended = names == ["training.steps"] and newest.step < job.steps
         if is_extended or (was_stopped and index == 0):
             how = "stopped" if was_stopped else "ended"
             return [
@@ -163,7 +163,7 @@ def is_finished(job: Job, run_dir: Path) -> bool:
     except (OSError, ValueError):  # no result, or a damaged one
         return False
     try:
-        return CheckpointFolder(folder_of(job, run_dir)).find(job.training.steps).step == job.training.steps
+        return CheckpointFolder(folder_of(job, run_dir)).find(job.steps).step == job.steps
     except DamagedCheckpoint:
         return False
 
@@ -171,7 +171,7 @@ def is_finished(job: Job, run_dir: Path) -> bool:
 def show_finished(job: Job, run_dir: Path) -> int:
     """Print that no steps are left; return the exit code."""
     sys.stdout.write(
-        f"{job.name}: all {job.training.steps} steps are done, see {run_dir}; checkpoint.resume=false trains "
+        f"{job.name}: all {job.steps} steps are done, see {run_dir}; checkpoint.resume=false trains "
         "from the start again, python -m harness.convert exports the weights\n"
     )
     return EXIT_OK

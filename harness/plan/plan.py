@@ -124,4 +124,4 @@ class Plan:
         """Device-hours of all steps of the job; None on unknown hardware."""
         if self.speed is None:
             return None
-        return self.speed.step_seconds * self.job.training.steps * self.job.world_size / 3600
+        return self.speed.step_seconds * self.job.steps * self.job.world_size / 3600

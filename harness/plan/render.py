@@ -58,14 +58,14 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "speed": None if plan.speed is None else dataclasses.asdict(plan.speed),
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
-        "budget": {"steps": job.training.steps, "tokens": tokens_of(job), "gpu_hours": plan.gpu_hours},
+        "budget": {"steps": job.steps, "tokens": tokens_of(job), "gpu_hours": plan.gpu_hours},
         "notes": plan.notes,
     }
 
 
 def tokens_of(job: Job) -> int:
     """Tokens of all steps of the job."""
-    return job.training.steps * tokens_per_step(job)
+    return job.steps * tokens_per_step(job)
 
 
 def tokens_per_step(job: Job) -> int:
@@ -236,7 +236,7 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
         facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (full attention)"))
     facts.append(("fits", _fits(plan)))
-    total = f"{job.training.steps:,} steps, {counted(tokens_of(job))} tokens"
+    total = f"{job.steps:,} steps, {counted(tokens_of(job))} tokens"
     if plan.gpu_hours is not None:
         hours = plan.gpu_hours / job.world_size
         took = (
