@@ -27,6 +27,8 @@ from harness.metrics.result import flat_items, read_result
 CONTINUES = "continues.json"
 # Number of newest checkpoints to try before giving up with an error.
 FALLBACKS = 5
+# Fields of which the learning-rate curve has its length.
+CURVE_FIELDS = ("training.steps", "schedule.total_steps")
 # Number of runs of the same name to examine for one that the user may have meant to resume.
 SIBLINGS = 20
 
@@ -120,7 +122,8 @@ def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
     """A note on a run of the same name that the user may have meant to resume.
 
     A changed numerics field makes a new run, which starts at step 0; users may not expect that. Noted is the
-    last run if it stopped early, or a run that differs in training.steps only.
+    last run if it stopped early, or a run that differs in training.steps only (also with the same
+    learning-rate curve, where nothing needs to be allowed).
     """
     stopped = [
         path
@@ -131,16 +134,21 @@ def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
     for index, path in enumerate(last_first[:SIBLINGS]):
         newest = next(iter(CheckpointFolder(str(path / "checkpoints")).complete(1)[0]), None)
         names = differing(job, newest) if newest is not None else []
-        if newest is None or not names:
+        if newest is None:
             continue
-        was_stopped = newest.step < _saved(newest).get("training.steps", 0)
-        is_extended = names == ["training.steps"] and newest.step < job.steps
-        if is_extended or (was_stopped and index == 0):
+        steps = _saved(newest).get("training.steps", 0)
+        if not names and steps == job.steps:
+            continue
+        was_stopped = newest.step < steps
+        is_extended = set(names) <= {"training.steps"} and newest.step < job.steps
+        if is_extended or (was_stopped and names and index == 0):
             how = "stopped" if was_stopped else "ended"
+            what = _describe(job, newest) or f"training.steps={steps} there and {job.steps} here"
+            allowed = f" checkpoint.allow_changed=[{','.join(names)}]" if names else ""
             return [
-                f"this is a new run: {path} {how} after step {newest.step} with {_describe(job, newest)}; "
+                f"this is a new run: {path} {how} after step {newest.step} with {what}; "
                 f"to go on from it: checkpoint.initial_load_path={newest.path} "
-                f"checkpoint.initial_load_model_only=false checkpoint.allow_changed=[{','.join(names)}]"
+                f"checkpoint.initial_load_model_only=false{allowed}"
             ]
     return []
 
@@ -211,14 +219,19 @@ def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> N
 
 
 def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
-    """Names of the numerics fields, except allow_changed, in which a job differs from a checkpoint's job."""
+    """Names of the numerics fields, except allow_changed, in which a job differs from a checkpoint's job.
+
+    With the same learning-rate curve, training.steps only says when the run ends, and does not count.
+    """
     saved = _saved(checkpoint)
+    curve = max(saved.get("training.steps", 0), saved.get("schedule.total_steps") or 0)
+    same_curve = curve == job.schedule.curve_steps(job.steps)
     return [
         name
         for name, value in _numerics(job).items()
         # Fields added since the checkpoint was written cannot be compared.
         if name in saved and saved[name] != value and not name.startswith("checkpoint.")
-        if name not in job.checkpoint.allow_changed
+        if name not in job.checkpoint.allow_changed and not (same_curve and name in CURVE_FIELDS)
     ]
 
 

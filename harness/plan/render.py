@@ -29,6 +29,8 @@ def render(plan: Plan) -> str:
         blocks.append(
             f"a step, predicted: {seconds(plan.speed.step_seconds)}\n" + aligned_facts(_parts(plan))
         )
+    if plan.phases:
+        blocks.append("phases\n" + aligned(_phases(plan)))
     blocks.append(aligned_facts(_verdict(plan)))
     if plan.notes:
         blocks.append("notes\n" + "".join(f"  {note}\n" for note in plan.notes))
@@ -59,17 +61,18 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "speed": None if plan.speed is None else dataclasses.asdict(plan.speed),
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
         "budget": {"steps": job.steps, "tokens": tokens_of(job), "gpu_hours": plan.gpu_hours},
+        "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,
     }
 
 
 def tokens_of(job: Job) -> int:
     """Tokens of all steps of the job."""
-    return job.steps * tokens_per_step(job)
+    return job.sizes.tokens(job.steps)
 
 
 def tokens_per_step(job: Job) -> int:
-    """Tokens of one optimizer step."""
+    """Tokens of one optimizer step of full size."""
     return job.global_batch_size * job.training.seq_len
 
 
@@ -206,6 +209,19 @@ def _traffic(traffic: Sequence[Traffic]) -> list[dict[str, str]]:
             "exposed": seconds(each.exposed_seconds),
         }
         for each in traffic
+    ]
+
+
+def _phases(plan: Plan) -> list[dict[str, str]]:
+    return [
+        {
+            "steps": f"{phase.first_step:,}-{phase.first_step + phase.steps - 1:,}",
+            "sequences": f"{phase.batch_size:,}",
+            "tokens each": f"{phase.seq_len:,}",
+            "tokens a step": counted(phase.batch_size * phase.seq_len),
+            "a step": seconds(phase.step_seconds),
+        }
+        for phase in plan.phases
     ]
 
 
