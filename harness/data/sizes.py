@@ -1,7 +1,7 @@
 """Sizes of a run's steps: the number of sequences, the tokens per sequence, and the position of each step.
 
-Steps are numbered from 1. T is ``training.seq_len``, the length of a sample. A position is a number of tokens:
-token p of the run is token p % T of sample p // T. Shorter sequences are consecutive pieces of samples.
+Steps are numbered from 1. T is ``training.seq_len``, the length of a sample. A position is a number of
+tokens: token p is token p % T of sample p // T. Shorter sequences are consecutive pieces of samples.
 """
 
 from __future__ import annotations

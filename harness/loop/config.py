@@ -27,16 +27,16 @@ class TrainingConfig:
     steps: int | None = numerics(None, least=1)
     """Optimizer steps; null: as many as training.tokens needs, or 100."""
     tokens: int | float | str | None = numerics(None)
-    """Tokens to train, instead of training.steps: a number, also with K, M, B or T, like 20B. The run has the
-    smallest number of steps that trains at least as many. In a resolved job steps is set, and tokens null."""
+    """Tokens to train, in place of training.steps: a number, also with K, M, B or T, like 20B. The run ends
+    with the first step that reaches it. Resolving the job sets training.steps, and tokens to null."""
     seq_len: int = numerics(2048, least=1)
     """Tokens per sequence."""
     global_batch_size: int | None = numerics(None, least=1)
     """Sequences per optimizer step, over all ranks; null: local_batch_size on every data-parallel rank. With
     schedule.batch_size, that of the last phase."""
     local_batch_size: int | None = execution(None, least=1)
-    """Sequences per data-parallel rank and forward pass; null: the rank's share of the batch in one pass. With
-    schedule.batch_size, null is the most that divides the rank's share in every phase."""
+    """Sequences per data-parallel rank and forward pass; null: the rank's share of the batch in one pass, or,
+    with schedule.batch_size, the most that divides the rank's share in every phase."""
     max_norm: float = numerics(1.0, least=0)
     """Clip gradients to this global 2-norm; 0 disables clipping."""
     loss_chunks: int = execution(1, least=1)

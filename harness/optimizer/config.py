@@ -76,10 +76,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning rate: warm-up, a stable phase, and a decay (WSD, arXiv:2404.06395); cosine has no stable phase.
-
-    Batch size and sequence length: smaller sizes before those of ``training``.
-    """
+    """Learning rate by step: warm-up, a stable phase and a decay (WSD, arXiv:2404.06395); cosine has no
+    stable phase. Batch size and sequence length by step."""
 
     warmup_steps: int = numerics(200, least=0)
     """Steps of linear warm-up from 0 to optimizer.lr."""
@@ -90,13 +88,14 @@ class ScheduleConfig:
     min_lr_factor: float = numerics(0.0, least=0, most=1)
     """Learning rate at the end of the decay, as a fraction of optimizer.lr."""
     total_steps: int | None = numerics(None, least=1)
-    """Steps of the learning-rate curve; null, or fewer than training.steps: training.steps. A shortened run
-    with total_steps=STEPS OF THE LONG RUN has the long run's learning rates."""
+    """Steps of the learning-rate curve, if more than training.steps: a shorter run then has the learning
+    rates of a run of total_steps."""
     batch_size: list[dict[str, int]] = numerics(factory=list)
-    """Sequences per step before training.global_batch_size applies, like [{until_step: 100, sequences: 8}]."""
+    """Sequences per step before training.global_batch_size applies: [{until_step:100,sequences:8}]. At most
+    that many; each a multiple of the data-parallel ranks."""
     seq_len: list[dict[str, int]] = numerics(factory=list)
-    """Tokens per sequence before training.seq_len applies, like [{until_step: 100, tokens: 512}]. Each length
-    divides training.seq_len."""
+    """Tokens per sequence before training.seq_len applies: [{until_step:100,tokens:512}]. Each length divides
+    training.seq_len."""
 
     def curve_steps(self, steps: int) -> int:
         """Steps of the learning-rate curve of a run of ``steps`` steps."""

@@ -40,7 +40,9 @@ def test_every_phase_resumes_bitwise(pool: RankPool, tmp_path: Path) -> None:
         assert parts[-1][rank].facts["tokens"] == whole.facts["tokens"] == TRAINED
 
 
-@pytest.mark.parametrize("layouts", [("parallelism=fsdp", "parallelism=single"), ("parallelism=cp", "parallelism=fsdp")])
+@pytest.mark.parametrize(
+    "layouts", [("parallelism=fsdp", "parallelism=single"), ("parallelism=cp", "parallelism=fsdp")]
+)
 def test_another_layout_goes_on(pool: RankPool, tmp_path: Path, layouts: tuple[str, str]) -> None:
     [straight] = run(pool, tmp_path / "straight", "parallelism=single", "checkpoint=disabled")
     shared = f"checkpoint.folder={tmp_path / 'shared'}"

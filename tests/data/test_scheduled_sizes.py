@@ -63,7 +63,9 @@ def loaders(data: DataConfig, changes, ranks: int) -> list[Loader]:
 
 def steps(ranks: list[Loader], count: int) -> list[torch.Tensor]:
     """Inputs, labels and document numbers of every step, [3, rows, length], of all ranks."""
-    batches = [[torch.stack([t for t in each.next() if t is not None]) for each in ranks] for _ in range(count)]
+    batches = [
+        [torch.stack([t for t in each.next() if t is not None]) for each in ranks] for _ in range(count)
+    ]
     return [torch.cat(parts, dim=1) for parts in batches]
 
 
@@ -92,9 +94,7 @@ def read_by_hand(changes) -> Iterator[np.ndarray]:
             epoch, index = divmod(position // T, samples)
             order = random_stream("order", 3, epoch).permutation(samples)
             start = int(order[index]) * T + position % T
-            labels = [
-                IGNORE_INDEX if first[i] else tokens[i] for i in range(start + 1, start + length + 1)
-            ]
+            labels = [IGNORE_INDEX if first[i] else tokens[i] for i in range(start + 1, start + length + 1)]
             numbers = np.cumsum([0] + [first[i] for i in range(start + 1, start + length)])
             read.append([tokens[start : start + length], labels, numbers.tolist()])
             position += length

@@ -1,4 +1,4 @@
-"""Steps of scheduled sizes compute what a job of those sizes computes, and are counted by their own tokens."""
+"""Steps of scheduled sizes compute what a job of those sizes computes, and count their own tokens."""
 
 from __future__ import annotations
 
