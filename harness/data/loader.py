@@ -194,7 +194,7 @@ class _NumberedLoader(Loader):
 
     def _pieces(self, phase: Phase, begin: int) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield this loader's rows of a step that begins at position ``begin``."""
-        length, known, sample = phase.seq_len, -1, ()
+        length, known = phase.seq_len, -1
         for row in phase.share(self._rows, self._sizes.batch_size):
             number, first = divmod(begin + row * length, self._sizes.seq_len)
             if number != known:

@@ -48,8 +48,8 @@ def _phases(job: Job, machine: Machine | None) -> list[PlannedPhase]:
     unscheduled = replace(job, schedule=replace(job.schedule, batch_size=[], seq_len=[]))
     planned = []
     for phase in phases:
-        sizes = {"global_batch_size": phase.batch_size, "seq_len": phase.seq_len}
-        of_phase = replace(unscheduled, training=replace(job.training, **sizes))
+        training = replace(job.training, global_batch_size=phase.batch_size, seq_len=phase.seq_len)
+        of_phase = replace(unscheduled, training=training)
         time = None if machine is None else StepModel(of_phase, machine).speed()[0].step_seconds
         steps = phase.steps_until(job.steps)
         planned.append(PlannedPhase(phase.first_step, steps, phase.batch_size, phase.seq_len, time))
