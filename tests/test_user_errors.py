@@ -254,8 +254,8 @@ VALUES = [
     ),
     shown_as(
         "schedule.batch_size=[{until_step:5,sequences:2}] training.local_batch_size=4",
-        "training.local_batch_size=4: must divide training.global_batch_size=8 and the batches of "
-        "schedule.batch_size / 1 data-parallel ranks",
+        "training.local_batch_size=4: must divide training.global_batch_size=8 and schedule.batch_size=2, "
+        "each / 1 data-parallel ranks",
         "training.local_batch_size=2",
     ),
     shown_as(

@@ -27,7 +27,7 @@ from harness.metrics.result import flat_items, read_result
 CONTINUES = "continues.json"
 # Number of newest checkpoints to try before giving up with an error.
 FALLBACKS = 5
-# Fields of which the learning-rate curve has its length.
+# Fields that determine the length of the learning-rate curve.
 CURVE_FIELDS = ("training.steps", "schedule.total_steps")
 # Number of runs of the same name to examine for one that the user may have meant to resume.
 SIBLINGS = 20
@@ -122,8 +122,7 @@ def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
     """A note on a run of the same name that the user may have meant to resume.
 
     A changed numerics field makes a new run, which starts at step 0; users may not expect that. Noted is the
-    last run if it stopped early, or a run that differs in training.steps only (also with the same
-    learning-rate curve, where nothing needs to be allowed).
+    last run if it stopped early, or a run that differs in training.steps only.
     """
     stopped = [
         path

@@ -63,10 +63,11 @@ class Sizes:
         self.batch_size, self.seq_len = batch_size, seq_len
         self.phases: list[Phase] = []
         first = 1
-        for last in [*sorted({last for last, _ in (*batch_sizes, *seq_lens)}), None]:
+        for last in sorted({last for last, _ in (*batch_sizes, *seq_lens)}):
             sizes = _size_at(first, batch_sizes, batch_size), _size_at(first, seq_lens, seq_len)
             self.phases.append(Phase(first, last, *sizes))
-            first = 0 if last is None else last + 1
+            first = last + 1
+        self.phases.append(Phase(first, None, batch_size, seq_len))
 
     @property
     def lengths(self) -> list[int]:

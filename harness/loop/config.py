@@ -66,12 +66,13 @@ class TrainingConfig:
         if size is None:
             size = (local or 8) * replicas
         unit = replicas * (local or 1)
-        for name, each in (("training.global", size), *(("schedule", each) for each in scheduled)):
+        sizes = [("training.global_batch_size", size), *(("schedule.batch_size", each) for each in scheduled)]
+        for name, each in sizes:
             if each % replicas:
                 below = each // unit * unit
                 works = [number for number in (below, below + unit) if number]
                 raise ConfigError(
-                    f"{name}{'_' if name != 'schedule' else '.'}batch_size",
+                    name,
                     each,
                     f"must be a multiple of the data-parallel ranks, dp_replicate x dp_shard = {replicas}",
                     f"{', '.join(map(str, works))}, or {', '.join(map(str, divisors(each)))} "
@@ -80,12 +81,14 @@ class TrainingConfig:
         share = math.gcd(size, *scheduled) // replicas
         local = local or share
         if share % local:
-            smaller = "" if share * replicas == size else " and the batches of schedule.batch_size"
+            batches = f"training.global_batch_size={size}"
+            if scheduled:
+                batches = f"{batches} and schedule.batch_size={', '.join(map(str, scheduled))}, each"
             raise ConfigError(
                 "training.local_batch_size",
                 local,
-                f"must divide training.global_batch_size={size}{smaller} / {replicas} data-parallel ranks"
-                + (f" = {share}" if not smaller else ""),
+                f"must divide {batches} / {replicas} data-parallel ranks"
+                + ("" if scheduled else f" = {share}"),
                 divisors(share),
             )
         return replace(self, local_batch_size=local, global_batch_size=size)
@@ -119,7 +122,7 @@ def parse_count(name: str, value: int | float | str) -> int:
     factor = COUNT_SUFFIXES.get(text[-1:].upper(), 1)
     try:
         count = Decimal(text[:-1] if factor > 1 else text) * factor
-        is_count = count.is_finite() and count == int(count) and 1 <= count <= LARGEST_INTEGER
+        is_count = count.is_finite() and 1 <= count <= LARGEST_INTEGER and count == int(count)
     except InvalidOperation:
         is_count = False
     if not is_count:

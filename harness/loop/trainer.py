@@ -25,7 +25,7 @@ from harness.loop.finite import FiniteWatch, unwrap_non_finite
 from harness.loop.flight_recorder import StepWatch
 from harness.loop.process import garbage_collection
 from harness.loop.progress import Progress, device_name, device_peak
-from harness.loop.setup import shorten_timeouts
+from harness.loop.setup import set_timeouts
 from harness.loop.signals import StopRequest, ignore_stop_signals
 from harness.loop.steps import Step, StepQueue
 from harness.metrics.annotation import annotated
@@ -227,9 +227,13 @@ class Trainer:
         """Tell the watchdogs which step starts."""
         if self.finite is not None:
             self.finite.step = step
-        cluster, first = self.job.cluster, self.progress.first_step_seconds is None
-        first = first or (self.job.compile.enable and self._changes_length(step))
-        self.watch.begin(step, cluster.start_timeout_seconds if first else cluster.step_timeout_seconds)
+        cluster, limit = self.job.cluster, self.job.cluster.step_timeout_seconds
+        if self.progress.first_step_seconds is None:
+            limit = cluster.start_timeout_seconds
+        elif self.job.compile.enable and self._changes_length(step):
+            limit = cluster.start_timeout_seconds
+            set_timeouts(limit)
+        self.watch.begin(step, limit)
 
     def _changes_length(self, step: int) -> bool:
         """Whether the sequences of a step have another length than those of the step before."""
@@ -303,13 +307,14 @@ class Trainer:
         )
         if self.progress.first_step_seconds is None:
             self.progress.first_step_seconds = time.time() - self.started
-            shorten_timeouts(self.job)
+            set_timeouts(self.job.cluster.step_timeout_seconds)
             if self.job.compile.enable:
                 graphs, seconds = self.compiler.graphs, self.compiler.seconds
                 self._message(f"compiled {graphs} graphs in {seconds:.1f} s, in the first step")
-        elif changes and self.compiler.unexpected:
-            new = self.compiler.unexpected
-            self._message(f"compiled {new} graphs for sequences of {phase.seq_len} tokens, in step {step}")
+        elif changes and self.job.compile.enable:
+            set_timeouts(self.job.cluster.step_timeout_seconds)
+            graphs = self.compiler.unexpected
+            self._message(f"compiled {graphs} graphs for sequences of {phase.seq_len} tokens, in step {step}")
         elif new := self.compiler.unexpected:
             self.compiler.recompiles += new
             self._message(f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why")
