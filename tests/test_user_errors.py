@@ -254,8 +254,7 @@ VALUES = [
     ),
     shown_as(
         "schedule.batch_size=[{until_step:5,sequences:2}] training.local_batch_size=4",
-        "training.local_batch_size=4: must divide training.global_batch_size=8 and schedule.batch_size=2, "
-        "each / 1 data-parallel ranks",
+        "training.local_batch_size=4: must divide a rank's share of every batch: 2, 8 / 1 data-parallel",
         "training.local_batch_size=2",
     ),
     shown_as(

@@ -81,14 +81,14 @@ class TrainingConfig:
         share = math.gcd(size, *scheduled) // replicas
         local = local or share
         if share % local:
-            batches = f"training.global_batch_size={size}"
+            shares = f"training.global_batch_size={size} / {replicas} data-parallel ranks = {share}"
             if scheduled:
-                batches = f"{batches} and schedule.batch_size={', '.join(map(str, scheduled))}, each"
+                batches = ", ".join(map(str, [*scheduled, size]))
+                shares = f"a rank's share of every batch: {batches} / {replicas} data-parallel ranks"
             raise ConfigError(
                 "training.local_batch_size",
                 local,
-                f"must divide {batches} / {replicas} data-parallel ranks"
-                + ("" if scheduled else f" = {share}"),
+                f"must divide {shares}",
                 divisors(share),
             )
         return replace(self, local_batch_size=local, global_batch_size=size)
