@@ -111,6 +111,7 @@ def type_name(hint: Any) -> str:
         .replace(" | ", " or ")
     )
     text = re.sub(r"list\[list\[(\w+)\]\]", r"lists of \1", text)
+    text = re.sub(r"list\[dict\[\w+, (\w+)\]\]", r"list of mappings to \1", text)
     text = re.sub(r"list\[(\w+)\]", r"list of \1", text)
     return re.sub(r"dict\[\w+, (\w+)\]", r"mapping to \1", text)
 

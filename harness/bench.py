@@ -114,7 +114,7 @@ def bench(job: BenchJob, overrides: list[str]) -> int | Result:
         raise ConfigError("bench.out", config.out, "is a folder", f"{config.out}/bench.jsonl")
     sys.stderr.write(
         f"{job.name}: {config.rounds} rounds of {', '.join(variants)}; "
-        f"the first {job.metrics.warmup_steps} of {job.training.steps} steps do not count\n"
+        f"the first {job.metrics.warmup_steps} of {job.steps} steps do not count\n"
     )
     began, rows = time.time(), measure(variants, config.rounds)
     if rows is None:
@@ -160,10 +160,10 @@ def check_measurable(job: Job) -> None:
     if job.checkpoint.enable:
         rule = "a round would resume from the checkpoint of the round before"
         raise ConfigError("checkpoint.enable", True, rule, "false")
-    if job.training.steps <= job.metrics.warmup_steps:
+    if job.steps <= job.metrics.warmup_steps:
         raise ConfigError(
             "training.steps",
-            job.training.steps,
+            job.steps,
             f"the first metrics.warmup_steps={job.metrics.warmup_steps} do not count",
             f"at least {job.metrics.warmup_steps + 1}",
         )

@@ -30,6 +30,7 @@ from harness.overrides import (
     sets_field,
     sets_one_group,
     typed_value,
+    with_one_length,
 )
 from harness.paths import conf_dir
 from harness.text import SecretError
@@ -164,7 +165,7 @@ class Composer:
         """Compose one job from overrides that are already checked and in Hydra's syntax."""
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-        read_from = register_model(overrides)
+        read_from, overrides = register_model(overrides), with_one_length(overrides)
         try:
             values, parts, rest = [], {}, []
             for typed, parsed in zip(overrides, self.parser.parse_overrides(overrides), strict=True):

@@ -41,6 +41,9 @@ def to_user_error(error: BaseException, schema: type = Job) -> UserError:
     typed = OVERRIDE.match(_after(text, "Error merging override ", "; "))
     place = _after(text, "In '", "'")
     place = f" (in {place}.yaml)" if place and place != "train" else ""
+    if typed and "Cannot merge DictConfig with ListConfig" in text:
+        rule = f"must be {_wanted(schema, typed['key'], typed['key'])}"
+        return ConfigError(typed["key"], typed["value"], rule)
     for each in chain:
         if isinstance(each, yaml.MarkedYAMLError):
             return UserError(f"{_marked(each)}; would work: YAML, indented by spaces, each key once")

@@ -47,6 +47,7 @@ def random_job(composer: Composer, seed: int, ranks: int, fixed: Sequence[str]) 
     generator = random.Random(seed)
     # One model for all samples: composing another takes a fifth of a second.
     groups = _sample_groups(generator)
+    sizes = random.Random(f"sizes {seed}")
     fixed_names = {override.partition("=")[0] for override in fixed}
     rejected = ""
     for number in range(SAMPLES):
@@ -54,7 +55,7 @@ def random_job(composer: Composer, seed: int, ranks: int, fixed: Sequence[str]) 
         # valid most often.
         if number % SAMPLES_PER_DEGREES == 0:
             degrees = _sample_degrees(generator, ranks)
-        sampled = [*groups, *_sample_fields(generator, groups, degrees)]
+        sampled = [*groups, *_sample_fields(generator, groups, degrees), *_sample_sizes(sizes)]
         overrides = [*(o for o in sampled if o.partition("=")[0] not in fixed_names), *fixed]
         try:
             job: Job = composer.job(overrides)
@@ -113,6 +114,16 @@ def _sample_fields(generator: random.Random, groups: list[str], degrees: dict[st
     if groups[1:]:
         return sampled + one("data.attend_across_documents", True, False)
     return sampled + one("data.mask_fraction", 0.0, 0.3) + one("model.vocab_size", 256, 256, 259)
+
+
+def _sample_sizes(generator: random.Random) -> list[str]:
+    """Sample schedules of batch size and sequence length that change within the first steps."""
+    sampled = []
+    if generator.random() < 0.2:
+        sampled.append(f"schedule.batch_size=[{{until_step:1,sequences:{generator.choice((2, 4))}}}]")
+    if generator.random() < 0.2:
+        sampled.append(f"schedule.seq_len=[{{until_step:1,tokens:{generator.choice((12, 16))}}}]")
+    return sampled
 
 
 def _sample_degrees(generator: random.Random, ranks: int) -> dict[str, int]:

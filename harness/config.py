@@ -298,7 +298,8 @@ def _describe_kind(kind: Any, key: str) -> str:
         return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
     if get_origin(kind) is list:
         inner = get_args(kind)[0]
-        return "a list of lists, like [[a,b],[c]]" if get_origin(inner) is list else "a list, like [a,b]"
+        nested = {list: "a list of lists, like [[a,b],[c]]", dict: "a list of mappings, like [{a:1,b:2}]"}
+        return nested.get(get_origin(inner), "a list, like [a,b]")
     if get_origin(kind) is dict and get_args(kind)[1] is str:
         return "a mapping of names to text, like {a: b}"
     simple = {int: "an integer", float: "a number", bool: "true or false", str: "text"}

@@ -15,6 +15,7 @@ from harness.checkpoint import CheckpointConfig
 from harness.cluster.config import ClusterConfig, count_gpus
 from harness.config import LABEL, NUMERICS, check_rules, from_dict, label, leaves, part
 from harness.data import DataConfig, TokenizerConfig
+from harness.data.sizes import Sizes
 from harness.errors import ConfigError, UserError
 from harness.loop.config import DebugConfig, EvaluationConfig, TrainingConfig, ValidationConfig
 from harness.metrics import MetricsConfig, ProfilingConfig
@@ -87,8 +88,20 @@ class Job:
         return self.parallelism.world_size
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        assert self.training.steps is not None, "the job is not resolved"
+        return self.training.steps
+
+    @property
+    def sizes(self) -> Sizes:
+        """Batch size and sequence length of every step."""
+        schedule = self.schedule
+        return Sizes(self.global_batch_size, self.training.seq_len, schedule.batch_sizes, schedule.seq_lens)
+
+    @property
     def global_batch_size(self) -> int:
-        """Sequences per optimizer step."""
+        """Sequences per optimizer step; with schedule.batch_size, in the last phase."""
         assert self.training.global_batch_size is not None, "the job is not resolved"
         return self.training.global_batch_size
 
@@ -110,7 +123,7 @@ class Job:
 
     @property
     def accumulation_steps(self) -> int:
-        """Forward and backward passes per optimizer step."""
+        """Forward and backward passes per optimizer step; with schedule.batch_size, in the last phase."""
         return self.global_batch_size // (self.local_batch_size * self.parallelism.data_parallel)
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
@@ -127,6 +140,7 @@ class Job:
         check_rules(self)
         self._validate_folder()
         self.cluster.validate()
+        self.schedule.validate_phases()
         model = self.model.resolve()
         model.validate()
         here = self.cluster.kind == "local"
@@ -142,9 +156,12 @@ class Job:
             self,
             model=model,
             parallelism=layout,
-            training=self.training.resolve(layout.data_parallel),
+            training=self.training.resolve(
+                layout.data_parallel, [size for _, size in self.schedule.batch_sizes]
+            ),
             optimizer=self.optimizer.resolve(self.precision.master_dtype),
         )
+        job = dataclasses.replace(job, training=job.training.with_length(job.sizes))
         job._validate()
         on_cpu = job.cluster.device == "cpu" or (here and gpus == 0)
         job_rules.check_async_tp(job, on_cpu=on_cpu)
@@ -195,10 +212,11 @@ class Job:
         self.tokenizer.validate()
         job_rules.check_tokenizer(self)
         self.optimizer.validate(self.precision.master_dtype)
+        job_rules.check_scheduled_sizes(self)
         job_rules.check_update_in_backward(self)
-        self.schedule.validate(self.training.steps)
+        self.schedule.validate(self.steps)
         self.checkpoint.validate()
-        self.profiling.validate(self.training.steps, self.world_size)
+        self.profiling.validate(self.steps, self.world_size)
         if self.cluster.device == "cpu":
             self.checkpoint.refuse_pinned_memory("cluster.device=cpu")
             self.profiling.refuse_snapshots("cluster.device=cpu")

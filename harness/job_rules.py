@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from harness.errors import ConfigError
+from harness.config import as_typed
+from harness.errors import ConfigError, divisors
 from harness.precision.linears import check_layout, sort_linears
 
 if TYPE_CHECKING:
@@ -155,6 +157,25 @@ def check_precision(job: Job) -> None:
     )
 
 
+def check_scheduled_sizes(job: Job) -> None:
+    """Check that every size of schedule.batch_size and schedule.seq_len fits the data, layout and formats."""
+    length, batch, unit = job.training.seq_len, job.global_batch_size, job.parallelism.sequence_unit
+    for _, size in job.schedule.batch_sizes:
+        if size > batch:
+            rule = f"must not exceed training.global_batch_size={batch}, which applies after all phases"
+            raise ConfigError("schedule.batch_size", size, rule, f"at most {batch}")
+    block = 1 if job.precision.linear in ("none", "float8_rowwise_hp") else job.precision.block
+    # Tokens that a linear takes at once: microbatch_size pieces, of one rank.
+    unit = math.lcm(unit, job.parallelism.cp * block // math.gcd(block, job.microbatch_size))
+    for _, size in job.schedule.seq_lens:
+        if length % size or size % unit:
+            rule = f"must divide training.seq_len={length}"
+            if size % unit:
+                rule += f" and be a multiple of {unit}, as the layout and precision.linear need"
+            works = [each for each in divisors(length) if each % unit == 0]
+            raise ConfigError("schedule.seq_len", size, rule, works)
+
+
 def check_update_in_backward(job: Job) -> None:
     """Check the options that an update during backward does not allow."""
     if not job.optimizer.in_backward:
@@ -167,6 +188,10 @@ def check_update_in_backward(job: Job) -> None:
         if value != works:
             rule = f"optimizer.in_backward=true updates during backward, and {why}"
             raise ConfigError(field, value, rule, f"{works}, or optimizer.in_backward=false")
+    if any(size != job.global_batch_size for _, size in job.schedule.batch_sizes):
+        rule = "optimizer.in_backward=true updates in every backward pass, and larger steps have several"
+        works = "[], or optimizer.in_backward=false"
+        raise ConfigError("schedule.batch_size", as_typed(job.schedule.batch_size), rule, works)
     if job.accumulation_steps > 1:
         raise ConfigError(
             "training.local_batch_size",

@@ -159,6 +159,13 @@ def typed_value(overrides: Iterable[str], key: str) -> str | None:
     return value[1:-1] if value is not None and quoted else value
 
 
+def with_one_length(overrides: list[str]) -> list[str]:
+    """Make typed training.tokens win over the training.steps of a file, and the reverse."""
+    lengths = ("training.steps", "training.tokens")
+    given = [name for name in lengths if typed_value(overrides, name) not in (None, "null")]
+    return [f"{name}=null" for name in lengths if name not in given and len(given) == 1] + overrides
+
+
 def options_of(folder: Path) -> list[str]:
     """Options of a group: its YAML files."""
     return sorted(str(p.relative_to(folder))[: -len(".yaml")] for p in folder.rglob("*.yaml"))

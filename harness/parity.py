@@ -265,7 +265,7 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
     from harness.cluster.pool import RankFailed, RankPool
 
     config = job.parity
-    config.validate(job.training.steps)
+    config.validate(job.steps)
     rows = random_rows(config, overrides) if config.random else matrix_rows(job, overrides)
     out = sys.stdout
     compared: list[dict[str, Any]] = []

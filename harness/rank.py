@@ -189,7 +189,7 @@ def _open_recorder(job: Job, folder: RunFolder) -> Recorder:
         run_id=job.id,
         name=job.name,
         job=job.to_dict(),
-        total_steps=job.training.steps,
+        total_steps=job.steps,
     )
 
 
@@ -214,9 +214,11 @@ def describe(job: Job, folder: RunFolder, device: Any) -> str:
     """Return the first lines of a run's output: its model, layout, batch and run folder."""
     degrees = degrees_in_words(job.parallelism.degrees)
     counted = account(job.model, job.training.seq_len)
+    phases = job.sizes.phases
+    sizes = [f"{phase.batch_size} x {phase.seq_len}" for phase in (phases[0], phases[-1])]
     return (
         f"{job.name}: {counted.parameters:,} parameters, {degrees} on {device.type}, "
-        f"{job.global_batch_size} x {job.training.seq_len} tokens a step, {job.training.steps} steps\n"
+        f"{' to '.join(dict.fromkeys(sizes))} tokens a step, {job.steps} steps\n"
         f"run folder {folder.path}"
     )
 

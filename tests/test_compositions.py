@@ -88,6 +88,8 @@ def test_samples_cover_every_axis() -> None:
     assert {job.data.kind for job in jobs} == {"synthetic", "local"}
     assert len({job.activation_checkpoint.mode for job in jobs}) > 2
     assert any(job.compile.enable for job in jobs)
+    assert {len(job.sizes.lengths) for job in jobs} == {1, 2}
+    assert any(job.schedule.batch_size for job in jobs)
 
 
 def with_router_gradients_too_large(job_json: str, steps: int) -> Trace:

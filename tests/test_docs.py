@@ -282,6 +282,8 @@ def test_the_reference_has_every_field_flag_and_class(reference: Path) -> None:
 
 RUNS = {
     "dense": "model=llama3_tiny validation.interval=2 profiling=on profiling.interval=3 profiling.warmup=1",
+    "scheduled": "model=llama3_tiny schedule.batch_size=[{until_step:1,sequences:1}] "
+    "schedule.seq_len=[{until_step:1,tokens:8}]",
     "evaluated": "model=llama3_tiny model.vocab_size=258 evaluation.interval=5 evaluation.tasks=[pair.jsonl]",
     "mixture": "model=deepseek_v3_debug model.vocab_size=256 model.mtp.depth=1",
 }

@@ -18,6 +18,7 @@ from harness.compose import compose_job
 from harness.config import EXECUTION, LABEL, NUMERICS, label, leaves, numerics
 from harness.errors import ConfigError
 from harness.job import Job, differing_numerics, from_dict
+from harness.overrides import with_one_length
 
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "cluster.device=cpu")
 BATCH = "training.global_batch_size=16"
@@ -309,6 +310,35 @@ def test_batch(total: int | None, local: int | None, replicas: int, expected: tu
         made = unresolved(global_batch_size=total, local_batch_size=local, **layout).resolve(gpus=0)
         assert (made.global_batch_size, made.local_batch_size, made.accumulation_steps) == expected
         assert (made.training.global_batch_size, made.training.local_batch_size) == expected[:2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"),
+    [("8192", 8), ("8193", 9), ("20B", 19_531_250), ("1e6", 977), ("0.5K", 1), ("1_024", 1)],
+)
+def test_the_first_steps_that_train_as_many_tokens(tokens: str, steps: int) -> None:
+    made = job(BATCH, f"training.tokens={tokens}", "schedule.warmup_steps=0")
+    assert made.steps == steps  # of 16 x 64 tokens
+    same = job(BATCH, f"training.steps={steps}", "schedule.warmup_steps=0")
+    assert made.id == same.id
+    assert made.resolve(gpus=0) == made
+
+
+def test_a_typed_length_replaces_the_one_in_a_file() -> None:
+    assert job("experiment=quickstart").steps == 100
+    assert job("experiment=quickstart", "training.tokens=10240").steps == 40
+    assert job("experiment=quickstart", "training.tokens=10240", "training.steps=null").steps == 40
+    assert with_one_length(["training.steps=8"]) == ["training.tokens=null", "training.steps=8"]
+    with pytest.raises(ConfigError, match=r"replaces training\.steps, which is 10"):
+        job("training.steps=10", "training.tokens=10240")
+
+
+def test_local_batches_divide_every_scheduled_batch() -> None:
+    sizes = "schedule.batch_size=[{until_step:5,sequences:4},{until_step:9,sequences:12}]"
+    made = job(BATCH, sizes, "parallelism=ddp")
+    assert (made.local_batch_size, made.accumulation_steps) == (2, 4)
+    assert [made.sizes.at(step).batch_size for step in (1, 5, 6, 9, 10)] == [4, 4, 12, 12, 16]
+    assert made.resolve(gpus=0) == made
 
 
 def test_batch_is_shared_by_data_parallel_ranks_only() -> None:

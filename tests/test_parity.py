@@ -47,6 +47,19 @@ def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
     require_parity(pool, name, layout(name))
 
 
+# The batch grows after the first step, the sequences after the second.
+SCHEDULED = [
+    *("training.global_batch_size=16", "schedule.batch_size=[{until_step:1,sequences:8}]"),
+    "schedule.seq_len=[{until_step:2,tokens:32}]",
+]
+CORE_SCHEDULED = ["fsdp_uneven", "tp_pp_cp", "pp_zbv_compiled", "cp_ulysses"]
+
+
+@pytest.mark.parametrize("name", rest_is_thorough(MATRIX, *CORE_SCHEDULED))
+def test_scheduled_sizes_agree_with_one_process(pool: RankPool, name: str) -> None:
+    require_parity(pool, name, layout(name, *SCHEDULED), steps=3)
+
+
 def test_csv_schedule(pool: RankPool, tmp_path: Path) -> None:
     """GPipe of two stages and eight microbatches, with the backward passes in reverse order."""
     rows = []

@@ -224,6 +224,52 @@ VALUES = [
         "schedule.warmup_steps=9: warm-up and decay (0 steps) must fit into training.steps=3",
         "training.steps=10",
     ),
+    mistake("training.tokens=many", "must be an integer of at least 1", "500M"),
+    mistake("training.tokens=0.5", "must be an integer of at least 1", "1e9"),
+    mistake("training.tokens=true", "must be an integer or a number or text, or null"),
+    mistake(
+        "training.steps=8 training.tokens=1M", "replaces training.steps, which is 8", "training.steps=null"
+    ),
+    mistake("schedule.batch_size={0:8}", "must be a list of mappings, like [{a:1,b:2}]"),
+    mistake(
+        "schedule.batch_size=[{until_step:5}]",
+        "each phase has until_step and sequences, both at least 1",
+        "schedule.batch_size=[{until_step:100,sequences:8},{until_step:200,sequences:16}] "
+        "training.global_batch_size=16",
+    ),
+    mistake(
+        "schedule.seq_len=[{until_step:0,tokens:8}]", "each phase has until_step and tokens, both at least 1"
+    ),
+    mistake(
+        "schedule.seq_len=[{until_step:9,tokens:8},{until_step:9,tokens:16}]",
+        "until_step must rise from phase to phase",
+    ),
+    shown_as(
+        "schedule.batch_size=[{until_step:5,sequences:16}]",
+        "schedule.batch_size=16: must not exceed training.global_batch_size=8, which applies after all",
+    ),
+    shown_as(
+        "parallelism=ddp schedule.batch_size=[{until_step:5,sequences:3}]",
+        "schedule.batch_size=3: must be a multiple of the data-parallel ranks, dp_replicate x dp_shard = 2",
+    ),
+    shown_as(
+        "schedule.batch_size=[{until_step:5,sequences:2}] training.local_batch_size=4",
+        "training.local_batch_size=4: must divide a rank's share of every batch: 2, 8 / 1 data-parallel",
+        "training.local_batch_size=2",
+    ),
+    shown_as(
+        "schedule.seq_len=[{until_step:5,tokens:48}]",
+        "schedule.seq_len=48: must divide training.seq_len=256; would work: 1, 2, 4",
+    ),
+    shown_as(
+        "parallelism=tp parallelism.cp=2 schedule.seq_len=[{until_step:5,tokens:2}]",
+        "schedule.seq_len=2: must divide training.seq_len=256 and be a multiple of 4, as the layout and",
+    ),
+    shown_as(
+        "optimizer.in_backward=true training.max_norm=0 schedule.batch_size=[{until_step:5,sequences:4}]",
+        "schedule.batch_size=[{until_step:5,sequences:4}]: optimizer.in_backward=true updates in every",
+        "schedule.batch_size=[]",
+    ),
     mistake("debug.non_finite=ignore", "no such choice", "skip"),
     mistake("debug.max_skipped_steps=0", "must be at least 1"),
     mistake("metrics.console=loud", "no such choice", "plain"),

@@ -145,9 +145,11 @@ class CheckpointLoader:
             set_rng_state(random, self.engine.device)
         if "lr_scheduler" not in excluded:
             self.engine.set_schedule(state["lr_scheduler"]["last_epoch"])
-        if "data_loader" not in excluded:
-            self.loader.load_state_dict(state["data_loader"])
-        return {} if "train_state" in excluded else state["train_state"]
+        counters = {} if "train_state" in excluded else state["train_state"]
+        position = self.loader.state_dict() if "data_loader" in excluded else state["data_loader"]
+        # Sizes of batches follow the run's step, also where the data begins again.
+        self.loader.load_state_dict({**position, "step": counters.get("step", 0)})
+        return counters
 
     def _load_initial(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Load initial_load_path.

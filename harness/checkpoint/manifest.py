@@ -141,6 +141,7 @@ def _check_position(position: dict[str, Any]) -> None:
     """Check the data position: a number of samples, or the position of a stream per batch row."""
     if "slots" not in position:
         _require(position, {"samples": _COUNT})
+        _check(position, {"tokens": _COUNT})
         return
     _require(position, {"step": _COUNT, "global_batch_size": _COUNT, "slots": _OBJECT})
     for slot in position["slots"].values():

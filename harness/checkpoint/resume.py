@@ -27,6 +27,8 @@ from harness.metrics.result import flat_items, read_result
 CONTINUES = "continues.json"
 # Number of newest checkpoints to try before giving up with an error.
 FALLBACKS = 5
+# Fields that determine the length of the learning-rate curve.
+CURVE_FIELDS = ("training.steps", "schedule.total_steps")
 # Number of runs of the same name to examine for one that the user may have meant to resume.
 SIBLINGS = 20
 
@@ -101,7 +103,7 @@ def written_by(job: Job, checkpoint: Checkpoint) -> bool:
 
 
 def _ended(job: Job, checkpoint: Checkpoint) -> bool:
-    return checkpoint.manifest.get("job_id") == job.id and checkpoint.step >= job.training.steps
+    return checkpoint.manifest.get("job_id") == job.id and checkpoint.step >= job.steps
 
 
 def _refuse_starting_over(job: Job, checkpoint: Checkpoint) -> None:
@@ -131,16 +133,21 @@ def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
     for index, path in enumerate(last_first[:SIBLINGS]):
         newest = next(iter(CheckpointFolder(str(path / "checkpoints")).complete(1)[0]), None)
         names = differing(job, newest) if newest is not None else []
-        if newest is None or not names:
+        if newest is None:
             continue
-        was_stopped = newest.step < _saved(newest).get("training.steps", 0)
-        is_extended = names == ["training.steps"] and newest.step < job.training.steps
-        if is_extended or (was_stopped and index == 0):
+        steps = _saved(newest).get("training.steps", 0)
+        if not names and steps == job.steps:
+            continue
+        was_stopped = newest.step < steps
+        is_extended = set(names) <= {"training.steps"} and newest.step < job.steps
+        if is_extended or (was_stopped and names and index == 0):
             how = "stopped" if was_stopped else "ended"
+            what = _describe(job, newest) or f"training.steps={steps} there and {job.steps} here"
+            allowed = f" checkpoint.allow_changed=[{','.join(names)}]" if names else ""
             return [
-                f"this is a new run: {path} {how} after step {newest.step} with {_describe(job, newest)}; "
+                f"this is a new run: {path} {how} after step {newest.step} with {what}; "
                 f"to go on from it: checkpoint.initial_load_path={newest.path} "
-                f"checkpoint.initial_load_model_only=false checkpoint.allow_changed=[{','.join(names)}]"
+                f"checkpoint.initial_load_model_only=false{allowed}"
             ]
     return []
 
@@ -163,7 +170,7 @@ def is_finished(job: Job, run_dir: Path) -> bool:
     except (OSError, ValueError):  # no result, or a damaged one
         return False
     try:
-        return CheckpointFolder(folder_of(job, run_dir)).find(job.training.steps).step == job.training.steps
+        return CheckpointFolder(folder_of(job, run_dir)).find(job.steps).step == job.steps
     except DamagedCheckpoint:
         return False
 
@@ -171,7 +178,7 @@ def is_finished(job: Job, run_dir: Path) -> bool:
 def show_finished(job: Job, run_dir: Path) -> int:
     """Print that no steps are left; return the exit code."""
     sys.stdout.write(
-        f"{job.name}: all {job.training.steps} steps are done, see {run_dir}; checkpoint.resume=false trains "
+        f"{job.name}: all {job.steps} steps are done, see {run_dir}; checkpoint.resume=false trains "
         "from the start again, python -m harness.convert exports the weights\n"
     )
     return EXIT_OK
@@ -211,14 +218,19 @@ def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> N
 
 
 def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
-    """Names of the numerics fields, except allow_changed, in which a job differs from a checkpoint's job."""
+    """Names of the numerics fields, except allow_changed, in which a job differs from a checkpoint's job.
+
+    With the same learning-rate curve, training.steps only says when the run ends, and does not count.
+    """
     saved = _saved(checkpoint)
+    curve = max(saved.get("training.steps", 0), saved.get("schedule.total_steps") or 0)
+    same_curve = curve == job.schedule.curve_steps(job.steps)
     return [
         name
         for name, value in _numerics(job).items()
         # Fields added since the checkpoint was written cannot be compared.
         if name in saved and saved[name] != value and not name.startswith("checkpoint.")
-        if name not in job.checkpoint.allow_changed
+        if name not in job.checkpoint.allow_changed and not (same_curve and name in CURVE_FIELDS)
     ]
 
 

@@ -212,7 +212,7 @@ class Saver:
 
     def _write(self, step: int, manifest: dict[str, Any], final: bool) -> None:
         """Write the checkpoint in the format that the job asks for."""
-        last = final and step == self.job.training.steps
+        last = final and step == self.job.steps
         if last and self.config.last_save_in_hf:
             self._write_huggingface(step, {**manifest, "holds": "hf"})
         elif last and self.config.last_save_model_only:

@@ -52,12 +52,12 @@ class ConvergeConfig:
         repeated = [seed for seed in self.seeds if self.seeds.count(seed) > 1]
         if repeated:
             raise ConfigError("converge.seeds", self.seeds, f"{repeated[0]} occurs twice", "each seed once")
-        if 2 * self.smooth_steps > job.training.steps:
+        if 2 * self.smooth_steps > job.steps:
             raise ConfigError(
                 "converge.smooth_steps",
                 self.smooth_steps,
-                f"must be at most half of training.steps={job.training.steps}",
-                f"at most {job.training.steps // 2}",
+                f"must be at most half of training.steps={job.steps}",
+                f"at most {job.steps // 2}",
             )
         if job.metrics.log_interval > self.smooth_steps:
             raise ConfigError(

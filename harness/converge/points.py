@@ -98,7 +98,7 @@ def _compared(control: Job, technique: Technique, config: ConvergeConfig) -> Tec
     if config.world_size is not None and job.world_size > config.world_size:
         reason = f"{job.world_size} ranks, converge.world_size={config.world_size}"
         return replace(technique, runs={}, skipped=reason)
-    rows, rows_of_control = ((each.training.steps, each.metrics.log_interval) for each in (job, control))
+    rows, rows_of_control = ((each.steps, each.metrics.log_interval) for each in (job, control))
     if rows != rows_of_control:
         rule = "changes training.steps or metrics.log_interval, so the curves cannot be compared step by step"
         raise ConfigError(f"converge.techniques.{technique.name}", technique.overrides, rule)

@@ -2,7 +2,8 @@
 
 Row j of global step s is sample s * global_batch_size + j, a function of (data, tokenizer, seed) and that
 number. A rank is assigned rows and reads only those, so neither the loss curve of a run nor its state depends
-on the number of ranks.
+on the number of ranks. Scheduled sizes (``harness.data.sizes``) change how many samples, or which pieces of
+samples, a step reads; a rank has the same fraction of every batch.
 
 B is the number of a rank's rows, T the sequence length.
 """
@@ -10,7 +11,7 @@ B is the number of a rank's rows, T the sequence length.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 from harness.data.cache import open_cache
 from harness.data.config import DataConfig
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
+from harness.data.sizes import Phase, Sizes
 from harness.data.sources import open_dataset, require_column, source_of
 from harness.data.streaming import RowStream
 from harness.data.token_files import open_token_files
@@ -70,7 +72,8 @@ class Loader(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step at which ``state`` was saved.
+        """Continue after the step at which ``state`` was saved; the sizes of the next step are those of
+        ``state["step"] + 1``.
 
         Raises:
             DataError: the state is from a stream and this loader is not, or the reverse; or, for streams, it
@@ -98,6 +101,7 @@ def build_loader(
     model_vocab_size: int,
     wait_for_all: Callable[[], None] | None = None,
     is_builder: bool = True,
+    sizes: Sizes | None = None,
 ) -> Loader:
     """Build the loader of ``rows``, a part of ``range(global_batch_size)``.
 
@@ -107,6 +111,8 @@ def build_loader(
         model_vocab_size: number of rows of the model's embedding; every token id must be smaller.
         wait_for_all: a barrier over all ranks; called between building and opening the token cache, if any.
         is_builder: whether this rank builds the cache if it is missing.
+        sizes: sizes of all steps, which end with these; default: every step has global_batch_size sequences
+            of seq_len tokens.
 
     Raises:
         ConfigError: no documents are held out for validation, or the tokenizer has more tokens than the
@@ -117,6 +123,7 @@ def build_loader(
         raise ValueError(f"split is train or validation, not {split}")
     if rows.step != 1 or not 0 <= rows.start < rows.stop <= global_batch_size:
         raise ValueError(f"rows {rows} are not part of a global batch of {global_batch_size}")
+    sizes = sizes or Sizes(global_batch_size, seq_len)
     if data.kind == "synthetic":
         synthetic = SyntheticSamples(
             split=split,
@@ -125,12 +132,11 @@ def build_loader(
             vocab_size=model_vocab_size,
             mask_fraction=data.mask_fraction,
         )
-        return _NumberedLoader(synthetic, rows, global_batch_size)
+        return _NumberedLoader(synthetic, rows, sizes)
     check_vocab_size(tokenizer.vocab_size, model_vocab_size)
     if data.kind == "hub" and data.streaming:
-        return _StreamLoader(
-            _build_streams(data, tokenizer, seq_len, global_batch_size, rows, split), global_batch_size
-        )
+        streams = _build_streams(data, tokenizer, seq_len, global_batch_size, rows, split)
+        return _StreamLoader(streams, rows, sizes)
     damaged = 0
     if data.kind == "tokens":
         tokens = open_token_files(
@@ -161,7 +167,7 @@ def build_loader(
         mask_document_boundary=data.mask_document_boundary,
         number_documents=not data.attend_across_documents,
     )
-    loader = _NumberedLoader(packed, rows, global_batch_size)
+    loader = _NumberedLoader(packed, rows, sizes)
     loader.damaged_documents = damaged
     return loader
 
@@ -182,56 +188,82 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _NumberedLoader(Loader):
-    """Loader of samples with random access; the state is the number of the next sample."""
+    """Loader of samples with random access.
 
-    def __init__(self, samples: Samples, rows: range, global_batch_size: int) -> None:
-        self._samples, self._rows, self._global_batch_size = samples, rows, global_batch_size
-        self._first = 0
+    The state is the next sample; after a step that ended inside a sample, also the tokens read of that one.
+    """
+
+    def __init__(self, samples: Samples, rows: range, sizes: Sizes) -> None:
+        self._samples, self._rows, self._sizes = samples, rows, sizes
+        self._step = self._position = 0
         self.samples_per_epoch = samples.num_per_epoch
 
     def next(self) -> Batch:
-        batch = _stack([self._samples.sample(self._first + row) for row in self._rows])
-        self._first += self._global_batch_size
+        phase = self._sizes.at(self._step + 1)
+        begin = phase.begin(self._position)
+        batch = _stack(list(self._pieces(phase, begin)))
+        self._step, self._position = self._step + 1, begin + phase.tokens
         return batch
 
+    def _pieces(self, phase: Phase, begin: int) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield this loader's rows of a step that begins at position ``begin``."""
+        length, known = phase.seq_len, -1
+        for row in phase.share(self._rows, self._sizes.batch_size):
+            number, first = divmod(begin + row * length, self._sizes.seq_len)
+            if number != known:
+                known, sample = number, self._samples.sample(number)
+            yield _cut(sample, first, length)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._first // self._global_batch_size, "samples": self._first}
+        samples, tokens = divmod(self._position, self._sizes.seq_len)
+        return {"step": self._step, "samples": samples, **({"tokens": tokens} if tokens else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "slots" in state:
             raise DataError("the saved position is in a streamed dataset, and data.streaming is false")
-        self._first = state["samples"]
+        self._step = state["step"]
+        self._position = state["samples"] * self._sizes.seq_len + state.get("tokens", 0)
 
     def reset(self) -> None:
-        self._first = 0
+        self._step = self._position = 0
 
 
 class _StreamLoader(Loader):
-    """Loader with a stream per row; the state is the step and the position of every row's stream."""
+    """Loader with a stream per row of the largest batch; the state is the step and every stream's position.
+
+    Row j of a smaller batch of B rows reads stream j * global_batch_size // B. So a rank's rows of any batch
+    are in its own streams.
+    """
 
     samples_per_epoch = None
 
-    def __init__(self, streams: dict[int, RowStream], global_batch_size: int) -> None:
-        self._streams, self._global_batch_size = streams, global_batch_size
+    def __init__(self, streams: dict[int, RowStream], rows: range, sizes: Sizes) -> None:
+        self._streams, self._rows, self._sizes = streams, rows, sizes
         self._step = 0
 
     def next(self) -> Batch:
-        batch = _stack([stream.next() for stream in self._streams.values()])
+        phase, largest = self._sizes.at(self._step + 1), self._sizes.batch_size
+        batch = _stack(
+            [
+                self._streams[row * largest // phase.batch_size].next(phase.seq_len)
+                for row in phase.share(self._rows, largest)
+            ]
+        )
         self._step += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         slots = {str(row): stream.state_dict() for row, stream in self._streams.items()}
-        return {"step": self._step, "global_batch_size": self._global_batch_size, "slots": slots}
+        return {"step": self._step, "global_batch_size": self._sizes.batch_size, "slots": slots}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "slots" not in state:
             raise DataError("the saved position is not in a streamed dataset, and data.streaming is true")
         saved = state["global_batch_size"]
-        if saved != self._global_batch_size:
+        if saved != self._sizes.batch_size:
             raise DataError(
                 f"a streamed dataset is split by rows of the global batch, so it cannot resume with "
-                f"training.global_batch_size={self._global_batch_size}; the state was saved with {saved}"
+                f"training.global_batch_size={self._sizes.batch_size}; the state was saved with {saved}"
             )
         missing = [str(row) for row in self._streams if str(row) not in state["slots"]]
         if missing:
@@ -271,6 +303,12 @@ def _build_streams(
         )
         for row in rows
     }
+
+
+def _cut(sample: tuple[np.ndarray, ...], first: int, length: int) -> tuple[np.ndarray, ...]:
+    """Return ``length`` tokens of a sample from ``first`` on; documents are numbered from 0 again."""
+    inputs_T, labels_T, *documents = (array[first : first + length] for array in sample)
+    return inputs_T, labels_T, *(documents_T - documents_T[0] for documents_T in documents)
 
 
 def _stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:

@@ -68,20 +68,24 @@ class RowStream:
         self._offset: int = state["offset"]
         self._seek(state["document"])
 
-    def next(self) -> tuple[np.ndarray, ...]:
+    def next(self, length: int | None = None) -> tuple[np.ndarray, ...]:
         """``(inputs_T, labels_T)``, int64; with ``number_documents`` also each input's document number.
+
+        Args:
+            length: T; default: seq_len.
 
         Raises:
             DataError: the row's part of the dataset holds no text, or cannot be read.
         """
-        tokens, starts = self._peek(self._seq_len + 1)
+        length = length or self._seq_len
+        tokens, starts = self._peek(length + 1)
         inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
         if self._mask_document_boundary:
             labels_T[starts[1:]] = IGNORE_INDEX
-        self._advance(self._seq_len)  # not T + 1: the last label is the next sample's first input
+        self._advance(length)  # not T + 1: the last label is the next sample's first input
         if not self._number_documents:
             return inputs_T, labels_T
-        return inputs_T, labels_T, number_documents(starts[1:].nonzero()[0], self._seq_len)
+        return inputs_T, labels_T, number_documents(starts[1:].nonzero()[0], length)
 
     def _peek(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The next ``count`` tokens, and whether each is the first of its document."""

@@ -60,11 +60,14 @@ class InferenceJob(Job):
             if value != only:
                 works = str(only).lower() if isinstance(only, bool) else only
                 raise ConfigError(name, value, reason, [works])
-        job = self
+        # An experiment's scheduled sizes need not fit sequences of other lengths.
+        job = dataclasses.replace(
+            self, schedule=dataclasses.replace(self.schedule, batch_size=[], seq_len=[])
+        )
         if self.parallelism.pp == self.parallelism.cp == 1:
             # A generated position cannot be split, and every rank chooses from all logits.
             layout = dataclasses.replace(self.parallelism, sequence_parallel=False, loss_parallel=False)
             if self.model.moe.enabled and layout.tp > 1:
                 layout = dataclasses.replace(layout, expert_tensor_parallel=True)
-            job = dataclasses.replace(self, parallelism=layout)
+            job = dataclasses.replace(job, parallelism=layout)
         return super(InferenceJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)

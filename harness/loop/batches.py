@@ -33,6 +33,7 @@ def loader_of(job: Job, tokenizer: Tokenizer, rows: range, split: str = "train")
         model_vocab_size=job.model.vocab_size,
         wait_for_all=_wait_for_all,
         is_builder=local_rank() == 0,
+        sizes=job.sizes if split == "train" else None,
     )
 
 

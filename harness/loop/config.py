@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 
-from harness.config import execution, label, numerics
+from harness.config import LARGEST_INTEGER, execution, label, numerics
 from harness.data import DataConfig
 from harness.data.config import WITHOUT_TEXT
+from harness.data.sizes import Sizes
 from harness.errors import ConfigError, divisors
 from harness.evaluate.names import DATA, require_stride, require_tasks
 
 NON_FINITE = ("stop", "skip")
 ATTENTION = ("sdpa", "flex", "varlen")
 MATMUL_PRECISIONS = ("highest", "high")
+DEFAULT_STEPS = 100
+COUNT_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """Length, batch and seed of a run."""
 
-    steps: int = numerics(1000, least=1)
-    """Optimizer steps."""
+    steps: int | None = numerics(None, least=1)
+    """Optimizer steps; null: as many as training.tokens needs, or 100."""
+    tokens: int | float | str | None = numerics(None)
+    """Tokens to train, in place of training.steps: a number, also with K, M, B or T, like 20B. The run ends
+    with the first step that reaches it. Resolving the job sets training.steps, and tokens to null."""
     seq_len: int = numerics(2048, least=1)
     """Tokens per sequence."""
     global_batch_size: int | None = numerics(None, least=1)
-    """Sequences per optimizer step, over all ranks; null: local_batch_size on every data-parallel rank."""
+    """Sequences per optimizer step, over all ranks; null: local_batch_size on every data-parallel rank. With
+    schedule.batch_size, that of the last phase."""
     local_batch_size: int | None = execution(None, least=1)
-    """Sequences per data-parallel rank and forward pass; null: the rank's share of the batch in one pass."""
+    """Sequences per data-parallel rank and forward pass; null: the rank's share of the batch in one pass, or,
+    with schedule.batch_size, the most that divides the rank's share in every phase."""
     max_norm: float = numerics(1.0, least=0)
     """Clip gradients to this global 2-norm; 0 disables clipping."""
     loss_chunks: int = execution(1, least=1)
@@ -42,38 +53,82 @@ class TrainingConfig:
     gc_interval: int = execution(50, least=0)
     """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to collect."""
 
-    def resolve(self, replicas: int) -> TrainingConfig:
+    def resolve(self, replicas: int, scheduled: Sequence[int] = ()) -> TrainingConfig:
         """Return the options with the batch sizes set.
 
         Args:
             replicas: data-parallel ranks.
+            scheduled: sequences per step in the phases of schedule.batch_size.
 
         Raises:
-            ConfigError: the batch cannot be split evenly.
+            ConfigError: a batch cannot be split evenly.
         """
         local, size = self.local_batch_size, self.global_batch_size
         if size is None:
             size = (local or 8) * replicas
-        if size % replicas:
-            unit = replicas * (local or 1)
-            below = size // unit * unit
-            works = [each for each in (below, below + unit) if each]
-            raise ConfigError(
-                "training.global_batch_size",
-                size,
-                f"must be a multiple of the data-parallel ranks, dp_replicate x dp_shard = {replicas}",
-                f"{', '.join(map(str, works))}, or {', '.join(map(str, divisors(size)))} data-parallel ranks",
-            )
-        share = size // replicas
+        unit = replicas * (local or 1)
+        sizes = [("training.global_batch_size", size), *(("schedule.batch_size", each) for each in scheduled)]
+        for name, each in sizes:
+            if each % replicas:
+                below = each // unit * unit
+                works = [number for number in (below, below + unit) if number]
+                raise ConfigError(
+                    name,
+                    each,
+                    f"must be a multiple of the data-parallel ranks, dp_replicate x dp_shard = {replicas}",
+                    f"{', '.join(map(str, works))}, or {', '.join(map(str, divisors(each)))} "
+                    "data-parallel ranks",
+                )
+        share = math.gcd(size, *scheduled) // replicas
         local = local or share
         if share % local:
+            shares = f"training.global_batch_size={size} / {replicas} data-parallel ranks = {share}"
+            if scheduled:
+                batches = ", ".join(map(str, [*scheduled, size]))
+                shares = f"a rank's share of every batch: {batches} / {replicas} data-parallel ranks"
             raise ConfigError(
                 "training.local_batch_size",
                 local,
-                f"must divide training.global_batch_size={size} / {replicas} data-parallel ranks = {share}",
+                f"must divide {shares}",
                 divisors(share),
             )
         return replace(self, local_batch_size=local, global_batch_size=size)
+
+    def with_length(self, sizes: Sizes) -> TrainingConfig:
+        """Return the options with steps set, and without tokens.
+
+        Raises:
+            ConfigError: both are given, or tokens is not a number of tokens.
+        """
+        if self.tokens is None:
+            return self if self.steps is not None else replace(self, steps=DEFAULT_STEPS)
+        tokens = parse_count("training.tokens", self.tokens)
+        if self.steps is not None:
+            rule = f"replaces training.steps, which is {self.steps}"
+            raise ConfigError("training.tokens", self.tokens, rule, "training.steps=null, or no tokens")
+        return replace(self, steps=sizes.steps_for(tokens), tokens=None)
+
+
+def parse_count(name: str, value: int | float | str) -> int:
+    """Return the number that ``1_000_000``, ``1e6``, ``1M`` or ``0.001B`` means.
+
+    Args:
+        name: dotted name of the field, for the error.
+        value: the field's value.
+
+    Raises:
+        ConfigError: it is not an integer of at least 1.
+    """
+    text = str(value).strip()
+    factor = COUNT_SUFFIXES.get(text[-1:].upper(), 1)
+    try:
+        count = Decimal(text[:-1] if factor > 1 else text) * factor
+        is_count = count.is_finite() and 1 <= count <= LARGEST_INTEGER and count == int(count)
+    except InvalidOperation:
+        is_count = False
+    if not is_count:
+        raise ConfigError(name, text or "''", "must be an integer of at least 1", "20B, 500M or 1e9")
+    return int(count)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.config import with_value
 from harness.data.loader import Batch
 from harness.data.prefetch import count_valid, place
 from harness.errors import LostGradientError
@@ -22,7 +23,7 @@ from harness.optimizer.in_backward import UpdateInBackward
 from harness.parallelism.balance import Balance
 from harness.parallelism.chunked_loss import build_loss
 from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
-from harness.parallelism.execute import build_executor, computes_loss
+from harness.parallelism.execute import build_executor, computes_loss, set_length
 from harness.parallelism.fsdp import reshard
 from harness.parallelism.mesh import Mesh, build_mesh
 from harness.parallelism.parallelize import build_model_parts
@@ -120,7 +121,9 @@ class Engine:
         self.mesh, self.parts = built
         self.loss = build_loss(job, self.mesh, self.parts)
         self.balance = Balance(job, self.parts, device)
+        self.length = job.training.seq_len
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
+        self._executors = {self.length: self.executor}
         self._parameters = [list(part.parameters()) for part in self.parts]
         self.parameters: list[Tensor] = [
             parameter for parameters in self._parameters for parameter in parameters
@@ -130,7 +133,7 @@ class Engine:
         self.updater = (
             UpdateInBackward(self.optimizer, self.parameters, self.mesh, device) if in_backward else None
         )
-        self.schedule = build_schedule(job.schedule, self.optimizer, job.training.steps)
+        self.schedule = build_schedule(job.schedule, self.optimizer, job.schedule.curve_steps(job.steps))
         self.weights_changed = True
         self._gradients_checked = False
 
@@ -183,10 +186,13 @@ class Engine:
         """Compute the gradients of one global batch; with optimizer.in_backward, also update.
 
         Args:
-            batch: this rank's rows of it, in host memory.
+            batch: this rank's rows of it, in host memory; their number and length follow the schedule.
             stop_requested: whether this rank was asked to stop; summed together with the token counts.
         """
         self._scale_weights()
+        rows, length = batch.inputs_BT.shape
+        self._set_length(length)
+        self.balance.set_size(rows * self.job.parallelism.data_parallel, length)
         local_tokens = count_valid(batch)
         # Summed in host memory: on the device this would wait for the previous step.
         tokens = local_tokens if self.counts_tokens else 0
@@ -212,6 +218,22 @@ class Engine:
             local_weight=self.loss.denominator / local_tokens if reports_loss else None,
             stop_requested=stops > 0,
         )
+
+    def _set_length(self, length: int) -> None:
+        """Make the parts compute sequences of another length, and choose the executor for it."""
+        if length == self.length:
+            return
+        self.length = length
+        set_length(self.parts, self.job.parallelism, self.mesh, length)
+        if length not in self._executors:
+            # The executor for full length, which validation uses, stays; a pipeline's has buffers.
+            longest = self.job.training.seq_len
+            job = with_value(self.job, "training.seq_len", length)
+            self._executors = {
+                longest: self._executors[longest],
+                length: build_executor(job, self.mesh, self.parts, self.loss, self.device),
+            }
+        self.executor = self._executors[length]
 
     @property
     def skips_on_device(self) -> bool:
@@ -271,6 +293,7 @@ class Engine:
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Return the sum of token losses and the number of valid tokens of one global batch; no gradients."""
         self._scale_weights()
+        self._set_length(batch.inputs_BT.shape[1])
         self.loss.denominator = 1.0
         loss = torch.zeros((), device=self.device)
         for piece in split_batch(place(batch, self.device), self.job.local_batch_size):
@@ -284,6 +307,7 @@ class Engine:
     def score(self, batch: Batch) -> Tensor:
         """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""
         self._scale_weights()
+        self._set_length(self.job.training.seq_len)
         scores = self.executor.score(place(batch, self.device))
         for part in self.parts:
             reshard(part)

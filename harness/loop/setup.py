@@ -142,13 +142,13 @@ def _check_interface() -> None:
         )
 
 
-def shorten_timeouts(job: Job) -> None:
-    """Set the timeout of collectives for the steps after the first one, which compiles and connects.
+def set_timeouts(seconds: int) -> None:
+    """Set the timeout of collectives: longer for a step that compiles and connects than for the others.
 
     Applies to the default group and to the groups of all mesh axes, but not to that of checkpoints, which has
     its own timeout. Ranks need not call it at the same time.
     """
-    limit = timedelta(seconds=job.cluster.step_timeout_seconds)
+    limit = timedelta(seconds=seconds)
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc == CHECKPOINT_GROUP:
             continue

@@ -25,7 +25,7 @@ from harness.loop.finite import FiniteWatch, unwrap_non_finite
 from harness.loop.flight_recorder import StepWatch
 from harness.loop.process import garbage_collection
 from harness.loop.progress import Progress, device_name, device_peak
-from harness.loop.setup import shorten_timeouts
+from harness.loop.setup import set_timeouts
 from harness.loop.signals import StopRequest, ignore_stop_signals
 from harness.loop.steps import Step, StepQueue
 from harness.metrics.annotation import annotated
@@ -35,7 +35,6 @@ from harness.metrics.profiler import Profiler
 from harness.metrics.recorder import Recorder
 from harness.metrics.rows import Efficiency, Row, result_row, step_row
 from harness.metrics.window import StepTimer, Window
-from harness.model.accounting import account
 from harness.parallelism.compile import CompileWatch
 from harness.precision.linears import sort_linears, warning_of_eager
 from harness.run.folder import RunFolder
@@ -56,6 +55,7 @@ class Trainer:
         self, job: Job, folder: RunFolder, engine: Engine, recorder: Recorder | None, started: float
     ) -> None:
         self.job, self.folder, self.engine, self.recorder = job, folder, engine, recorder
+        self.sizes = job.sizes
         self.started = started
         self.progress = Progress()
         self.resumed_from: str | None = None
@@ -65,8 +65,9 @@ class Trainer:
         device = engine.device
         self.device_name = device_name(device)
         self.timer = StepTimer(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
-        accounting = account(job.model, job.training.seq_len)
-        self.efficiency = Efficiency(accounting, device_peak(job, device), job.world_size)
+        self.efficiency = Efficiency(
+            job.model, job.training.seq_len, device_peak(job, device), job.world_size
+        )
         tokenizer = build_tokenizer(job.tokenizer)
         loader, ahead = loader_of(job, tokenizer, engine.rows), job.data.prefetch
         self.loader = Prefetcher(loader, ahead, device) if ahead else loader
@@ -130,11 +131,11 @@ class Trainer:
     def _loop(self, request: StopRequest, collect: Callable[[int], None]) -> str:
         self.profiler.start(self.progress.step)
         self.timer.restart()
-        for number in range(self.progress.step + 1, self.job.training.steps + 1):
+        for number in range(self.progress.step + 1, self.job.steps + 1):
             self.profiler.begin_step(number)
             collect(number)
             step = self._launch(number, request)
-            stopping = step.outcome.stop_requested and number < self.job.training.steps
+            stopping = step.outcome.stop_requested and number < self.job.steps
             self.unread.add(step)
             for each in self.unread.due(drain=stopping or self._needs_outcome(number)):
                 self._read_outcome(each)
@@ -183,7 +184,7 @@ class Trainer:
         if self.is_saved:
             command = "the same command" if self.is_resumable else "it without checkpoint.resume=false"
             saved = f" and saved: {command} resumes from there"
-        return f"stopped after step {self.progress.step} of {self.job.training.steps}{saved}"
+        return f"stopped after step {self.progress.step} of {self.job.steps}{saved}"
 
     @property
     def is_saved(self) -> bool:
@@ -226,11 +227,20 @@ class Trainer:
         """Tell the watchdogs which step starts."""
         if self.finite is not None:
             self.finite.step = step
-        cluster, first = self.job.cluster, self.progress.first_step_seconds is None
-        self.watch.begin(step, cluster.start_timeout_seconds if first else cluster.step_timeout_seconds)
+        cluster, limit = self.job.cluster, self.job.cluster.step_timeout_seconds
+        if self.progress.first_step_seconds is None:
+            limit = cluster.start_timeout_seconds
+        elif self.job.compile.enable and self._changes_length(step):
+            limit = cluster.start_timeout_seconds
+            set_timeouts(limit)
+        self.watch.begin(step, limit)
+
+    def _changes_length(self, step: int) -> bool:
+        """Whether the sequences of a step have another length than those of the step before."""
+        return step > 1 and self.sizes.at(step).seq_len != self.sizes.at(step - 1).seq_len
 
     def _is_logged(self, step: int) -> bool:
-        ends = (self.progress.start_step + 1, self.job.training.steps)
+        ends = (self.progress.start_step + 1, self.job.steps)
         return step in ends or step % self.job.metrics.log_interval == 0
 
     def _is_validated(self, step: int) -> bool:
@@ -241,11 +251,11 @@ class Trainer:
 
     def _is_due(self, step: int, interval: int) -> bool:
         """Every ``interval`` steps and after the last one."""
-        return interval > 0 and (step % interval == 0 or step == self.job.training.steps)
+        return interval > 0 and (step % interval == 0 or step == self.job.steps)
 
     def _needs_outcome(self, step: int) -> bool:
         """Whether what comes after this step needs its loss, or to know that it is finite."""
-        saved = self.job.checkpoint.is_due(step, self.job.training.steps)
+        saved = self.job.checkpoint.is_due(step, self.job.steps)
         return saved or self._is_logged(step) or self._is_validated(step) or self._is_evaluated(step)
 
     def _end_profiled(self, step: int) -> None:
@@ -265,7 +275,7 @@ class Trainer:
 
     def _save_if_due(self, step: int, stopping: bool) -> None:
         """Save at the job's interval, at the end, and before a stop."""
-        config, last = self.job.checkpoint, self.job.training.steps
+        config, last = self.job.checkpoint, self.job.steps
         self.saver.poll()
         if config.is_due(step, last) or (stopping and config.writes):
             with self.timer.section("checkpoint"):
@@ -283,18 +293,28 @@ class Trainer:
             self.progress.skipped_steps += 1
             self._message(skipped)
         self.progress.step, self.progress.loss = step.number, step.outcome.loss
-        self.progress.tokens += self.job.global_batch_size * self.job.training.seq_len
+        self.progress.tokens += self.sizes.at(step.number).tokens
 
     def _record_time(self, step: int) -> None:
-        lap, tokens = self.timer.lap(), self.job.global_batch_size * self.job.training.seq_len
-        profiled = self.profiler.is_profiled(step)
-        self.window.add(lap.seconds, tokens, lap.data_seconds, profiled=profiled)
+        lap, phase, changes = self.timer.lap(), self.sizes.at(step), self._changes_length(step)
+        self.window.add(
+            lap.seconds,
+            phase.tokens,
+            lap.data_seconds,
+            profiled=self.profiler.is_profiled(step),
+            warms_up=changes,
+            seq_len=phase.seq_len,
+        )
         if self.progress.first_step_seconds is None:
             self.progress.first_step_seconds = time.time() - self.started
-            shorten_timeouts(self.job)
+            set_timeouts(self.job.cluster.step_timeout_seconds)
             if self.job.compile.enable:
                 graphs, seconds = self.compiler.graphs, self.compiler.seconds
                 self._message(f"compiled {graphs} graphs in {seconds:.1f} s, in the first step")
+        elif changes and self.job.compile.enable:
+            set_timeouts(self.job.cluster.step_timeout_seconds)
+            graphs = self.compiler.unexpected
+            self._message(f"compiled {graphs} graphs for sequences of {phase.seq_len} tokens, in step {step}")
         elif new := self.compiler.unexpected:
             self.compiler.recompiles += new
             self._message(f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why")

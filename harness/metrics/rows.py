@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics.mfu import Peak, utilization
-from harness.model.accounting import Accounting
+from harness.model.accounting import Accounting, account
+from harness.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from harness.loop.steps import Step
@@ -17,18 +19,46 @@ Row = dict[str, Any]
 _SHOWN = ("step", "tokens", "loss", "validation_loss", "tokens_per_second_per_rank", "mfu", "memory_gib")
 
 
-@dataclass(frozen=True)
 class Efficiency:
-    """Convert the throughput of a job to its speed per rank and MFU."""
+    """Convert the throughput of a job to its speed per rank and MFU.
 
-    accounting: Accounting
-    peak: Peak
-    world_size: int
+    Args:
+        model: the model, resolved.
+        seq_len: full length of the sequences.
+        peak: peak of the device.
+        world_size: number of ranks.
+    """
 
-    def fields(self, tokens_per_second: float | None) -> Row:
-        """Return the fields for a throughput of all ranks; None is unknown."""
-        per_rank = None if tokens_per_second is None else tokens_per_second / self.world_size
-        return {"tokens_per_second_per_rank": per_rank, **utilization(per_rank, self.accounting, self.peak)}
+    def __init__(self, model: ModelConfig, seq_len: int, peak: Peak, world_size: int) -> None:
+        self.accounting, self.peak = account(model, seq_len), peak
+        self._model, self._world_size = model, world_size
+        self._known = {seq_len: self.accounting}
+
+    def fields(self, tokens_per_second: float | None, lengths: Mapping[int, int]) -> Row:
+        """Return the fields for a throughput of all ranks; None is unknown. ``lengths`` as in ``mean``."""
+        per_rank = None if tokens_per_second is None else tokens_per_second / self._world_size
+        return {
+            "tokens_per_second_per_rank": per_rank,
+            **utilization(per_rank, self.mean(lengths), self.peak),
+        }
+
+    def mean(self, lengths: Mapping[int, int]) -> Accounting:
+        """Return the accounting with the mean FLOPs per token: attention's depend on the length.
+
+        Args:
+            lengths: number of tokens by the length of their sequence; empty: all have the full length.
+        """
+        total = sum(lengths.values())
+        if not total:
+            return self.accounting
+        for length in lengths.keys() - self._known.keys():
+            self._known[length] = account(self._model, length)
+        counts = [(self._known[length], tokens / total) for length, tokens in lengths.items()]
+        return replace(
+            self.accounting,
+            flops_per_token_full=sum(each.flops_per_token_full * share for each, share in counts),
+            flops_per_token_causal=sum(each.flops_per_token_causal * share for each, share in counts),
+        )
 
 
 def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
@@ -44,18 +74,28 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
         "valid_tokens": outcome.valid_tokens,
         **({} if outcome.mtp_loss is None else {"mtp_loss": outcome.mtp_loss}),
         **interval,
-        **trainer.efficiency.fields(interval["tokens_per_second"]),
+        **trainer.efficiency.fields(interval["tokens_per_second"], trainer.window.interval_lengths),
         "memory_gib": progress.memory_gib,
         "skipped_steps": progress.skipped_steps,
+        **_scheduled_sizes(step.number, trainer),
         **trainer.engine.balance.metrics(),
         "time": time.time(),
+    }
+
+
+def _scheduled_sizes(step: int, trainer: Trainer) -> Row:
+    """Return the sizes of a step that the job schedules."""
+    schedule, phase = trainer.job.schedule, trainer.sizes.at(step)
+    return {
+        **({"schedule.batch_size": phase.batch_size} if schedule.batch_size else {}),
+        **({"schedule.seq_len": phase.seq_len} if schedule.seq_len else {}),
     }
 
 
 def result_row(trainer: Trainer) -> Row:
     """Return the trainer's fields of result.json: progress, speed and memory."""
     progress, compiler, window = trainer.progress, trainer.compiler, trainer.window.summary()
-    accounting, peak = trainer.efficiency.accounting, trainer.efficiency.peak
+    accounting, peak = trainer.efficiency.mean(trainer.window.lengths), trainer.efficiency.peak
     return {
         "step": progress.step,
         "start_step": progress.start_step,
@@ -78,7 +118,7 @@ def result_row(trainer: Trainer) -> Row:
         "peak_origin": peak.origin,
         "device": trainer.device_name,
         "window": window,
-        **trainer.efficiency.fields(window["tokens_per_second"]),
+        **trainer.efficiency.fields(window["tokens_per_second"], trainer.window.lengths),
         "memory_gib": progress.memory_gib,
     }
 

@@ -7,6 +7,7 @@ every communicator) and profiled steps. A step's time excludes validation, savin
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ class _Step:
     tokens: int
     data_seconds: float
     profiled: bool
+    seq_len: int
 
 
 class Window:
@@ -134,8 +136,19 @@ class Window:
         self._unlogged: list[_Step] = []
         self._logged = 0
         self._profiled = 0
+        self.interval_lengths: dict[int, int] = {}
+        """Tokens by length of sequence, of the steps that the last ``interval`` measured."""
 
-    def add(self, seconds: float, tokens: int, data_seconds: float = 0.0, *, profiled: bool = False) -> None:
+    def add(
+        self,
+        seconds: float,
+        tokens: int,
+        data_seconds: float = 0.0,
+        *,
+        profiled: bool = False,
+        warms_up: bool = False,
+        seq_len: int = 0,
+    ) -> None:
         """Add one step.
 
         Args:
@@ -143,13 +156,15 @@ class Window:
             tokens: tokens of all ranks, without padding, each counted once.
             data_seconds: the part of ``seconds`` spent waiting for data.
             profiled: whether a profiler ran, which slows the step down.
+            warms_up: whether the step counts as warm-up wherever it is: it compiles again.
+            seq_len: length of its sequences.
         """
-        step = _Step(seconds, tokens, data_seconds, profiled)
+        step = _Step(seconds, tokens, data_seconds, profiled, seq_len)
         self._seen += 1
         self._unlogged.append(step)
         if profiled:
             self._profiled += 1
-        elif self._seen > self._warmup_steps:
+        elif self._seen > self._warmup_steps and not warms_up:
             self._measured.append(step)
 
     def interval(self) -> dict[str, float | int | None]:
@@ -163,6 +178,7 @@ class Window:
         """
         steps, measured = self._unlogged, self._measured[self._logged :]
         self._unlogged, self._logged = [], len(self._measured)
+        self.interval_lengths = _lengths(measured)
         profiled = sum(step.profiled for step in steps)
         return {
             "step_seconds": _seconds(steps) / len(steps) if steps else None,
@@ -170,6 +186,11 @@ class Window:
             "data_share": _ratio(_data_seconds(measured), _seconds(measured)),
             **({"profiled_steps": profiled} if profiled else {}),
         }
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Tokens by length of sequence, of the steps that ``summary`` measures."""
+        return _lengths(self._measured)
 
     def summary(self) -> dict[str, float | int | None]:
         """Return the statistics of the window.
@@ -208,6 +229,13 @@ class Window:
             "data_share": _ratio(_data_seconds(steps), _seconds(steps)),
             "profiled_steps": self._profiled or None,
         }
+
+
+def _lengths(steps: list[_Step]) -> dict[int, int]:
+    tokens: Counter[int] = Counter()
+    for step in steps:
+        tokens[step.seq_len] += step.tokens
+    return dict(tokens)
 
 
 def _seconds(steps: list[_Step]) -> float:

@@ -68,7 +68,7 @@ class Decoder(nn.Module):
 
         Args:
             config: the model.
-            seq_len: length of the rotation table.
+            seq_len: length of the sequences, and of the rotation table.
             modules: names among tok_embeddings, layers.<i>, norm, output; None means all.
         """
         super().__init__()
@@ -103,6 +103,11 @@ class Decoder(nn.Module):
         Call it before ``materialize_buffers``.
         """
         self._share = positions_T
+
+    def set_length(self, length: int, positions_T: Tensor | None) -> None:
+        """Set the length of the sequences; ``positions_T`` as in ``take_positions``, None: all positions."""
+        self.seq_len, self._share = length, positions_T
+        self._materialize_positions(self.rope.device)
 
     def use_kernel(self, kernel: type[Kernel]) -> None:
         """Set the attention backend."""
@@ -141,11 +146,14 @@ class Decoder(nn.Module):
 
     def materialize_buffers(self, device: torch.device) -> None:
         """Compute the buffers, which ``to_empty`` leaves uninitialized."""
+        self._materialize_positions(device)
+        for moe in self.mixtures.values():
+            moe.materialize_buffers(device)
+
+    def _materialize_positions(self, device: torch.device) -> None:
         positions = torch.arange(self.seq_len, device=device)
         self.positions = positions if self._share is None else self._share.to(device)
         self.rope = self._rope_table(device)
-        for moe in self.mixtures.values():
-            moe.materialize_buffers(device)
 
     def forward(
         self,

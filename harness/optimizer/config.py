@@ -1,11 +1,12 @@
-"""Configuration of the optimizer and the learning-rate schedule."""
+"""Configuration of the optimizer, and of the schedules of learning rate, batch size and sequence length."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from harness.config import execution, numerics
+from harness.config import as_typed, execution, numerics
 from harness.errors import ConfigError
 
 IMPLEMENTATIONS = ("auto", "fused", "foreach", "for-loop")
@@ -75,29 +76,67 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Warm-up, a stable phase, and a decay (WSD, arXiv:2404.06395); cosine has no stable phase."""
+    """Learning rate by step: warm-up, a stable phase and a decay (WSD, arXiv:2404.06395); cosine has no
+    stable phase. Batch size and sequence length by step."""
 
     warmup_steps: int = numerics(200, least=0)
     """Steps of linear warm-up from 0 to optimizer.lr."""
     decay_ratio: float | None = numerics(None, least=0, most=1)
-    """Fraction of training.steps, at the end, in which the rate decays; null: all steps after the warm-up."""
+    """Fraction of the curve, at the end, in which the rate decays; null: all steps after the warm-up."""
     decay_type: str = numerics("linear", choices=DECAYS)
     """Shape of the decay: linear, sqrt (1 - sqrt) or cosine."""
     min_lr_factor: float = numerics(0.0, least=0, most=1)
     """Learning rate at the end of the decay, as a fraction of optimizer.lr."""
+    total_steps: int | None = numerics(None, least=1)
+    """Steps of the learning-rate curve, if more than training.steps: a shorter run then has the learning
+    rates of a run of total_steps."""
+    batch_size: list[dict[str, int]] = numerics(factory=list)
+    """Sequences per step before training.global_batch_size applies: [{until_step:100,sequences:8}]. At most
+    that many; each a multiple of the data-parallel ranks."""
+    seq_len: list[dict[str, int]] = numerics(factory=list)
+    """Tokens per sequence before training.seq_len applies: [{until_step:100,tokens:512}]. Each length divides
+    training.seq_len."""
+
+    def curve_steps(self, steps: int) -> int:
+        """Steps of the learning-rate curve of a run of ``steps`` steps."""
+        return max(steps, self.total_steps or 0)
+
+    @property
+    def batch_sizes(self) -> list[tuple[int, int]]:
+        """``(last step, sequences)`` of each phase of batch_size."""
+        return [(phase["until_step"], phase["sequences"]) for phase in self.batch_size]
+
+    @property
+    def seq_lens(self) -> list[tuple[int, int]]:
+        """``(last step, tokens)`` of each phase of seq_len."""
+        return [(phase["until_step"], phase["tokens"]) for phase in self.seq_len]
+
+    def validate_phases(self) -> None:
+        """Raise ConfigError for phases that are not complete, or not in order."""
+        for name, unit in (("batch_size", "sequences"), ("seq_len", "tokens")):
+            field, phases = f"schedule.{name}", getattr(self, name)
+            works = f"[{{until_step:100,{unit}:8}},{{until_step:200,{unit}:16}}]"
+            for phase in phases:
+                if set(phase) != {"until_step", unit} or min(phase.values()) < 1:
+                    rule = f"each phase has until_step and {unit}, both at least 1"
+                    raise ConfigError(field, as_typed(phases), rule, works)
+            if any(a["until_step"] >= b["until_step"] for a, b in pairwise(phases)):
+                raise ConfigError(field, as_typed(phases), "until_step must rise from phase to phase", works)
 
     def validate(self, steps: int) -> None:
-        """Raise ConfigError for phases longer than the training."""
-        decay_steps = 0 if self.decay_ratio is None else round(self.decay_ratio * steps)
-        if self.warmup_steps + decay_steps > steps:
-            works = f"at most {steps - decay_steps}"
+        """Raise ConfigError for phases of the learning rate that are longer than its curve."""
+        curve = self.curve_steps(steps)
+        decay_steps = 0 if self.decay_ratio is None else round(self.decay_ratio * curve)
+        if self.warmup_steps + decay_steps > curve:
+            name = "schedule.total_steps" if curve > steps else "training.steps"
+            works = f"at most {curve - decay_steps}"
             if self.decay_ratio is None or self.decay_ratio < 1:
                 # The decay's number of steps is rounded, by half a step at most.
                 least = math.ceil((self.warmup_steps + 0.5) / (1 - (self.decay_ratio or 0)))
-                works += f", or training.steps={least}"
+                works += f", or training.steps={least}, or schedule.total_steps={least}"
             raise ConfigError(
                 "schedule.warmup_steps",
                 self.warmup_steps,
-                f"warm-up and decay ({decay_steps} steps) must fit into training.steps={steps}",
+                f"warm-up and decay ({decay_steps} steps) must fit into {name}={curve}",
                 works,
             )

@@ -39,10 +39,15 @@ class Balance:
         # Ranks that split every expert route the same tokens: each token is counted that many times, and the
         # gradient of an auxiliary loss is summed over these ranks.
         self.copies = job.parallelism.tp if job.parallelism.splits_experts else 1
-        for part in parts:
-            for moe in part.mixtures.values():
-                moe.router.aux_scale = 1 / (job.global_batch_size * self.copies)
+        self.set_size(job.global_batch_size, job.training.seq_len)
         self.load_ME: Tensor | None = None
+
+    def set_size(self, batch_size: int, seq_len: int) -> None:
+        """Set the sequences of the next step's global batch, and their length."""
+        self._tokens = batch_size * seq_len
+        for part in self.parts:
+            for moe in part.mixtures.values():
+                moe.router.aux_scale = 1 / (batch_size * self.copies)
 
     @torch.no_grad()
     def update_biases(self) -> None:
@@ -79,7 +84,7 @@ class Balance:
         """
         if self.load_ME is None:
             return {}
-        moe, tokens = self.job.model.moe, self.job.global_batch_size * self.job.training.seq_len
+        moe, tokens = self.job.model.moe, self._tokens
         load_ME = self.load_ME.cpu().double()
         mean = tokens * moe.top_k / moe.num_experts
         most, least = (load_ME.amax(1) / mean).tolist(), (load_ME.amin(1) / mean).tolist()

@@ -20,15 +20,30 @@ from harness.parallelism.config import ParallelismConfig
 _seconds_before_reset = 0.0
 
 
+GRAPHS_PER_LENGTH = 4
+"""Graphs of a block for one length of sequences, at most: with and without gradients, two masks."""
+
+
 def prepare_compiler(
-    config: CompileConfig, recompute: ActivationCheckpointConfig, layout: ParallelismConfig
+    config: CompileConfig, recompute: ActivationCheckpointConfig, layout: ParallelismConfig, lengths: int
 ) -> None:
-    """Set torch's process-wide compiler options, and drop code compiled for another job."""
+    """Set torch's process-wide compiler options, and drop code compiled for another job.
+
+    Args:
+        config: what is compiled.
+        recompute: activation checkpointing.
+        layout: the layout.
+        lengths: number of different lengths of sequences in the run.
+    """
     if not config.enable:
         return
     global _seconds_before_reset
     _seconds_before_reset = _seconds_so_far()
     torch._dynamo.reset()  # which also sets its own clock to zero
+    if lengths > 1:
+        # Beyond the limit torch runs eagerly.
+        limit = max(torch._dynamo.config.recompile_limit, GRAPHS_PER_LENGTH * lengths)
+        torch._dynamo.config.recompile_limit = limit
     budgeted = recompute.mode == "memory_budget"
     torch._functorch.config.activation_memory_budget = recompute.memory_budget if budgeted else 1.0
     # Tensor parallel puts device meshes into the graph. torch 2.13 refuses to estimate their size; it is 0.
@@ -39,8 +54,8 @@ def prepare_compiler(
     torch._inductor.config._micro_pipeline_tp = layout.async_tp
 
 
-def apply_compile(part: Decoder, config: CompileConfig, layout: ParallelismConfig) -> None:
-    """Compile the blocks of a model part, in place.
+def apply_compile(part: Decoder, config: CompileConfig, layout: ParallelismConfig, lengths: int = 1) -> None:
+    """Compile the blocks of a model part, in place; with several ``lengths`` of sequences, once for each.
 
     Only ``forward`` is compiled, not ``__call__``, so names stay and FSDP's hooks run outside.
     """
@@ -50,7 +65,9 @@ def apply_compile(part: Decoder, config: CompileConfig, layout: ParallelismConfi
         # A compiled block must not take the result of an unfinished collective: backward would get another
         # tensor type than was traced (torch 2.13).
         part.tok_embeddings.register_forward_hook(_wait)
-    compiled = partial(torch.compile, backend=config.backend, fullgraph=config.fullgraph)
+    # By default torch compiles the second length for all lengths, which is slower.
+    dynamic = None if lengths == 1 else False
+    compiled = partial(torch.compile, backend=config.backend, fullgraph=config.fullgraph, dynamic=dynamic)
     for block in part.blocks.values():
         if block.moe is None or not layout.has_expert_mesh:
             block.forward = compiled(block.forward)  # type: ignore[method-assign]

@@ -11,7 +11,9 @@ from torch import Tensor
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
 from harness.model.decoder import Decoder
+from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.context import local_positions, local_positions_of
+from harness.parallelism.expert import routed_positions
 from harness.parallelism.fsdp import sync_gradients
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.mesh import Mesh
@@ -60,6 +62,16 @@ def build_executor(
     if layout.pp > 1:
         return PipelineExecutor(job, mesh, parts, loss, device, positions)
     return DirectExecutor(job, parts[0], loss, positions)
+
+
+def set_length(parts: Sequence[Decoder], layout: ParallelismConfig, mesh: Mesh, length: int) -> None:
+    """Make model parts compute sequences of ``length`` tokens; an executor for that length runs them."""
+    for part in parts:
+        part.set_length(length, local_positions(layout, length, mesh.rank("cp")) if layout.cp > 1 else None)
+        for moe in part.mixtures.values():
+            if moe.router.positions_T is not None:
+                positions_T = routed_positions(layout, length, mesh)
+                moe.router.positions_T = positions_T.to(moe.router.positions_T.device)
 
 
 def shift_by_one(batch: Batch) -> Batch:

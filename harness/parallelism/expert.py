@@ -54,16 +54,21 @@ def apply_expert_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) 
         if layout.ep > 1:
             assert mesh.experts is not None
             moe.exchange = ExpertExchange(mesh.experts.get_group(EXPERT))
-        groups, positions_T = [], local_positions(layout, part.seq_len, mesh.rank("cp"))
-        if layout.cp > 1:
-            groups.append(mesh.group("cp"))
+        groups = [mesh.group("cp")] if layout.cp > 1 else []
         if layout.tp > 1 and not layout.splits_experts:
             groups.append(mesh.group("tp"))
-            positions_T = positions_T.chunk(layout.tp)[mesh.rank("tp")]
         if groups:
-            moe.router.positions_T = positions_T
+            moe.router.positions_T = routed_positions(layout, part.seq_len, mesh)
             moe.router.over_sequence = _Counts(groups)
             moe.router.sequence_parts = prod(group.size() for group in groups)
+
+
+def routed_positions(layout: ParallelismConfig, seq_len: int, mesh: Mesh) -> Tensor:
+    """Positions of a sequence that a rank's routers route, in order."""
+    positions_T = local_positions(layout, seq_len, mesh.rank("cp"))
+    if layout.tp > 1 and not layout.splits_experts:
+        positions_T = positions_T.chunk(layout.tp)[mesh.rank("tp")]
+    return positions_T
 
 
 def _replicate_router(moe: MoE, mesh: DeviceMesh) -> None:

@@ -45,8 +45,8 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decode
 
 def build_on_meta(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
     """Build and split the parts on the meta device: shapes and placements, no values."""
-    layout = job.parallelism
-    prepare_compiler(job.compile, job.activation_checkpoint, layout)
+    layout, lengths = job.parallelism, len(job.sizes.lengths)
+    prepare_compiler(job.compile, job.activation_checkpoint, layout, lengths)
     if layout.async_tp:
         enable_async(mesh.axis("tp"), device)
     modules = split_modules(layout, job.model.n_layers)
@@ -86,7 +86,7 @@ def build_on_meta(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
         outside = wraps_compiled_blocks(job.activation_checkpoint, job.compile, layout)
         if not outside:
             recompute()
-        apply_compile(part, job.compile, layout)
+        apply_compile(part, job.compile, layout, lengths)
         if outside:
             recompute()
         # FSDP last: it manages the parameters that result from all the others.

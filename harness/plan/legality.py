@@ -32,7 +32,9 @@ class Legality:
     def broken(self, point: Point) -> ConfigError | None:
         """The rule that a point breaks; None if it is legal."""
         share, rest = divmod(self.base.global_batch_size, point.data_parallel)
-        if rest or not point.local_batch_size or share % point.local_batch_size:
+        rows = point.data_parallel * point.local_batch_size
+        uneven = rest or not rows or share % point.local_batch_size
+        if uneven or any(size % rows for _, size in self.base.schedule.batch_sizes):
             return self._error_of(self._check_all, point)
         pipeline = (point.pp, point.schedule, point.layers_per_stage, share)
         batch = (point.local_batch_size, point.microbatch_size)
@@ -89,6 +91,8 @@ class Legality:
         """Check that the shapes a rank multiplies are legal in the format."""
         if self._linears is None:
             return
+        if self.base.schedule.seq_len:
+            point.job(self.base)  # the block of a format also limits the scheduled lengths
         base, layout = self.base, point.layout(self.base.parallelism)
         tokens = base.training.seq_len // layout.cp
         check_layout(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from harness.job import Job
 from harness.model.accounting import account
 from harness.plan.constants import Calibration
-from harness.plan.machine import device_of, machine_of
+from harness.plan.machine import Machine, device_of, machine_of
 from harness.plan.memory import memory_limit, rank_memory
 from harness.plan.memory_activations import on_cpu
 from harness.plan.parameters import parameters_of_ranks
-from harness.plan.plan import Plan
+from harness.plan.plan import Plan, PlannedPhase
 from harness.plan.speed import StepModel
 from harness.precision.linears import warning_of_eager
 
@@ -34,7 +36,24 @@ def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
         speed=speed,
         accelerator=None if device is None or on_cpu(job) else device,
         notes=_notes(job),
+        phases=_phases(job, machine),
     )
+
+
+def _phases(job: Job, machine: Machine | None) -> list[PlannedPhase]:
+    """Predict the time of a step in each phase; no phases without scheduled sizes."""
+    phases = job.sizes.phases
+    if len(phases) == 1:
+        return []
+    unscheduled = replace(job, schedule=replace(job.schedule, batch_size=[], seq_len=[]))
+    planned = []
+    for phase in phases:
+        training = replace(job.training, global_batch_size=phase.batch_size, seq_len=phase.seq_len)
+        of_phase = replace(unscheduled, training=training)
+        time = None if machine is None else StepModel(of_phase, machine).speed()[0].step_seconds
+        steps = phase.steps_until(job.steps)
+        planned.append(PlannedPhase(phase.first_step, steps, phase.batch_size, phase.seq_len, time))
+    return [each for each in planned if each.steps]
 
 
 def _notes(job: Job) -> list[str]:
@@ -44,5 +63,7 @@ def _notes(job: Job) -> list[str]:
         notes.append("assumes evenly loaded experts")
     if not job.data.attend_across_documents:
         notes.append("assumes attention across documents")
+    if len(job.sizes.phases) > 1:
+        notes.append("speed and memory are those of the full batch size and sequence length")
     casts = warning_of_eager(job.precision, compiled=job.compile.blocks)
     return notes if casts is None else [*notes, casts]

@@ -91,6 +91,18 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class PlannedPhase:
+    """Steps of one batch size and sequence length."""
+
+    first_step: int
+    steps: int
+    batch_size: int
+    seq_len: int
+    step_seconds: float | None
+    """None on unknown hardware."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Predictions about a job before it runs."""
 
@@ -108,6 +120,8 @@ class Plan:
     accelerator: Accelerator | None
     notes: list[str] = field(default_factory=list)
     """What the predictions leave out."""
+    phases: list[PlannedPhase] = field(default_factory=list)
+    """All steps of the job, if it schedules their sizes; speed, traffic and memory are those of full size."""
 
     @property
     def peak(self) -> float:
@@ -124,4 +138,7 @@ class Plan:
         """Device-hours of all steps of the job; None on unknown hardware."""
         if self.speed is None:
             return None
-        return self.speed.step_seconds * self.job.training.steps * self.job.world_size / 3600
+        total = self.speed.step_seconds * self.job.steps
+        if self.phases:
+            total = sum(phase.steps * (phase.step_seconds or 0.0) for phase in self.phases)
+        return total * self.job.world_size / 3600

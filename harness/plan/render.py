@@ -29,6 +29,8 @@ def render(plan: Plan) -> str:
         blocks.append(
             f"a step, predicted: {seconds(plan.speed.step_seconds)}\n" + aligned_facts(_parts(plan))
         )
+    if plan.phases:
+        blocks.append("phases\n" + aligned(_phases(plan)))
     blocks.append(aligned_facts(_verdict(plan)))
     if plan.notes:
         blocks.append("notes\n" + "".join(f"  {note}\n" for note in plan.notes))
@@ -58,18 +60,19 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "speed": None if plan.speed is None else dataclasses.asdict(plan.speed),
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
-        "budget": {"steps": job.training.steps, "tokens": tokens_of(job), "gpu_hours": plan.gpu_hours},
+        "budget": {"steps": job.steps, "tokens": tokens_of(job), "gpu_hours": plan.gpu_hours},
+        "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,
     }
 
 
 def tokens_of(job: Job) -> int:
     """Tokens of all steps of the job."""
-    return job.training.steps * tokens_per_step(job)
+    return job.sizes.tokens(job.steps)
 
 
 def tokens_per_step(job: Job) -> int:
-    """Tokens of one optimizer step."""
+    """Tokens of one optimizer step of full size."""
     return job.global_batch_size * job.training.seq_len
 
 
@@ -209,6 +212,19 @@ def _traffic(traffic: Sequence[Traffic]) -> list[dict[str, str]]:
     ]
 
 
+def _phases(plan: Plan) -> list[dict[str, str]]:
+    return [
+        {
+            "steps": f"{phase.first_step:,}-{phase.first_step + phase.steps - 1:,}",
+            "sequences": f"{phase.batch_size:,}",
+            "tokens each": f"{phase.seq_len:,}",
+            "tokens a step": counted(phase.batch_size * phase.seq_len),
+            "a step": seconds(phase.step_seconds),
+        }
+        for phase in plan.phases
+    ]
+
+
 def _parts(plan: Plan) -> list[tuple[str, str]]:
     assert plan.speed is not None
     total = plan.speed.step_seconds
@@ -236,7 +252,7 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
         facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (full attention)"))
     facts.append(("fits", _fits(plan)))
-    total = f"{job.training.steps:,} steps, {counted(tokens_of(job))} tokens"
+    total = f"{job.steps:,} steps, {counted(tokens_of(job))} tokens"
     if plan.gpu_hours is not None:
         hours = plan.gpu_hours / job.world_size
         took = (

@@ -145,6 +145,8 @@ class Space:
         if base.training.global_batch_size is None:
             rule = "a search compares layouts at one batch, and null gives every layout its own"
             raise ConfigError("training.global_batch_size", None, rule, "a number of sequences")
+        base.schedule.validate_phases()
+        base = replace(base, training=base.training.with_length(base.sizes))
         return cls(base, _world_of(base), frozenset(_typed(base, overrides)))
 
     @property

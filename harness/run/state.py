@@ -157,6 +157,6 @@ def _facts(row: dict[str, Any]) -> dict[str, Any]:
 
 def _steps(folder: RunFolder) -> int:
     try:
-        return folder.read_job().training.steps
+        return folder.read_job().training.steps or 0
     except (OSError, ValueError, UserError):
         return 0

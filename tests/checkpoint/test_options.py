@@ -140,7 +140,7 @@ def test_excluded_parts_are_not_taken_once(tmp_path: Path) -> None:
     rates = {r["step"]: r["lr"] for r in read_metrics(folder.path / "metrics.jsonl") if "lr" in r}
     assert rates[5] == rates[1]
     manifest = CheckpointFolder(str(folder.path / "checkpoints")).find(8).manifest
-    assert manifest["state"]["data_loader"]["step"] == 4
+    assert manifest["state"]["data_loader"] == {"step": 8, "samples": 4 * 8}
     # After a stop, the same command resumes from its own newest checkpoint.
     forget_the_end(folder, 7, 8)
     _, folder = start(tmp_path, *options)

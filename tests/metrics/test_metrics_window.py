@@ -134,3 +134,12 @@ def test_quantiles() -> None:
     assert summary["step_seconds_p90"] == pytest.approx(deciles[-1])
     assert summary["step_seconds_median"] == pytest.approx(1.15)
     assert summary["step_seconds_spread"] == pytest.approx((deciles[-1] - deciles[0]) / 1.15)
+
+
+def test_a_step_that_compiles_again_counts_as_warm_up() -> None:
+    window = Window(warmup_steps=1)
+    for seconds, tokens, length in ((9.0, 10, 5), (1.0, 10, 5), (9.0, 20, 10), (1.0, 20, 10)):
+        window.add(seconds, tokens, warms_up=seconds == 9.0, seq_len=length)
+    assert window.interval()["tokens_per_second"] == 15
+    assert window.interval_lengths == window.lengths == {5: 10, 10: 20}
+    assert window.summary()["window_steps"] == 2

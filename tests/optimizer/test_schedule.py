@@ -91,10 +91,23 @@ def test_never_above_the_peak_nor_below_the_floor(decay_type: str, decay_ratio: 
     assert all(a >= b for a, b in zip(made[warmup:], made[warmup + 1 :], strict=False))
 
 
+def test_a_shortened_run_keeps_the_curve_of_the_long_one() -> None:
+    config = ScheduleConfig(warmup_steps=3, decay_ratio=0.5, total_steps=10)
+    long, short = compose_job(["training.steps=10", *CURVE]), compose_job(["training.steps=4", *CURVE])
+    made = [lr_factor(config, job.schedule.curve_steps(job.steps)) for job in (long, short)]
+    assert [made[0](step) for step in range(4)] == [made[1](step) for step in range(4)]
+    # A longer run stretches the curve.
+    assert config.curve_steps(12) == 12
+    assert compose_job(["experiment=quickstart", "training.steps=8"]).steps == 8
+
+
+CURVE = ["schedule.warmup_steps=3", "schedule.decay_ratio=0.5", "schedule.total_steps=10"]
+
+
 def test_does_not_fit() -> None:
     config = ScheduleConfig(warmup_steps=9, decay_ratio=0.2)
     config.validate(12)
-    with pytest.raises(ConfigError, match=r"at most 8, or training.steps=12"):
+    with pytest.raises(ConfigError, match=r"at most 8, or training.steps=12, or schedule.total_steps=12"):
         config.validate(10)
 
 
@@ -104,7 +117,7 @@ def test_the_suggested_steps_fit(warmup: int, ratio: float) -> None:
     config = ScheduleConfig(warmup_steps=warmup, decay_ratio=ratio)
     with pytest.raises(ConfigError) as caught:
         config.validate(warmup // 2 or 1) if warmup > 1 or ratio > 0.5 else config.validate(0)
-    config.validate(int(caught.value.works.split("=")[1]))
+    config.validate(int(caught.value.works.split("=")[-1]))
 
 
 def test_stepped_with_the_optimizer() -> None:

@@ -18,6 +18,7 @@ from harness.metrics.encoding import dumps, loads
 from harness.model.accounting import account
 from harness.parallelism.config import ParallelismConfig
 from harness.plan.config import PlanJob
+from harness.plan.make import make_plan
 from harness.plan.order import _is_complete, _read, pipeline_order
 from harness.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed, Traffic
 from harness.plan.render import as_dict, render
@@ -303,3 +304,31 @@ def test_a_truncated_order_is_not_used(first: Any) -> None:
         order = _read(kept.with_name("part"))
         assert order is not None and not _is_complete(order, 2, 16)
     assert _read(kept.with_name("none")) is None
+
+
+def test_phases_of_scheduled_sizes() -> None:
+    """Every phase has its own time, which is that of a job of its sizes; the budget adds them up."""
+    sizes = (
+        "schedule.batch_size=[{until_step:1000,sequences:128}]",
+        "schedule.seq_len=[{until_step:1500,tokens:2048}]",
+    )
+    made = make_plan(compose_job([*JOB_405B, *sizes], config_name="plan", schema=PlanJob).plain)
+    phases = [(each.first_step, each.steps, each.batch_size, each.seq_len) for each in made.phases]
+    assert phases == [(1, 1000, 128, 2048), (1001, 500, 256, 2048), (1501, 1500, 256, 8192)]
+    tokens = 1000 * 128 * 2048 + 500 * 256 * 2048 + 1500 * 256 * 8192
+    assert as_dict(made)["budget"]["tokens"] == tokens
+    alone = make_plan(
+        compose_job(
+            [*JOB_405B, "training.seq_len=2048", "training.local_batch_size=16"],
+            config_name="plan",
+            schema=PlanJob,
+        ).plain
+    )
+    assert made.speed is not None and alone.speed is not None and made.gpu_hours is not None
+    assert made.phases[1].step_seconds == alone.speed.step_seconds
+    assert made.phases[2].step_seconds == made.speed.step_seconds
+    seconds_of_all = sum(each.steps * (each.step_seconds or 0) for each in made.phases)
+    assert made.gpu_hours == pytest.approx(seconds_of_all * 512 / 3600)
+    assert "  1,501-3,000        256        8,192" in render(made)
+    whole = make_plan(compose_job(JOB_405B, config_name="plan", schema=PlanJob).plain)
+    assert whole.phases == [] and "phases" not in render(whole)

@@ -1,0 +1,91 @@
+"""Steps of scheduled sizes compute what a job of those sizes computes, and count their own tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+from equal import assert_equal
+from jobs import tiny
+
+from harness.data.loader import Batch
+from harness.loop.engine import Engine
+from harness.loop.setup import process_group
+from harness.metrics.jsonl import read_metrics
+from harness.metrics.mfu import Peak
+from harness.metrics.rows import Efficiency
+from harness.model.accounting import account
+
+CPU = torch.device("cpu")
+FULL = ("training.seq_len=64", "training.global_batch_size=4", "training.local_batch_size=2")
+SCHEDULE = ("schedule.batch_size=[{until_step:2,sequences:2}]", "schedule.seq_len=[{until_step:3,tokens:16}]")
+MODELS = {
+    "dense": ["model=llama3_tiny"],
+    # The auxiliary loss is a mean over the sequences of a step.
+    "experts_mtp": ["model=deepseek_v3_debug", "model.mtp.depth=1", "model.moe.aux_loss_coeff=0.1"],
+    # A window wider than the shorter sequences, and sinks.
+    "window_sinks": ["model=gpt_oss_debug", "model.attention.window=24"],
+    # Temperatures that depend on positions, and chunks.
+    "positions": ["model=llama4_debug"],
+    "chunked_loss": ["model=llama3_tiny", "training.loss_chunks=3"],
+    "recomputed": ["model=llama3_tiny", "activation_checkpoint=full"],
+}
+
+
+def gradients(engine: Engine, rows: int, length: int) -> tuple[float, list[torch.Tensor]]:
+    tokens = torch.randint(0, 256, (rows, length + 1), generator=torch.Generator().manual_seed(rows))
+    loss = engine.gradients(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())).loss
+    found = [parameter.grad.clone() for parameter in engine.parameters if parameter.grad is not None]
+    engine.optimizer.zero_grad()
+    engine.balance.update_biases()
+    return loss, found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_is_that_of_a_job_of_its_sizes(model: str) -> None:
+    options = [*MODELS[model], "model.moe.balance_coeff=0"]
+    job = tiny(*FULL, *SCHEDULE, *options)
+    with process_group(job, CPU):
+        scheduled = Engine(job, CPU)
+        for rows, length in ((2, 16), (4, 16), (4, 64), (2, 64), (4, 16)):
+            sizes = (f"training.seq_len={length}", f"training.global_batch_size={rows}")
+            alone = Engine(tiny(*sizes, "training.local_batch_size=2", *options), CPU)
+            loss, expected = gradients(alone, rows, length)
+            found, tensors = gradients(scheduled, rows, length)
+            assert found == loss
+            assert_equal(tensors, expected)
+
+
+def test_rows_count_the_tokens_of_their_steps(tmp_path: Path) -> None:
+    options = (*FULL, *SCHEDULE, "metrics.warmup_steps=0", "validation.interval=1", "validation.steps=1")
+    run = jobs.train(tmp_path, "training.tokens=1000", *options)
+    rows = [row for row in read_metrics(run.folder.path / "metrics.jsonl") if "loss" in row]
+    # 2 x 16, 2 x 16, 4 x 16, then 4 x 64 until 1000 tokens are trained.
+    assert [row["tokens"] for row in rows] == [32, 64, 128, 384, 640, 896, 1152]
+    assert [row["valid_tokens"] for row in rows] == [32, 32, 64, *[256] * 4]
+    assert [row["schedule.batch_size"] for row in rows] == [2, 2, *[4] * 5]
+    assert [row["schedule.seq_len"] for row in rows] == [*[16] * 3, *[64] * 4]
+    result = run.folder.row
+    assert (result["step"], result["tokens"]) == (7, 1152)
+    # Step 4, the first with 64 tokens, counts as warm-up.
+    assert result["window.window_tokens"] == 128 + 3 * 256
+    flops = [account(run.job.model, length).flops_per_token_full for length in (16, 64)]
+    assert result["flops_per_token_full"] == pytest.approx((128 * flops[0] + 768 * flops[1]) / 896)
+
+
+def test_utilization_counts_attention_at_each_length() -> None:
+    model = tiny().model
+    efficiency = Efficiency(model, 64, Peak(1e9, "made up"), world_size=2)
+    short, full = (account(model, length).flops_per_token_full for length in (16, 64))
+    assert efficiency.fields(1000.0, {})["mfu"] == pytest.approx(500 * full / 1e9)
+    mixed = efficiency.fields(1000.0, {16: 10, 64: 30})
+    assert mixed["mfu"] == pytest.approx(500 * (0.25 * short + 0.75 * full) / 1e9)
+    assert efficiency.fields(None, {16: 10})["mfu"] is None
+
+
+def test_a_compiled_run_compiles_once_for_each_length(tmp_path: Path) -> None:
+    compiled = ("compile=on", "compile.backend=aot_eager", "training.steps=5")
+    run = jobs.train(tmp_path, *FULL, *SCHEDULE, *compiled)
+    assert run.folder.row["recompiles"] == 0
