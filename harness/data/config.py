@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config import execution, label, numerics
+from harness.data.mixture_config import check_mixture, require_validation_of_sources
 from harness.data.tiktoken_sets import SETS
 from harness.errors import ConfigError
 
-DATA_KINDS = ("local", "hub", "synthetic")
+DATA_KINDS = ("local", "hub", "synthetic", "mixture")
 ENCODING_ERRORS = ("strict", "replace", "skip")
 FORMATS = ("auto", "text", "jsonl", "parquet")
 TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface")
@@ -24,6 +25,7 @@ _READ_ONLY_BY = {
     "local": ("paths", "exclude", "format", "encoding_errors", "validation_paths"),
     "hub": ("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
     "synthetic": ("mask_fraction",),
+    "mixture": ("sources", "weights", "epochs", "weight_changes"),
 }
 
 
@@ -32,7 +34,8 @@ class DataConfig:
     """Source of the documents, held-out documents, and packing into samples."""
 
     kind: str = numerics("local", choices=DATA_KINDS)
-    """`local` (files), `hub` (a dataset of the `datasets` library) or `synthetic` (random tokens)."""
+    """`local` (files), `hub` (a dataset of the `datasets` library), `synthetic` (random tokens) or `mixture`
+    (several of these)."""
 
     paths: list[str] = numerics(factory=list)
     """local: globs of the training files, relative to the working directory. `**` matches any depth;
@@ -83,6 +86,20 @@ class DataConfig:
     """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform between 0
     and twice this, so samples have different numbers of valid labels; at least one label stays valid."""
 
+    sources: dict[str, DataConfig] = numerics(factory=dict)
+    """mixture: the sources by name, each with the fields of `data`."""
+
+    weights: dict[str, float] = numerics(factory=dict, least=0)
+    """mixture: share of each source in the samples, by name. Only their ratio counts, so these may be
+    tokens. A source without a weight has 0."""
+
+    epochs: dict[str, float] = numerics(factory=dict, above=0)
+    """mixture, instead of `weights`: how often each source is read while the others are read as often as
+    given here. A weight is the source's samples per epoch times this."""
+
+    weight_changes: list[dict[str, float]] = numerics(factory=list)
+    """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`."""
+
     mask_document_boundary: bool = numerics(True)
     """Mask the label at a document's last token, which is the next document's first token."""
 
@@ -102,7 +119,9 @@ class DataConfig:
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other."""
         self._refuse_settings_of_other_kinds()
-        if self.kind == "local":
+        if self.kind == "mixture":
+            check_mixture(self)
+        elif self.kind == "local":
             self._validate_local()
         elif self.kind == "hub":
             self._validate_hub()
@@ -119,17 +138,27 @@ class DataConfig:
         Raises:
             ConfigError: there are none.
         """
-        if (
-            self.kind == "synthetic"
-            or self.validation_paths
-            or self.validation_split
-            or self.validation_fraction
-        ):
+        if self.kind == "mixture":
+            return require_validation_of_sources(self)
+        if self.holds_out:
             return
         other = "data.validation_paths" if self.kind == "local" else "data.validation_split"
         works = other if self.streaming else f"data.validation_fraction=0.02, or {other}"
         rule = "validation is enabled, but no documents are held out for it"
         raise ConfigError("data.validation_fraction", self.validation_fraction, rule, works)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are samples for validation."""
+        if self.kind == "mixture":
+            return any(source.holds_out for source in self.sources.values())
+        held_out = self.validation_paths or self.validation_split or self.validation_fraction
+        return self.kind == "synthetic" or bool(held_out)
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of a mixture's sources; the index of a source is its position here."""
+        return sorted(self.sources)
 
     def _refuse_settings_of_other_kinds(self) -> None:
         default = DataConfig()
