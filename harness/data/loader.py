@@ -10,7 +10,8 @@ B is the number of a rank's rows, T the sequence length.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,16 @@ from harness.data.tokenizer import Tokenizer
 from harness.data.vocabulary import check_vocab_size
 from harness.errors import DataError
 
-__all__ = ["IGNORE_INDEX", "Batch", "Loader", "build_loader", "merge_states"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Batch",
+    "Loader",
+    "NumberedLoader",
+    "StreamLoader",
+    "build_loader",
+    "merge_states",
+    "stack",
+]
 
 
 class Batch(NamedTuple):
@@ -39,11 +49,15 @@ class Batch(NamedTuple):
     labels_BT: Tensor
     documents_BT: Tensor | None = None
     """With data.attend_across_documents=false: the number of each input's document within its row."""
+    sources_B: Tensor | None = None
+    """With data.kind=mixture: the index of each row's source in ``DataConfig.source_names``."""
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Apply ``function`` to every tensor."""
-        documents = None if self.documents_BT is None else function(self.documents_BT)
-        return Batch(function(self.inputs_BT), function(self.labels_BT), documents)
+        documents, sources = (
+            None if tensor is None else function(tensor) for tensor in (self.documents_BT, self.sources_B)
+        )
+        return Batch(function(self.inputs_BT), function(self.labels_BT), documents, sources)
 
 
 class Loader(ABC):
@@ -54,10 +68,12 @@ class Loader(ABC):
             (synthetic data).
         damaged_documents: number of documents that were not UTF-8, and were repaired or left out by
             data.encoding_errors.
+        samples_per_epoch_of: the same for each source of a mixture; empty without a mixture.
     """
 
     samples_per_epoch: int | None
     damaged_documents: int = 0
+    samples_per_epoch_of: Mapping[str, int | None] = MappingProxyType({})
 
     @abstractmethod
     def next(self) -> Batch:
@@ -72,8 +88,8 @@ class Loader(ABC):
         """Continue after the step at which ``state`` was saved.
 
         Raises:
-            DataError: the state is from a stream and this loader is not, or the reverse; or, for streams, it
-                is from another global batch size or does not contain this loader's rows.
+            DataError: the state is from a stream or a mixture and this loader is not, or the reverse; or, for
+                streams, it is from another global batch size or does not contain this loader's rows.
         """
 
     @abstractmethod
@@ -116,6 +132,28 @@ def build_loader(
         raise ValueError(f"split is train or validation, not {split}")
     if rows.step != 1 or not 0 <= rows.start < rows.stop <= global_batch_size:
         raise ValueError(f"rows {rows} are not part of a global batch of {global_batch_size}")
+    if data.kind == "mixture":
+        from harness.data.mixture_loader import build_mixture_loader
+
+        return build_mixture_loader(
+            data,
+            lambda source: build_loader(
+                source,
+                tokenizer,
+                seq_len=seq_len,
+                global_batch_size=global_batch_size,
+                seed=seed,
+                rows=rows,
+                split=split,
+                model_vocab_size=model_vocab_size,
+                wait_for_all=wait_for_all,
+                is_builder=is_builder,
+            ),
+            global_batch_size=global_batch_size,
+            seed=seed,
+            rows=rows,
+            split=split,
+        )
     if data.kind == "synthetic":
         synthetic = SyntheticSamples(
             split=split,
@@ -124,10 +162,10 @@ def build_loader(
             vocab_size=model_vocab_size,
             mask_fraction=data.mask_fraction,
         )
-        return _NumberedLoader(synthetic, rows, global_batch_size)
+        return NumberedLoader(synthetic, rows, global_batch_size)
     check_vocab_size(tokenizer.vocab_size, model_vocab_size)
     if data.kind == "hub" and data.streaming:
-        return _StreamLoader(
+        return StreamLoader(
             _build_streams(data, tokenizer, seq_len, global_batch_size, rows, split), global_batch_size
         )
     source, held_out = source_of(data, split)
@@ -148,7 +186,7 @@ def build_loader(
         mask_document_boundary=data.mask_document_boundary,
         number_documents=not data.attend_across_documents,
     )
-    loader = _NumberedLoader(packed, rows, global_batch_size)
+    loader = NumberedLoader(packed, rows, global_batch_size)
     loader.damaged_documents = tokenized.damaged
     return loader
 
@@ -168,16 +206,16 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-class _NumberedLoader(Loader):
+class NumberedLoader(Loader):
     """Loader of samples with random access; the state is the number of the next sample."""
 
     def __init__(self, samples: Samples, rows: range, global_batch_size: int) -> None:
-        self._samples, self._rows, self._global_batch_size = samples, rows, global_batch_size
+        self.samples, self._rows, self._global_batch_size = samples, rows, global_batch_size
         self._first = 0
         self.samples_per_epoch = samples.num_per_epoch
 
     def next(self) -> Batch:
-        batch = _stack([self._samples.sample(self._first + row) for row in self._rows])
+        batch = stack([self.samples.sample(self._first + row) for row in self._rows])
         self._first += self._global_batch_size
         return batch
 
@@ -185,6 +223,7 @@ class _NumberedLoader(Loader):
         return {"step": self._first // self._global_batch_size, "samples": self._first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _refuse_mixture(state)
         if "slots" in state:
             raise DataError("the saved position is in a streamed dataset, and data.streaming is false")
         self._first = state["samples"]
@@ -193,25 +232,26 @@ class _NumberedLoader(Loader):
         self._first = 0
 
 
-class _StreamLoader(Loader):
+class StreamLoader(Loader):
     """Loader with a stream per row; the state is the step and the position of every row's stream."""
 
     samples_per_epoch = None
 
     def __init__(self, streams: dict[int, RowStream], global_batch_size: int) -> None:
-        self._streams, self._global_batch_size = streams, global_batch_size
+        self.streams, self._global_batch_size = streams, global_batch_size
         self._step = 0
 
     def next(self) -> Batch:
-        batch = _stack([stream.next() for stream in self._streams.values()])
+        batch = stack([stream.next() for stream in self.streams.values()])
         self._step += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        slots = {str(row): stream.state_dict() for row, stream in self._streams.items()}
+        slots = {str(row): stream.state_dict() for row, stream in self.streams.items()}
         return {"step": self._step, "global_batch_size": self._global_batch_size, "slots": slots}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _refuse_mixture(state)
         if "slots" not in state:
             raise DataError("the saved position is not in a streamed dataset, and data.streaming is true")
         saved = state["global_batch_size"]
@@ -220,19 +260,24 @@ class _StreamLoader(Loader):
                 f"a streamed dataset is split by rows of the global batch, so it cannot resume with "
                 f"training.global_batch_size={self._global_batch_size}; the state was saved with {saved}"
             )
-        missing = [str(row) for row in self._streams if str(row) not in state["slots"]]
+        missing = [str(row) for row in self.streams if str(row) not in state["slots"]]
         if missing:
             raise DataError(
                 f"the saved position has no rows {', '.join(missing)}; merge the states of all ranks"
             )
-        for row, stream in self._streams.items():
+        for row, stream in self.streams.items():
             stream.load_state_dict(state["slots"][str(row)])
         self._step = state["step"]
 
     def reset(self) -> None:
-        for stream in self._streams.values():
+        for stream in self.streams.values():
             stream.reset()
         self._step = 0
+
+
+def _refuse_mixture(state: dict[str, Any]) -> None:
+    if "mixture" in state:
+        raise DataError("the saved position is in a mixture, and data.kind is not mixture")
 
 
 def _build_streams(
@@ -260,5 +305,6 @@ def _build_streams(
     }
 
 
-def _stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
+def stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
+    """Make a batch of the samples of its rows."""
     return Batch(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*samples, strict=True)))

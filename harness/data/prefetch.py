@@ -57,6 +57,7 @@ class Prefetcher(Loader):
     def __init__(self, loader: Loader, depth: int, device: torch.device) -> None:
         self._loader, self._depth, self._device = loader, depth, device
         self.samples_per_epoch, self.damaged_documents = loader.samples_per_epoch, loader.damaged_documents
+        self.samples_per_epoch_of = loader.samples_per_epoch_of
         self._state = loader.state_dict()
         self._worker: _Worker | None = None
 
