@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from harness.data.config import DataConfig
-from harness.errors import DataError
+from harness.errors import ConfigError, DataError
 
 _ROWS_PER_READ = 256
 _DAMAGED_FILE = (OSError, EOFError, zlib.error, lzma.LZMAError)
@@ -51,8 +51,10 @@ def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
     """Return the source of ``split`` ("train" or "validation"), and its held-out fraction.
 
     Raises:
-        ConfigError: the split is "validation" and no documents are held out for it.
+        ConfigError: the split is "validation" and no documents are held out for it, or the data is a mixture.
     """
+    if config.kind == "mixture":
+        raise ConfigError("data.kind", "mixture", "has several sources", "the fields of one of data.sources")
     validating = split == "validation"
     if validating:
         config.require_validation()

@@ -275,6 +275,9 @@ def _source(setting: Setting) -> tuple[Source, Any]:
     if data.kind == "synthetic":
         works = "data=local_text 'data.paths=[FILES]'"
         raise ConfigError("data.kind", "synthetic", "has no documents to evaluate", works)
+    if data.kind == "mixture":
+        works = f"the fields of one source of {', '.join(data.source_names)}, such as data.kind=local"
+        raise ConfigError("data.kind", "mixture", "has several sources, and task data reads one", works)
     if split == "all":
         return source_of(data, "train")[0], lambda index: True
     try:

@@ -108,6 +108,10 @@ class EvaluationConfig:
             if data.kind == "synthetic":
                 rule = "synthetic data has no documents"
                 raise ConfigError("evaluation.tasks", DATA, rule, "a .jsonl file, or other data")
+            if data.kind == "mixture":
+                rule = "reads one source, and data.kind is mixture"
+                works = "a .jsonl file; validation.interval for the loss of each source"
+                raise ConfigError("evaluation.tasks", DATA, rule, works)
             data.require_validation()
 
 

@@ -14,6 +14,7 @@ from harness.data.loader import Batch
 from harness.data.prefetch import count_valid, place
 from harness.errors import LostGradientError
 from harness.job import Job
+from harness.loop.sources import LossSum, SourceLosses
 from harness.metrics.annotation import annotated
 from harness.model.decoder import Decoder
 from harness.optimizer.adamw import RoundedAdamW
@@ -38,11 +39,12 @@ class StepOutcome:
     copied to the host, but not for work queued later.
 
     Args:
-        sums: summed over the world, on the device: square of the gradient norm, loss, and the loss of
-            multi-token prediction if the model has it.
+        sums: summed over the world, on the device: square of the gradient norm, loss, the loss of
+            multi-token prediction if the model has it, and of a mixture each source's share of the loss.
         loss: this rank's share of the loss.
         squares: this rank's share of each gradient's squared norm.
         valid_tokens: tokens of the global batch that the loss counts.
+        source_tokens: the same for each source of a mixture.
         local_weight: factor from ``loss`` to the mean loss of this rank's tokens; None on ranks that compute
             no loss.
         stop_requested: whether any rank was asked to stop.
@@ -55,10 +57,12 @@ class StepOutcome:
         squares: Tensor,
         *,
         valid_tokens: int,
+        source_tokens: Sequence[int],
         local_weight: float | None,
         stop_requested: bool,
     ) -> None:
         self.valid_tokens, self.stop_requested = valid_tokens, stop_requested
+        self.source_tokens = source_tokens
         self.squares, self._local_weight = squares, local_weight
         square_sum, *loss_sums = sums.unbind()
         # The one number that decides about the update: it is not finite if a loss is not finite.
@@ -75,7 +79,16 @@ class StepOutcome:
     @property
     def mtp_loss(self) -> float | None:
         """Loss of multi-token prediction per valid token; None if the model has none."""
-        return self._value(3) if len(self._values) > 3 else None
+        return self._value(3) if len(self._values) > 3 + len(self.source_tokens) else None
+
+    @property
+    def source_losses(self) -> list[float | None]:
+        """Mean loss per valid token of each source of a mixture; None for a source without one."""
+        first = len(self._values) - len(self.source_tokens)
+        return [
+            self._value(first + index) * self.valid_tokens / tokens if tokens else None
+            for index, tokens in enumerate(self.source_tokens)
+        ]
 
     @property
     def grad_norm(self) -> float:
@@ -119,6 +132,7 @@ class Engine:
             built = mesh, build_model_parts(job, mesh, device)
         self.mesh, self.parts = built
         self.loss = build_loss(job, self.mesh, self.parts)
+        self.sources = SourceLosses(job, self.loss)
         self.balance = Balance(job, self.parts, device)
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
         self._parameters = [list(part.parameters()) for part in self.parts]
@@ -189,26 +203,33 @@ class Engine:
         self._scale_weights()
         local_tokens = count_valid(batch)
         # Summed in host memory: on the device this would wait for the previous step.
-        tokens = local_tokens if self.counts_tokens else 0
-        valid_tokens, stops = self.world_sum([tokens, float(stop_requested)], HOST)
+        counted = [local_tokens, *self.sources.tokens(batch)]
+        tokens = counted if self.counts_tokens else [0] * len(counted)
+        stops, valid_tokens, *source_tokens = self.world_sum([float(stop_requested), *tokens], HOST)
         # The loss of a batch without valid tokens is 0, not 0/0.
         self.loss.denominator = max(1.0, valid_tokens)
         with annotated("forward_backward"):
-            pieces = split_batch(place(batch, self.device), self.job.local_batch_size)
+            batch = place(batch, self.device)
+            pieces = split_batch(batch, self.job.local_batch_size)
             losses = torch.zeros(1 + self.job.model.mtp.depth, device=self.device)
-            for i, piece in enumerate(pieces):
-                losses = losses + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
+            with self.sources.recorded(batch) as rows:
+                for i, piece in enumerate(pieces):
+                    losses = losses + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
+            all_losses = [*losses, *self.sources.losses(batch, rows)]
         if not self._gradients_checked:
             self._check_gradients()
         with annotated("gradient_norm"):
             squares = self._squares()
-            sums = self.world_total([squares.sum(), *(losses if self.has_loss else [0.0] * len(losses))])
+            sums = self.world_total(
+                [squares.sum(), *(all_losses if self.has_loss else [0.0] * len(all_losses))]
+            )
         reports_loss = self.counts_tokens and local_tokens > 0
         return StepOutcome(
             sums,
             self._loss_of_sequences(losses[0]),
             squares,
             valid_tokens=int(valid_tokens),
+            source_tokens=list(map(int, source_tokens)),
             local_weight=self.loss.denominator / local_tokens if reports_loss else None,
             stop_requested=stops > 0,
         )
@@ -268,18 +289,23 @@ class Engine:
         self.schedule.step()
         self.optimizer.zero_grad()
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Return the sum of token losses and the number of valid tokens of one global batch; no gradients."""
+    def evaluate(self, batch: Batch) -> list[LossSum]:
+        """Return the loss of one global batch, and of a mixture that of each source; no gradients."""
         self._scale_weights()
         self.loss.denominator = 1.0
         loss = torch.zeros((), device=self.device)
-        for piece in split_batch(place(batch, self.device), self.job.local_batch_size):
-            loss = loss + self.executor.forward(piece)
+        batch = place(batch, self.device)
+        with self.sources.recorded(batch) as rows:
+            for piece in split_batch(batch, self.job.local_batch_size):
+                loss = loss + self.executor.forward(piece)
         for part in self.parts:
             reshard(part)  # without a backward pass FSDP leaves some modules gathered
-        tokens = count_valid(batch) if self.counts_tokens else 0
-        total = self.world_sum([loss if self.has_loss else 0.0, tokens])
-        return float(total[0]), int(total[1])
+        losses = [loss, *self.sources.losses(batch, rows)]
+        tokens = [count_valid(batch), *self.sources.tokens(batch)]
+        own = [*(losses if self.has_loss else [0.0] * len(losses))]
+        own += tokens if self.counts_tokens else [0] * len(tokens)
+        total = self.world_sum(own)
+        return [LossSum(*each) for each in zip(total[: len(tokens)], total[len(tokens) :], strict=True)]
 
     def score(self, batch: Batch) -> Tensor:
         """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""
