@@ -71,7 +71,8 @@ def errors_of_source(name: str) -> Iterator[None]:
         field, rule, works = map(renamed, (error.field, error.rule, error.works))
         raise ConfigError(field, error.value, rule, works) from error
     except DataError as error:
-        raise DataError(f"data.sources.{name}: {renamed(str(error))}") from error
+        text, source = renamed(str(error)), f"data.sources.{name}"
+        raise DataError(text if source in text else f"{source}: {text}") from error
 
 
 def weights_by_step(
