@@ -135,7 +135,8 @@ class Engine:
             with self.sources.recorded(batch) as rows:
                 for i, piece in enumerate(pieces):
                     losses = losses + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
-            all_losses = [*losses, *self.sources.losses(batch, rows)]
+            # With multi-token prediction every other loss is that of the token after the next.
+            all_losses = [*losses, *self.sources.losses(batch, rows[:: len(losses)])]
         if not self._gradients_checked:
             self._check_gradients()
         with annotated("gradient_norm"):

@@ -40,8 +40,6 @@ class SourceLosses:
 
     def __init__(self, job: Job, loss: TokenLoss) -> None:
         self.names, self._loss = job.data.source_names, loss
-        # With multi-token prediction the loss of the token after the next follows each loss.
-        self._every = 1 + job.model.mtp.depth
 
     @contextmanager
     def recorded(self, batch: Batch) -> Iterator[list[Tensor]]:
@@ -58,7 +56,7 @@ class SourceLosses:
             return []
         by_source = torch.zeros(len(self.names), dtype=torch.float64, device=batch.sources_B.device)
         if rows:
-            by_source.index_add_(0, batch.sources_B, torch.cat(list(rows[:: self._every])).double())
+            by_source.index_add_(0, batch.sources_B, torch.cat(list(rows)).double())
         return list(by_source)
 
     def tokens(self, batch: Batch) -> list[int]:
