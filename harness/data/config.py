@@ -90,12 +90,12 @@ class DataConfig:
     """mixture: the sources by name, each with the fields of `data`."""
 
     weights: dict[str, float] = numerics(factory=dict, least=0)
-    """mixture: share of each source in the samples, by name. Only their ratio counts, so these may be
-    tokens. A source without a weight has 0."""
+    """mixture: share of each source in the samples, by name. Only the ratio of the weights counts, so they
+    can be numbers of tokens. A source that is not named has weight 0."""
 
     epochs: dict[str, float] = numerics(factory=dict, above=0)
-    """mixture, instead of `weights`: how often each source is read while the others are read as often as
-    given here. A weight is the source's samples per epoch times this."""
+    """mixture, instead of `weights`: epochs of each source, by name. The weight of a source is this times its
+    samples per epoch, so only the ratio of the epochs counts."""
 
     weight_changes: list[dict[str, float]] = numerics(factory=list)
     """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`."""

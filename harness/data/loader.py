@@ -9,17 +9,15 @@ B is the number of a rank's rows, T the sequence length.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from harness.data.batch import Batch, Loader, SourceLoader, stack
 from harness.data.cache import open_cache
 from harness.data.config import DataConfig
+from harness.data.mixture_loader import build_mixture_loader
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
 from harness.data.sources import open_dataset, require_column, source_of
 from harness.data.streaming import RowStream
@@ -27,78 +25,7 @@ from harness.data.tokenizer import Tokenizer
 from harness.data.vocabulary import check_vocab_size
 from harness.errors import DataError
 
-__all__ = [
-    "IGNORE_INDEX",
-    "Batch",
-    "Loader",
-    "NumberedLoader",
-    "StreamLoader",
-    "build_loader",
-    "merge_states",
-    "stack",
-]
-
-
-class Batch(NamedTuple):
-    """A rank's rows of one global step, in row order; all int64.
-
-    Labels are shifted: ``labels_BT[b, t]`` is the target for ``inputs_BT[b, t]``, or IGNORE_INDEX.
-    """
-
-    inputs_BT: Tensor
-    labels_BT: Tensor
-    documents_BT: Tensor | None = None
-    """With data.attend_across_documents=false: the number of each input's document within its row."""
-    sources_B: Tensor | None = None
-    """With data.kind=mixture: the index of each row's source in ``DataConfig.source_names``."""
-
-    def each(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Apply ``function`` to every tensor."""
-        documents, sources = (
-            None if tensor is None else function(tensor) for tensor in (self.documents_BT, self.sources_B)
-        )
-        return Batch(function(self.inputs_BT), function(self.labels_BT), documents, sources)
-
-
-class Loader(ABC):
-    """An endless sequence of batches of one split.
-
-    Attributes:
-        samples_per_epoch: samples per epoch, over all rows; None if unknown (streams) or meaningless
-            (synthetic data).
-        damaged_documents: number of documents that were not UTF-8, and were repaired or left out by
-            data.encoding_errors.
-        samples_per_epoch_of: the same for each source of a mixture; empty without a mixture.
-    """
-
-    samples_per_epoch: int | None
-    damaged_documents: int = 0
-    samples_per_epoch_of: Mapping[str, int | None] = MappingProxyType({})
-
-    @abstractmethod
-    def next(self) -> Batch:
-        """Return this loader's rows of the next global step."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, JSON-serializable; combine the states of all ranks with ``merge_states``."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step at which ``state`` was saved.
-
-        Raises:
-            DataError: the state is from a stream or a mixture and this loader is not, or the reverse; or, for
-                streams, it is from another global batch size or does not contain this loader's rows.
-        """
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Return to global step 0."""
-
-    def close(self) -> None:
-        """Stop background work."""
-        return
+__all__ = ["IGNORE_INDEX", "Batch", "Loader", "build_loader", "merge_states"]
 
 
 def build_loader(
@@ -133,8 +60,6 @@ def build_loader(
     if rows.step != 1 or not 0 <= rows.start < rows.stop <= global_batch_size:
         raise ValueError(f"rows {rows} are not part of a global batch of {global_batch_size}")
     if data.kind == "mixture":
-        from harness.data.mixture_loader import build_mixture_loader
-
         return build_mixture_loader(
             data,
             lambda source: build_loader(
@@ -162,10 +87,10 @@ def build_loader(
             vocab_size=model_vocab_size,
             mask_fraction=data.mask_fraction,
         )
-        return NumberedLoader(synthetic, rows, global_batch_size)
+        return _NumberedLoader(synthetic, rows, global_batch_size)
     check_vocab_size(tokenizer.vocab_size, model_vocab_size)
     if data.kind == "hub" and data.streaming:
-        return StreamLoader(
+        return _StreamLoader(
             _build_streams(data, tokenizer, seq_len, global_batch_size, rows, split), global_batch_size
         )
     source, held_out = source_of(data, split)
@@ -186,7 +111,7 @@ def build_loader(
         mask_document_boundary=data.mask_document_boundary,
         number_documents=not data.attend_across_documents,
     )
-    loader = NumberedLoader(packed, rows, global_batch_size)
+    loader = _NumberedLoader(packed, rows, global_batch_size)
     loader.damaged_documents = tokenized.damaged
     return loader
 
@@ -206,16 +131,19 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-class NumberedLoader(Loader):
+class _NumberedLoader(SourceLoader):
     """Loader of samples with random access; the state is the number of the next sample."""
 
     def __init__(self, samples: Samples, rows: range, global_batch_size: int) -> None:
-        self.samples, self._rows, self._global_batch_size = samples, rows, global_batch_size
+        self._samples, self._rows, self._global_batch_size = samples, rows, global_batch_size
         self._first = 0
         self.samples_per_epoch = samples.num_per_epoch
 
+    def sample(self, row: int, number: int) -> tuple[np.ndarray, ...]:
+        return self._samples.sample(number)
+
     def next(self) -> Batch:
-        batch = stack([self.samples.sample(self._first + row) for row in self._rows])
+        batch = stack([self._samples.sample(self._first + row) for row in self._rows])
         self._first += self._global_batch_size
         return batch
 
@@ -232,22 +160,29 @@ class NumberedLoader(Loader):
         self._first = 0
 
 
-class StreamLoader(Loader):
+class _StreamLoader(SourceLoader):
     """Loader with a stream per row; the state is the step and the position of every row's stream."""
 
     samples_per_epoch = None
 
     def __init__(self, streams: dict[int, RowStream], global_batch_size: int) -> None:
-        self.streams, self._global_batch_size = streams, global_batch_size
+        self._streams, self._global_batch_size = streams, global_batch_size
         self._step = 0
 
+    @property
+    def streams(self) -> Mapping[int, RowStream]:
+        return self._streams
+
+    def sample(self, row: int, number: int) -> tuple[np.ndarray, ...]:
+        return self._streams[row].next()
+
     def next(self) -> Batch:
-        batch = stack([stream.next() for stream in self.streams.values()])
+        batch = stack([stream.next() for stream in self._streams.values()])
         self._step += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        slots = {str(row): stream.state_dict() for row, stream in self.streams.items()}
+        slots = {str(row): stream.state_dict() for row, stream in self._streams.items()}
         return {"step": self._step, "global_batch_size": self._global_batch_size, "slots": slots}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -260,17 +195,17 @@ class StreamLoader(Loader):
                 f"a streamed dataset is split by rows of the global batch, so it cannot resume with "
                 f"training.global_batch_size={self._global_batch_size}; the state was saved with {saved}"
             )
-        missing = [str(row) for row in self.streams if str(row) not in state["slots"]]
+        missing = [str(row) for row in self._streams if str(row) not in state["slots"]]
         if missing:
             raise DataError(
                 f"the saved position has no rows {', '.join(missing)}; merge the states of all ranks"
             )
-        for row, stream in self.streams.items():
+        for row, stream in self._streams.items():
             stream.load_state_dict(state["slots"][str(row)])
         self._step = state["step"]
 
     def reset(self) -> None:
-        for stream in self.streams.values():
+        for stream in self._streams.values():
             stream.reset()
         self._step = 0
 
@@ -303,8 +238,3 @@ def _build_streams(
         )
         for row in rows
     }
-
-
-def stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
-    """Make a batch of the samples of its rows."""
-    return Batch(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*samples, strict=True)))

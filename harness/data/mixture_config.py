@@ -100,7 +100,7 @@ def weights_by_step(
     return [(1, _shares(data, weights))]
 
 
-def _exact(number: float) -> Fraction:
+def _exact(number: float | Fraction) -> Fraction:
     """Return the decimal number that the user typed: 1/10 for 0.1."""
     return Fraction(str(number))
 

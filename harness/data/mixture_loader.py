@@ -8,16 +8,12 @@ from typing import Any
 
 import torch
 
+from harness.data.batch import Batch, Loader, SourceLoader, stack
 from harness.data.config import DataConfig
-from harness.data.loader import Batch, Loader, NumberedLoader, StreamLoader, stack
 from harness.data.mixture import Shares, SourceOrder
 from harness.data.mixture_config import errors_of_source, source_config, weights_by_step
-from harness.data.samples import Samples
 from harness.data.streaming import RowStream
 from harness.errors import DataError
-
-Reader = Samples | dict[int, RowStream]
-"""A source: samples with random access, or a stream for each of this loader's rows."""
 
 
 class MixtureLoader(Loader):
@@ -28,7 +24,7 @@ class MixtureLoader(Loader):
 
     Args:
         order: assigns samples to sources.
-        readers: the sources by name.
+        loaders: loaders of the sources, by name.
         indices: the index of each source in ``Batch.sources_B``.
         rows: this loader's rows of the global batch.
         global_batch_size: samples per step.
@@ -39,22 +35,23 @@ class MixtureLoader(Loader):
     def __init__(
         self,
         order: SourceOrder,
-        readers: Mapping[str, Reader],
+        loaders: Mapping[str, SourceLoader],
         indices: Mapping[str, int],
         rows: range,
         global_batch_size: int,
     ) -> None:
         self._order, self._rows, self._global_batch_size = order, rows, global_batch_size
-        self._readers = [readers[name] for name in order.names]
+        self._loaders = [loaders[name] for name in order.names]
         self._indices = [indices[name] for name in order.names]
         self._first = 0
+        self.damaged_documents = sum(loader.damaged_documents for loader in self._loaders)
+        self.samples_per_epoch_of = {name: loader.samples_per_epoch for name, loader in loaders.items()}
 
     def next(self) -> Batch:
         samples, sources = [], []
         for row in self._rows:
             source, number = self._order.which(self._first + row)
-            reader = self._readers[source]
-            samples.append(reader[row].next() if isinstance(reader, dict) else reader.sample(number))
+            samples.append(self._loaders[source].sample(row, number))
             sources.append(self._indices[source])
         self._first += self._global_batch_size
         return stack(samples)._replace(sources_B=torch.tensor(sources))
@@ -84,11 +81,14 @@ class MixtureLoader(Loader):
             stream.reset()
         self._first = 0
 
+    def close(self) -> None:
+        for loader in self._loaders:
+            loader.close()
+
     def _streams(self) -> dict[str, RowStream]:
         """Streams by ``source/row``."""
-        readers = zip(self._order.names, self._readers, strict=True)
-        streamed = {name: reader for name, reader in readers if isinstance(reader, dict)}
-        return {f"{name}/{row}": stream for name, rows in streamed.items() for row, stream in rows.items()}
+        loaders = zip(self._order.names, self._loaders, strict=True)
+        return {f"{name}/{row}": stream for name, loader in loaders for row, stream in loader.streams.items()}
 
     def _load_streams(self, state: dict[str, Any]) -> None:
         saved, known = state.get("slots", {}), state["mixture"]["counts"]
@@ -127,27 +127,17 @@ def build_mixture_loader(
     if validating:
         data.require_validation()
     names = [name for name in data.source_names if not validating or data.sources[name].holds_out]
-    loaders: dict[str, Loader] = {}
+    loaders: dict[str, SourceLoader] = {}
     for name in names:
         with errors_of_source(name):
-            loaders[name] = build(source_config(data, name))
-    per_epoch = {name: loader.samples_per_epoch for name, loader in loaders.items()}
+            loader = build(source_config(data, name))
+        assert isinstance(loader, SourceLoader)
+        loaders[name] = loader
     shares: Shares = [(0, dict.fromkeys(names, Fraction(1, len(names))))]
     if not validating:
-        by_step = weights_by_step(data, per_epoch)
+        sizes = {name: loader.samples_per_epoch for name, loader in loaders.items()}
+        by_step = weights_by_step(data, sizes)
         shares = [((step - 1) * global_batch_size, weights) for step, weights in by_step]
-    mixture = MixtureLoader(
-        SourceOrder(shares, block=global_batch_size, seed=seed),
-        {name: _reader(loader) for name, loader in loaders.items()},
-        {name: index for index, name in enumerate(data.source_names)},
-        rows,
-        global_batch_size,
-    )
-    mixture.damaged_documents = sum(loader.damaged_documents for loader in loaders.values())
-    mixture.samples_per_epoch_of = per_epoch
-    return mixture
-
-
-def _reader(loader: Loader) -> Reader:
-    assert isinstance(loader, NumberedLoader | StreamLoader)
-    return loader.samples if isinstance(loader, NumberedLoader) else loader.streams
+    indices = {name: index for index, name in enumerate(data.source_names)}
+    order = SourceOrder(shares, block=global_batch_size, seed=seed)
+    return MixtureLoader(order, loaders, indices, rows, global_batch_size)

@@ -89,7 +89,8 @@ def result_row(trainer: Trainer) -> Row:
 
 def _source_losses(step: Step, trainer: Trainer) -> Row:
     """Return the loss and the valid tokens of each source of a mixture in one step."""
-    outcome, row = step.outcome, {}
+    outcome = step.outcome
+    row: Row = {}
     found = zip(outcome.source_losses, outcome.source_tokens, strict=True)
     for name, (loss, tokens) in zip(trainer.engine.sources.names, found, strict=True):
         row |= {f"loss.{name}": loss, f"valid_tokens.{name}": tokens}
