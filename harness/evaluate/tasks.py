@@ -272,12 +272,13 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 def _source(setting: Setting) -> tuple[Source, Any]:
     """The documents of a split: their source, and whether the one at an index belongs to it."""
     data, split = setting.data, setting.split
-    if data.kind == "synthetic":
+    rules = {
+        "synthetic": "has no documents to evaluate",
+        "mixture": "has several sources, and one is evaluated",
+    }
+    if data.kind in rules:
         works = "data=local_text 'data.paths=[FILES]'"
-        raise ConfigError("data.kind", "synthetic", "has no documents to evaluate", works)
-    if data.kind == "mixture":
-        works = f"the fields of one source of {', '.join(data.source_names)}, such as data.kind=local"
-        raise ConfigError("data.kind", "mixture", "has several sources, and task data reads one", works)
+        raise ConfigError("data.kind", data.kind, rules[data.kind], works)
     if split == "all":
         return source_of(data, "train")[0], lambda index: True
     try:

@@ -110,7 +110,7 @@ class EvaluationConfig:
                 raise ConfigError("evaluation.tasks", DATA, rule, "a .jsonl file, or other data")
             if data.kind == "mixture":
                 rule = "reads one source, and data.kind is mixture"
-                works = "a .jsonl file; validation.interval for the loss of each source"
+                works = "a .jsonl file, or validation.interval, which has the loss of each source"
                 raise ConfigError("evaluation.tasks", DATA, rule, works)
             data.require_validation()
 
