@@ -122,16 +122,16 @@ def leaf_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasse
         value, name = getattr(config, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
             yield from leaf_fields(value, name + ".")
-        elif isinstance(value, dict) and dataclasses.is_dataclass(element_type(config, field.name)):
+        elif isinstance(value, dict) and dataclasses.is_dataclass(_element_type(config, field.name)):
             for key in sorted(value):
                 yield from leaf_fields(value[key], f"{name}.{key}.")
         else:
             yield name, field, value
 
 
-def element_type(config: Any, name: str) -> Any:
+def _element_type(config: Any, name: str) -> Any:
     """Type of the values of a mapping field; None for other fields."""
-    hint = type_hints(config if isinstance(config, type) else type(config))[name]
+    hint = type_hints(type(config))[name]
     return get_args(hint)[1] if get_origin(hint) is dict else None
 
 
@@ -252,6 +252,10 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
     required = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
     if missing := [name for name in required if name not in plain]:
         raise ConfigError(f"{prefix}{missing[0]}", None, "must be given")
+
+    def built(kind: Any, value: Any, name: str) -> Any:
+        return from_dict(kind, value, f"{prefix}{name}.") if isinstance(value, dict) else value
+
     values = {}
     for name, value in plain.items():
         hint = hints[name]
@@ -260,14 +264,9 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
             raise ConfigError(key, as_typed(value), f"must be {describe_type(hint, key)}")
         inner = next((each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)), None)
         if inner is not None and get_origin(hint) is dict:
-            value = {
-                key: from_dict(cast("type", inner), each, f"{prefix}{name}.{key}.")
-                if isinstance(each, dict)
-                else each
-                for key, each in value.items()
-            }
-        elif inner is not None and isinstance(value, dict):
-            value = from_dict(cast("type", inner), value, f"{prefix}{name}.")
+            value = {key: built(inner, each, f"{name}.{key}") for key, each in value.items()}
+        elif inner is not None:
+            value = built(inner, value, name)
         values[name] = value
     return cls(**values)
 

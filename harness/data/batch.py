@@ -89,7 +89,7 @@ class SourceLoader(Loader):
 
     @abstractmethod
     def sample(self, row: int, number: int) -> tuple[np.ndarray, ...]:
-        """Return sample ``number`` of the source; of a stream, the next sample of the row."""
+        """Return sample ``number`` of the source; for a stream, the row's next sample."""
 
 
 def stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:

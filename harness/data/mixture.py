@@ -2,12 +2,11 @@
 
 ``SourceOrder`` assigns samples to sources by Tijdeman's rule (R. Tijdeman, "The chairman assignment problem",
 Discrete Mathematics 32, 1980). With k sources, after every n samples the number of samples of each source
-differs from its target, the sum of its share over the n samples, by at most 1 - 1/(2k - 2); no rule can do
-better for all shares. Shares may change with the sample number.
+differs from its target, the sum of its share over the n samples, by at most 1 - 1/(2k - 2), which is the best
+possible bound. Shares may change with the sample number.
 
-The rule alone is periodic: with two equal shares it alternates, and a row of the global batch would only ever
-see one source. So samples are shuffled within blocks, by default a global batch. The bound therefore holds
-after complete blocks.
+The rule alone is periodic: with two equal shares it alternates, and a row of the global batch would see one
+source only. So samples are shuffled within blocks of a global batch, and the bound holds after each block.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ Shares = Sequence[tuple[int, Mapping[str, Fraction]]]
 class SourceOrder:
     """Which source a sample comes from, and which sample of this source it is.
 
-    A function of the shares, the block and the seed. Numbers are asked for in ascending order, up to
-    repetitions within a block; only counts are kept, so that any position can be saved and loaded at once.
+    Both are functions of the shares, the block and the seed. Only counts are kept, so a position is loaded
+    without a replay; in return, sample numbers must not go back to an earlier block.
 
     Args:
-        shares: of every source; they add up to 1.
+        shares: share of every source; they add up to 1.
         block: number of samples that are shuffled together.
         seed: seed of the shuffling.
     """
@@ -55,7 +54,7 @@ class SourceOrder:
         """Return the index of a sample's source in ``names``, and the sample's number in that source.
 
         Raises:
-            ValueError: the sample is in an earlier block than the last one that was asked for.
+            ValueError: the sample is before the current block.
         """
         if number < self._first:
             raise ValueError(f"sample {number} is before the current block, which begins at {self._first}")
@@ -119,8 +118,8 @@ class _Target:
     """Tijdeman's rule in integers: a share is a numerator over the common denominator ``whole``.
 
     Sample c of a source (from 0) may be assigned once the source's target has reached c + 1/(2k - 2), and
-    must be assigned before it exceeds c + 1 - 1/(2k - 2). Of the sources that may have the next sample, it
-    goes to the one that must have it first.
+    must be assigned before the target exceeds c + 1 - 1/(2k - 2). The next sample goes to the source with the
+    earliest such limit, of those that may have it.
     """
 
     def __init__(self, shares: Shares, origin: int, counts: Sequence[int]) -> None:

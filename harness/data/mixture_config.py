@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from harness.config import NUMERICS
 from harness.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -19,10 +18,9 @@ if TYPE_CHECKING:
     from harness.data.config import DataConfig
 
 OWN = ("kind", "sources", "weights", "epochs", "weight_changes")
-"""Fields of a mixture that its sources do not have."""
-PACKING = ("mask_document_boundary", "attend_across_documents")
-"""Numerics that all sources of a mixture share, besides every field that is not numerics."""
+"""Fields of the mixture itself."""
 STEP = "step"
+"""Key of a change of weights that is not a source."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _EXAMPLE = "'data.sources={web: {kind: local, paths: [web/*.txt]}, code: {kind: local, paths: [code/*.py]}}'"
 
@@ -43,7 +41,8 @@ def check_mixture(data: DataConfig) -> None:
 
 def source_config(data: DataConfig, name: str) -> DataConfig:
     """Return the config of a source, with the fields that all sources share."""
-    return dataclasses.replace(data.sources[name], **{each: getattr(data, each) for each in _shared(data)})
+    shared = {field: getattr(data, field) for field in data.shared_fields}
+    return dataclasses.replace(data.sources[name], **shared)
 
 
 def require_validation_of_sources(data: DataConfig) -> None:
@@ -60,7 +59,7 @@ def require_validation_of_sources(data: DataConfig) -> None:
 
 @contextmanager
 def errors_of_source(name: str) -> Iterator[None]:
-    """Let errors about the config or the documents of a source name its fields."""
+    """Context manager that renames fields in errors: ``data.paths`` to ``data.sources.<name>.paths``."""
 
     def renamed(text: str) -> str:
         return re.sub(r"\bdata\.(?!sources\.)", f"data.sources.{name}.", text)
@@ -114,11 +113,6 @@ def _without_step(change: Mapping[str, float]) -> dict[str, float]:
     return {name: weight for name, weight in change.items() if name != STEP}
 
 
-def _shared(data: DataConfig) -> list[str]:
-    fields = dataclasses.fields(data)
-    return [each.name for each in fields if each.metadata["role"] != NUMERICS or each.name in PACKING]
-
-
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or name == STEP:
         rule = f"a name has letters, digits, _ and -, begins with a letter, and is not {STEP}"
@@ -130,22 +124,21 @@ def _check_fields_of_source(source: DataConfig, name: str) -> None:
         rule = "a source is not a mixture itself"
         raise ConfigError(f"data.sources.{name}.kind", "mixture", rule, "its sources beside the others")
     default = type(source)()
-    for field in _shared(source):
-        if getattr(source, field) != getattr(default, field):
+    for field in source.shared_fields:
+        value = getattr(source, field)
+        if value != getattr(default, field):
             rule = "is set once, for all sources"
-            value = getattr(source, field)
             raise ConfigError(f"data.sources.{name}.{field}", value, rule, f"data.{field}")
 
 
 def _refuse_fields_of_sources(data: DataConfig) -> None:
     """Refuse a field that has an effect on a source only."""
-    default, shared = type(data)(), _shared(data)
-    for field in dataclasses.fields(data):
-        value = getattr(data, field.name)
-        if field.name in OWN or field.name in shared or value == getattr(default, field.name):
-            continue
-        rule = "is a field of each source"
-        raise ConfigError(f"data.{field.name}", value, rule, f"data.sources.NAME.{field.name}")
+    default, allowed = type(data)(), {*OWN, *data.shared_fields}
+    for name in (field.name for field in dataclasses.fields(data)):
+        value = getattr(data, name)
+        if name not in allowed and value != getattr(default, name):
+            rule = "is a field of each source"
+            raise ConfigError(f"data.{name}", value, rule, f"data.sources.NAME.{name}")
 
 
 def _check_weights(data: DataConfig) -> None:

@@ -19,8 +19,8 @@ from harness.errors import DataError
 class MixtureLoader(Loader):
     """Loader of samples from several sources.
 
-    A source with random access is read by its own sample numbers, as if it were alone. Of a streamed source
-    every row of the global batch has its own stream, which advances when the row draws this source.
+    A source with random access is read by its own sample numbers, as if it were alone. A streamed source has
+    a stream for each row of the global batch; a stream advances when its row draws the source.
 
     Args:
         order: assigns samples to sources.

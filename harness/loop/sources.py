@@ -18,8 +18,8 @@ from harness.parallelism.loss import TokenLoss
 class LossSum(NamedTuple):
     """Sum of the losses of valid tokens, and their number."""
 
-    loss: float = 0.0
-    tokens: float = 0.0
+    loss: float
+    tokens: float
 
     @property
     def mean(self) -> float:

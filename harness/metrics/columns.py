@@ -48,7 +48,7 @@ METRICS = (
         "Loss of a source; null if the step has none of it.",
         "`data=mixture`",
     ),
-    Column("valid_tokens.*", "tokens", "Tokens of this step and source that count.", "`data=mixture`"),
+    Column("valid_tokens.*", "tokens", "Tokens of a source in this step, not masked.", "`data=mixture`"),
     Column("tokens.*", "tokens", "Tokens of a source since step 1.", "`data=mixture`"),
     Column("epochs.*", "count", "Epochs of a source since step 1; not of streams.", "`data=mixture`"),
     Column("mtp_loss", "nats/token", "Loss of multi-token prediction, without its weight.", "`model.mtp`"),
