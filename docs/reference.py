@@ -94,7 +94,7 @@ def typed(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return f"[{','.join(str(each) for each in value)}]"
+        return f"[{','.join(typed(each) for each in value)}]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{each}" for name, each in value.items()) + "}"
     return str(value) or "''"
@@ -113,7 +113,7 @@ def type_name(hint: Any) -> str:
     text = re.sub(r"list\[list\[(\w+)\]\]", r"lists of \1", text)
     text = re.sub(r"list\[dict\[\w+, (\w+)\]\]", r"list of mappings to \1", text)
     text = re.sub(r"list\[(\w+)\]", r"list of \1", text)
-    return re.sub(r"dict\[\w+, (\w+)\]", r"mapping to \1", text)
+    return re.sub(r"dict\[\w+, (?:\w+\.)*(\w+)\]", r"mapping to \1", text)
 
 
 def docstrings(cls: type) -> dict[str, str]:

@@ -8,11 +8,12 @@ Hydra or OmegaConf.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_origin
 
 from harness.compose_errors import MISSING, to_user_error
 from harness.errors import UserError
@@ -56,14 +57,23 @@ def register_schema(schema: type = Job) -> None:
 
 
 def schema_node(schema: type) -> Any:
-    """Return a dataclass as a config that can be changed: OmegaConf makes frozen ones read-only."""
-    from omegaconf import DictConfig, OmegaConf
+    """Return a dataclass as a config that can be changed: OmegaConf makes frozen ones read-only.
+
+    The elements of mappings of dataclasses and of lists of mappings lose their type, because OmegaConf
+    accepts only elements that have it already; ``from_dict`` checks them.
+    """
+    from omegaconf import DictConfig, ListConfig, OmegaConf
 
     def unlock(node: DictConfig) -> DictConfig:
         node._set_flag("readonly", None)
+        if dataclasses.is_dataclass(node._metadata.element_type):
+            node._metadata.element_type, node._metadata.ref_type = Any, dict[str, Any]
         for name in node:
-            if isinstance(child := node._get_node(name), DictConfig):
+            child = node._get_node(name)
+            if isinstance(child, DictConfig):
                 unlock(child)
+            elif isinstance(child, ListConfig) and get_origin(child._metadata.element_type) is dict:
+                child._metadata.element_type, child._metadata.ref_type = Any, list[Any]
         return node
 
     return unlock(OmegaConf.structured(schema))

@@ -114,13 +114,25 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
 
 
 def leaf_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Yield ``(dotted name, field, value)`` of every leaf field of a config dataclass, in order."""
+    """Yield ``(dotted name, field, value)`` of every leaf field of a config dataclass, in order.
+
+    Dataclasses in a mapping come in the order of their names.
+    """
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
             yield from leaf_fields(value, name + ".")
+        elif isinstance(value, dict) and dataclasses.is_dataclass(_element_type(config, field.name)):
+            for key in sorted(value):
+                yield from leaf_fields(value[key], f"{name}.{key}.")
         else:
             yield name, field, value
+
+
+def _element_type(config: Any, name: str) -> Any:
+    """Type of the values of a mapping field; None for other fields."""
+    hint = type_hints(type(config))[name]
+    return get_args(hint)[1] if get_origin(hint) is dict else None
 
 
 def rules_of(field: dataclasses.Field[Any]) -> str:
@@ -160,7 +172,7 @@ def check_rules(config: Any, prefix: str = "") -> None:
         for number in _numbers(value):
             _check_number(name, value, number)
         rule = field.metadata
-        for each in value if isinstance(value, list) else [value]:
+        for each in _elements(value):
             if not _breaks(each, rule):
                 continue
             shown = "''" if each == "" else each
@@ -169,6 +181,12 @@ def check_rules(config: Any, prefix: str = "") -> None:
                 raise ConfigError(name, shown, f"must be {rules_of(field)}", works)
             null = ["null"] if str(field.type).endswith("None") else []
             raise ConfigError(name, shown, "no such choice", [*rule["choices"], *null])
+
+
+def _elements(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else [value]
 
 
 def _breaks(value: Any, rule: Any) -> bool:
@@ -234,6 +252,10 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
     required = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
     if missing := [name for name in required if name not in plain]:
         raise ConfigError(f"{prefix}{missing[0]}", None, "must be given")
+
+    def built(kind: Any, value: Any, name: str) -> Any:
+        return from_dict(kind, value, f"{prefix}{name}.") if isinstance(value, dict) else value
+
     values = {}
     for name, value in plain.items():
         hint = hints[name]
@@ -241,8 +263,10 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
             key = f"{prefix}{name}"
             raise ConfigError(key, as_typed(value), f"must be {describe_type(hint, key)}")
         inner = next((each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)), None)
-        if inner is not None and isinstance(value, dict):
-            value = from_dict(cast("type", inner), value, f"{prefix}{name}.")
+        if inner is not None and get_origin(hint) is dict:
+            value = {key: built(inner, each, f"{name}.{key}") for key, each in value.items()}
+        elif inner is not None:
+            value = built(inner, value, name)
         values[name] = value
     return cls(**values)
 
@@ -298,8 +322,10 @@ def _describe_kind(kind: Any, key: str) -> str:
         return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
     if get_origin(kind) is list:
         inner = get_args(kind)[0]
-        nested = {list: "a list of lists, like [[a,b],[c]]", dict: "a list of mappings, like [{a:1,b:2}]"}
-        return nested.get(get_origin(inner), "a list, like [a,b]")
+        examples = {list: "a list of lists, like [[a,b],[c]]", dict: "a list of mappings, like [{a:1,b:2}]"}
+        return examples.get(get_origin(inner), "a list, like [a,b]")
+    if get_origin(kind) is dict and dataclasses.is_dataclass(get_args(kind)[1]):
+        return "a mapping of names to fields, like {a: {kind: b}}"
     if get_origin(kind) is dict and get_args(kind)[1] is str:
         return "a mapping of names to text, like {a: b}"
     simple = {int: "an integer", float: "a number", bool: "true or false", str: "text"}

@@ -267,11 +267,8 @@ class Job:
 
 def differing_numerics(a: Job, b: Job) -> list[str]:
     """Dotted names of the numerics in which two jobs differ."""
-    return [
-        name
-        for (name, role, left), (_, _, right) in zip(leaves(a), leaves(b), strict=True)
-        if role == NUMERICS and left != right
-    ]
+    first, second = ({name: value for name, role, value in leaves(job) if role == NUMERICS} for job in (a, b))
+    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 
 def _digest(pairs: list[tuple[str, Any]]) -> str:

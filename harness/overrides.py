@@ -87,14 +87,20 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
         match = OVERRIDE.match(override)
         if match is None or (match["value"] is None and match["sign"] != "~"):
             raise UserError(f"{override}: not an override; would work: field=value or group=option")
-        sign, key, value = match["sign"], match["key"].split("@")[0], match["value"]
+        sign, value = match["sign"], match["value"]
+        key, _, place = match["key"].partition("@")
+        if place and not (key == "data" and place.startswith("data.sources.")):
+            works = "data@data.sources.NAME=OPTION"
+            raise UserError(
+                f"{override}: an option of a group has one place; would work: {key}=OPTION, {works}"
+            )
         if key == "hydra" or key.startswith(("hydra.", "hydra/")):
             _check_hydra(override, key)
             continue
         if key not in known_groups:
             _check_field(key, value, schema, list(known_groups), sign)
         elif value is not None and "{" not in value:
-            if sign in ("+", "++"):
+            if sign in ("+", "++") and match["key"] == key:
                 raise UserError(f"{override}: a group is chosen without {sign}; would work: {key}={value}")
             _check_options(key, value, known_groups[key])
         elif sign == "~" and key in fields_of(schema):
@@ -113,12 +119,18 @@ def _check_hydra(override: str, key: str) -> None:
 def in_hydra_syntax(overrides: Iterable[str], schema: type = Job) -> list[str]:
     """Return the overrides in Hydra's syntax.
 
-    Hydra needs ``++`` before keys of mappings, and quotes around options that look like numbers (debug=nan)
-    and around characters that are not ASCII.
+    Hydra needs ``++`` before keys of mappings, ``+`` before an option of a group for another place
+    (data@data.sources.web=local_text), and quotes around options that look like numbers (debug=nan) and
+    around characters that are not ASCII.
     """
-    return [
-        ("++" if _is_own_key(override, schema) else "") + _with_quotes(override) for override in overrides
-    ]
+    return [_missing_sign(override, schema) + _with_quotes(override) for override in overrides]
+
+
+def _missing_sign(override: str, schema: type) -> str:
+    if _is_own_key(override, schema):
+        return "++"
+    match = OVERRIDE.match(override)
+    return "+" if match is not None and match["sign"] is None and "@" in match["key"] else ""
 
 
 def _with_quotes(override: str) -> str:
@@ -228,12 +240,10 @@ def unknown_field(
 
 
 def fields_of(schema: type) -> dict[str, Any]:
-    """Field names of a dataclass, each with its own dataclass, or None for a plain value."""
-    hints = type_hints(schema)
-    return {
-        field.name: next(
-            (t for t in (hints[field.name], *get_args(hints[field.name])) if dataclasses.is_dataclass(t)),
-            None,
-        )
-        for field in dataclasses.fields(schema)
-    }
+    """Field names of a dataclass, each with its own dataclass, or None for a plain value or a mapping."""
+    return {field.name: _inner(type_hints(schema)[field.name]) for field in dataclasses.fields(schema)}
+
+
+def _inner(hint: Any) -> Any:
+    kinds = () if get_origin(hint) is dict else (hint, *get_args(hint))
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)

@@ -61,6 +61,8 @@ def required_overrides(group: str, option: str) -> list[str]:
         needed.append("data.paths=[corpus/*]")
     if (group, option) == ("tokenizer", "none"):
         needed.append("data=synthetic")
+    if (group, option) == ("data", "mixture"):
+        needed += ["data.sources.a.kind=synthetic", "data.weights.a=1"]
     if group == "parallelism":
         # This batch fits pipelines with two stages per rank, and eight data-parallel ranks.
         needed.append("training.global_batch_size=64")

@@ -281,7 +281,9 @@ def test_the_reference_has_every_field_flag_and_class(reference: Path) -> None:
 
 
 RUNS = {
-    "dense": "model=llama3_tiny validation.interval=2 profiling=on profiling.interval=3 profiling.warmup=1",
+    "dense": "model=llama3_tiny validation.interval=2 profiling=on profiling.interval=3 profiling.warmup=1 "
+    "data=mixture data.sources.a={kind:local,paths:[*.jsonl],validation_paths:[*.jsonl],text_field:context} "
+    "data.sources.b.kind=synthetic data.weights={a:1,b:1} data.cache_dir=cache model.vocab_size=258",
     "scheduled": "model=llama3_tiny schedule.batch_size=[{until_step:1,sequences:1}] "
     "schedule.seq_len=[{until_step:1,tokens:8}]",
     "evaluated": "model=llama3_tiny model.vocab_size=258 evaluation.interval=5 evaluation.tasks=[pair.jsonl]",
@@ -291,13 +293,13 @@ RUNS = {
 
 def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) -> None:
     metrics, result = set(), {f"error.{name}" for name in failures.ERROR_FIELDS_IN_ROW}
-    (tmp_path / "pair.jsonl").write_text('{"context": "a", "continuation": "b"}')
+    (tmp_path / "pair.jsonl").write_text(2 * (json.dumps({"context": 20 * "a", "continuation": "b"}) + "\n"))
     for name, overrides in RUNS.items():
         common = (
             "data=synthetic tokenizer=bytes training.steps=5 training.seq_len=32 training.global_batch_size=2"
         )
         done = python(
-            *("-m", "harness.train", *overrides.split(), *common.split()),
+            *("-m", "harness.train", *common.split(), *overrides.split()),
             *(f"runs_dir={tmp_path}", f"name={name}", "cluster.device=cpu"),
             cwd=tmp_path,
         )

@@ -84,6 +84,7 @@ def test_gpu_is_deterministic_when_asked() -> None:
         "precision=bf16 optimizer.in_backward=true training.max_norm=0 training.local_batch_size=4",
         "precision=bf16 model.moe.num_experts=8 model.moe.hidden_dim=64 model.moe.top_k=2",
         "precision=bf16 training.attention=flex",
+        "data=mixture data.sources.a.kind=synthetic data.sources.b.kind=synthetic data.weights={a:1,b:1}",
     ],
 )
 def test_a_step_makes_the_host_wait_for_nothing(overrides: str, request: pytest.FixtureRequest) -> None:
@@ -96,7 +97,7 @@ def test_a_step_makes_the_host_wait_for_nothing(overrides: str, request: pytest.
     set_up_process(job)
     with process_group(job, device):
         engine = Engine(job, device)
-        loader = Prefetcher(Tokens(), 2, device)
+        loader = Prefetcher(Tokens(has_sources="mixture" in overrides), 2, device)
         outcomes = []
         for step in range(6):
             batch = loader.next()
@@ -113,9 +114,12 @@ class Tokens(Loader):
 
     samples_per_epoch = None
 
+    def __init__(self, *, has_sources: bool = False) -> None:
+        self.sources = torch.tensor([0, 1, 1, 0]) if has_sources else None
+
     def next(self) -> Batch:
         tokens = torch.randint(0, 256, (4, 65))
-        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), sources_B=self.sources)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

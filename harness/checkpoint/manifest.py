@@ -139,6 +139,8 @@ def _find(manifest: dict[str, Any], name: str) -> Any:
 
 def _check_position(position: dict[str, Any]) -> None:
     """Check the data position: a number of samples, or the position of a stream per batch row."""
+    if "mixture" in position:
+        _require(position, {"samples": _COUNT, "mixture.counts": _OBJECT, "mixture.block": _OBJECT})
     if "slots" not in position:
         _require(position, {"samples": _COUNT})
         _check(position, {"tokens": _COUNT})

@@ -29,6 +29,8 @@ CONTINUES = "continues.json"
 FALLBACKS = 5
 # Fields that determine the length of the learning-rate curve.
 CURVE_FIELDS = ("training.steps", "schedule.total_steps")
+# Mappings among the numerics: their keys are compared, too.
+_MAPPINGS = ("data.sources", "data.weights", "data.epochs")
 # Number of runs of the same name to examine for one that the user may have meant to resume.
 SIBLINGS = 20
 
@@ -205,7 +207,7 @@ def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> N
     """
     allowed = job.checkpoint.allow_changed
     for name in allowed:
-        if name not in _numerics(job):
+        if name not in _numerics(job) and not any(_covers(mapping, name) for mapping in _MAPPINGS):
             raise ConfigError("checkpoint.allow_changed", name, "no numerics field has this name")
     names = [name for name in differing(job, checkpoint) if name.startswith(only)]
     if names:
@@ -222,26 +224,46 @@ def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
 
     With the same learning-rate curve, training.steps only says when the run ends, and does not count.
     """
-    saved = _saved(checkpoint)
-    curve = max(saved.get("training.steps", 0), saved.get("schedule.total_steps") or 0)
+    saved, own = _saved(checkpoint), _numerics(job)
+    curve = max(saved.get("training.steps") or 0, saved.get("schedule.total_steps") or 0)
     same_curve = curve == job.schedule.curve_steps(job.steps)
+    # Fields added since the checkpoint was written cannot be compared.
+    names = [name for name, value in own.items() if name in saved and saved[name] != value]
+    for name in _MAPPINGS if "data" in (checkpoint.job or {}) else ():
+        names += sorted(_keys(name, own) ^ _keys(name, saved))
     return [
         name
-        for name, value in _numerics(job).items()
-        # Fields added since the checkpoint was written cannot be compared.
-        if name in saved and saved[name] != value and not name.startswith("checkpoint.")
-        if name not in job.checkpoint.allow_changed and not (same_curve and name in CURVE_FIELDS)
+        for name in names
+        if not name.startswith("checkpoint.")
+        and not any(_covers(allowed, name) for allowed in job.checkpoint.allow_changed)
+        and not (same_curve and name in CURVE_FIELDS)
     ]
 
 
 def _describe(job: Job, checkpoint: Checkpoint, only: str = "") -> str:
     saved, own = _saved(checkpoint), _numerics(job)
     names = [name for name in differing(job, checkpoint) if name.startswith(only)]
-    return ", ".join(f"{name}={saved[name]} there and {own[name]} here" for name in names)
+    return ", ".join(f"{name}={_shown(name, saved)} there and {_shown(name, own)} here" for name in names)
+
+
+def _shown(name: str, values: dict[str, Any]) -> Any:
+    """Return the value of a field, of a source its kind."""
+    return values.get(name, values.get(f"{name}.kind", "none"))
 
 
 def _numerics(job: Job) -> dict[str, Any]:
-    return {name: value for name, role, value in leaves(job) if role == NUMERICS}
+    return dict(flat_items({name: value for name, role, value in leaves(job) if role == NUMERICS}))
+
+
+def _covers(field: str, name: str) -> bool:
+    """Whether a name is that of a field, or below it."""
+    return name == field or name.startswith(f"{field}.")
+
+
+def _keys(mapping: str, values: dict[str, Any]) -> set[str]:
+    """Dotted names of the keys of a mapping among flat values."""
+    depth = mapping.count(".") + 2
+    return {".".join(name.split(".")[:depth]) for name in values if name.startswith(f"{mapping}.")}
 
 
 def _saved(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -5,14 +5,16 @@ Validation needs no torch and opens no file. The loader checks the files and rai
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.config import execution, label, numerics
+from harness.config import NUMERICS, execution, label, numerics
+from harness.data.mixture_config import check_mixture, require_validation_of_sources
 from harness.data.tiktoken_sets import SETS
 from harness.errors import ConfigError
 
-DATA_KINDS = ("local", "tokens", "hub", "synthetic")
+DATA_KINDS = ("local", "tokens", "hub", "synthetic", "mixture")
 WITHOUT_TEXT = ("tokens", "synthetic")
 ENCODING_ERRORS = ("strict", "replace", "skip")
 TEXT_FORMATS = ("auto", "text", "jsonl", "parquet")
@@ -31,7 +33,9 @@ _READ_ONLY_BY = {
     ("tokens",): ("tokens_field", "dtype", "boundaries"),
     ("hub",): ("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
     ("synthetic",): ("mask_fraction",),
+    ("mixture",): ("sources", "weights", "epochs", "weight_changes"),
 }
+_PACKING = ("mask_document_boundary", "attend_across_documents")
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,8 @@ class DataConfig:
     """Source of the documents, held-out documents, and packing into samples."""
 
     kind: str = numerics("local", choices=DATA_KINDS)
-    """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library) or
-    `synthetic` (random tokens)."""
+    """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library), `synthetic`
+    (random tokens) or `mixture` (several of these)."""
 
     paths: list[str] = numerics(factory=list)
     """local: globs of the training files, relative to the working directory. `**` matches any depth;
@@ -108,6 +112,20 @@ class DataConfig:
     """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform between 0
     and twice this, so samples have different numbers of valid labels; at least one label stays valid."""
 
+    sources: dict[str, DataConfig] = numerics(factory=dict)
+    """mixture: the sources by name, each with the fields of `data`."""
+
+    weights: dict[str, float] = numerics(factory=dict, least=0)
+    """mixture: share of each source in the samples, by name. Only the ratio of the weights counts, so they
+    can be numbers of tokens. A source that is not named has weight 0."""
+
+    epochs: dict[str, float] = numerics(factory=dict, above=0)
+    """mixture, instead of `weights`: epochs of each source, by name. The weight of a source is this times its
+    samples per epoch, so only the ratio of the epochs counts."""
+
+    weight_changes: list[dict[str, float]] = numerics(factory=list)
+    """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`."""
+
     mask_document_boundary: bool = numerics(True)
     """Mask the label at a document's last token, which is the next document's first token."""
 
@@ -135,7 +153,9 @@ class DataConfig:
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other."""
         self._refuse_settings_of_other_kinds()
-        if self.kind in ("local", "tokens"):
+        if self.kind == "mixture":
+            check_mixture(self)
+        elif self.kind in ("local", "tokens"):
             self._validate_files()
         elif self.kind == "hub":
             self._validate_hub()
@@ -152,19 +172,36 @@ class DataConfig:
         Raises:
             ConfigError: there are none.
         """
-        if (
-            self.kind == "synthetic"
-            or self.validation_paths
-            or self.validation_split
-            or self.validation_fraction
-            # Whether a corpus has held-out documents is known when it is opened.
-            or (self.kind == "tokens" and self.format in ("auto", "corpus"))
-        ):
+        if self.kind == "mixture":
+            return require_validation_of_sources(self)
+        if self.holds_out:
             return
         other = "data.validation_paths" if self.kind in ("local", "tokens") else "data.validation_split"
         works = other if self.streaming else f"data.validation_fraction=0.02, or {other}"
         rule = "validation is enabled, but no documents are held out for it"
         raise ConfigError("data.validation_fraction", self.validation_fraction, rule, works)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are samples for validation."""
+        if self.kind == "mixture":
+            return any(source.holds_out for source in self.sources.values())
+        # Whether a corpus has held-out documents is known when it is opened.
+        may_be_corpus = self.kind == "tokens" and self.format in ("auto", "corpus")
+        held_out = self.validation_paths or self.validation_split or self.validation_fraction
+        return self.kind == "synthetic" or may_be_corpus or bool(held_out)
+
+    @property
+    def shared_fields(self) -> list[str]:
+        """Fields that the sources of a mixture share: packing, and what every kind reads in the same way."""
+        fields = [field for field in dataclasses.fields(self) if field.metadata["role"] != NUMERICS]
+        of_one_kind = {name for names in _READ_ONLY_BY.values() for name in names}
+        return [*_PACKING, *(field.name for field in fields if field.name not in of_one_kind)]
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of a mixture's sources; the index of a source is its position here."""
+        return sorted(self.sources)
 
     def _refuse_settings_of_other_kinds(self) -> None:
         default = DataConfig()

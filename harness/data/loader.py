@@ -10,18 +10,17 @@ B is the number of a rank's rows, T the sequence length.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from harness.data.batch import Batch, Cursor, Loader, Piece, SourceLoader, stack
 from harness.data.cache import open_cache
 from harness.data.config import DataConfig
+from harness.data.mixture_loader import build_mixture_loader
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
-from harness.data.sizes import Phase, Sizes
+from harness.data.sizes import Sizes
 from harness.data.sources import open_dataset, require_column, source_of
 from harness.data.streaming import RowStream
 from harness.data.token_files import open_token_files
@@ -30,63 +29,6 @@ from harness.data.vocabulary import check_vocab_size
 from harness.errors import DataError
 
 __all__ = ["IGNORE_INDEX", "Batch", "Loader", "build_loader", "merge_states"]
-
-
-class Batch(NamedTuple):
-    """A rank's rows of one global step, in row order; all int64.
-
-    Labels are shifted: ``labels_BT[b, t]`` is the target for ``inputs_BT[b, t]``, or IGNORE_INDEX.
-    """
-
-    inputs_BT: Tensor
-    labels_BT: Tensor
-    documents_BT: Tensor | None = None
-    """With data.attend_across_documents=false: the number of each input's document within its row."""
-
-    def each(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Apply ``function`` to every tensor."""
-        documents = None if self.documents_BT is None else function(self.documents_BT)
-        return Batch(function(self.inputs_BT), function(self.labels_BT), documents)
-
-
-class Loader(ABC):
-    """An endless sequence of batches of one split.
-
-    Attributes:
-        samples_per_epoch: samples per epoch, over all rows; None if unknown (streams) or meaningless
-            (synthetic data).
-        damaged_documents: number of documents that were not UTF-8, and were repaired or left out by
-            data.encoding_errors.
-    """
-
-    samples_per_epoch: int | None
-    damaged_documents: int = 0
-
-    @abstractmethod
-    def next(self) -> Batch:
-        """Return this loader's rows of the next global step."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, JSON-serializable; combine the states of all ranks with ``merge_states``."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step at which ``state`` was saved; the sizes of the next step are those of
-        ``state["step"] + 1``.
-
-        Raises:
-            DataError: the state is from a stream and this loader is not, or the reverse; or, for streams, it
-                is from another global batch size or does not contain this loader's rows.
-        """
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Return to global step 0."""
-
-    def close(self) -> None:
-        """Stop background work."""
-        return
 
 
 def build_loader(
@@ -124,6 +66,26 @@ def build_loader(
     if rows.step != 1 or not 0 <= rows.start < rows.stop <= global_batch_size:
         raise ValueError(f"rows {rows} are not part of a global batch of {global_batch_size}")
     sizes = sizes or Sizes(global_batch_size, seq_len)
+    if data.kind == "mixture":
+        return build_mixture_loader(
+            data,
+            lambda source: build_loader(
+                source,
+                tokenizer,
+                seq_len=seq_len,
+                global_batch_size=global_batch_size,
+                seed=seed,
+                rows=rows,
+                split=split,
+                model_vocab_size=model_vocab_size,
+                wait_for_all=wait_for_all,
+                is_builder=is_builder,
+            ),
+            sizes=sizes,
+            seed=seed,
+            rows=rows,
+            split=split,
+        )
     if data.kind == "synthetic":
         synthetic = SyntheticSamples(
             split=split,
@@ -187,48 +149,37 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-class _NumberedLoader(Loader):
-    """Loader of samples with random access.
-
-    The state is the next sample; after a step that ended inside a sample, also the tokens read of that one.
-    """
+class _NumberedLoader(SourceLoader):
+    """Loader of samples with random access."""
 
     def __init__(self, samples: Samples, rows: range, sizes: Sizes) -> None:
-        self._samples, self._rows, self._sizes = samples, rows, sizes
-        self._step = self._position = 0
+        self._samples, self._cursor = samples, Cursor(rows, sizes)
+        self._known: tuple[int, tuple[np.ndarray, ...]] | None = None
         self.samples_per_epoch = samples.num_per_epoch
 
-    def next(self) -> Batch:
-        phase = self._sizes.at(self._step + 1)
-        begin = phase.begin(self._position)
-        batch = _stack(list(self._pieces(phase, begin)))
-        self._step, self._position = self._step + 1, begin + phase.tokens
-        return batch
+    def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
+        # Neighbouring rows read pieces of one sample.
+        if self._known is None or self._known[0] != piece.number:
+            self._known = piece.number, self._samples.sample(piece.number)
+        return _cut(self._known[1], piece.first, piece.length)
 
-    def _pieces(self, phase: Phase, begin: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield this loader's rows of a step that begins at position ``begin``."""
-        length, known = phase.seq_len, -1
-        for row in phase.share(self._rows, self._sizes.batch_size):
-            number, first = divmod(begin + row * length, self._sizes.seq_len)
-            if number != known:
-                known, sample = number, self._samples.sample(number)
-            yield _cut(sample, first, length)
+    def next(self) -> Batch:
+        return stack([self.read(piece) for piece in self._cursor.advance()])
 
     def state_dict(self) -> dict[str, Any]:
-        samples, tokens = divmod(self._position, self._sizes.seq_len)
-        return {"step": self._step, "samples": samples, **({"tokens": tokens} if tokens else {})}
+        return self._cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _refuse_mixture(state)
         if "slots" in state:
             raise DataError("the saved position is in a streamed dataset, and data.streaming is false")
-        self._step = state["step"]
-        self._position = state["samples"] * self._sizes.seq_len + state.get("tokens", 0)
+        self._cursor.load_state_dict(state)
 
     def reset(self) -> None:
-        self._step = self._position = 0
+        self._cursor.reset()
 
 
-class _StreamLoader(Loader):
+class _StreamLoader(SourceLoader):
     """Loader with a stream per row of the largest batch; the state is the step and every stream's position.
 
     Row j of a smaller batch of B rows reads stream j * global_batch_size // B. So a rank's rows of any batch
@@ -238,32 +189,31 @@ class _StreamLoader(Loader):
     samples_per_epoch = None
 
     def __init__(self, streams: dict[int, RowStream], rows: range, sizes: Sizes) -> None:
-        self._streams, self._rows, self._sizes = streams, rows, sizes
-        self._step = 0
+        self._streams, self._cursor, self._batch_size = streams, Cursor(rows, sizes), sizes.batch_size
+
+    @property
+    def streams(self) -> Mapping[int, RowStream]:
+        return self._streams
+
+    def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
+        return self._streams[piece.slot].next(piece.length)
 
     def next(self) -> Batch:
-        phase, largest = self._sizes.at(self._step + 1), self._sizes.batch_size
-        batch = _stack(
-            [
-                self._streams[row * largest // phase.batch_size].next(phase.seq_len)
-                for row in phase.share(self._rows, largest)
-            ]
-        )
-        self._step += 1
-        return batch
+        return stack([self.read(piece) for piece in self._cursor.advance()])
 
     def state_dict(self) -> dict[str, Any]:
         slots = {str(row): stream.state_dict() for row, stream in self._streams.items()}
-        return {"step": self._step, "global_batch_size": self._sizes.batch_size, "slots": slots}
+        return {"step": self._cursor.step, "global_batch_size": self._batch_size, "slots": slots}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _refuse_mixture(state)
         if "slots" not in state:
             raise DataError("the saved position is not in a streamed dataset, and data.streaming is true")
         saved = state["global_batch_size"]
-        if saved != self._sizes.batch_size:
+        if saved != self._batch_size:
             raise DataError(
                 f"a streamed dataset is split by rows of the global batch, so it cannot resume with "
-                f"training.global_batch_size={self._sizes.batch_size}; the state was saved with {saved}"
+                f"training.global_batch_size={self._batch_size}; the state was saved with {saved}"
             )
         missing = [str(row) for row in self._streams if str(row) not in state["slots"]]
         if missing:
@@ -272,12 +222,17 @@ class _StreamLoader(Loader):
             )
         for row, stream in self._streams.items():
             stream.load_state_dict(state["slots"][str(row)])
-        self._step = state["step"]
+        self._cursor.step = state["step"]
 
     def reset(self) -> None:
         for stream in self._streams.values():
             stream.reset()
-        self._step = 0
+        self._cursor.reset()
+
+
+def _refuse_mixture(state: dict[str, Any]) -> None:
+    if "mixture" in state:
+        raise DataError("the saved position is in a mixture, and data.kind is not mixture")
 
 
 def _build_streams(
@@ -303,13 +258,3 @@ def _build_streams(
         )
         for row in rows
     }
-
-
-def _cut(sample: tuple[np.ndarray, ...], first: int, length: int) -> tuple[np.ndarray, ...]:
-    """Return ``length`` tokens of a sample from ``first`` on; documents are numbered from 0 again."""
-    inputs_T, labels_T, *documents = (array[first : first + length] for array in sample)
-    return inputs_T, labels_T, *(documents_T - documents_T[0] for documents_T in documents)
-
-
-def _stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
-    return Batch(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*samples, strict=True)))

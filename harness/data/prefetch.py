@@ -24,6 +24,8 @@ class DeviceBatch(Batch):
     """A batch on the device; its valid labels were counted on the host before the copy."""
 
     num_valid: int
+    valid_by_source: dict[int, int]
+    """With ``sources_B``: valid labels by source."""
 
 
 def count_valid(batch: Batch) -> int:
@@ -31,6 +33,18 @@ def count_valid(batch: Batch) -> int:
     if isinstance(batch, DeviceBatch):
         return batch.num_valid
     return int((batch.labels_BT != IGNORE_INDEX).sum())
+
+
+def valid_by_source(batch: Batch) -> dict[int, int]:
+    """Number of labels that are not ignored, by source, of a batch with ``sources_B``."""
+    if isinstance(batch, DeviceBatch):
+        return batch.valid_by_source
+    assert batch.sources_B is not None
+    counts: dict[int, int] = {}
+    valid = (batch.labels_BT != IGNORE_INDEX).sum(1)
+    for source, number in zip(batch.sources_B.tolist(), valid.tolist(), strict=True):
+        counts[source] = counts.get(source, 0) + number
+    return counts
 
 
 def place(batch: Batch, device: torch.device) -> DeviceBatch:
@@ -42,6 +56,8 @@ def place(batch: Batch, device: torch.device) -> DeviceBatch:
         copy = batch.each(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
     on_device = DeviceBatch(*copy)
     on_device.num_valid = count_valid(batch)
+    if batch.sources_B is not None:
+        on_device.valid_by_source = valid_by_source(batch)
     return on_device
 
 
@@ -57,6 +73,7 @@ class Prefetcher(Loader):
     def __init__(self, loader: Loader, depth: int, device: torch.device) -> None:
         self._loader, self._depth, self._device = loader, depth, device
         self.samples_per_epoch, self.damaged_documents = loader.samples_per_epoch, loader.damaged_documents
+        self.samples_per_epoch_of = loader.samples_per_epoch_of
         self._state = loader.state_dict()
         self._worker: _Worker | None = None
 

@@ -33,7 +33,7 @@ from harness.data.text_files import (
     read_in_parts,
     skip_to_line,
 )
-from harness.errors import DataError
+from harness.errors import ConfigError, DataError
 
 _ROWS_PER_READ = 256
 # A longer file has more characters than a batch, so it is encoded in pieces in any case.
@@ -45,8 +45,10 @@ def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
     """Return the source of ``split`` ("train" or "validation"), and its held-out fraction.
 
     Raises:
-        ConfigError: the split is "validation" and no documents are held out for it.
+        ConfigError: the split is "validation" and no documents are held out for it, or the data is a mixture.
     """
+    if config.kind == "mixture":
+        raise ConfigError("data.kind", "mixture", "has several sources", "the fields of one of data.sources")
     validating = split == "validation"
     if validating:
         config.require_validation()

@@ -272,9 +272,11 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 def _source(setting: Setting) -> tuple[Source, Any]:
     """The documents of a split: their source, and whether the one at an index belongs to it."""
     data, split = setting.data, setting.split
-    if data.kind in WITHOUT_TEXT:
+    rules = dict.fromkeys(WITHOUT_TEXT, "has no text to evaluate")
+    rules["mixture"] = "has several sources, and one is evaluated"
+    if data.kind in rules:
         works = "data=local_text 'data.paths=[FILES]'"
-        raise ConfigError("data.kind", data.kind, "has no text to evaluate", works)
+        raise ConfigError("data.kind", data.kind, rules[data.kind], works)
     if split == "all":
         return source_of(data, "train")[0], lambda index: True
     try:

@@ -164,6 +164,10 @@ class EvaluationConfig:
             if data.kind in WITHOUT_TEXT:
                 rule = f"data.kind={data.kind} has no text"
                 raise ConfigError("evaluation.tasks", DATA, rule, "a .jsonl file, or other data")
+            if data.kind == "mixture":
+                rule = "reads one source, and data.kind is mixture"
+                works = "a .jsonl file, or validation.interval, which has the loss of each source"
+                raise ConfigError("evaluation.tasks", DATA, rule, works)
             data.require_validation()
 
 

@@ -15,6 +15,8 @@ from harness.data.loader import Batch
 from harness.data.prefetch import count_valid, place
 from harness.errors import LostGradientError
 from harness.job import Job
+from harness.loop.outcome import HOST, StepOutcome
+from harness.loop.sources import LossSum, SourceLosses
 from harness.metrics.annotation import annotated
 from harness.model.decoder import Decoder
 from harness.optimizer.adamw import RoundedAdamW
@@ -28,75 +30,6 @@ from harness.parallelism.fsdp import reshard
 from harness.parallelism.mesh import Mesh, build_mesh
 from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
-
-HOST = torch.device("cpu")
-
-
-class StepOutcome:
-    """Loss and gradient norm of one step; the same on every rank, except ``local_loss``.
-
-    The device may not have computed the values yet. The first access to one of them waits until they are
-    copied to the host, but not for work queued later.
-
-    Args:
-        sums: summed over the world, on the device: square of the gradient norm, loss, and the loss of
-            multi-token prediction if the model has it.
-        loss: this rank's share of the loss.
-        squares: this rank's share of each gradient's squared norm.
-        valid_tokens: tokens of the global batch that the loss counts.
-        local_weight: factor from ``loss`` to the mean loss of this rank's tokens; None on ranks that compute
-            no loss.
-        stop_requested: whether any rank was asked to stop.
-    """
-
-    def __init__(
-        self,
-        sums: Tensor,
-        loss: Tensor,
-        squares: Tensor,
-        *,
-        valid_tokens: int,
-        local_weight: float | None,
-        stop_requested: bool,
-    ) -> None:
-        self.valid_tokens, self.stop_requested = valid_tokens, stop_requested
-        self.squares, self._local_weight = squares, local_weight
-        square_sum, *loss_sums = sums.unbind()
-        # The one number that decides about the update: it is not finite if a loss is not finite.
-        self.norm = (square_sum + 0 * sum(loss_sums)).sqrt()
-        values = torch.stack([square_sum.sqrt(), loss.double(), *loss_sums])
-        self._values = values.to(HOST, non_blocking=True)
-        self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
-
-    @property
-    def loss(self) -> float:
-        """Mean loss per valid token of the global batch, nats."""
-        return self._value(2)
-
-    @property
-    def mtp_loss(self) -> float | None:
-        """Loss of multi-token prediction per valid token; None if the model has none."""
-        return self._value(3) if len(self._values) > 3 else None
-
-    @property
-    def grad_norm(self) -> float:
-        """Global 2-norm of the gradients before clipping."""
-        return self._value(0)
-
-    @property
-    def local_loss(self) -> float | None:
-        """Mean loss per valid token of this rank's rows; None on ranks that compute no loss."""
-        return None if self._local_weight is None else self._value(1) * self._local_weight
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether losses and norm are finite; the same on every rank, because they are global sums."""
-        return all(abs(value) < float("inf") for value in (self.loss, self.grad_norm, self.mtp_loss or 0.0))
-
-    def _value(self, index: int) -> float:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return float(self._values[index])
 
 
 class Engine:
@@ -120,6 +53,7 @@ class Engine:
             built = mesh, build_model_parts(job, mesh, device)
         self.mesh, self.parts = built
         self.loss = build_loss(job, self.mesh, self.parts)
+        self.sources = SourceLosses(job, self.loss)
         self.balance = Balance(job, self.parts, device)
         self.length = job.training.seq_len
         self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
@@ -195,26 +129,33 @@ class Engine:
         self.balance.set_size(rows * self.job.parallelism.data_parallel, length)
         local_tokens = count_valid(batch)
         # Summed in host memory: on the device this would wait for the previous step.
-        tokens = local_tokens if self.counts_tokens else 0
-        valid_tokens, stops = self.world_sum([tokens, float(stop_requested)], HOST)
+        counted = [local_tokens, *self.sources.tokens(batch)]
+        tokens = counted if self.counts_tokens else [0] * len(counted)
+        stops, valid_tokens, *source_tokens = self.world_sum([float(stop_requested), *tokens], HOST)
         # The loss of a batch without valid tokens is 0, not 0/0.
         self.loss.denominator = max(1.0, valid_tokens)
         with annotated("forward_backward"):
-            pieces = split_batch(place(batch, self.device), self.job.local_batch_size)
+            batch = place(batch, self.device)
+            pieces = split_batch(batch, self.job.local_batch_size)
             losses = torch.zeros(1 + self.job.model.mtp.depth, device=self.device)
-            for i, piece in enumerate(pieces):
-                losses = losses + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
+            with self.sources.recorded(batch) as rows:
+                for i, piece in enumerate(pieces):
+                    losses = losses + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
+            # With multi-token prediction every other loss is that of the token after the next.
+            all_losses = [*losses, *self.sources.losses(batch, rows[:: len(losses)])]
         if not self._gradients_checked:
             self._check_gradients()
         with annotated("gradient_norm"):
             squares = self._squares()
-            sums = self.world_total([squares.sum(), *(losses if self.has_loss else [0.0] * len(losses))])
+            own = all_losses if self.has_loss else [0.0] * len(all_losses)
+            sums = self.world_total([squares.sum(), *own])
         reports_loss = self.counts_tokens and local_tokens > 0
         return StepOutcome(
             sums,
             self._loss_of_sequences(losses[0]),
             squares,
             valid_tokens=int(valid_tokens),
+            source_tokens=list(map(int, source_tokens)),
             local_weight=self.loss.denominator / local_tokens if reports_loss else None,
             stop_requested=stops > 0,
         )
@@ -290,19 +231,24 @@ class Engine:
         self.schedule.step()
         self.optimizer.zero_grad()
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Return the sum of token losses and the number of valid tokens of one global batch; no gradients."""
+    def evaluate(self, batch: Batch) -> list[LossSum]:
+        """Return the loss of one global batch, and of a mixture that of each source; no gradients."""
         self._scale_weights()
         self._set_length(batch.inputs_BT.shape[1])
         self.loss.denominator = 1.0
         loss = torch.zeros((), device=self.device)
-        for piece in split_batch(place(batch, self.device), self.job.local_batch_size):
-            loss = loss + self.executor.forward(piece)
+        batch = place(batch, self.device)
+        with self.sources.recorded(batch) as rows:
+            for piece in split_batch(batch, self.job.local_batch_size):
+                loss = loss + self.executor.forward(piece)
         for part in self.parts:
             reshard(part)  # without a backward pass FSDP leaves some modules gathered
-        tokens = count_valid(batch) if self.counts_tokens else 0
-        total = self.world_sum([loss if self.has_loss else 0.0, tokens])
-        return float(total[0]), int(total[1])
+        losses = [loss, *self.sources.losses(batch, rows)]
+        tokens = [count_valid(batch), *self.sources.tokens(batch)]
+        own = [*(losses if self.has_loss else [0.0] * len(losses))]
+        own += tokens if self.counts_tokens else [0] * len(tokens)
+        total = self.world_sum(own)
+        return [LossSum(*each) for each in zip(total[: len(tokens)], total[len(tokens) :], strict=True)]
 
     def score(self, batch: Batch) -> Tensor:
         """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""

@@ -73,7 +73,7 @@ def save_evidence(folder: Path, step: Step, names: list[str]) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stem.with_suffix(".json").write_text(json.dumps(row, indent=2) + "\n")
-        tensors = {"inputs": batch.inputs_BT, "labels": batch.labels_BT, "documents": batch.documents_BT}
+        tensors = {name.rpartition("_")[0]: tensor for name, tensor in batch._asdict().items()}
         torch.save(
             {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None},
             stem.with_suffix(".pt"),

@@ -24,6 +24,7 @@ class Progress:
     tokens: int = 0
     loss: float | None = None
     validation_loss: float | None = None
+    source_validation: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0
     first_step_seconds: float | None = None

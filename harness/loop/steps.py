@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from harness.data.loader import Batch
-from harness.loop.engine import StepOutcome
+from harness.loop.outcome import StepOutcome
 
 LATE_STEPS = {"cpu": 0, "cuda": 1}
 """How many steps later the host may read the values of a step. On a CPU there is no device to wait for."""

@@ -27,6 +27,7 @@ from harness.loop.process import garbage_collection
 from harness.loop.progress import Progress, device_name, device_peak
 from harness.loop.setup import set_timeouts
 from harness.loop.signals import StopRequest, ignore_stop_signals
+from harness.loop.sources import add_up
 from harness.loop.steps import Step, StepQueue
 from harness.metrics.annotation import annotated
 from harness.metrics.memory import peak_memory_gib
@@ -334,14 +335,18 @@ class Trainer:
         assert self.validation_loader is not None
         with self.timer.section("validation"):
             self.validation_loader.reset()
-            losses, tokens = 0.0, 0
-            for _ in range(self.job.validation.steps):
-                loss, valid = self.engine.evaluate(self.validation_loader.next())
-                losses, tokens = losses + loss, tokens + valid
-            self.progress.validation_loss = losses / max(1, tokens)
+            batches = (self.validation_loader.next() for _ in range(self.job.validation.steps))
+            total, *by_source = add_up([self.engine.evaluate(batch) for batch in batches])
+            self.progress.validation_loss = total.mean
+            self.progress.source_validation = {
+                f"validation_loss.{name}": found.mean
+                for name, found in zip(self.engine.sources.names, by_source, strict=True)
+                if found.tokens
+            }
             self.compiler.mark_expected()  # compiling a graph without gradients is expected
         if self.recorder is not None:
-            self.recorder.log({"step": step, "validation_loss": self.progress.validation_loss})
+            losses = {"validation_loss": self.progress.validation_loss, **self.progress.source_validation}
+            self.recorder.log({"step": step, **losses})
 
     def _evaluate(self, step: int) -> None:
         assert self.evaluation is not None

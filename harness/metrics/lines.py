@@ -8,6 +8,7 @@ from typing import Any
 Format = Callable[[Any], str]
 
 EVALUATION = "evaluation."
+SOURCE_VALIDATION = "validation_loss."
 
 # In the order of a line: key of the row, its name on the line, its format.
 _FIELDS: tuple[tuple[str, str, Format], ...] = (
@@ -28,7 +29,7 @@ _FIELDS: tuple[tuple[str, str, Format], ...] = (
 def metrics_text(row: Mapping[str, Any]) -> str:
     """Format the metrics of a row, without its step; None and keys without a format are left out."""
     shown = [f"{name} {text(row[key])}" for key, name, text in _FIELDS if row.get(key) is not None]
-    evaluated = [key for key in row if key.startswith(EVALUATION)]
+    evaluated = [key for key in row if key.startswith((EVALUATION, SOURCE_VALIDATION))]
     return "  ".join(shown + [f"{key.removeprefix(EVALUATION)} {row[key]:.5g}" for key in evaluated])
 
 

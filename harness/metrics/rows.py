@@ -73,6 +73,8 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
         "tokens": progress.tokens,
         "valid_tokens": outcome.valid_tokens,
         **({} if outcome.mtp_loss is None else {"mtp_loss": outcome.mtp_loss}),
+        **_source_losses(step, trainer),
+        **_source_progress(trainer),
         **interval,
         **trainer.efficiency.fields(interval["tokens_per_second"], trainer.window.interval_lengths),
         "memory_gib": progress.memory_gib,
@@ -105,7 +107,9 @@ def result_row(trainer: Trainer) -> Row:
         "tokens": progress.tokens,
         "loss": progress.loss,
         "validation_loss": progress.validation_loss,
+        **progress.source_validation,
         **progress.evaluation,
+        **_source_progress(trainer),
         "skipped_steps": progress.skipped_steps,
         "damaged_documents": trainer.loader.damaged_documents,
         "first_step_seconds": progress.first_step_seconds,
@@ -121,6 +125,28 @@ def result_row(trainer: Trainer) -> Row:
         **trainer.efficiency.fields(window["tokens_per_second"], trainer.window.lengths),
         "memory_gib": progress.memory_gib,
     }
+
+
+def _source_losses(step: Step, trainer: Trainer) -> Row:
+    """Return the loss and the valid tokens of each source of a mixture in one step."""
+    outcome = step.outcome
+    row: Row = {}
+    found = zip(outcome.source_losses, outcome.source_tokens, strict=True)
+    for name, (loss, tokens) in zip(trainer.engine.sources.names, found, strict=True):
+        row |= {f"loss.{name}": loss, f"valid_tokens.{name}": tokens}
+    return row
+
+
+def _source_progress(trainer: Trainer) -> Row:
+    """Return the tokens and epochs of each source of a mixture since step 1."""
+    per_epoch = trainer.loader.samples_per_epoch_of
+    if not per_epoch:
+        return {}
+    samples = trainer.loader.state_dict()["mixture"]["counts"]
+    seq_len = trainer.job.training.seq_len
+    tokens = {f"tokens.{name}": samples[name] * seq_len for name in per_epoch}
+    epochs = {f"epochs.{name}": samples[name] / number for name, number in per_epoch.items() if number}
+    return {**tokens, **epochs}
 
 
 def shown_summary(result: Row) -> Row:

@@ -59,13 +59,16 @@ class ChunkedLoss:
             return self._score(x_BTC, weight_VC, labels_BT)
         # full() fills on the device; copying a host value there would make the host wait.
         scale = torch.full((), 1 / self.loss.denominator, device=x_BTC.device)
+        losses: list[Tensor] = []
         total: Tensor = _ChunkedCrossEntropy.apply(
             x_BTC.flatten(0, 1),
             weight_VC,
             labels_BT.flatten() - first_row,
             scale,
-            _Options(self.chunks, group, self.cross_entropy, with_gradients=torch.is_grad_enabled()),
+            _Options(self.chunks, group, self.cross_entropy, losses, with_gradients=torch.is_grad_enabled()),
         )
+        if self.loss.row_losses is not None:
+            self.loss.record(torch.cat(losses), labels_BT)
         return total
 
     def _score(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> Tensor:
@@ -96,6 +99,8 @@ class _Options:
     chunks: int
     group: dist.ProcessGroup | None
     cross_entropy: Callable[..., tuple[Tensor, Tensor]]
+    losses: list[Tensor]
+    """Receives the losses of the rows of every chunk."""
     with_gradients: bool
 
 
@@ -112,9 +117,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x_NC), rows):
             piece = slice(start, start + rows)
             logits_NV = x_NC[piece] @ weight_VC.T
-            loss, grad_NV = options.cross_entropy(logits_NV, labels_N[piece], scale, options.group)
+            loss_N, grad_NV = options.cross_entropy(logits_NV, labels_N[piece], scale, options.group)
             del logits_NV
-            total += loss
+            total += loss_N.sum()
+            options.losses.append(loss_N)
             if grad_x_NC is None or grad_weight_VC is None:
                 continue
             grad_NV = grad_NV.to(x_NC.dtype)
@@ -146,7 +152,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _cross_entropy(
     logits_NV: Tensor, labels_N: Tensor, scale: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the rows' cross entropies times ``scale``, and its gradient by the logits, both float32.
+    """The rows' cross entropies times ``scale``, and the gradient of their sum by the logits, both float32.
 
     With a group, the vocabulary is split over its ranks: row maxima, sums and the labels' logits are
     all-reduced (Megatron-LM's vocabulary-parallel cross entropy, arXiv:1909.08053, section 3).
@@ -167,6 +173,6 @@ def _cross_entropy(
         dist.all_reduce(sums, group=group)
         sum_N, label_logit_N, valid_N = sums[0], sums[1], sums[2] > 0
     scale_N = valid_N * scale
-    loss = ((sum_N.log() - label_logit_N) * scale_N).sum()
+    loss_N = (sum_N.log() - label_logit_N) * scale_N
     grad_NV = weights_NV.mul_((scale_N / sum_N).unsqueeze(1))
-    return loss, grad_NV.scatter_add_(1, column_N1, -(scale_N * is_local_N).unsqueeze(1))
+    return loss_N, grad_NV.scatter_add_(1, column_N1, -(scale_N * is_local_N).unsqueeze(1))

@@ -129,7 +129,7 @@ class DirectExecutor:
         return self.loss(self.part(batch.inputs_BT, documents_BT=documents), batch.labels_BT)
 
     def _losses(self, batch: Batch, later: Batch) -> Tensor:
-        inputs_BT, labels_BT, documents = batch
+        inputs_BT, labels_BT, documents = batch.inputs_BT, batch.labels_BT, batch.documents_BT
         if self.in_head:
             return self.part(inputs_BT, labels_BT, documents, later.inputs_BT, later.labels_BT)  # type: ignore[no-any-return]
         logits = self.part(inputs_BT, documents_BT=documents, later_BT=later.inputs_BT).chunk(2)

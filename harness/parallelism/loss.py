@@ -35,9 +35,11 @@ class TokenLoss:
         self.mesh = mesh
         self.denominator = 1.0
         self.scores_rows = False
-        self.sum_of_losses = (
-            torch.compile(_sum_of_losses, backend=compiled) if compiled and mesh is None else _sum_of_losses
-        )
+        self.row_losses: list[Tensor] | None = None
+        functions = [_sum_of_losses, _losses]
+        if compiled and mesh is None:
+            functions = [torch.compile(function, backend=compiled) for function in functions]
+        self.sum_of_losses, self.losses = functions
 
     def context(self) -> AbstractContextManager:
         """Context manager that forward and backward of the loss must run in."""
@@ -51,6 +53,20 @@ class TokenLoss:
             yield
         finally:
             self.scores_rows = False
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Context manager in which every call appends each row's share of the loss, [B], to the list."""
+        self.row_losses = []
+        try:
+            yield self.row_losses
+        finally:
+            self.row_losses = None
+
+    def record(self, losses_N: Tensor, labels_BT: Tensor) -> None:
+        """Record the losses of tokens, inside of ``recording``."""
+        assert self.row_losses is not None
+        self.row_losses.append(losses_N.detach().unflatten(0, labels_BT.shape).sum(1))
 
     def __call__(self, logits: Tensor, labels_BT: Tensor) -> Tensor:
         """Map logits [B, T, V] (or this rank's vocabulary shard) and labels [B, T] to a float32 scalar.
@@ -67,10 +83,19 @@ class TokenLoss:
             logits_NV = DTensor.from_local(
                 logits_NV, self.mesh, (Shard(1),), run_check=False, shape=shape, stride=(self.vocab_size, 1)
             )
-        loss = self.sum_of_losses(logits_NV, labels_BT.flatten())
-        if isinstance(loss, DTensor):
-            loss = loss.to_local()
-        return loss / self.denominator
+        if self.row_losses is not None:
+            losses_N = _to_local(self.losses(logits_NV, labels_BT.flatten())) / self.denominator
+            self.record(losses_N, labels_BT)
+            return losses_N.sum()
+        return _to_local(self.sum_of_losses(logits_NV, labels_BT.flatten())) / self.denominator
+
+
+def _to_local(loss: Tensor) -> Tensor:
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def _losses(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    return F.cross_entropy(logits_NV.float(), labels_N, reduction="none", ignore_index=IGNORE_INDEX)
 
 
 def _sum_of_losses(logits_NV: Tensor, labels_N: Tensor) -> Tensor:

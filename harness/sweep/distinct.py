@@ -54,6 +54,7 @@ def _value(job: Job, name: str) -> Any:
 def _differing_labels(first: Job, second: Job) -> list[str]:
     """Return the dotted names of fields that differ; for mappings, of their keys."""
     names = []
+    # Both jobs have the same fields: a run folder has one set of data.sources.
     for (name, _, left), (_, _, right) in zip(leaves(first), leaves(second), strict=True):
         if isinstance(left, dict) and isinstance(right, dict):
             names += [f"{name}.{key}" for key in {**left, **right} if left.get(key) != right.get(key)]

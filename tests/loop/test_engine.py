@@ -15,7 +15,8 @@ from waits import waits
 from harness.cluster.pool import RankPool
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
-from harness.loop.engine import Engine, StepOutcome
+from harness.loop.engine import Engine
+from harness.loop.outcome import StepOutcome
 from harness.optimizer.build import build_optimizer
 from harness.parallelism.clip import copy_async
 
@@ -296,7 +297,7 @@ def losses_around_validation(job_json: str) -> list[float]:
     first, second = batch_of(engine, [3, 32, 10, 1]), batch_of(engine, [32, 5, 9, 30])
     before = engine.gradients(first)
     engine.update(before.grad_norm)
-    loss, tokens = engine.evaluate(second)
+    ((loss, tokens),) = engine.evaluate(second)
     after = engine.gradients(first)
     assert tokens == 76
     return [before.loss, loss / tokens, after.loss, after.grad_norm]

@@ -1,0 +1,154 @@
+"""Batches, and the interface of loaders.
+
+B is the number of a rank's rows, T the sequence length.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.data.sizes import Sizes
+from harness.data.streaming import RowStream
+
+
+class Batch(NamedTuple):
+    """A rank's rows of one global step, in row order; all int64.
+
+    Labels are shifted: ``labels_BT[b, t]`` is the target for ``inputs_BT[b, t]``, or IGNORE_INDEX.
+    """
+
+    inputs_BT: Tensor
+    labels_BT: Tensor
+    documents_BT: Tensor | None = None
+    """With data.attend_across_documents=false: the number of each input's document within its row."""
+    sources_B: Tensor | None = None
+    """With data.kind=mixture: the index of each row's source in ``DataConfig.source_names``."""
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Apply ``function`` to every tensor."""
+        documents, sources = (
+            None if tensor is None else function(tensor) for tensor in (self.documents_BT, self.sources_B)
+        )
+        return Batch(function(self.inputs_BT), function(self.labels_BT), documents, sources)
+
+
+class Loader(ABC):
+    """An endless sequence of batches of one split.
+
+    Attributes:
+        samples_per_epoch: samples per epoch, over all rows; None if unknown (streams) or meaningless
+            (synthetic data).
+        damaged_documents: number of documents that were not UTF-8, and were repaired or left out by
+            data.encoding_errors.
+        samples_per_epoch_of: the same for each source of a mixture; empty without a mixture.
+    """
+
+    samples_per_epoch: int | None
+    damaged_documents: int = 0
+    samples_per_epoch_of: Mapping[str, int | None] = MappingProxyType({})
+
+    @abstractmethod
+    def next(self) -> Batch:
+        """Return this loader's rows of the next global step."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, JSON-serializable; combine the states of all ranks with ``merge_states``."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the step at which ``state`` was saved; the sizes of the next step are those of
+        ``state["step"] + 1``.
+
+        Raises:
+            DataError: the state is from a stream or a mixture and this loader is not, or the reverse; or, for
+                streams, it is from another global batch size or does not contain this loader's rows.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Return to global step 0."""
+
+    def close(self) -> None:
+        """Stop background work."""
+        return
+
+
+class SourceLoader(Loader):
+    """A loader of one source, whose samples a mixture reads one by one."""
+
+    @property
+    def streams(self) -> Mapping[int, RowStream]:
+        """Streams by row of the global batch; empty for a source with random access."""
+        return {}
+
+    @abstractmethod
+    def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
+        """Return a piece of a sample of the source; for a stream, as many of the next tokens."""
+
+
+class Piece(NamedTuple):
+    """What one row of a step reads: a sample, or with scheduled lengths a piece of one."""
+
+    slot: int
+    """The row of the largest global batch whose stream is read, if the source is a stream."""
+    number: int
+    """Number of the sample."""
+    first: int
+    """First token of the piece in the sample."""
+    length: int
+    """Tokens of the piece."""
+
+
+class Cursor:
+    """Position of a loader with ``rows`` of the largest global batch: the step, and the tokens read so far.
+
+    Attributes:
+        step: number of steps read.
+        position: number of tokens before the next step, over all rows; see ``Sizes``.
+    """
+
+    def __init__(self, rows: range, sizes: Sizes) -> None:
+        self.rows, self.sizes = rows, sizes
+        self.step = self.position = 0
+
+    def advance(self) -> list[Piece]:
+        """Go on by one step; return the pieces of this loader's rows."""
+        sizes = self.sizes
+        phase = sizes.at(self.step + 1)
+        begin, length = phase.begin(self.position), phase.seq_len
+        self.step, self.position = self.step + 1, begin + phase.tokens
+        return [
+            Piece(
+                row * sizes.batch_size // phase.batch_size,
+                *divmod(begin + row * length, sizes.seq_len),
+                length,
+            )
+            for row in phase.share(self.rows, sizes.batch_size)
+        ]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the step, and the next sample; inside of a sample also the tokens read of it."""
+        samples, tokens = divmod(self.position, self.sizes.seq_len)
+        return {"step": self.step, "samples": samples, **({"tokens": tokens} if tokens else {})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the step at which ``state`` was saved."""
+        self.step = state["step"]
+        self.position = state["samples"] * self.sizes.seq_len + state.get("tokens", 0)
+
+    def reset(self) -> None:
+        """Return to step 0."""
+        self.step = self.position = 0
+
+
+def stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
+    """Make a batch of the samples of its rows."""
+    return Batch(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*samples, strict=True)))
