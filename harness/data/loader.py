@@ -20,8 +20,8 @@ from torch import Tensor
 from harness.data.cache import open_cache
 from harness.data.config import DataConfig
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
-from harness.data.sources import open_dataset, require_column, source_of
-from harness.data.streaming import RowStream
+from harness.data.sources import source_of
+from harness.data.streaming import RowStream, build_streams
 from harness.data.tokenizer import Tokenizer
 from harness.data.vocabulary import check_vocab_size
 from harness.errors import DataError
@@ -81,7 +81,7 @@ class Loader(ABC):
         """Return to global step 0."""
 
     def close(self) -> None:
-        """Stop background work."""
+        """Stop background work; load a state, or reset, before ``next`` is called again."""
         return
 
 
@@ -127,9 +127,16 @@ def build_loader(
         return _NumberedLoader(synthetic, rows, global_batch_size)
     check_vocab_size(tokenizer.vocab_size, model_vocab_size)
     if data.kind == "hub" and data.streaming:
-        return _StreamLoader(
-            _build_streams(data, tokenizer, seq_len, global_batch_size, rows, split), global_batch_size
+        streams = build_streams(
+            data,
+            tokenizer,
+            seq_len=seq_len,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            rows=rows,
+            split=split,
         )
+        return _StreamLoader(streams, global_batch_size)
     source, held_out = source_of(data, split)
     tokenized = open_cache(
         source,
@@ -234,30 +241,9 @@ class _StreamLoader(Loader):
             stream.reset()
         self._step = 0
 
-
-def _build_streams(
-    data: DataConfig, tokenizer: Tokenizer, seq_len: int, global_batch_size: int, rows: range, split: str
-) -> dict[int, RowStream]:
-    from datasets.distributed import split_dataset_by_node
-
-    if split == "validation":
-        data.require_validation()
-    part = data.validation_split if split == "validation" and data.validation_split else data.split
-    dataset = open_dataset(data, part)
-    name = f"dataset {data.dataset}, split {part}"
-    require_column(dataset, data.text_field, name)
-    return {
-        row: RowStream(
-            split_dataset_by_node(dataset, rank=row, world_size=global_batch_size),
-            tokenizer,
-            field=data.text_field,
-            seq_len=seq_len,
-            mask_document_boundary=data.mask_document_boundary,
-            number_documents=not data.attend_across_documents,
-            name=f"{name}, row {row} of {global_batch_size}",
-        )
-        for row in rows
-    }
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
 
 
 def _stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
