@@ -1,8 +1,8 @@
 """Processes of a rank that read and tokenize the documents of its rows ahead.
 
-Each process has some of the rank's rows, and the documents of a row stay in order, so they are the same with any
-number of processes. A rank sends the readers once, then requests; each request is answered by a chunk of a row's
-documents. At most ``CHUNKS_AHEAD`` chunks of a row are requested or waiting to be used.
+Each process has some of the rank's rows, and the documents of a row stay in order, so they are the same with
+any number of processes. A rank sends the readers once, then requests; each is answered by a chunk of a
+row's documents. At most ``CHUNKS_AHEAD`` chunks of a row are requested or waiting to be used.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class _Process:
 
     def send_readers(self, readers: dict[int, RowReader], chunk_tokens: int) -> None:
         try:
-            self._connection.send_bytes(_pickled((readers, chunk_tokens)))
+            self._connection.send_bytes(pickled((readers, chunk_tokens)))
         except OSError as error:
             raise self._death() from error
 
@@ -232,7 +232,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _pickled(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()

@@ -1,7 +1,7 @@
 """Samples of a streamed dataset: every row of the global batch has its own stream.
 
-A row packs the documents that ``stream_reader.py`` deals to it. Its samples depend on the global batch size, but
-neither on the assignment of rows to ranks nor on the processes that read ahead (``read_ahead.py``).
+A row packs the documents that ``stream_reader.py`` deals to it. Its samples depend on the global batch size,
+but neither on the assignment of rows to ranks nor on the processes that read ahead (``read_ahead.py``).
 """
 
 from __future__ import annotations

@@ -91,15 +91,6 @@ def test_layouts_see_the_same_samples(data, ranks):
     assert_equal(one, global_steps([loader(data, rows) for rows in split_rows(ranks)], 40))
 
 
-def test_rows_read_all_documents_and_share_none(data):
-    one = global_steps([loader(data)], 60)
-    streams = [BYTES.decode(tokens_of_row(one, row)) for row in range(B)]
-    for i in range(120):
-        if i != 50 and text_of(i):
-            assert sum(f"<{i:03}>" in stream for stream in streams) == 1, i
-    assert sum("longlong" in stream for stream in streams) == 1
-
-
 def test_labels_continue_and_boundaries_are_masked(data):
     one = global_steps([loader(data)], 30)
     for row in range(B):
