@@ -38,6 +38,8 @@ class Request(NamedTuple):
 
 
 class Chunk(NamedTuple):
+    """Answer to a request."""
+
     row: int
     generation: int
     documents: list[Document]
@@ -52,8 +54,8 @@ class ReaderPool:
 
     Args:
         readers: the rank's rows.
-        processes: at most one for each row is started.
-        chunk_tokens: tokens in a chunk, except that documents are not cut.
+        processes: how many to start; at most one for each row.
+        chunk_tokens: least number of tokens in a chunk.
     """
 
     def __init__(self, readers: Mapping[int, RowReader], processes: int, *, chunk_tokens: int) -> None:
@@ -70,7 +72,10 @@ class ReaderPool:
         return _PoolReader(self, self._readers[row], row)
 
     def seek(self, row: int, position: Position) -> int:
-        """Read ``row`` from ``position`` from the next ``take`` of any row on; return the generation."""
+        """Make ``position`` the next document of ``row``; return the generation, for ``take``.
+
+        The next ``take`` of any row sends this, so that all rows are read at the same time.
+        """
         self._generations[row] += 1
         self._chunks[row].clear()
         self._seeks[row] = position
@@ -180,7 +185,6 @@ class _Process:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
         self.end = weakref.finalize(self, _end, self._popen)
-        self.pid = self._popen.pid
 
     def send_readers(self, readers: dict[int, RowReader], chunk_tokens: int) -> None:
         try:
@@ -206,11 +210,11 @@ class _Process:
             code = self._popen.wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
-        ended = f"ended with exit code {code}; its error is above"
+        ended = f"ended with exit code {code}, see its error in the rank's log"
         if code is not None and code < 0:
             ended = f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
-            ended += ", by someone or because memory was full"
+            ended += ", from outside or by the kernel's OOM killer"
         return MachineError(
             f"{self._name}: a process that reads ahead {ended}; would work: fewer data.workers, or 0"
         )

@@ -16,6 +16,8 @@ from harness.data.read_ahead import Chunk, Request
 from harness.data.stream_reader import Document, RowReader
 from harness.errors import DataError
 
+_POLL_SECONDS = 1.0
+
 
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
@@ -30,13 +32,17 @@ def _serve(connection: Connection, readers: Mapping[int, RowReader], chunk_token
     generations: dict[int, int] = {}
     documents: dict[int, Iterator[Document]] = {}
 
+    rank = os.getppid()
+
     def receive() -> None:
         # In a thread, so that the rank never waits to send, and this process ends with it while it reads.
         with suppress(EOFError, OSError):
-            while True:
-                request: Request = connection.recv()
-                generations[request.row] = request.generation
-                requests.put(request)
+            # A fork of the rank may keep the connection open.
+            while os.getppid() == rank:
+                if connection.poll(_POLL_SECONDS):
+                    request: Request = connection.recv()
+                    generations[request.row] = request.generation
+                    requests.put(request)
         os._exit(0)
 
     threading.Thread(target=receive, name="requests", daemon=True).start()

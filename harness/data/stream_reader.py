@@ -76,6 +76,14 @@ class Reader(Protocol):
         ...
 
 
+class _Part(NamedTuple):
+    """The examples of ``dataset`` whose number leaves ``cut`` when divided by ``cuts``."""
+
+    dataset: Any
+    cuts: int
+    cut: int
+
+
 class _Text(NamedTuple):
     position: Position
     text: str
@@ -134,30 +142,28 @@ class RowReader:
     def _texts(self, position: Position) -> Iterator[_Text]:
         """Yield the documents that are not empty, in stored order."""
         dealt = "part" in position
-        num_parts, cuts = self._num_parts() if dealt else (1, 1)
-        # In stored order a row has the same parts in every pass.
-        different = num_parts if self.shuffle_buffer else num_parts // gcd(num_parts, self.rows)
         number, state, example = position.get("part", 0), position["document"], position.get("example", 0)
         without_text = 0
         while True:
-            dataset, cut = self._open(number) if dealt else (self._earlier_part(), 0)
+            part = self._part(number) if dealt else self._earlier_part()
             if state is not None:
-                dataset.load_state_dict(state)
+                part.dataset.load_state_dict(state)
             found = False
-            for fields, next_state in self._examples(dataset):
-                if example % cuts == cut:
-                    text = text_of_example(fields, self.field, self.name)
-                    if text:
-                        found = True
-                        start = {"document": state}
-                        if dealt:
-                            start |= {"shards": position["shards"], "part": number, "example": example}
-                        yield _Text(start, text)
+            for fields, next_state in self._examples(part.dataset):
+                text = (
+                    text_of_example(fields, self.field, self.name) if example % part.cuts == part.cut else ""
+                )
+                if text:
+                    found = True
+                    where = (
+                        {"shards": position["shards"], "part": number, "example": example} if dealt else {}
+                    )
+                    yield _Text({**where, "document": state}, text)
                 state, example = next_state, example + 1
             number, state, example = number + 1, None, 0
             without_text = 0 if found else without_text + 1
             # One more than there are, because the first was perhaps not read from its beginning.
-            if without_text > different:
+            if without_text > (self._num_own_parts if dealt else 1):
                 raise DataError(
                     f"{self.name} holds no text; it may have fewer documents than the batch has rows"
                 )
@@ -174,31 +180,40 @@ class RowReader:
                     yield _Text(start, members[order[index]].text)
                 block, first = block + 1, 0
 
-    def _num_parts(self) -> tuple[int, int]:
-        """The number of parts, and of parts in each shard."""
-        shards = self.dataset.n_shards
-        cuts = -(-self.rows // shards)
-        return shards * cuts, cuts
+    @property
+    def _cuts(self) -> int:
+        """Parts of each shard."""
+        return -(-self.rows // self.dataset.n_shards)
+
+    @property
+    def _num_parts(self) -> int:
+        return self.dataset.n_shards * self._cuts
+
+    @property
+    def _num_own_parts(self) -> int:
+        """Number of different parts that this row reads in time."""
+        if self.shuffle_buffer is not None:
+            return self._num_parts
+        return self._num_parts // gcd(self._num_parts, self.rows)
 
     def _pass_of(self, number: int) -> int:
-        return (self.row + number * self.rows) // self._num_parts()[0]
+        return (self.row + number * self.rows) // self._num_parts
 
-    def _open(self, number: int) -> tuple[Any, int]:
-        """Return the shard of this row's part ``number``, and the remainder of its examples' numbers."""
+    def _part(self, number: int) -> _Part:
         from datasets.distributed import split_dataset_by_node
 
-        num_parts, _ = self._num_parts()
-        pass_, part = divmod(self.row + number * self.rows, num_parts)
+        pass_, part = divmod(self.row + number * self.rows, self._num_parts)
         if self.shuffle_buffer is not None:
-            part = int(random_stream("parts", self.seed, pass_).permutation(num_parts)[part])
-        cut, shard = divmod(part, self.dataset.n_shards)
-        # By shards, because they are as many as `world_size`.
-        return split_dataset_by_node(self.dataset, rank=shard, world_size=self.dataset.n_shards), cut
+            part = int(random_stream("parts", self.seed, pass_).permutation(self._num_parts)[part])
+        shards = self.dataset.n_shards
+        cut, shard = divmod(part, shards)
+        # Split by shards, because `world_size` is their number.
+        return _Part(split_dataset_by_node(self.dataset, rank=shard, world_size=shards), self._cuts, cut)
 
-    def _earlier_part(self) -> Any:
+    def _earlier_part(self) -> _Part:
         from datasets.distributed import split_dataset_by_node
 
-        return split_dataset_by_node(self.dataset, rank=self.row, world_size=self.rows)
+        return _Part(split_dataset_by_node(self.dataset, rank=self.row, world_size=self.rows), 1, 0)
 
     def _examples(self, dataset: Any) -> Iterator[tuple[dict[str, Any], Any]]:
         """Yield each example, and the state of ``dataset`` after it."""
