@@ -3,7 +3,7 @@
     python experiments/stream_workers.py --workers 0,1,2 --rounds 5
 
 Reads the standard library's sources from JSONL shards with `datasets`, tokenizes them with the shipped
-tokenizer of 2,000 tokens, and does nothing else. The configurations take turns in every round; their start
+tokenizer of 2,048 tokens, and does nothing else. The configurations take turns in every round; their start
 does not count. Prints the median and range of tokens per second and of the ratio to the first configuration,
 and the processor seconds that the rank itself needs for a million tokens.
 """
