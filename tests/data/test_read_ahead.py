@@ -28,6 +28,9 @@ from harness.data.stream_reader import RowReader
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import DataError, MachineError
 
+# The library starts them, which tests/uses.py does not see.
+pytestmark = pytest.mark.process
+
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 ROWS = 4
 SECONDS = 60  # much longer than anything here takes
@@ -52,15 +55,13 @@ def batches_of(loader, count):
     return [loader.next().inputs_BT for _ in range(count)]
 
 
-def processes_of(parent=None):
-    """Process ids of the processes that read ahead for ``parent``."""
+def processes_of():
+    """Process ids of this process's processes that read ahead."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            is_child = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == (
-                parent or os.getpid()
-            )
-            if is_child and "read_ahead_process" in (entry / "cmdline").read_text():
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and "read_ahead_process" in (entry / "cmdline").read_text():
                 found.append(int(entry.name))
         except OSError:
             continue
