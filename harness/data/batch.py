@@ -77,7 +77,7 @@ class Loader(ABC):
         """Return to global step 0."""
 
     def close(self) -> None:
-        """Stop background work."""
+        """Stop background work; load a state, or reset, before ``next`` is called again."""
         return
 
 

@@ -36,6 +36,8 @@ _READ_ONLY_BY = {
     ("mixture",): ("sources", "weights", "epochs", "weight_changes"),
 }
 _PACKING = ("mask_document_boundary", "attend_across_documents")
+# Fields that only streams read.
+_READ_ONLY_BY_STREAMS = ("workers", "shuffle_buffer")
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,15 @@ class DataConfig:
     """hub: the split to validate on."""
 
     streaming: bool = numerics(False)
-    """hub: read over the network while training instead of downloading and tokenizing first. Every row of
-    the global batch then reads its own part of the dataset, in stored order."""
+    """hub: read over the network while training instead of downloading and tokenizing first. The shards of
+    the dataset are dealt to the rows of the global batch."""
+
+    workers: int = execution(1, least=0)
+    """hub with streaming: processes of each rank that read and tokenize ahead, at most one for each of its
+    rows of the global batch; 0 reads in the rank itself. The samples are the same."""
+
+    shuffle_buffer: int = numerics(1000, least=1)
+    """hub with streaming and shuffle: documents of a row that are shuffled together."""
 
     data_files: list[str] = numerics(factory=list)
     """hub: files passed to the loader named by `dataset`; they make up the split `train`."""
@@ -133,8 +142,8 @@ class DataConfig:
     """Let tokens attend to earlier documents in the same sample; false masks them out of attention."""
 
     shuffle: bool = numerics(True)
-    """Read the packed samples in a random order, a different one in every epoch. Validation is never
-    shuffled."""
+    """Read the packed samples in a random order, a different one in every epoch. In a stream, shuffle the
+    shards and `shuffle_buffer` documents at a time instead. Validation is never shuffled."""
 
     prefetch: int = execution(2, least=0)
     """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is needed."""
@@ -195,7 +204,7 @@ class DataConfig:
     def shared_fields(self) -> list[str]:
         """Fields that the sources of a mixture share: packing, and what every kind reads in the same way."""
         fields = [field for field in dataclasses.fields(self) if field.metadata["role"] != NUMERICS]
-        of_one_kind = {name for names in _READ_ONLY_BY.values() for name in names}
+        of_one_kind = {name for names in (*_READ_ONLY_BY.values(), _READ_ONLY_BY_STREAMS) for name in names}
         return [*_PACKING, *(field.name for field in fields if field.name not in of_one_kind)]
 
     @property
@@ -211,6 +220,14 @@ class DataConfig:
                 if self.kind not in kinds and value != getattr(default, name):
                     rule = f"is read only by data.kind={' and '.join(kinds)}, and data.kind is {self.kind}"
                     raise ConfigError(f"data.{name}", value, rule, f"data.kind={kinds[0]}, or leave it out")
+        for name in _READ_ONLY_BY_STREAMS:
+            value = getattr(self, name)
+            if not self.streaming and value != getattr(default, name):
+                rule, works = "is read only with data.streaming=true", "data.streaming=true, or leave it out"
+                raise ConfigError(f"data.{name}", value, rule, works)
+        if not self.shuffle and self.shuffle_buffer != default.shuffle_buffer:
+            rule, works = "is read only with data.shuffle=true", "data.shuffle=true, or leave it out"
+            raise ConfigError("data.shuffle_buffer", self.shuffle_buffer, rule, works)
 
     def _validate_files(self) -> None:
         formats, example = (
@@ -242,11 +259,6 @@ class DataConfig:
             rule = "documents of a stream cannot be held out"
             raise ConfigError(
                 "data.validation_fraction", self.validation_fraction, rule, "0 with data.validation_split set"
-            )
-        if self.streaming and self.shuffle:
-            rule = "a streamed dataset is read in its stored order, so that it can resume exactly"
-            raise ConfigError(
-                "data.shuffle", self.shuffle, rule, "data.shuffle=false, or data.streaming=false"
             )
 
 

@@ -21,8 +21,8 @@ from harness.data.config import DataConfig
 from harness.data.mixture_loader import build_mixture_loader
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
 from harness.data.sizes import Sizes
-from harness.data.sources import open_dataset, require_column, source_of
-from harness.data.streaming import RowStream
+from harness.data.sources import source_of
+from harness.data.streaming import RowStream, build_streams
 from harness.data.token_files import open_token_files
 from harness.data.tokenizer import Tokenizer
 from harness.data.vocabulary import check_vocab_size
@@ -97,7 +97,15 @@ def build_loader(
         return _NumberedLoader(synthetic, rows, sizes)
     check_vocab_size(tokenizer.vocab_size, model_vocab_size)
     if data.kind == "hub" and data.streaming:
-        streams = _build_streams(data, tokenizer, seq_len, global_batch_size, rows, split)
+        streams = build_streams(
+            data,
+            tokenizer,
+            seq_len=seq_len,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            rows=rows,
+            split=split,
+        )
         return _StreamLoader(streams, rows, sizes)
     damaged = 0
     if data.kind == "tokens":
@@ -229,32 +237,17 @@ class _StreamLoader(SourceLoader):
             stream.reset()
         self._cursor.reset()
 
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
 
 def _refuse_mixture(state: dict[str, Any]) -> None:
     if "mixture" in state:
         raise DataError("the saved position is in a mixture, and data.kind is not mixture")
 
 
-def _build_streams(
-    data: DataConfig, tokenizer: Tokenizer, seq_len: int, global_batch_size: int, rows: range, split: str
-) -> dict[int, RowStream]:
-    from datasets.distributed import split_dataset_by_node
-
-    if split == "validation":
-        data.require_validation()
-    part = data.validation_split if split == "validation" and data.validation_split else data.split
-    dataset = open_dataset(data, part)
-    name = f"dataset {data.dataset}, split {part}"
-    require_column(dataset, data.text_field, name)
-    return {
-        row: RowStream(
-            split_dataset_by_node(dataset, rank=row, world_size=global_batch_size),
-            tokenizer,
-            field=data.text_field,
-            seq_len=seq_len,
-            mask_document_boundary=data.mask_document_boundary,
-            number_documents=not data.attend_across_documents,
-            name=f"{name}, row {row} of {global_batch_size}",
-        )
-        for row in rows
-    }
+def _cut(sample: tuple[np.ndarray, ...], first: int, length: int) -> tuple[np.ndarray, ...]:
+    """Return ``length`` tokens of a sample from ``first`` on; documents are numbered from 0 again."""
+    inputs_T, labels_T, *documents = (array[first : first + length] for array in sample)
+    return inputs_T, labels_T, *(documents_T - documents_T[0] for documents_T in documents)

@@ -104,6 +104,7 @@ class Prefetcher(Loader):
     def close(self) -> None:
         """Stop the thread; a thread blocked in a read is abandoned after a timeout."""
         self._stop_worker(CLOSE_TIMEOUT_SECONDS)
+        self._loader.close()
 
     def _stop_worker(self, timeout: float | None = None) -> None:
         worker, self._worker = self._worker, None

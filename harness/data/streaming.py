@@ -1,72 +1,109 @@
 """Samples of a streamed dataset: every row of the global batch has its own stream.
 
-Row j of the global batch reads the part ``split_dataset_by_node(rank=j, world_size=global_batch_size)`` of
-the dataset and packs its own documents. So the samples of a row depend on the global batch size, but not on
-the assignment of rows to ranks, and the state of a row is a position in its part.
+A row packs the documents that ``stream_reader.py`` deals to it. Its samples depend on the global batch size,
+but neither on the assignment of rows to ranks nor on the processes that read ahead (``read_ahead.py``).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from harness.data.config import DataConfig
+from harness.data.read_ahead import ReaderPool
 from harness.data.samples import IGNORE_INDEX, number_documents
-from harness.data.sources import text_of_example
-from harness.data.tokenizer import Tokenizer, with_bos_eos
-from harness.errors import DataError
+from harness.data.sources import open_dataset, require_column
+from harness.data.stream_reader import Document, Position, Reader, RowReader
+from harness.data.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class _Document:
-    position: dict[str, Any]
-    """State of the dataset before this document was read."""
-    tokens: np.ndarray
+def build_streams(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    seed: int,
+    rows: range,
+    split: str = "train",
+) -> dict[int, RowStream]:
+    """Build the streams of ``rows``; ``data.workers`` processes read for them all.
+
+    Raises:
+        ConfigError: no documents are held out for validation.
+        DataError: the dataset cannot be opened, or has no column ``data.text_field``.
+    """
+    validating = split == "validation"
+    if validating:
+        data.require_validation()
+    part = data.validation_split if validating and data.validation_split else data.split
+    dataset = open_dataset(data, part)
+    name = f"dataset {data.dataset}, split {part}"
+    require_column(dataset, data.text_field, name)
+    in_process = {
+        row: RowReader(
+            dataset,
+            tokenizer,
+            row=row,
+            rows=global_batch_size,
+            field=data.text_field,
+            name=f"{name}, row {row} of {global_batch_size}",
+            seed=seed,
+            shuffle_buffer=data.shuffle_buffer if data.shuffle and not validating else None,
+        )
+        for row in rows
+    }
+    readers: dict[int, Reader] = dict(in_process)
+    if data.workers:
+        pool = ReaderPool(in_process, data.workers, chunk_tokens=seq_len)
+        readers = {row: pool.reader(row) for row in rows}
+    return {
+        row: RowStream(
+            reader,
+            seq_len=seq_len,
+            mask_document_boundary=data.mask_document_boundary,
+            number_documents=not data.attend_across_documents,
+        )
+        for row, reader in readers.items()
+    }
 
 
 class RowStream:
-    """An endless sequence of the samples of one row of the global batch.
-
-    Args:
-        dataset: this row's part, an ``IterableDataset``.
-        name: name for error messages.
-    """
+    """An endless sequence of the samples of one row of the global batch."""
 
     def __init__(
-        self,
-        dataset: Any,
-        tokenizer: Tokenizer,
-        *,
-        field: str,
-        seq_len: int,
-        mask_document_boundary: bool,
-        name: str,
-        number_documents: bool = False,
+        self, reader: Reader, *, seq_len: int, mask_document_boundary: bool, number_documents: bool = False
     ) -> None:
-        self._dataset, self._tokenizer = dataset, tokenizer
-        self._field, self._seq_len, self._name = field, seq_len, name
+        self._reader, self._seq_len = reader, seq_len
         self._mask_document_boundary = mask_document_boundary
         self._number_documents = number_documents
-        self._beginning: dict[str, Any] = dataset.state_dict()
-        self._position = self._beginning
         self.reset()
 
     def reset(self) -> None:
         """Return to the first document."""
-        self.load_state_dict({"document": self._beginning, "offset": 0})
+        self._seek(self._reader.beginning, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Start of the next sample: ``{"document": state of the dataset, "offset": tokens into it}``."""
+        """Start of the next sample: a position of ``stream_reader.py``, and ``offset`` tokens into it."""
         position = self._documents[0].position if self._documents else self._position
-        return {"document": position, "offset": self._offset}
+        return {**position, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._documents: deque[_Document] = deque()
-        self._offset: int = state["offset"]
-        self._seek(state["document"])
+        """Continue from a state.
+
+        Raises:
+            DataError: the state is of another dataset or order.
+        """
+        position = {name: value for name, value in state.items() if name != "offset"}
+        self._reader.check(position)
+        self._seek(position, state["offset"])
+
+    def close(self) -> None:
+        """Stop background work; load a state, or reset, to continue."""
+        self._reader.close()
 
     def next(self, length: int | None = None) -> tuple[np.ndarray, ...]:
         """``(inputs_T, labels_T)``, int64; with ``number_documents`` also each input's document number.
@@ -91,7 +128,7 @@ class RowStream:
         """The next ``count`` tokens, and whether each is the first of its document."""
         available = sum(len(document.tokens) for document in self._documents) - self._offset
         while available < count:
-            self._documents.append(self._read_document())
+            self._documents.append(next(self._unread))
             available += len(self._documents[-1].tokens)
         tokens, starts = np.empty(count, dtype=np.int64), np.zeros(count, dtype=bool)
         filled, begin = 0, self._offset
@@ -107,35 +144,7 @@ class RowStream:
         while self._offset >= len(self._documents[0].tokens):
             self._offset -= len(self._documents.popleft().tokens)
 
-    def _read_document(self) -> _Document:
-        """Return the next non-empty document; after the last one, restart from the first."""
-        restarted = False
-        while True:
-            position = self._position
-            example = self._next_example()
-            if example is None:
-                if restarted:
-                    raise DataError(
-                        f"{self._name} holds no text; it may have fewer documents than the batch has rows"
-                    )
-                restarted = True
-                self._seek(self._beginning)
-                continue
-            self._position = self._dataset.state_dict()
-            text = text_of_example(example, self._field, self._name)
-            if text:
-                tokens = with_bos_eos(self._tokenizer.encode(text), self._tokenizer)
-                return _Document(position, np.asarray(tokens, dtype=np.int64))
-
-    def _next_example(self) -> dict[str, Any] | None:
-        try:
-            return next(self._examples, None)
-        # File readers and the hub's client raise many types of errors; all mean that reading failed.
-        except Exception as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise DataError(f"{self._name} cannot be read: {reason}") from error
-
-    def _seek(self, position: dict[str, Any]) -> None:
-        self._dataset.load_state_dict(position)
-        self._examples: Iterator[dict[str, Any]] = iter(self._dataset)
-        self._position = position
+    def _seek(self, position: Position, offset: int) -> None:
+        self._position, self._offset = position, offset
+        self._documents: deque[Document] = deque()
+        self._unread: Iterator[Document] = self._reader.read(position)

@@ -73,6 +73,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_id = ids[eos] if eos else None
         self.fingerprint = fingerprint_of(f"huggingface/{bos}/{eos}", content)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        self._model.encode_special_tokens = True  # the library does not pickle it
+
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
 

@@ -110,6 +110,8 @@ class Trainer:
                 self.watch.close()
                 self.profiler.close()
                 self.loader.close()
+                if self.validation_loader is not None:
+                    self.validation_loader.close()
                 self.saver.folder.release()
 
     def _train(self, handlers: ExitStack) -> str:

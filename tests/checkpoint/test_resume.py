@@ -198,8 +198,13 @@ def test_streams_go_on_where_they_were(pool: RankPool, tmp_path: Path, case: tup
     stream = ["data=c4", f"data.dataset={tmp_path / 'corpus'}", "data.subset=null", "model.vocab_size=258"]
     shared = f"checkpoint.folder={tmp_path / 'shared'}"
     common = [*stream, "data.mask_fraction=0", "training.steps=8"]
-    [whole] = run(pool, job_of(tmp_path, *common, "checkpoint=disabled"), tmp_path / "whole")
-    jobs = [job_of(tmp_path, *common, *OVERRIDES[name].split(), shared) for name in (before, after)]
+    [whole] = run(
+        pool, job_of(tmp_path, *common, "data.workers=0", "checkpoint=disabled"), tmp_path / "whole"
+    )
+    jobs = [
+        job_of(tmp_path, *common, *OVERRIDES[name].split(), shared, f"data.workers={workers}")
+        for workers, name in enumerate((before, after))
+    ]
     first = run(pool, jobs[0], tmp_path / "before", stop_after=3)
     second = run(pool, jobs[1], tmp_path / "after")
     for outcome in (*first, *second):

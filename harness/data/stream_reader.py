@@ -1,0 +1,230 @@
+"""Documents of a streamed dataset, read and tokenized for one row of the global batch.
+
+A dataset has N shards (files). A part is a shard or, with fewer shards than rows (R), every c-th example of a
+shard, where c = ceil(R / N). In each pass over the dataset the parts are dealt to the rows in turn: the i-th
+part of row j is part ``(j + i * R) % (N * c)``. So every part is read by one row in a pass. What a row reads
+depends on (dataset, seed, R, j), not on ranks.
+
+With ``data.shuffle`` the parts of every pass are in another order, and the documents of a row are shuffled in
+blocks of ``data.shuffle_buffer``. A block ends with its pass.
+
+A position is a JSON object, the start of a document:
+
+* ``shards``: N.
+* ``part``: i.
+* ``document``: the library's state of the part, before this document; null at the beginning of a part.
+* ``example``: number of the example in its shard.
+* ``block`` and ``index`` with ``data.shuffle``: the number of the block, and the document's place in it. The
+  other values are then those of the block's first document.
+
+A position without ``part`` is of an earlier version, which read the row's part of
+``split_dataset_by_node(rank=j, world_size=R)`` again and again. Reading continues as that version did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby, islice
+from math import gcd
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from harness.data.samples import random_stream
+from harness.data.sources import text_of_example
+from harness.data.tokenizer import Tokenizer, with_bos_eos
+from harness.errors import DataError
+
+Position = dict[str, Any]
+
+
+class Document(NamedTuple):
+    """A tokenized document that is not empty."""
+
+    position: Position
+    tokens: np.ndarray
+    """int32, with bos and eos."""
+
+
+class Reader(Protocol):
+    """Reads the documents of one row, endlessly, from any position."""
+
+    @property
+    def beginning(self) -> Position:
+        """Position of the first document."""
+        ...
+
+    def check(self, position: Position) -> None:
+        """Check that ``position`` is of this dataset and order.
+
+        Raises:
+            DataError: it is not.
+        """
+        ...
+
+    def read(self, position: Position) -> Iterator[Document]:
+        """Yield the documents from ``position`` on, without end.
+
+        Raises:
+            DataError: the row has no text, or the dataset cannot be read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop background work; call ``read`` to continue."""
+        ...
+
+
+class _Part(NamedTuple):
+    """The examples of ``dataset`` whose number leaves ``cut`` when divided by ``cuts``."""
+
+    dataset: Any
+    cuts: int
+    cut: int
+
+
+class _Text(NamedTuple):
+    position: Position
+    text: str
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reads in this process.
+
+    Args:
+        dataset: the split, an ``IterableDataset``.
+        row: row of the global batch (j).
+        rows: the global batch size (R).
+        field: the column with the text.
+        name: name for error messages.
+        shuffle_buffer: documents of a block; None keeps the stored order.
+    """
+
+    dataset: Any
+    tokenizer: Tokenizer
+    row: int
+    rows: int
+    field: str
+    name: str
+    seed: int
+    shuffle_buffer: int | None
+
+    @property
+    def beginning(self) -> Position:
+        position = {"shards": self.dataset.n_shards, "part": 0, "document": None, "example": 0}
+        return position if self.shuffle_buffer is None else {**position, "block": 0, "index": 0}
+
+    def check(self, position: Position) -> None:
+        shuffled = "block" in position
+        if shuffled != (self.shuffle_buffer is not None):
+            raise DataError(
+                f"{self.name}: the position was saved with data.shuffle={str(shuffled).lower()}; "
+                "set data.shuffle as it was"
+            )
+        saved, shards = position.get("shards"), self.dataset.n_shards
+        if saved is not None and saved != shards:
+            raise DataError(
+                f"{self.name}: the dataset has {shards} shards, but {saved} when the position was saved; "
+                "use the same files"
+            )
+
+    def read(self, position: Position) -> Iterator[Document]:
+        texts = self._texts(position) if self.shuffle_buffer is None else self._shuffled_texts(position)
+        for start, text in texts:
+            tokens = with_bos_eos(self.tokenizer.encode(text), self.tokenizer)
+            yield Document(start, np.asarray(tokens, dtype=np.int32))
+
+    def close(self) -> None:
+        return
+
+    def _texts(self, position: Position) -> Iterator[_Text]:
+        """Yield the documents that are not empty, in stored order."""
+        dealt = "part" in position
+        number, state, example = position.get("part", 0), position["document"], position.get("example", 0)
+        without_text = 0
+        while True:
+            part = self._part(number) if dealt else self._earlier_part()
+            if state is not None:
+                part.dataset.load_state_dict(state)
+            found = False
+            for fields, next_state in self._examples(part.dataset):
+                text = (
+                    text_of_example(fields, self.field, self.name) if example % part.cuts == part.cut else ""
+                )
+                if text:
+                    found = True
+                    where = (
+                        {"shards": position["shards"], "part": number, "example": example} if dealt else {}
+                    )
+                    yield _Text({**where, "document": state}, text)
+                state, example = next_state, example + 1
+            number, state, example = number + 1, None, 0
+            without_text = 0 if found else without_text + 1
+            # One more than there are, because the first was perhaps not read from its beginning.
+            if without_text > (self._num_own_parts if dealt else 1):
+                raise DataError(
+                    f"{self.name} holds no text; it may have fewer documents than the batch has rows"
+                )
+
+    def _shuffled_texts(self, position: Position) -> Iterator[_Text]:
+        assert self.shuffle_buffer is not None
+        block, first = position["block"], position["index"]
+        for _, texts in groupby(self._texts(position), lambda text: self._pass_of(text.position["part"])):
+            while members := list(islice(texts, self.shuffle_buffer)):
+                random = random_stream(f"documents of row {self.row}", self.seed, block)
+                order = random.permutation(len(members))
+                for index in range(first, len(members)):
+                    start = {**members[0].position, "block": block, "index": index}
+                    yield _Text(start, members[order[index]].text)
+                block, first = block + 1, 0
+
+    @property
+    def _cuts(self) -> int:
+        """Parts of each shard."""
+        return -(-self.rows // self.dataset.n_shards)
+
+    @property
+    def _num_parts(self) -> int:
+        return self.dataset.n_shards * self._cuts
+
+    @property
+    def _num_own_parts(self) -> int:
+        """Number of different parts that this row reads in time."""
+        if self.shuffle_buffer is not None:
+            return self._num_parts
+        return self._num_parts // gcd(self._num_parts, self.rows)
+
+    def _pass_of(self, number: int) -> int:
+        return (self.row + number * self.rows) // self._num_parts
+
+    def _part(self, number: int) -> _Part:
+        from datasets.distributed import split_dataset_by_node
+
+        pass_, part = divmod(self.row + number * self.rows, self._num_parts)
+        if self.shuffle_buffer is not None:
+            part = int(random_stream("parts", self.seed, pass_).permutation(self._num_parts)[part])
+        shards = self.dataset.n_shards
+        cut, shard = divmod(part, shards)
+        # Split by shards, because `world_size` is their number.
+        return _Part(split_dataset_by_node(self.dataset, rank=shard, world_size=shards), self._cuts, cut)
+
+    def _earlier_part(self) -> _Part:
+        from datasets.distributed import split_dataset_by_node
+
+        return _Part(split_dataset_by_node(self.dataset, rank=self.row, world_size=self.rows), 1, 0)
+
+    def _examples(self, dataset: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Yield each example, and the state of ``dataset`` after it."""
+        examples = iter(dataset)
+        while True:
+            try:
+                example = next(examples, None)
+            # File readers and the hub's client raise many types of errors; all mean that reading failed.
+            except Exception as error:
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                raise DataError(f"{self.name} cannot be read: {reason}") from error
+            if example is None:
+                return
+            yield example, dataset.state_dict()
