@@ -131,7 +131,8 @@ def leaf_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasse
 
 def _element_type(config: Any, name: str) -> Any:
     """Type of the values of a mapping field; None for other fields."""
-    hint = type_hints(type(config))[name]
+    owner: type = type(config)
+    hint = type_hints(owner)[name]
     return get_args(hint)[1] if get_origin(hint) is dict else None
 
 
