@@ -134,7 +134,7 @@ def _convert(
     started = time.monotonic()
     for note in _notes(config, found, tokenizer):
         _print(f"note: {note}")
-    # With another dtype, quantized values are rounded once.
+    # Cast rounds float32 values once.
     checked = FiniteCheckSource(open_source(found, model, "float32" if config.dtype else "bfloat16"))
     source = Cast(checked, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)

@@ -74,7 +74,7 @@ class RankGroup:
             function()
         except Exception as error:
             failure = error
-        found = self.gather(failure and _sendable(failure))
+        found = self.gather(None if failure is None else _sendable(failure))
         if failure is not None and not isinstance(failure, UserError | DamagedCheckpoint | OSError):
             raise failure
         for rank, first in enumerate(found):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.errors import UserError
+from harness.errors import UserError, one_line
 from harness.exchange.families.core import Shape
 
 GROUP = 32
@@ -26,6 +26,9 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 Stored = Mapping[str, tuple[Shape, str]]
 """Shape and safetensors' dtype of tensors by name."""
+
+Block = tuple[int | None, int | None]
+"""Rows and columns that share a scale; None: all of them."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +68,15 @@ def quantization_of(content: Mapping[str, Any]) -> Find | None:
     return parse(found)
 
 
-def scale_names(stored: Stored, quantized: Mapping[str, QuantizedTensor]) -> set[str]:
-    """Names of the stored tensors that are no weights by themselves."""
-    beside = {
-        name.removesuffix("weight") + each
-        for name in quantized
-        if name.endswith(".weight")
-        for each in _ACTIVATION_SCALES
-    }
-    return {part for of in quantized.values() for part in (of.values, of.scales)} | (beside & stored.keys())
+def part_names(stored: Stored, quantized: Mapping[str, QuantizedTensor]) -> set[str]:
+    """Names of the values and scales of quantized weights, and of the scales of activations beside them."""
+    parts = {part for of in quantized.values() for part in (of.values, of.scales)}
+    modules = [name.removesuffix("weight") for name in quantized if name.endswith(".weight")]
+    return parts | {module + each for module in modules for each in _ACTIVATION_SCALES} & stored.keys()
 
 
 def _refusal(field: str, value: object, works: str) -> UserError:
-    shown = value if isinstance(value, str) else json.dumps(value)
+    shown = one_line(value if isinstance(value, str) else json.dumps(value))
     return UserError(f"config.json has quantization_config: {field} {shown} is not read; would work: {works}")
 
 
@@ -97,19 +96,25 @@ def _compressed(found: Mapping[str, Any]) -> Find:
     listed = list(groups.values()) if isinstance(groups, dict) else []
     scheme = listed[0].get("weights") if len(listed) == 1 and isinstance(listed[0], dict) else None
     if not isinstance(scheme, dict):
-        raise _refusal("config_groups", groups, "one group with weights")
+        raise _refusal("config_groups", f"({len(listed)} groups)", "one group, with weights")
     for name, value in {"num_bits": 8, "type": "float", "symmetric": True}.items():
         if scheme.get(name, True) != value:
             raise _refusal(f"weights.{name}", scheme.get(name), json.dumps(value))
-    strategy = scheme.get("strategy")
+    return _fp8_finder("_scale", _block_of_strategy(scheme))
+
+
+def _block_of_strategy(scheme: Mapping[str, Any]) -> Block:
+    strategy, size = scheme.get("strategy"), scheme.get("group_size")
     if strategy == "tensor":
-        return _fp8_finder("_scale", (None, None))
+        return None, None
     if strategy == "channel":
-        return _fp8_finder("_scale", (1, None))
+        return 1, None
+    if strategy == "group" and type(size) is int and size > 0:
+        return 1, size
     if strategy == "group":
-        return _fp8_finder("_scale", _block("weights.group_size", [1, scheme.get("group_size")]))
+        raise _refusal("weights.group_size", size, "128")
     if strategy == "block":
-        return _fp8_finder("_scale", _block("weights.block_structure", scheme.get("block_structure")))
+        return _block("weights.block_structure", scheme.get("block_structure"))
     raise _refusal("weights.strategy", strategy, "tensor, channel, group, block")
 
 
@@ -121,7 +126,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Find]] = {
 }
 
 
-def _block(field: str, value: object) -> tuple[int, int]:
+def _block(field: str, value: object) -> Block:
     if isinstance(value, list) and len(value) == 2 and all(type(each) is int and each > 0 for each in value):
         return value[0], value[1]
     raise _refusal(field, value, "[128, 128]")
@@ -130,20 +135,12 @@ def _block(field: str, value: object) -> tuple[int, int]:
 # -- tensors ----
 
 
-def _fp8_finder(suffix: str, block: tuple[int | None, int | None]) -> Find:
+def _fp8_finder(suffix: str, block: Block) -> Find:
+    """Find weights in FP8 whose scales have a name with this suffix."""
     return lambda stored: _fp8_tensors(stored, suffix, block)
 
 
-def _fp8_tensors(
-    stored: Stored, suffix: str, block: tuple[int | None, int | None]
-) -> dict[str, QuantizedTensor]:
-    """Find the weights in FP8.
-
-    Args:
-        stored: the stored tensors.
-        suffix: suffix of the name of a weight's scales.
-        block: rows and columns that share a scale; None: all of them.
-    """
+def _fp8_tensors(stored: Stored, suffix: str, block: Block) -> dict[str, QuantizedTensor]:
     found = {}
     for name, (shape, dtype) in stored.items():
         if name.endswith(f".weight{suffix}"):
@@ -181,11 +178,11 @@ def _mxfp4_tensors(stored: Stored) -> dict[str, QuantizedTensor]:
             continue
         for suffix in (_BLOCKS, _SCALES):
             if base + suffix not in stored:
-                raise UserError(f"{name} is there, and {base}{suffix} is missing")
+                raise UserError(f"{base}{suffix} is missing, and {name} needs it")
             if stored[base + suffix][1] != "U8":
                 raise UserError(f"{base}{suffix} is {stored[base + suffix][1]}; would work: U8")
         if base in stored:
-            raise UserError(f"{base} is there twice, also as {name}")
+            raise UserError(f"{base} is stored twice, also as {name}")
         blocks, scales = stored[base + _BLOCKS][0], stored[base + _SCALES][0]
         if len(scales) != 3 or blocks != (*scales, GROUP // 2):
             rule = f"must be [experts, outputs, inputs / {GROUP}, {GROUP // 2}] and the same without the last"

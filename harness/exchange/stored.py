@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.exchange.config_json import read_object
 from harness.exchange.families.core import Shape
-from harness.exchange.quantization import GROUP, Find, QuantizedTensor, scale_names
+from harness.exchange.quantization import GROUP, Find, QuantizedTensor, part_names
 from harness.exchange.source import TensorFacts
 from harness.exchange.tensor_names import own_name
 from harness.model.config import ModelConfig
@@ -66,7 +66,7 @@ class StoredTensors:
             self._quantized = find(stored) if find else {}
         except UserError as error:
             raise UserError(f"{folder}: {error}") from None
-        parts = scale_names(stored, self._quantized)
+        parts = part_names(stored, self._quantized)
         self.tensors: dict[str, TensorFacts] = {
             name: TensorFacts(shape, self._dtype(name, dtype))
             for name, (shape, dtype) in stored.items()

@@ -201,9 +201,9 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 }
 PARTS = ("blocks", "scales")
 DAMAGED_MXFP4: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
-    "no_scales": (lambda t: t.pop(f"{E}_scales"), f"{E}_blocks is there, and {E}_scales is missing"),
-    "no_blocks": (lambda t: t.pop(f"{E}_blocks"), f"{E}_scales is there, and {E}_blocks is missing"),
-    "twice": (lambda t: t.update({E: torch.ones(1)}), f"{E} is there twice, also as {E}_"),
+    "no_scales": (lambda t: t.pop(f"{E}_scales"), f"{E}_scales is missing, and {E}_blocks needs it"),
+    "no_blocks": (lambda t: t.pop(f"{E}_blocks"), f"{E}_blocks is missing, and {E}_scales needs it"),
+    "twice": (lambda t: t.update({E: torch.ones(1)}), f"{E} is stored twice, also as {E}_"),
     "dtype": (
         lambda t: t.update({f"{E}_scales": t[f"{E}_scales"].float()}),
         f"{E}_scales is F32; would work: U8",
@@ -252,11 +252,14 @@ NOT_READ = [
     ({**FP8, "weight_block_size": [128]}, "weight_block_size [128] is not read; would work: [128, 128]"),
     ({**FP8, "weight_block_size": [0, 128]}, "weight_block_size [0, 128] is not read"),
     ({**compressed("channel"), "format": "pack-quantized"}, "format pack-quantized is not read"),
-    ({**compressed("channel"), "config_groups": {}}, "config_groups {} is not read; would work: one group"),
+    (
+        {**compressed("channel"), "config_groups": {}},
+        "config_groups (0 groups) is not read; would work: one group",
+    ),
     (compressed("channel", num_bits=4), "weights.num_bits 4 is not read; would work: 8"),
     (compressed("channel", type="int"), 'weights.type int is not read; would work: "float"'),
     (compressed("token"), "weights.strategy token is not read; would work: tensor, channel, group, block"),
-    (compressed("group"), "weights.group_size [1, null] is not read"),
+    (compressed("group"), "weights.group_size null is not read; would work: 128"),
 ]
 
 
