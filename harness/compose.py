@@ -7,8 +7,8 @@ Hydra or OmegaConf.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -21,6 +21,7 @@ from harness.exchange.found import recorded_model
 from harness.exchange.from_config import model_node, require_read
 from harness.job import Job, from_dict
 from harness.launched import launched_ranks
+from harness.layers import CONFIG_JSON, Layers, files_of_option
 from harness.overrides import (
     AXES,
     FROM_CONFIG,
@@ -29,7 +30,6 @@ from harness.overrides import (
     in_hydra_syntax,
     options_of,
     sets_field,
-    sets_one_group,
     typed_value,
     with_one_length,
 )
@@ -133,8 +133,8 @@ def spelled_out(overrides: Iterable[str], schema: type) -> list[str]:
 class Composer:
     """Compose many jobs of one primary config, inside ``with``.
 
-    Hydra takes 0.2 s for a job. So it composes only the first job of a process completely. For later jobs it
-    composes each option of a group once, and values are set in copies.
+    Hydra takes 0.2 s for a job. So it composes what can change several groups once in a process. Options of
+    single groups are merged into copies, and values are set there.
 
     Args:
         config_name: the primary config, a file of conf/.
@@ -143,7 +143,6 @@ class Composer:
 
     def __init__(self, config_name: str = "train", schema: type = Job) -> None:
         self.config_name, self.schema = config_name, schema
-        self._last: tuple[Any, dict[str, str], Any] | None = None
         self._hydra = ExitStack()
 
     def __enter__(self) -> Composer:
@@ -173,24 +172,9 @@ class Composer:
 
     def point(self, overrides: list[str]) -> Any:
         """Compose one job from overrides that are already checked and in Hydra's syntax."""
-        from hydra._internal.config_loader_impl import ConfigLoaderImpl
-
         read_from, overrides = register_model(overrides), with_one_length(overrides)
         try:
-            values, parts, rest = [], {}, []
-            for typed, parsed in zip(overrides, self.parser.parse_overrides(overrides), strict=True):
-                group = parsed.key_or_group
-                # Hydra reports the error of several values for one field.
-                if parsed.is_sweep_override():
-                    rest.append(typed)
-                elif sets_field(typed) or (group in groups() and isinstance(parsed.value(), dict)):
-                    values.append(parsed)
-                elif sets_one_group(typed):
-                    parts[group] = typed  # the last option of a group wins
-                else:
-                    rest.append(typed)
-            config = self._base(rest, parts, read_from)
-            ConfigLoaderImpl._apply_overrides_to_config(values, config)
+            _, config = self._config(overrides)
         except Exception as error:
             raise to_user_error(error, self.schema) from error
         return job_from_config(config, self.schema, read_from)
@@ -207,49 +191,50 @@ class Composer:
 
     def axes(self, overrides: list[str]) -> dict[str, Any]:
         """Axes of the sweep in the job's files: values by name of the field or group, and POINTS."""
-        params = self.config(overrides, with_hydra=True).hydra.sweeper.params or {}
+        register_model(overrides)
         try:
-            return dict(params)
+            layers, config = self._config(overrides)
+            layers.add_hydra(config)
+            return dict(config.hydra.sweeper.params or {})
         except Exception as error:
             raise to_user_error(error, self.schema) from error
 
-    def _base(self, rest: list[str], parts: dict[str, str], read_from: str | None) -> Any:
-        """Return a new copy of the config that Hydra composes from overrides.
+    def _config(self, overrides: list[str]) -> tuple[Layers, Any]:
+        """Return a new config, as Hydra composes it, and what made it."""
+        from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-        Args:
-            rest: overrides that can change several groups.
-            parts: options that change only their own group, by group.
-            read_from: path of ``register_model``; jobs with one are never cached.
-        """
-        from hydra import compose
-
-        def composed(*options: str) -> Any:
-            if options not in known:
-                known[options] = compose(config_name=self.config_name, overrides=[*rest, *options])
-            return known[options]
-
-        key = (self._conf, self.config_name, self.schema, *rest)
-        known = {} if read_from is not None else _composed.setdefault(key, {})
-        options = tuple(parts.values())
-        if options in known or not known:
-            return copy.deepcopy(composed(*options))
-        # Setting a group is the slowest part, and few groups change between points of a sweep.
-        last, self._last = self._last, None  # invalid if this call fails
-        if last is None or last[0] != (key, *parts):
-            last = (key, *parts), {}, copy.deepcopy(composed())
-        base, before, config = last
-        for group, option in parts.items():
-            if before.get(group) != option:
-                config[group] = composed(option)[group]
-        self._last = base, parts, config
-        return copy.deepcopy(config)
+        values, options, rest = [], {}, []
+        for typed, parsed in zip(overrides, self.parser.parse_overrides(overrides), strict=True):
+            group = parsed.key_or_group
+            # Hydra reports the error of several values for one field.
+            if parsed.is_sweep_override():
+                rest.append(typed)
+            elif sets_field(typed) or (group in groups() and isinstance(parsed.value(), dict)):
+                values.append(parsed)
+            elif typed == CONFIG_JSON or _sets_one_group(self._conf, typed):
+                options[group] = typed  # the last option of a group wins
+            else:
+                rest.append(typed)
+        layers = _layers(self._conf, self.config_name, self.schema, tuple(rest))
+        config = layers.config(options, {each.key_or_group.partition(".")[0] for each in values})
+        ConfigLoaderImpl._apply_overrides_to_config(values, config)
+        return layers, config
 
 
-_composed: dict[tuple[Any, ...], dict[tuple[str, ...], Any]] = {}
-"""Configs that Hydra composed: by conf/, schema and other overrides, then by options. Never modified."""
+_Stamp = tuple[tuple[str, int, int], ...]
 
 
-def _stamp(folder: str) -> tuple[tuple[str, int, int], ...]:
+@functools.cache
+def _layers(_conf: _Stamp, config_name: str, schema: type, rest: tuple[str, ...]) -> Layers:
+    return Layers(config_name, _schemas[schema].node, rest)
+
+
+@functools.cache
+def _sets_one_group(_conf: _Stamp, override: str) -> bool:
+    return bool(files_of_option(override))
+
+
+def _stamp(folder: str) -> _Stamp:
     """Return path, size and mtime of all files below a folder, to detect changes."""
     return tuple(
         (entry.path, entry.stat().st_size, entry.stat().st_mtime_ns)
@@ -357,10 +342,14 @@ def job_from_config(config: Any, schema: type = Job, read_from: str | None = Non
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            raise UserError(MISSING.format(", ".join(missing)))
-        plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+        try:
+            plain = cast(
+                "dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+            )
+        except OmegaConfBaseException:
+            if missing := sorted(OmegaConf.missing_keys(config)):
+                raise UserError(MISSING.format(", ".join(missing))) from None
+            raise
     except OmegaConfBaseException as error:
         raise to_user_error(error, schema) from error
     require_read(plain.get("model", {}).get("path"), read_from)

@@ -202,6 +202,7 @@ class Job:
             )
         share = self.local_batch_size * self.accumulation_steps
         self.parallelism.validate(self.model, self.training.seq_len, self.local_batch_size, share)
+        job_rules.check_torch(self)
         job_rules.check_attention(self)
         job_rules.check_precision(self)
         self.compile.validate()

@@ -40,31 +40,6 @@ def sets_field(override: str) -> bool:
     return match["key"] not in groups()
 
 
-def sets_one_group(override: str) -> bool:
-    """Whether an override chooses an option whose file sets values of its own group only."""
-    match = OVERRIDE.match(override)
-    if match is None or match["sign"] is not None or match["key"] not in groups():
-        return False
-    folder, option = groups()[match["key"]], (match["value"] or "").strip("'\"")
-    return option in options_of(folder) and _is_plain(folder / f"{option}.yaml")
-
-
-@functools.cache
-def _is_plain(path: Path) -> bool:
-    """Whether a file sets values of its own group only; its defaults list may name options of that group."""
-    import yaml
-
-    text = path.read_text()
-    content = yaml.safe_load(text) or {}
-    others = content.get("defaults", []) if isinstance(content, dict) else [None]
-    included = [path.parent / f"{each}.yaml" for each in others if each != "_self_"]
-    return (
-        "@package" not in text
-        and all(isinstance(each, str) and each.isidentifier() for each in others)
-        and all(map(_is_plain, included))
-    )
-
-
 def groups() -> dict[str, Path]:
     """The groups of conf/ and their folders."""
     return _groups_in(conf_dir())

@@ -44,26 +44,23 @@ def validate_texts(config: Any) -> None:
         SecretError: a string contains something that looks like a secret.
         ConfigError: a string is not one printable line.
     """
-    for name, _, value in leaves(config):
-        for field, text in _texts(name, value):
-            _refuse_secrets(field, text)
-    refuse_control_characters(config)
+    fields = [
+        (name, value) for name, _, value in leaves(config) if isinstance(value, str | list | tuple | dict)
+    ]
+    texts = [(field, text, value) for name, value in fields for field, text in _texts(name, value)]
+    # First, because the other error repeats the text.
+    for field, text, _ in texts:
+        _refuse_secrets(field, text)
+    for field, text, value in texts:
+        if not text.isprintable():
+            _refuse_control_characters(field, text, in_list=isinstance(value, list))
 
 
-def refuse_control_characters(config: Any) -> None:
-    """Check that every string of a config dataclass is one printable line.
-
-    Raises:
-        ConfigError: naming the first character that is not allowed.
-    """
-    for name, _, value in leaves(config):
-        for field, text in _texts(name, value):
-            unprintable = (each for each in text if not each.isprintable())
-            found = next((each for each in unprintable if unicodedata.category(each) in _REFUSED), None)
-            if found is not None:
-                rule = f"must be one line of printable text, and holds U+{ord(found):04X}"
-                works = "one element for each line, like [a,b]" if isinstance(value, list) else ""
-                raise ConfigError(field, text, rule, works)
+def _refuse_control_characters(field: str, text: str, *, in_list: bool) -> None:
+    found = next((each for each in text if unicodedata.category(each) in _REFUSED), None)
+    if found is not None:
+        rule = f"must be one line of printable text, and holds U+{ord(found):04X}"
+        raise ConfigError(field, text, rule, "one element for each line, like [a,b]" if in_list else "")
 
 
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -82,12 +79,14 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _refuse_secrets(field: str, text: str) -> None:
     variable = field.rpartition(".")[2]
     is_variable = variable.isupper() or field.startswith("cluster.env.")
-    assigned = [variable] if text and is_variable else []
-    for name in (*assigned, *(found["name"] for found in _ASSIGNMENT.finditer(text))):
+    names = [variable] if text and is_variable else []
+    if "=" in text:
+        names += [found["name"] for found in _ASSIGNMENT.finditer(text)]
+    for name in names:
         if _is_secret(name):
             works = f"export {name} in the shell that starts the job; SLURM passes it on"
             raise SecretError(field, f"a value of {name}, which looks like a secret", works)
-    for url in _URL.finditer(text):
+    for url in _URL.finditer(text) if "://" in text else ():
         user, scheme = url["user"] or "", url["scheme"].lower()
         secret = ":" in user or (user and scheme.startswith("http"))
         if secret or any(_is_secret(each["name"]) for each in _PARAMETER.finditer(url[0])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from harness import job_rules
 from harness.compose import compose_job
 from harness.config import EXECUTION, LABEL, NUMERICS, label, leaves, numerics
 from harness.errors import ConfigError
@@ -376,3 +378,33 @@ def test_validation_needs_held_out_documents() -> None:
     assert job(*stdlib).validation.interval == 0
     with pytest.raises(ConfigError, match="validation is enabled"):
         job(*stdlib, "validation.interval=5")
+
+
+TWO_PASSES = ("parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (*TWO_PASSES, "training.loss_chunks=4"),
+            "which torch 2.11 cannot with chunked losses; would work",
+        ),
+        ((*TWO_PASSES, "compile=on"), "which torch 2.11 cannot with compiled blocks; would work: "),
+        ((*TWO_PASSES, "model=qwen3_moe_debug"), "which torch 2.11 cannot with experts; would work: "),
+        (TWO_PASSES, ""),
+        (("parallelism=pp", "model=qwen3_moe_debug", "training.loss_chunks=4"), ""),
+        (
+            ("model=deepseek_v3_debug", "model.mtp.depth=1", "parallelism=tp"),
+            "model.mtp.depth=1: torch 2.11 cannot predict several tokens with parallelism.tp=2; would work",
+        ),
+        (("model=deepseek_v3_debug", "model.mtp.depth=1"), ""),
+    ],
+)
+def test_what_fails_inside_torch_2_11_is_refused_there(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], message: str
+) -> None:
+    compose_job([*TINY, *overrides])
+    monkeypatch.setattr(job_rules, "torch_version", lambda: "2.11.0+cpu")
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        compose_job([*TINY, *overrides])

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.job import Job
+from harness.job_rules import check_torch
 from harness.parallelism.config import AXES
 from harness.plan.space import Point
 from harness.precision.linears import check_layout, sort_linears
@@ -42,7 +43,7 @@ class Legality:
         return (
             self._cached(self._check_axes, point, (point.degrees, point.ep))
             or self._cached(self._check_pipeline, point, (*pipeline, *batch))
-            or self._cached(self._check_mode, point, (point.mode, point.schedule))
+            or self._cached(self._check_mode, point, (point.mode, point.schedule, point.tp))
             or self._cached(self._check_all, point, others)
             or self._cached(self._check_format, point, (point.tp, point.cp, point.rows))
         )
@@ -82,6 +83,7 @@ class Legality:
         recompute = replace(self.base.activation_checkpoint, mode=point.mode)
         layout = point.layout(self.base.parallelism)
         recompute.validate(self.base.compile, splits_backward=layout.splits_backward)
+        check_torch(replace(self.base, parallelism=layout))
 
     def _check_all(self, point: Point) -> None:
         """Check all rules except those of formats."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import job_rules
 from harness.compose import compose_job, compose_points
 from harness.errors import ConfigError, UserError
 from harness.job import Job, differing_numerics
@@ -112,11 +113,13 @@ def test_the_space_is_every_legal_job() -> None:
     assert set(found) == set(plans)
 
 
-def test_legality_agrees_with_resolve() -> None:
-    """With rules about float8's block length, compiled blocks, and a schedule's microbatches."""
+@pytest.mark.parametrize(("torch", "every"), [("2.13.0", 3), ("2.11.0", 11)])
+def test_legality_agrees_with_resolve(monkeypatch: pytest.MonkeyPatch, torch: str, every: int) -> None:
+    """With rules about float8's block length, compiled blocks, a schedule's microbatches, and torch 2.11."""
+    monkeypatch.setattr(job_rules, "torch_version", lambda: torch)
     space = space_of(*COMPILED, "training.seq_len=80")
     legality, verdicts = Legality(space.base), Counter[str]()
-    for point in itertools.islice(points_of(space), 0, None, 3):
+    for point in itertools.islice(points_of(space), 0, None, every):
         error = legality.broken(point)
         try:
             point.job(space.base)
@@ -125,6 +128,7 @@ def test_legality_agrees_with_resolve() -> None:
             assert error is not None, (point, raised)
             verdicts[error.field] += 1
     assert len(verdicts) >= 3, verdicts
+    assert ("parallelism.pp_schedule" in verdicts) == (torch == "2.11.0")
 
 
 @pytest.mark.parametrize("memory_gib", [80.0, TIGHT])

@@ -14,12 +14,15 @@ from unittest import mock
 
 import hydra
 import pytest
+from tiers import THOROUGH
 
 import harness.compose
 from harness.app import Verb
 from harness.compose import Composer, compose_job, compose_points, job_from_config
 from harness.errors import UserError
 from harness.job import Job
+from harness.overrides import groups, in_hydra_syntax, options_of
+from harness.parity import ParityJob
 from harness.paths import conf_dir
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +97,29 @@ def test_points_are_what_composing_each_of_them_gives() -> None:
                 assert point.reason == str(error)
 
 
-def test_options_are_composed_once_whatever_they_are_combined_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness.compose, "_composed", {})
+def options_by_group() -> dict[str, list[str]]:
+    return {
+        group: options_of(folder)
+        for group, folder in groups().items()
+        if group not in ("experiment", "sweep")
+    }
+
+
+@pytest.mark.parametrize(
+    ("primary", "rest"), [("train", ()), ("parity", ()), ("train", ("experiment=quickstart",))]
+)
+def test_options_are_merged_as_hydra_does(primary: str, rest: tuple[str, ...]) -> None:
+    """Option n of every group, together."""
+    chosen = options_by_group()
+    with Composer(primary, {"train": Job, "parity": ParityJob}[primary]) as composer:
+        for number in range(max(map(len, chosen.values())) if THOROUGH else 4):
+            typed = [f"{group}={options[number % len(options)]}" for group, options in chosen.items()]
+            typed = [*rest, *in_hydra_syntax(typed)]
+            assert composer._config(typed)[1] == hydra.compose(primary, typed), typed
+
+
+def test_hydra_composes_once_whatever_options_are_combined(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.compose._layers.cache_clear()
     counted = mock.Mock(side_effect=hydra.compose)
     monkeypatch.setattr(hydra, "compose", counted)
     with Composer() as composer:
@@ -103,10 +127,9 @@ def test_options_are_composed_once_whatever_they_are_combined_with(monkeypatch: 
             for precision in ("bf16", "fp32"):
                 for schedule in ("cosine", "wsd"):
                     composer.job([f"model={model}", f"precision={precision}", f"schedule={schedule}"])
-    # The complete first job, the base, and six options.
-    assert counted.call_count == 8
+    assert counted.call_count == 1
     compose_job(["model=llama3_8b", "precision=bf16"])
-    assert counted.call_count == 8
+    assert counted.call_count == 1
 
 
 def test_a_changed_file_is_composed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

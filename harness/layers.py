@@ -1,0 +1,181 @@
+"""Make the configs of many jobs from few compositions by Hydra."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from harness.overrides import FROM_CONFIG, OVERRIDE, groups, options_of
+from harness.paths import conf_dir
+
+CONFIG_JSON = f"model={FROM_CONFIG}"
+"""The override whose option is registered again for each job, so nothing made from it is kept."""
+
+
+class Layers:
+    """Configs that differ in values, and in options whose files set values of their own group only.
+
+    Args:
+        config_name: the primary config, a file of conf/.
+        schema: node of the job's dataclass.
+        rest: the other overrides, the same for all configs.
+    """
+
+    def __init__(self, config_name: str, schema: Any, rest: tuple[str, ...]) -> None:
+        self.config_name, self.schema, self.rest = config_name, schema, rest
+        self._simple_groups = _simple_groups(config_name, rest)
+        self._composed: dict[tuple[str, ...], Any] = {}
+        self._nodes: dict[str, Any] = {}
+        self._shareable: dict[int, bool] = {}
+        self._hydra: Any = None
+
+    def config(self, options: dict[str, str], changed: set[str]) -> Any:
+        """Return a new config, as Hydra composes it.
+
+        Args:
+            options: override that chooses the option, by group.
+            changed: groups and fields in which the caller will set values. Configs share the other groups.
+        """
+        overrides = tuple(options.values())
+        # For the only job of a process, Hydra composes once.
+        if overrides in self._composed or not (self._composed or options.keys() <= self._simple_groups):
+            base = self._compose(*overrides)
+            return base if CONFIG_JSON in overrides else self._copy(base, {}, changed)
+        nodes = {group: self._node(group, override) for group, override in options.items()}
+        return self._copy(
+            self._compose(), nodes, changed | ({"model"} if CONFIG_JSON in overrides else set())
+        )
+
+    def add_hydra(self, config: Any) -> None:
+        """Add Hydra's own part to a config."""
+        from omegaconf import open_dict
+
+        with open_dict(config):
+            config["hydra"] = self._hydra
+
+    def _compose(self, *options: str) -> Any:
+        from hydra import compose
+        from omegaconf import open_dict
+
+        if options in self._composed:
+            return self._composed[options]
+        config = compose(self.config_name, [*self.rest, *options], return_hydra_config=True)
+        with open_dict(config):
+            self._hydra = config.pop("hydra")
+        if CONFIG_JSON not in options:
+            self._composed[options] = config
+        return config
+
+    def _node(self, group: str, override: str) -> Any:
+        """Return the node of an option; its parent is another config."""
+        if override in self._nodes:
+            return self._nodes[override]
+        try:
+            node = self._merged(group, override) if group in self._simple_groups else None
+        except Exception:
+            node = None  # Hydra will raise it again, with the name of the file
+        if node is None:
+            node = self._compose(override)._get_node(group)
+        if override != CONFIG_JSON:
+            self._nodes[override] = node
+        return node
+
+    def _merged(self, group: str, override: str) -> Any:
+        """Merge the files of an option into the schema, as Hydra does."""
+        from hydra.core.config_store import ConfigStore
+        from omegaconf import OmegaConf
+
+        if override == CONFIG_JSON:
+            layers = [ConfigStore.instance().repo["model"][f"{FROM_CONFIG}.yaml"].node]
+        else:
+            layers = [OmegaConf.load(file) for file in files_of_option(override)]
+        node = copy.deepcopy(self.schema._get_node(group))
+        for layer in layers:
+            layer.pop("defaults", None)
+            node.merge_with(layer)
+        return node
+
+    def _copy(self, base: Any, nodes: dict[str, Any], changed: set[str]) -> Any:
+        """Copy a config, with other nodes for some groups; complete copies would take most of the time."""
+        memo = {}  # deepcopy takes what is here for the copy of an object
+        for name in base:
+            child = base._get_node(name)
+            node = nodes.get(name, child)
+            memo[id(child)] = node if name not in changed and self._can_share(node) else copy.deepcopy(node)
+        return copy.deepcopy(base, memo)
+
+    def _can_share(self, node: Any) -> bool:
+        """Whether no value refers to other fields (``${...}``), which are found through the parent."""
+        from omegaconf import OmegaConf
+
+        if id(node) not in self._shareable:
+            plain = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node._value()
+            self._shareable[id(node)] = "${" not in str(plain)
+        return self._shareable[id(node)]
+
+
+def files_of_option(override: str) -> tuple[Path, ...]:
+    """Files of the option that an override chooses, later ones win; none if it can change other groups."""
+    match = OVERRIDE.match(override)
+    if match is None or match["sign"] is not None or match["key"] not in groups():
+        return ()
+    folder, option = groups()[match["key"]], (match["value"] or "").strip("'\"")
+    return _own_files(folder / f"{option}.yaml") if option in options_of(folder) else ()
+
+
+def _own_files(path: Path) -> tuple[Path, ...]:
+    content = _content(path)
+    if not isinstance(content, dict) or not isinstance(content.get("defaults", []), list):
+        return ()
+    if "@package" in path.read_text():
+        return ()
+    files: tuple[Path, ...] = ()
+    defaults = content.get("defaults", [])
+    # Without _self_, Hydra merges a file after its defaults.
+    for each in defaults if "_self_" in defaults else [*defaults, "_self_"]:
+        is_option = isinstance(each, str) and each.isidentifier()
+        found = (path,) if each == "_self_" else _own_files(path.parent / f"{each}.yaml") if is_option else ()
+        if not found:
+            return ()
+        files += found
+    return files
+
+
+def _simple_groups(config_name: str, rest: tuple[str, ...]) -> set[str]:
+    """Groups whose values come from their option alone, not from a primary config or an experiment."""
+    found = _groups_not_set(Path(conf_dir(), f"{config_name}.yaml"))
+    for override in rest:
+        name, _, option = override.partition("=")
+        file = Path(conf_dir(), name, f"{option}.yaml")
+        if name in groups() and file.is_file():
+            found &= _groups_not_set(file)
+        elif not name.startswith("hydra."):
+            return set()
+    return found
+
+
+def _groups_not_set(path: Path) -> set[str]:
+    content = _content(path)
+    if not isinstance(content, dict) or not isinstance(content.get("defaults", []), list):
+        return set()
+    found = set(groups()) - set(content)
+    for each in content.get("defaults", []):
+        if isinstance(each, dict):
+            chosen = {group.removeprefix("override ").strip("/"): option for group, option in each.items()}
+            if any(option and not files_of_option(f"{group}={option}") for group, option in chosen.items()):
+                return set()
+        elif each not in ("job_schema", "_self_"):
+            folder = Path(conf_dir()) if each.startswith("/") else path.parent
+            found &= _groups_not_set(folder / f"{each.strip('/')}.yaml")
+    return found
+
+
+def _content(path: Path) -> Any:
+    """Content of a file; None if it cannot be read, which Hydra will report."""
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text()) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
