@@ -27,7 +27,7 @@ def require_inputs(job: Job) -> None:
     Raises:
         ConfigError: one of them is missing.
     """
-    if job.data.kind == "local":
+    if job.data.kind in ("local", "chat"):
         for name in ("paths", "validation_paths"):
             patterns = tuple(getattr(job.data, name))
             if patterns and not _matches_any(patterns):

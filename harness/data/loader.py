@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from harness.data.cache import open_cache
+from harness.data.chat import open_conversations
 from harness.data.config import DataConfig
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
 from harness.data.sources import open_dataset, require_column, source_of
@@ -130,6 +131,19 @@ def build_loader(
         return _StreamLoader(
             _build_streams(data, tokenizer, seq_len, global_batch_size, rows, split), global_batch_size
         )
+    if data.kind == "chat":
+        conversations, damaged = open_conversations(
+            data,
+            tokenizer,
+            seq_len=seq_len,
+            seed=seed,
+            split=split,
+            wait_for_all=wait_for_all,
+            is_builder=is_builder,
+        )
+        loader = _NumberedLoader(conversations, rows, global_batch_size)
+        loader.damaged_documents = damaged
+        return loader
     source, held_out = source_of(data, split)
     tokenized = open_cache(
         source,

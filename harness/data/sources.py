@@ -113,19 +113,24 @@ class LocalFiles:
                 raise DataError(f"{file} cannot be read: {_one_line(error)}") from error
 
     def _read(self, file: Path) -> Iterator[str]:
-        format = self._config.format if self._config.format != "auto" else _format_of(file)
+        format = self._config.format if self._config.format != "auto" else format_of(file)
         if format == "jsonl":
-            return self._read_jsonl(file)
+            return self.read_jsonl(file)
         if format == "parquet":
-            return _read_parquet(file, self._config.text_field)
+            return self.read_parquet(file)
         return self._read_text(file)
+
+    def document_of(self, row: dict[str, Any], where: str) -> str:
+        """The document of a row of JSON or parquet; ``where`` is its position for error messages."""
+        return _text_of_row(row, self._config.text_field, where)
 
     def _read_text(self, file: Path) -> Iterator[str]:
         # bytes, not text mode: newlines stay as they are
         with _opened(file) as content:
             yield self._decoded(content.read(), str(file))
 
-    def _read_jsonl(self, file: Path) -> Iterator[str]:
+    def read_jsonl(self, file: Path) -> Iterator[str]:
+        """Yield the document of each line."""
         with _opened(file) as lines:
             offset = 0
             for number, line in enumerate(lines, start=1):
@@ -136,7 +141,12 @@ class LocalFiles:
                     start = offset - len(line)
                 if line.strip():
                     text = self._decoded(line, where, start)
-                    yield _text_of_line(text, self._config.text_field, where) if text else ""
+                    yield self.document_of(_row_of_line(text, where), where) if text else ""
+
+    def read_parquet(self, file: Path) -> Iterator[str]:
+        """Yield the document of each row."""
+        for row in read_columns(file, self._config.text_field, setting="data.text_field"):
+            yield self.document_of(row, str(file))
 
     def _decoded(self, content: bytes, where: str, start: int = 0) -> str:
         """Decode a document; return an empty string if it is not UTF-8 and skipped."""
@@ -177,7 +187,7 @@ def _glob_to_regex(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts), re.DOTALL)
 
 
-def _format_of(file: Path) -> str:
+def format_of(file: Path) -> str:
     name = file.stem if file.suffix in _COMPRESSIONS else file.name
     if name.endswith((".jsonl", ".json")):
         return "jsonl"
@@ -205,14 +215,14 @@ _COMPRESSIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _text_of_line(line: str, field: str, where: str) -> str:
+def _row_of_line(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: not a JSON object")
-    return _text_of_row(row, field, where)
+    return row
 
 
 def _text_of_row(row: dict[str, Any], field: str, where: str) -> str:
@@ -233,18 +243,23 @@ def _text_of_row(row: dict[str, Any], field: str, where: str) -> str:
     return text
 
 
-def _read_parquet(file: Path, field: str) -> Iterator[str]:
+def read_columns(file: Path, required: str, *optional: str, setting: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a parquet file, with a required column and those optional columns that exist.
+
+    Args:
+        setting: the field of the job that names the required column, for the error.
+    """
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            if field not in table.schema_arrow.names:
-                columns = _named(table.schema_arrow.names)
-                raise DataError(f"{file}: no column {field!r} among {columns}; set data.text_field")
-            for batch in table.iter_batches(batch_size=_ROWS_PER_READ, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    yield _text_of_row({field: text}, field, str(file))
+            names = table.schema_arrow.names
+            if required not in names:
+                raise DataError(f"{file}: no column {required!r} among {_named(names)}; set {setting}")
+            columns = [required, *(name for name in optional if name in names)]
+            for batch in table.iter_batches(batch_size=_ROWS_PER_READ, columns=columns):
+                yield from batch.to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{file}: not a readable parquet file ({_one_line(error)})") from error
 

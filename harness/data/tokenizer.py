@@ -47,6 +47,7 @@ class BytesTokenizer(Tokenizer):
     vocab_size = 258
     bos_id: int | None = 256
     eos_id: int | None = 257
+    special_ids = {"<s>": 256, "</s>": 257}  # noqa: RUF012
     fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
@@ -58,6 +59,9 @@ class BytesTokenizer(Tokenizer):
     def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
         for start in range(0, len(text), PIECE_CHARS):
             yield text[start : start + PIECE_CHARS].encode("utf-8")
+
+    def num_bytes(self, ids: Sequence[int]) -> list[int]:
+        return [1] * len(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), _decode_bytes)
@@ -81,6 +85,9 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f"tokenizer file {file} is not a sentencepiece model") from error
         self.bos_id = _none_if_negative(self._model.bos_id())
         self.eos_id = _none_if_negative(self._model.eos_id())
+        control = [id for id in range(self.vocab_size) if self._model.is_control(id)]
+        self.special_ids = {self._model.id_to_piece(id): id for id in control}
+        self.file = file
         self.fingerprint = fingerprint_of("sentencepiece", content)
         self._space_mark_ids = self._spell_space_mark()
 
@@ -97,6 +104,12 @@ class SentencePieceTokenizer(Tokenizer):
         if self._space_mark_ids is not None and any("▁" in text for text in texts):
             return [self.encode(text) for text in texts]
         return self._model.encode(list(texts), num_threads=NUM_THREADS)
+
+    def num_bytes(self, ids: Sequence[int]) -> list[int]:
+        pieces = zip(ids, self._model.id_to_piece(list(ids)), strict=True)
+        return [
+            1 if self._model.is_byte(id) else len(piece.replace("▁", " ").encode()) for id, piece in pieces
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), self._model.decode)
@@ -131,6 +144,7 @@ class TiktokenTokenizer(Tokenizer):
         special_set = SETS[special]
         ranks = _parse_ranks(content, file)
         special_ids = {token: len(ranks) + i for i, token in enumerate(special_set.tokens)}
+        self.special_ids, self.file = special_ids, file
         self._encoding = tiktoken.Encoding(
             special, pat_str=special_set.pattern, mergeable_ranks=ranks, special_tokens=special_ids
         )
@@ -150,6 +164,9 @@ class TiktokenTokenizer(Tokenizer):
 
     def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
         return map(self._encoding.encode_ordinary, _cut_long_runs(text))
+
+    def num_bytes(self, ids: Sequence[int]) -> list[int]:
+        return [len(token) for token in self._encoding.decode_tokens_bytes(list(ids))]
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), self._encoding.decode)

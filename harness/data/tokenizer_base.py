@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from harness.data.long_text import split_long_text
 from harness.errors import DataError
 
 NUM_THREADS = 4  # enough to be fast, few enough not to slow down a node's other ranks
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Marked(NamedTuple):
+    """A text with special tokens, encoded: the ids, and the range of characters of each."""
+
+    ids: list[int]
+    ranges: Sequence[tuple[int, int]]
 
 
 class Tokenizer(Protocol):
@@ -29,6 +39,10 @@ class Tokenizer(Protocol):
     """Id put after every document, or None."""
     fingerprint: str
     """Hash of everything that determines how text is encoded."""
+    special_ids: dict[str, int]
+    """Ids of the special tokens, by their text."""
+    file: Path | None = None
+    """The tokenizer's file, if it has one."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without special tokens."""
@@ -42,6 +56,39 @@ class Tokenizer(Protocol):
         """Yield ``encode(text)`` in consecutive pieces, which needs less memory for a long text."""
         for piece in split_long_text(text, self.encode):
             yield self.encode(piece)
+
+    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
+        """Encode the texts of chat templates, in which special tokens have their own ids.
+
+        Raises:
+            DataError: the tokenizer changes a text before it is encoded, so that its ids have no characters.
+        """
+        return [self._encode_marked(text) for text in texts]
+
+    def _encode_marked(self, text: str) -> Marked:
+        ids: list[int] = []
+        widths: list[int] = []
+        special = "|".join(map(re.escape, sorted(self.special_ids, key=len, reverse=True)))
+        for index, part in enumerate(re.split(f"({special})", text)):
+            part_ids = [self.special_ids[part]] if index % 2 else self.encode(part)
+            num_bytes = len(part.encode())
+            part_widths = [num_bytes] if index % 2 else self.num_bytes(part_ids)
+            if sum(part_widths) != num_bytes:
+                rule = "the tokenizer changes the text of a conversation, so that its ids have no characters"
+                raise DataError(f"{rule}; would work: tokenizer.kind=huggingface with its tokenizer.json")
+            ids += part_ids
+            widths += part_widths
+        # From bytes to characters: a character belongs to every id that has one of its bytes.
+        first_bytes = np.cumsum([0, *(len(character.encode()) for character in text)])
+        last = np.cumsum(widths, dtype=np.int64)
+        begins = np.searchsorted(first_bytes, last - widths, side="right") - 1
+        return Marked(
+            ids, list(zip(begins.tolist(), np.searchsorted(first_bytes, last).tolist(), strict=True))
+        )
+
+    def num_bytes(self, ids: Sequence[int]) -> list[int]:
+        """Number of bytes of UTF-8 of each id, special ones excepted."""
+        raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; invalid UTF-8 and ids outside the vocabulary become U+FFFD."""

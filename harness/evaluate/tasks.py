@@ -272,9 +272,9 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 def _source(setting: Setting) -> tuple[Source, Any]:
     """The documents of a split: their source, and whether the one at an index belongs to it."""
     data, split = setting.data, setting.split
-    if data.kind == "synthetic":
+    if data.kind in ("synthetic", "chat"):
         works = "data=local_text 'data.paths=[FILES]'"
-        raise ConfigError("data.kind", "synthetic", "has no documents to evaluate", works)
+        raise ConfigError("data.kind", data.kind, "has no documents to evaluate", works)
     if split == "all":
         return source_of(data, "train")[0], lambda index: True
     try:

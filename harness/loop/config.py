@@ -105,8 +105,8 @@ class EvaluationConfig:
         require_tasks("evaluation.tasks", self.tasks, lm_eval=False)
         require_stride("evaluation.stride", self.stride, seq_len)
         if DATA in self.tasks:
-            if data.kind == "synthetic":
-                rule = "synthetic data has no documents"
+            if data.kind in ("synthetic", "chat"):
+                rule = f"{data.kind} data has no documents"
                 raise ConfigError("evaluation.tasks", DATA, rule, "a .jsonl file, or other data")
             data.require_validation()
 
