@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness.data.cache import open_cache
+from harness.data.cache import TokenizedSplit, open_cache
 from harness.data.chat_packing import PackedConversations
 from harness.data.chat_template import MARKS, ChatTemplate, find_template
 from harness.data.config import DataConfig
@@ -41,8 +40,8 @@ def open_conversations(
     split: str,
     wait_for_all: Callable[[], None] | None,
     is_builder: bool,
-) -> tuple[PackedConversations, int]:
-    """Return the samples of a split, and the number of its conversations that were not UTF-8.
+) -> tuple[PackedConversations, TokenizedSplit]:
+    """Return the samples of a split, and its tokens.
 
     Raises:
         ConfigError: no conversations are held out for validation.
@@ -71,12 +70,11 @@ def open_conversations(
         cut=data.long_conversations == "cut",
         pad_id=tokenizer.eos_id or 0,
     )
-    if is_builder:
-        sys.stderr.write(f"{tokenized.name}: {_described(samples, data, seq_len)}\n")
-    return samples, tokenized.damaged
+    return samples, tokenized
 
 
-def _described(samples: PackedConversations, data: DataConfig, seq_len: int) -> str:
+def describe(samples: PackedConversations, data: DataConfig, seq_len: int) -> str:
+    """Return the numbers of conversations that were packed, cut and left out, in one line."""
     packed = f"{samples.num_conversations} conversations in {samples.num_per_epoch} samples"
     long = "cut" if data.long_conversations == "cut" else "left out"
     counts = (

@@ -94,7 +94,7 @@ class ChatTemplate:
         """Return the text of a conversation, and the ranges of characters that the assistant wrote.
 
         A range includes the token that ends the turn. The ranges are the template's generation blocks, if it
-        has any. Otherwise a turn is the difference of two texts: the conversation after the turn, and before
+        has any. Otherwise a turn is the difference of two texts: the conversation up to the turn, and before
         it with the generation prompt.
 
         Raises:
@@ -118,19 +118,36 @@ class ChatTemplate:
         """The range of characters of message ``index`` in the text of all messages."""
         before = self.render(messages[:index], tools, add_generation_prompt=True)
         after = self.render(messages[: index + 1], tools)
-        if not after.startswith(before) or not text.startswith(after):
-            last = index == len(messages) - 1
-            rule = (
-                "the generation prompt is not the beginning of a turn"
-                if last
-                else "messages that follow a turn change its text"
-            )
-            works = _WORKS if last or self.only_last else f"data.train_on=last, {_WORKS}"
-            raise DataError(f"with the tokenizer's chat template {rule}; would work: {works}")
-        turn = after[len(before) :]
-        # A template may write a line break after the token that ends the turn. It is not learned.
-        ends_itself = turn.rstrip().endswith(self.special)
-        return len(before), len(before) + len(turn.rstrip() if ends_itself else turn)
+        if not text.startswith(before):
+            rule = "the generation prompt is not the beginning of a turn"
+            raise DataError(f"the tokenizer's chat template cannot be used: {rule}; would work: {_WORKS}")
+        if text.startswith(after) and after.startswith(before):
+            # A template may write a line break after the token that ends the turn. It is not learned.
+            ended = after.rstrip()
+            return len(before), len(ended if ended.endswith(self.special) else after)
+        end = self._end_of_changed(messages[index], text, len(before))
+        if end is None:
+            rule = "messages that follow a turn change its text"
+            works = _WORKS if self.only_last else f"data.train_on=last, {_WORKS}"
+            raise DataError(f"the tokenizer's chat template cannot be used: {rule}; would work: {works}")
+        return len(before), end
+
+    def _end_of_changed(self, message: Message, text: str, begin: int) -> int | None:
+        """The end of a turn whose text depends on the messages that follow it; None if it is not certain.
+
+        Qwen 3 removes the reasoning of earlier turns, and Phi 3 writes a token at the end of a conversation.
+        Such a turn ends with the first special token that the message's content precedes, or a part of it
+        up to its end.
+        """
+        content = message.get("content")
+        if not isinstance(content, str) or not content.strip() or message.get("tool_calls"):
+            return None
+        content = content.strip()
+        for token in re.finditer("|".join(map(re.escape, self.special)), text[begin:]):
+            turn = text[begin : begin + token.start()].strip()
+            if turn and (turn.endswith(content) or content.endswith(turn)):
+                return begin + token.end()
+        return None
 
     def _rendered(
         self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from harness.data.cache import open_cache
-from harness.data.chat import open_conversations
+from harness.data.chat import describe, open_conversations
 from harness.data.config import DataConfig
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
 from harness.data.sources import open_dataset, require_column, source_of
@@ -55,10 +55,12 @@ class Loader(ABC):
             (synthetic data).
         damaged_documents: number of documents that were not UTF-8, and were repaired or left out by
             data.encoding_errors.
+        note: a line to show when training starts, or None.
     """
 
     samples_per_epoch: int | None
     damaged_documents: int = 0
+    note: str | None = None
 
     @abstractmethod
     def next(self) -> Batch:
@@ -132,7 +134,7 @@ def build_loader(
             _build_streams(data, tokenizer, seq_len, global_batch_size, rows, split), global_batch_size
         )
     if data.kind == "chat":
-        conversations, damaged = open_conversations(
+        conversations, tokenized = open_conversations(
             data,
             tokenizer,
             seq_len=seq_len,
@@ -142,7 +144,8 @@ def build_loader(
             is_builder=is_builder,
         )
         loader = _NumberedLoader(conversations, rows, global_batch_size)
-        loader.damaged_documents = damaged
+        loader.damaged_documents = tokenized.damaged
+        loader.note = f"data of {split}: {describe(conversations, data, seq_len)}"
         return loader
     source, held_out = source_of(data, split)
     tokenized = open_cache(
