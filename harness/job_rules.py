@@ -120,7 +120,7 @@ def check_attention(job: Job) -> None:
                 "data.attend_across_documents",
                 False,
                 f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only",
-                "true, or parallelism.cp_method=ulysses",
+                ("" if job.data.kind == "chat" else "true, or ") + "parallelism.cp_method=ulysses",
             )
 
 

@@ -1,6 +1,6 @@
 """Write conversations.jsonl: 200 small conversations about sums and products, of one to three questions.
 
-    python experiments/chat/conversations.py > experiments/chat/conversations.jsonl
+python experiments/chat/conversations.py > experiments/chat/conversations.jsonl
 """
 
 from __future__ import annotations

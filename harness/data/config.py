@@ -195,12 +195,12 @@ class DataConfig:
             raise ConfigError(
                 "data.format", "text", "a text file has no messages", ["auto", "jsonl", "parquet"]
             )
-        for name, works, rule in (
+        for name, needed, rule in (
             ("attend_across_documents", False, "conversations do not attend to others in their sample"),
             ("mask_document_boundary", True, "no token predicts the beginning of another conversation"),
         ):
-            if getattr(self, name) != works:
-                raise ConfigError(f"data.{name}", not works, f"data.kind=chat: {rule}", [works])
+            if getattr(self, name) != needed:
+                raise ConfigError(f"data.{name}", not needed, f"data.kind=chat: {rule}", str(needed).lower())
         if self.chat_date is not None:
             try:
                 date.fromisoformat(self.chat_date)
