@@ -433,7 +433,7 @@ LAYOUTS = [
     ),
     shown_as(
         "data=chat data.paths=[a.jsonl] model=llama4_debug model.vocab_size=2048 training.seq_len=17",
-        "training.seq_len=17: model.attention.nope_temperature counts positions from the beginning of a sample",
+        "training.seq_len=17: model.attention.nope_temperature counts positions from the beginning",
         "training.seq_len=15",
     ),
     shown_as(
