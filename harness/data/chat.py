@@ -17,16 +17,15 @@ import numpy as np
 
 from harness.data.cache import TokenizedSplit, open_cache
 from harness.data.chat_packing import PackedConversations
-from harness.data.chat_template import MARKS, ChatTemplate, find_template
+from harness.data.chat_sandbox import MARKS
+from harness.data.chat_template import ChatTemplate, message_of, template_of
 from harness.data.config import DataConfig
 from harness.data.sources import LocalFiles, format_of, read_columns
 from harness.data.tokenizer_base import Marked, Tokenizer
 from harness.errors import DataError
 
 _VERSION = 1
-_ROLES = {"human": "user", "gpt": "assistant"}
 _TOOLS = "tools"
-_EXAMPLE = '{"role": "user", "content": "Hello"}'
 # JSON can spell half a surrogate pair, which no tokenizer can read.
 _NO_TEXT = re.compile(f"[\ud800-\udfff{MARKS}]")
 
@@ -55,7 +54,7 @@ def open_conversations(
             held_out, field = 0.0, "validation_paths"
     tokenized = open_cache(
         Conversations(data, field),
-        ConversationTokenizer(tokenizer, find_template(data, tokenizer)),
+        ConversationTokenizer(tokenizer, template_of(data, tokenizer)),
         split=split,
         held_out=held_out,
         cache_dir=data.cache_dir,
@@ -119,27 +118,11 @@ class Conversations(LocalFiles):
         for name, value in ((field, messages), (_TOOLS, tools or [])):
             if not isinstance(value, list):
                 raise DataError(f"{where}: field {name!r} holds {type(value).__name__}, not a list")
-        messages = [_message_of(each, f"{where}, message {i}") for i, each in enumerate(messages, start=1)]
+        messages = [message_of(each, f"{where}, message {i}") for i, each in enumerate(messages, start=1)]
         text = json.dumps([where, messages, tools], ensure_ascii=False)
         if bad := _NO_TEXT.search(text):
             raise DataError(f"{where}: U+{ord(bad[0]):04X} is half a surrogate pair, or no character")
         return text
-
-
-def _message_of(message: Any, where: str) -> dict[str, Any]:
-    """A message with ``role`` and ``content``; ShareGPT's has ``from`` and ``value``.
-
-    Raises:
-        DataError: it has no role.
-    """
-    if isinstance(message, dict) and "from" in message and "role" not in message:
-        role = message["from"]
-        message = {"role": _ROLES.get(role, role), "content": message.get("value")}
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"{where}: has no role; would work: {_EXAMPLE}")
-    if message.get("content") is None and not message.get("tool_calls"):
-        raise DataError(f"{where}: has no content; would work: {_EXAMPLE}")
-    return message
 
 
 class ConversationTokenizer(Tokenizer):

@@ -1,24 +1,19 @@
 """Chat templates: the text of a conversation, and the parts of it that the assistant wrote.
 
-Templates are rendered as transformers' ``apply_chat_template`` does (transformers 5.23,
-utils/chat_template_utils.py): the same sandbox, filters, functions and variables.
+Templates are rendered as by ``apply_chat_template`` of transformers, with the same functions and variables.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from harness.data.chat_sandbox import BEGIN, END, compile_template, split_marks
 from harness.data.config import DataConfig
 from harness.data.tokenizer_base import Tokenizer
 from harness.data.tokenizer_json import CONFIG, read_json, read_transformers_settings, token_of
@@ -43,14 +38,14 @@ TEMPLATES = {
 """Templates by the names of data.chat_template."""
 
 JINJA, PROCESSOR = "chat_template.jinja", "chat_template.json"
+_ROLES = {"human": "user", "gpt": "assistant"}
+_EXAMPLE = '{"role": "user", "content": "Hello"}'
 _NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}
 _VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Unicode's noncharacters, which no text may contain, delimit the generation blocks while a template renders.
-MARKS = "\ufdd0\ufdd1"
-_BEGIN, _END = MARKS
-_WORKS = f"data.chat_template={', '.join(TEMPLATES)}, or the path of a template with {{% generation %}}"
+SETTING = "data.chat_template"
+_WORKS = f"{', '.join(TEMPLATES)}, or the path of a template with {{% generation %}}"
 
 Message = dict[str, Any]
 
@@ -73,7 +68,7 @@ class ChatTemplate:
     variables: dict[str, Any]
     special: tuple[str, ...]
     date: str | None
-    only_last: bool
+    only_last: bool = False
 
     @property
     def identity(self) -> Any:
@@ -88,7 +83,15 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation.
         """
-        return self._rendered(messages, tools, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
+        return self._rendered(messages, tools, add_generation_prompt).replace(BEGIN, "").replace(END, "")
+
+    @cached_property
+    def end_of_turn(self) -> str | None:
+        """The special token that ends a turn of the assistant, or None."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        text, ranges = self.learned(messages, None)
+        turn = text[: ranges[-1][1]].rstrip() if ranges else ""
+        return next((token for token in self.special if turn.endswith(token)), None)
 
     def learned(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and the ranges of characters that the assistant wrote.
@@ -106,9 +109,9 @@ class ChatTemplate:
         if self.only_last:
             turns = turns[-1:]
         if _GENERATION.search(self.text_with_tools if tools else self.text):
-            skipped = self._rendered(messages[: turns[0]], tools).count(_BEGIN) if self.only_last else 0
-            text, marked = _split_marks(self._rendered(messages, tools))
-            return text, marked[skipped:]
+            text, marked = split_marks(self._rendered(messages, tools))
+            earlier = messages[: turns[0]] if self.only_last else []
+            return text, marked[self._rendered(earlier, tools).count(BEGIN) if earlier else 0 :]
         text = self.render(messages, tools)
         return text, [self._turn(messages, tools, index, text) for index in turns]
 
@@ -120,7 +123,7 @@ class ChatTemplate:
         after = self.render(messages[: index + 1], tools)
         if not text.startswith(before):
             rule = "the generation prompt is not the beginning of a turn"
-            raise DataError(f"the tokenizer's chat template cannot be used: {rule}; would work: {_WORKS}")
+            raise DataError(f"the chat template cannot be used: {rule}; would work: {SETTING}={_WORKS}")
         if text.startswith(after) and after.startswith(before):
             # A template may write a line break after the token that ends the turn. It is not learned.
             ended = after.rstrip()
@@ -128,19 +131,20 @@ class ChatTemplate:
         end = self._end_of_changed(messages[index], text, len(before))
         if end is None:
             rule = "messages that follow a turn change its text"
-            works = _WORKS if self.only_last else f"data.train_on=last, {_WORKS}"
-            raise DataError(f"the tokenizer's chat template cannot be used: {rule}; would work: {works}")
+            works = f"{SETTING}={_WORKS}" if self.only_last else f"data.train_on=last, {SETTING}={_WORKS}"
+            raise DataError(f"the chat template cannot be used: {rule}; would work: {works}")
         return len(before), end
 
     def _end_of_changed(self, message: Message, text: str, begin: int) -> int | None:
         """The end of a turn whose text depends on the messages that follow it; None if it is not certain.
 
         Qwen 3 removes the reasoning of earlier turns, and Phi 3 writes a token at the end of a conversation.
-        Such a turn ends with the first special token that the message's content precedes, or a part of it
-        up to its end.
+        Such a turn ends with the first special token before which the message's content is complete, perhaps
+        without its beginning.
         """
         content = message.get("content")
-        if not isinstance(content, str) or not content.strip() or message.get("tool_calls"):
+        has_text = isinstance(content, str) and content.strip() and not message.get("tool_calls")
+        if not has_text or not self.special:
             return None
         content = content.strip()
         for token in re.finditer("|".join(map(re.escape, self.special)), text[begin:]):
@@ -153,7 +157,7 @@ class ChatTemplate:
         self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False
     ) -> str:
         """The text with the marks of generation blocks."""
-        template = _compile(self.text_with_tools if tools else self.text, self.date)
+        template = compile_template(self.text_with_tools if tools else self.text, self.date)
         try:
             return template.render(
                 messages=[_with_reasoning(message) for message in messages],
@@ -168,38 +172,70 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
 
 
-def find_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of data.chat_template, or else that of the files beside the tokenizer's.
+def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of a job's conversations; see ``find_template``."""
+    template = find_template(tokenizer, data.chat_template, data.chat_date)
+    return replace(
+        template,
+        variables=template.variables | data.chat_template_options,
+        only_last=data.train_on == "last",
+    )
+
+
+def find_template(
+    tokenizer: Tokenizer, name: str | None, date: str | None, setting: str = SETTING
+) -> ChatTemplate:
+    """Return a template of ``TEMPLATES``, of a file, or of the tokenizer's repository.
+
+    Args:
+        name: name or path of the template; None: that of the files beside the tokenizer's.
+        date: today's date for the template, as YYYY-MM-DD.
+        setting: the field with the name, for errors.
 
     Raises:
         DataError: there is none, or it is not a template.
     """
     folder = _folder_of(tokenizer)
     settings = read_transformers_settings(folder / CONFIG) if folder else {}
-    texts = {"default": _chosen_text(data.chat_template, tokenizer)} if data.chat_template else {}
+    texts = {"default": _chosen_text(name, tokenizer, setting)} if name else {}
     if not texts and folder:
         texts = _stored_texts(folder, settings)
     if "default" not in texts:
         where = f"no {JINJA} and no chat_template in {CONFIG} in {folder}" if folder else "it has no files"
-        raise DataError(f"the tokenizer has no chat template ({where}); would work: {_WORKS}")
-    tokens = {name: token_of(settings, name) for name in _VARIABLES}
-    ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        raise DataError(f"the tokenizer has no chat template ({where}); would work: {setting}={_WORKS}")
+    tokens = {variable: token_of(settings, variable) for variable in _VARIABLES}
     by_id = {id: token for token, id in tokenizer.special_ids.items()}
-    tokens |= {name: by_id.get(id) for name, id in ends.items() if not tokens[name] and id is not None}
+    for variable, id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+        tokens[variable] = tokens[variable] or by_id.get(-1 if id is None else id)
     template = ChatTemplate(
         text=texts["default"],
         text_with_tools=texts.get("tool_use", texts["default"]),
-        variables={name: token for name, token in tokens.items() if token} | data.chat_template_options,
+        variables={variable: token for variable, token in tokens.items() if token},
         special=tuple(sorted(tokenizer.special_ids)),
-        date=data.chat_date,
-        only_last=data.train_on == "last",
+        date=date,
     )
     for text in texts.values():
         try:
-            _compile(text, data.chat_date)
+            compile_template(text, date)
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template is not a Jinja template: {error}") from error
     return template
+
+
+def message_of(message: Any, where: str) -> dict[str, Any]:
+    """A message with ``role`` and ``content``; ShareGPT's has ``from`` and ``value``.
+
+    Raises:
+        DataError: it has no role.
+    """
+    if isinstance(message, dict) and "from" in message and "role" not in message:
+        role = message["from"]
+        message = {"role": _ROLES.get(role, role), "content": message.get("value")}
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where}: has no role; would work: {_EXAMPLE}")
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise DataError(f"{where}: has no content; would work: {_EXAMPLE}")
+    return message
 
 
 def _folder_of(tokenizer: Tokenizer) -> Path | None:
@@ -210,29 +246,36 @@ def _folder_of(tokenizer: Tokenizer) -> Path | None:
     return folder.parent if folder.name == "original" else folder
 
 
-def _chosen_text(name: str, tokenizer: Tokenizer) -> str:
+def _chosen_text(name: str, tokenizer: Tokenizer, setting: str) -> str:
     if name not in TEMPLATES:
-        try:
-            return Path(name).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8"
-            raise DataError(f"data.chat_template={name}: {reason}; would work: {_WORKS}") from error
+        return _read(Path(name).expanduser(), f"{setting}={name}")
     missing = [token for token in _NEEDED.get(name, ()) if token not in tokenizer.special_ids]
     if missing:
-        raise DataError(f"data.chat_template={name}: the tokenizer has no token {missing[0]}; try plain")
+        raise DataError(f"{setting}={name}: the tokenizer has no token {missing[0]}; try plain")
     return TEMPLATES[name]
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise DataError(f"{what}: {reason}; would work: {_WORKS}") from error
 
 
 def _stored_texts(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Templates in transformers' files by name, in transformers' order of precedence."""
     if (folder / JINJA).is_file():
-        return {"default": (folder / JINJA).read_text(encoding="utf-8")}
+        return {"default": _read(folder / JINJA, str(folder / JINJA))}
     stored = settings.get("chat_template")
     if stored is None and (folder / PROCESSOR).is_file():
         stored = read_json(folder / PROCESSOR).get("chat_template")
-    if isinstance(stored, list):
-        stored = {each["name"]: each["template"] for each in stored}
-    return stored if isinstance(stored, dict) else {"default": stored} if stored else {}
+    if isinstance(stored, list) and all(isinstance(each, dict) for each in stored):
+        stored = {each.get("name"): each.get("template") for each in stored}
+    texts = stored if isinstance(stored, dict) else {"default": stored} if stored else {}
+    if not all(isinstance(text, str) for text in texts.values()):
+        raise DataError(f"{folder / CONFIG}: chat_template is not text; would work: {_WORKS}")
+    return texts
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -242,99 +285,3 @@ def _with_reasoning(message: Message) -> Message:
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _split_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """Remove the marks of generation blocks; return the text, and the range of each block."""
-    parts, ranges, begin, length = [], [], 0, 0
-    for part in re.split(f"([{_BEGIN}{_END}])", marked):
-        if part == _BEGIN:
-            begin = length
-        elif part == _END:
-            ranges.append((begin, length))
-        else:
-            parts.append(part)
-            length += len(part)
-    return "".join(parts), ranges
-
-
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``: marks the text that the assistant wrote."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Callable[[], str]) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that begin with an underscore, which could leave the sandbox."""
-
-    def __init__(*args: Any, **values: Any) -> None:  # a template may name a value ``self``
-        self, *positional = args
-        attributes = dict(*positional, **values)
-        for name in attributes:
-            _refuse_private(name)
-        jinja2.utils.Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot store {name!r}")
-
-
-class _Dict:
-    """``dict`` without its other attributes."""
-
-    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-        return dict(*args, **values)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own ``tojson`` escapes the characters of HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-@lru_cache(maxsize=16)
-def _compile(text: str, date: str | None) -> jinja2.Template:
-    def strftime_now(format: str) -> str:
-        if date is None:
-            rule = "the chat template asks for today's date, so the samples would differ from day to day"
-            raise DataError(f"{rule}; would work: data.chat_date=2026-01-31")
-        return datetime.date.fromisoformat(date).strftime(format)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": strftime_now,
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
-    return environment.from_string(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from harness.data.chat_template import find_template
+from harness.data.chat_template import template_of
 from harness.data.config import TokenizerConfig
 from harness.data.tiktoken_sets import SETS
 from harness.data.tokenizer import BytesTokenizer, SentencePieceTokenizer, _parse_ranks, build_tokenizer
@@ -30,7 +30,7 @@ def require_vocabulary(job: Job) -> None:
         num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
         check_vocab_size(num_tokens or 0, job.model.vocab_size)
         if job.data.kind == "chat" and num_tokens is not None:
-            find_template(job.data, build_tokenizer(tokenizer))
+            template_of(job.data, build_tokenizer(tokenizer))
 
 
 @cache

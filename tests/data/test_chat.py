@@ -16,7 +16,7 @@ from test_tokenizer_json import CHAT, write
 from harness.compose import compose_job
 from harness.data import DataConfig, TokenizerConfig
 from harness.data.chat import Conversations, ConversationTokenizer
-from harness.data.chat_template import TEMPLATES, find_template
+from harness.data.chat_template import TEMPLATES, template_of
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizer_base import Tokenizer
 from harness.data.vocabulary import require_vocabulary
@@ -134,7 +134,7 @@ def encoded(
     tokenizer: Tokenizer, config: DataConfig, messages: Messages, tools: list[Any] | None = None
 ) -> Any:
     """The tokens of a conversation, and those that are learned in texts of adjacent ones."""
-    both = ConversationTokenizer(tokenizer, find_template(config, tokenizer)).encode(
+    both = ConversationTokenizer(tokenizer, template_of(config, tokenizer)).encode(
         json.dumps(["file", messages, tools])
     )
     tokens, learned = [id >> 1 for id in both], [id & 1 for id in both]
@@ -223,7 +223,7 @@ def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path) -> None:
 
 def found(folder: Path, **fields: Any) -> Any:
     tokenizer = build_tokenizer(TokenizerConfig("huggingface", str(folder / "tokenizer.json")))
-    return find_template(chat(**fields), tokenizer)
+    return template_of(chat(**fields), tokenizer)
 
 
 def test_the_repository_has_the_template(folder: Path, tmp_path: Path) -> None:
