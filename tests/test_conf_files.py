@@ -57,7 +57,7 @@ def splits_experts(option: str) -> bool:
 def required_overrides(group: str, option: str) -> list[str]:
     """Further overrides that an option needs."""
     needed = []
-    if group == "data" and option.startswith("local_"):
+    if group == "data" and option.startswith(("local_", "chat")):
         needed.append("data.paths=[corpus/*]")
     if group == "parallelism":
         # This batch fits pipelines with two stages per rank, and eight data-parallel ranks.
@@ -202,7 +202,7 @@ def test_models_hold_only_fields_of_the_model() -> None:
 
 
 def test_data_that_needs_paths_is_refused_without() -> None:
-    for option in (o for o in options("data") if o.startswith("local_")):
+    for option in (o for o in options("data") if o.startswith(("local_", "chat"))):
         with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
             compose_job([f"data={option}"])
 

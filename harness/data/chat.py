@@ -151,6 +151,9 @@ class ConversationTokenizer(Tokenizer):
     def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
         yield self.encode(text)
 
+    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
+        return self._tokenizer.encode_marked(texts)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([id >> 1 for id in ids])
 

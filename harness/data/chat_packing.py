@@ -40,7 +40,7 @@ class PackedConversations:
         self._ends = np.append(np.asarray(split.starts)[1:], len(split.tokens)).astype(np.int64)
         inputs = self._ends - split.starts - 1
         usable, too_long = inputs > 0, np.flatnonzero(inputs > seq_len)
-        usable[too_long] = [cut and self._has_labels(conversation) for conversation in too_long]
+        usable[too_long] = [cut and self._has_labels(conversation) for conversation in too_long.tolist()]
         self.num_conversations, self.num_too_long = int(usable.sum()), len(too_long)
         self.num_without_labels = int((inputs <= 0).sum())
         self.num_cut_off = int(too_long.size - usable[too_long].sum()) if cut else 0

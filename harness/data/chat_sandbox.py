@@ -21,7 +21,7 @@ from harness.errors import DataError
 
 # Unicode's noncharacters, which no text may contain.
 MARKS = "\ufdd0\ufdd1"
-BEGIN, END = MARKS
+BEGIN, END = MARKS[0], MARKS[1]
 
 
 @lru_cache(maxsize=16)

@@ -143,10 +143,9 @@ class ChatTemplate:
         without its beginning.
         """
         content = message.get("content")
-        has_text = isinstance(content, str) and content.strip() and not message.get("tool_calls")
-        if not has_text or not self.special:
+        content = content.strip() if isinstance(content, str) else ""
+        if not content or not self.special or message.get("tool_calls"):
             return None
-        content = content.strip()
         for token in re.finditer("|".join(map(re.escape, self.special)), text[begin:]):
             turn = text[begin : begin + token.start()].strip()
             if turn and (turn.endswith(content) or content.endswith(turn)):

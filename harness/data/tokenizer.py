@@ -11,7 +11,15 @@ from pathlib import Path
 from harness.data.config import TokenizerConfig
 from harness.data.long_text import PIECE_CHARS
 from harness.data.tiktoken_sets import SETS
-from harness.data.tokenizer_base import NUM_THREADS, Tokenizer, decode_known, fingerprint_of, read_tokenizer
+from harness.data.tokenizer_base import (
+    NUM_THREADS,
+    Marked,
+    Tokenizer,
+    decode_known,
+    encode_marked,
+    fingerprint_of,
+    read_tokenizer,
+)
 from harness.data.tokenizer_json import HuggingFaceTokenizer
 from harness.errors import DataError
 
@@ -60,7 +68,10 @@ class BytesTokenizer(Tokenizer):
         for start in range(0, len(text), PIECE_CHARS):
             yield text[start : start + PIECE_CHARS].encode("utf-8")
 
-    def num_bytes(self, ids: Sequence[int]) -> list[int]:
+    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
+        return [encode_marked(text, self, self._num_bytes) for text in texts]
+
+    def _num_bytes(self, ids: list[int]) -> list[int]:
         return [1] * len(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -105,8 +116,11 @@ class SentencePieceTokenizer(Tokenizer):
             return [self.encode(text) for text in texts]
         return self._model.encode(list(texts), num_threads=NUM_THREADS)
 
-    def num_bytes(self, ids: Sequence[int]) -> list[int]:
-        pieces = zip(ids, self._model.id_to_piece(list(ids)), strict=True)
+    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
+        return [encode_marked(text, self, self._num_bytes) for text in texts]
+
+    def _num_bytes(self, ids: list[int]) -> list[int]:
+        pieces = zip(ids, self._model.id_to_piece(ids), strict=True)
         return [
             1 if self._model.is_byte(id) else len(piece.replace("▁", " ").encode()) for id, piece in pieces
         ]
@@ -165,8 +179,11 @@ class TiktokenTokenizer(Tokenizer):
     def encode_in_pieces(self, text: str) -> Iterator[Sequence[int]]:
         return map(self._encoding.encode_ordinary, _cut_long_runs(text))
 
-    def num_bytes(self, ids: Sequence[int]) -> list[int]:
-        return [len(token) for token in self._encoding.decode_tokens_bytes(list(ids))]
+    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
+        return [encode_marked(text, self, self._num_bytes) for text in texts]
+
+    def _num_bytes(self, ids: list[int]) -> list[int]:
+        return [len(token) for token in self._encoding.decode_tokens_bytes(ids)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), self._encoding.decode)

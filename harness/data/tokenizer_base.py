@@ -63,36 +63,36 @@ class Tokenizer(Protocol):
         Raises:
             DataError: the tokenizer changes a text before it is encoded, so that its ids have no characters.
         """
-        return [self._encode_marked(text) for text in texts]
-
-    def _encode_marked(self, text: str) -> Marked:
-        ids: list[int] = []
-        widths: list[int] = []
-        special = "|".join(map(re.escape, sorted(self.special_ids, key=len, reverse=True)))
-        for index, part in enumerate(re.split(f"({special})", text)):
-            part_ids = [self.special_ids[part]] if index % 2 else self.encode(part)
-            num_bytes = len(part.encode())
-            part_widths = [num_bytes] if index % 2 else self.num_bytes(part_ids)
-            if sum(part_widths) != num_bytes:
-                rule = "the tokenizer changes the text of a conversation, so that its ids have no characters"
-                raise DataError(f"{rule}; would work: tokenizer.kind=huggingface with its tokenizer.json")
-            ids += part_ids
-            widths += part_widths
-        # From bytes to characters: a character belongs to every id that has one of its bytes.
-        first_bytes = np.cumsum([0, *(len(character.encode()) for character in text)])
-        last = np.cumsum(widths, dtype=np.int64)
-        begins = np.searchsorted(first_bytes, last - widths, side="right") - 1
-        return Marked(
-            ids, list(zip(begins.tolist(), np.searchsorted(first_bytes, last).tolist(), strict=True))
-        )
-
-    def num_bytes(self, ids: Sequence[int]) -> list[int]:
-        """Number of bytes of UTF-8 of each id, special ones excepted."""
-        raise NotImplementedError
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; invalid UTF-8 and ids outside the vocabulary become U+FFFD."""
         ...
+
+
+def encode_marked(text: str, tokenizer: Tokenizer, num_bytes: Callable[[list[int]], list[int]]) -> Marked:
+    """``Tokenizer.encode_marked`` for one text, by the lengths of tokens.
+
+    Args:
+        num_bytes: maps ids that are not special to their numbers of UTF-8 bytes.
+    """
+    ids: list[int] = []
+    widths: list[int] = []
+    special = "|".join(map(re.escape, sorted(tokenizer.special_ids, key=len, reverse=True)))
+    for index, part in enumerate(re.split(f"({special})", text)):
+        length, is_special = len(part.encode()), index % 2 == 1
+        part_ids = [tokenizer.special_ids[part]] if is_special else tokenizer.encode(part)
+        part_widths = [length] if is_special else num_bytes(part_ids)
+        if sum(part_widths) != length:
+            rule = "the tokenizer changes the text of a conversation, so that its ids have no characters"
+            raise DataError(f"{rule}; would work: tokenizer.kind=huggingface with its tokenizer.json")
+        ids += part_ids
+        widths += part_widths
+    # A character belongs to every id that has one of its bytes.
+    first_bytes = np.cumsum([0, *(len(character.encode()) for character in text)])
+    ends = np.cumsum(widths, dtype=np.int64)
+    begins = np.searchsorted(first_bytes, ends - widths, side="right") - 1
+    return Marked(ids, list(zip(begins.tolist(), np.searchsorted(first_bytes, ends).tolist(), strict=True)))
 
 
 def decode_known(ids: Sequence[int], vocabulary: Container[int], decode: Callable[[list[int]], str]) -> str:
