@@ -18,7 +18,7 @@ import numpy as np
 from harness.data.cache import TokenizedSplit, open_cache
 from harness.data.chat_packing import PackedConversations
 from harness.data.chat_sandbox import MARKS
-from harness.data.chat_template import ChatTemplate, message_of, template_of
+from harness.data.chat_template import ASSISTANT, ChatTemplate, message_of, template_of
 from harness.data.config import DataConfig
 from harness.data.sources import LocalFiles, format_of, read_columns
 from harness.data.tokenizer_base import Marked, Tokenizer
@@ -26,7 +26,7 @@ from harness.errors import DataError
 
 _VERSION = 1
 _TOOLS = "tools"
-# JSON can spell half a surrogate pair, which no tokenizer can read.
+# JSON can spell half a surrogate pair, which no tokenizer can read. The marks are noncharacters of Unicode.
 _NO_TEXT = re.compile(f"[\ud800-\udfff{MARKS}]")
 
 
@@ -88,10 +88,23 @@ def describe(samples: PackedConversations, data: DataConfig, seq_len: int) -> st
 class Conversations(LocalFiles):
     """Conversations of JSON lines and parquet files; a document is the JSON of where, messages and tools."""
 
+    _has_turns = False
+
     @property
     def identity(self) -> Any:
         _, files, format, _, *errors = super().identity
         return ["chat", files, format, self._config.messages_field, *errors]
+
+    def documents(self) -> Iterator[str]:
+        """Yield every conversation.
+
+        Raises:
+            DataError: at the end, if no conversation has a turn of the assistant.
+        """
+        self._has_turns = False
+        yield from super().documents()
+        if not self._has_turns:
+            raise DataError(f"{self.name}: no message has the role {ASSISTANT}")
 
     def _read(self, file: Path) -> Iterator[str]:
         format = self._config.format
@@ -121,7 +134,8 @@ class Conversations(LocalFiles):
         messages = [message_of(each, f"{where}, message {i}") for i, each in enumerate(messages, start=1)]
         text = json.dumps([where, messages, tools], ensure_ascii=False)
         if bad := _NO_TEXT.search(text):
-            raise DataError(f"{where}: U+{ord(bad[0]):04X} is half a surrogate pair, or no character")
+            raise DataError(f"{where}: has U+{ord(bad[0]):04X}, which is not a character")
+        self._has_turns |= any(message["role"] == ASSISTANT for message in messages)
         return text
 
 

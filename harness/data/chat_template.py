@@ -38,7 +38,8 @@ TEMPLATES = {
 """Templates by the names of data.chat_template."""
 
 JINJA, PROCESSOR = "chat_template.jinja", "chat_template.json"
-_ROLES = {"human": "user", "gpt": "assistant"}
+ASSISTANT = "assistant"
+_ROLES = {"human": "user", "gpt": ASSISTANT}
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
 _NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}
 _VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -88,7 +89,7 @@ class ChatTemplate:
     @cached_property
     def end_of_turn(self) -> str | None:
         """The special token that ends a turn of the assistant, or None."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
         text, ranges = self.learned(messages, None)
         turn = text[: ranges[-1][1]].rstrip() if ranges else ""
         return next((token for token in self.special if turn.endswith(token)), None)
@@ -103,7 +104,7 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation, or the turns cannot be found.
         """
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not turns:
             return "", []
         if self.only_last:
@@ -217,7 +218,8 @@ def find_template(
         try:
             compile_template(text, date)
         except jinja2.TemplateError as error:
-            raise DataError(f"the chat template is not a Jinja template: {error}") from error
+            reason = " ".join(str(error).split())
+            raise DataError(f"the chat template is not a Jinja template: {reason}") from error
     return template
 
 

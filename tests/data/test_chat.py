@@ -337,6 +337,13 @@ def test_all_formats_have_the_same_conversations(tmp_path: Path, monkeypatch: py
     assert documents(paths=["d.txt"], messages_field="conversations") == expected
 
 
+def test_files_without_an_assistant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text(f'{{"messages": [{HELLO}]}}\n')
+    with pytest.raises(DataError, match=r"^data\.paths=\[\*\.jsonl\]: no message has the role assistant$"):
+        documents()
+
+
 HELLO = '{"role": "user", "content": "Hello"}'
 
 
@@ -350,8 +357,11 @@ HELLO = '{"role": "user", "content": "Hello"}'
         (f'{{"messages": [{HELLO}], "tools": "a"}}', "line 2: field 'tools' holds str, not a list"),
         (f'{{"messages": [{HELLO}, "a"]}}', "line 2, message 2: has no role; would work: "),
         ('{"messages": [{"role": "user"}]}', "line 2, message 1: has no content; would work: "),
-        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "line 2: U\\+D800 is half a surrogate"),
-        ('{"messages": [{"role": "user", "content": "\\ufdd0"}]}', "line 2: U\\+FDD0 is "),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            "line 2: has U\\+D800, which is not a character",
+        ),
+        ('{"messages": [{"role": "user", "content": "\\ufdd0"}]}', "line 2: has U\\+FDD0, "),
     ],
 )
 def test_a_wrong_line_is_named(
