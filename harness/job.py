@@ -204,6 +204,7 @@ class Job:
         self.parallelism.validate(self.model, self.training.seq_len, self.local_batch_size, share)
         job_rules.check_torch(self)
         job_rules.check_attention(self)
+        job_rules.check_conversations(self)
         job_rules.check_precision(self)
         self.compile.validate()
         self.activation_checkpoint.validate(self.compile, splits_backward=self.parallelism.splits_backward)

@@ -165,8 +165,30 @@ def check_attention(job: Job) -> None:
                 "data.attend_across_documents",
                 False,
                 f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only",
-                "true, or parallelism.cp_method=ulysses",
+                ("" if job.data.kind == "chat" else "true, or ") + "parallelism.cp_method=ulysses",
             )
+
+
+def check_conversations(job: Job) -> None:
+    """Check that no layer depends on the position of a conversation in its sample; rotations are relative."""
+    if job.data.kind != "chat":
+        return
+    attention, longest = job.model.attention, {}
+    if attention.chunk is not None:
+        longest["chunk"] = attention.chunk
+    if attention.nope_temperature:
+        # Positions 0 to floor - 2 have the same temperature.
+        longest["nope_temperature"] = attention.nope_temperature_floor - 1
+    most = min(longest.values(), default=job.training.seq_len)
+    if job.training.seq_len > most:
+        name = next(name for name, length in longest.items() if length == most)
+        raise ConfigError(
+            "training.seq_len",
+            job.training.seq_len,
+            f"model.attention.{name} counts positions from the beginning of a sample, and conversations of "
+            "data.kind=chat begin anywhere",
+            f"at most {most}",
+        )
 
 
 def check_precision(job: Job) -> None:

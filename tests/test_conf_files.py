@@ -57,7 +57,7 @@ def splits_experts(option: str) -> bool:
 def required_overrides(group: str, option: str) -> list[str]:
     """Further overrides that an option needs."""
     needed = []
-    if group == "data" and option.startswith(("local_", "tokens")):
+    if group == "data" and option.startswith(("local_", "tokens", "chat")):
         needed.append("data.paths=[corpus/*]")
     if (group, option) == ("tokenizer", "none"):
         needed.append("data=synthetic")
@@ -206,7 +206,7 @@ def test_models_hold_only_fields_of_the_model() -> None:
 
 
 def test_data_that_needs_paths_is_refused_without() -> None:
-    for option in (o for o in options("data") if o.startswith(("local_", "tokens"))):
+    for option in (o for o in options("data") if o.startswith(("local_", "tokens", "chat"))):
         with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
             compose_job([f"data={option}"])
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from layouts import require_parity, verdict_of
+from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.cluster.pool import RankPool
@@ -81,16 +83,35 @@ LAYOUTS = {
     "cp_ulysses": "parallelism=cp parallelism.cp_method=ulysses",
     "pp_cp_ulysses": "parallelism=pp parallelism.cp=2 parallelism.cp_method=ulysses",
 }
+ALSO = {"fsdp_tp_pp": "parallelism=fsdp_tp_pp"}
 
 
 @cache
 def layout(name: str, *overrides: str) -> Job:
-    return compose_layouts(ParityConfig(matrix=LAYOUTS, layouts=[name]), list(overrides))[name][1]
+    return compose_layouts(ParityConfig(matrix=LAYOUTS | ALSO, layouts=[name]), list(overrides))[name][1]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_agree(pool: RankPool, corpus: list[str], name: str) -> None:
     require_parity(pool, name, layout(name, *corpus))
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[str]:
+    """Overrides for the shipped conversations, several of which fit into a sample."""
+    folder = Path(__file__).parents[1] / "experiments" / "chat"
+    return [
+        *("data=chat", "data.mask_fraction=0", f"data.paths=[{folder}/conversations.jsonl]"),
+        *("data.chat_template=plain", "tokenizer=python_2k", "model.vocab_size=2048"),
+        *("training.seq_len=128", "model.max_seq_len=128"),
+    ]
+
+
+@pytest.mark.parametrize("name", rest_is_thorough([*LAYOUTS, *ALSO], "pp_cp_ulysses"))
+def test_layouts_agree_about_conversations(
+    pool: RankPool, conversations: list[str], name: str, tmp_path: Path
+) -> None:
+    require_parity(pool, name, layout(name, *conversations, f"data.cache_dir={tmp_path}"))
 
 
 def documents_forgotten(job_json: str, steps: int) -> Trace:

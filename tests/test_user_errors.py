@@ -477,6 +477,16 @@ LAYOUTS = [
         "synthetic data has no documents",
         "true",
     ),
+    shown_as(
+        "data=chat data.paths=[a.jsonl] model=llama4_debug model.vocab_size=2048 training.seq_len=17",
+        "training.seq_len=17: model.attention.nope_temperature counts positions from the beginning",
+        "training.seq_len=15",
+    ),
+    shown_as(
+        "data=chat data.paths=[a.jsonl] parallelism.cp=2",
+        "data.attend_across_documents=false: parallelism.cp=2 with cp_method=ring",
+        "parallelism.cp_method=ulysses",
+    ),
     mistake("training.attention=flash", "no such choice; would work: sdpa, flex, varlen", "sdpa"),
     mistake(
         "cluster.device=cpu training.attention=flex",

@@ -27,7 +27,7 @@ def require_inputs(job: Job) -> None:
     Raises:
         ConfigError: one of them is missing.
     """
-    if job.data.kind in ("local", "tokens"):
+    if job.data.kind in ("local", "tokens", "chat"):
         for name in ("paths", "validation_paths"):
             patterns = tuple(getattr(job.data, name))
             indices = tuple(f"{prefix}.idx" for prefix in patterns) if job.data.kind == "tokens" else ()

@@ -48,10 +48,12 @@ class Loader(ABC):
         damaged_documents: number of documents that were not UTF-8, and were repaired or left out by
             data.encoding_errors.
         samples_per_epoch_of: the same for each source of a mixture; empty without a mixture.
+        note: a line to show when training starts, or None.
     """
 
     samples_per_epoch: int | None
     damaged_documents: int = 0
+    note: str | None = None
     samples_per_epoch_of: Mapping[str, int | None] = MappingProxyType({})
 
     @abstractmethod

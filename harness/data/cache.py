@@ -223,7 +223,7 @@ def _write(folder: Path, work: Path, source: Source, tokenizer: Tokenizer, held_
         with lock(unfinished / LOCK, create=True) or contextlib.nullcontext():
             concatenate(unfinished, TokenizedUnits(work, units), token_dtype(tokenizer), held_out)
             if not any(read_meta(unfinished)["tokens"].values()):
-                raise DataError(f"{source.name} holds no text: every document is empty")
+                raise DataError(f"{source.name} {source.without_tokens}")
             (unfinished / LOCK).unlink()
             try:
                 unfinished.rename(folder)

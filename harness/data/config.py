@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 from harness.config import NUMERICS, execution, label, numerics
 from harness.data.mixture_config import check_mixture, require_validation_of_sources
 from harness.data.tiktoken_sets import SETS
 from harness.errors import ConfigError
 
-DATA_KINDS = ("local", "tokens", "hub", "synthetic", "mixture")
-WITHOUT_TEXT = ("tokens", "synthetic")
+DATA_KINDS = ("local", "tokens", "hub", "chat", "synthetic", "mixture")
+WITHOUT_TEXT = ("tokens", "chat", "synthetic")
+TRAIN_ON = ("all", "last")
+LONG_CONVERSATIONS = ("drop", "cut")
 ENCODING_ERRORS = ("strict", "replace", "skip")
 TEXT_FORMATS = ("auto", "text", "jsonl", "parquet")
 TOKEN_FORMATS = ("auto", "corpus", "megatron", "memmap", "llmc", "datatrove", "arrow", "parquet")
 FORMATS = tuple(dict.fromkeys((*TEXT_FORMATS, *TOKEN_FORMATS)))
+FORMATS_OF = {
+    "local": (TEXT_FORMATS, "my_corpus/**/*.txt"),
+    "tokens": (TOKEN_FORMATS, "corpus/web"),
+    "chat": (("auto", "jsonl", "parquet"), "conversations.jsonl"),
+}
+"""Formats of the kinds that read files, and an example of a path."""
 TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")
 BOUNDARIES = ("auto", "eos", "bos", "none")
 TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface", "none")
@@ -28,10 +38,18 @@ ASSETS = Path(__file__).parent / "assets"
 
 # Fields that only some kinds of source read. For another kind a value would have no effect, so it is refused.
 _READ_ONLY_BY = {
-    ("local", "tokens"): ("paths", "format", "validation_paths"),
-    ("local",): ("exclude", "encoding_errors"),
+    ("local", "tokens", "chat"): ("paths", "format", "validation_paths"),
+    ("local", "chat"): ("exclude", "encoding_errors"),
     ("tokens",): ("tokens_field", "dtype", "boundaries"),
     ("hub",): ("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
+    ("chat",): (
+        "messages_field",
+        "chat_template",
+        "chat_template_options",
+        "chat_date",
+        "train_on",
+        "long_conversations",
+    ),
     ("synthetic",): ("mask_fraction",),
     ("mixture",): ("sources", "weights", "epochs", "weight_changes"),
 }
@@ -45,27 +63,29 @@ class DataConfig:
     """Source of the documents, held-out documents, and packing into samples."""
 
     kind: str = numerics("local", choices=DATA_KINDS)
-    """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library), `synthetic`
-    (random tokens) or `mixture` (several of these)."""
+    """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library), `chat`
+    (files of conversations, for supervised fine-tuning), `synthetic` (random tokens) or `mixture` (several of
+    these)."""
 
     paths: list[str] = numerics(factory=list)
-    """local: globs of the training files, relative to the working directory. `**` matches any depth;
+    """local, chat: globs of the training files, relative to the working directory. `**` matches any depth;
     `{stdlib}` stands for the folder of the running interpreter's standard library. tokens: also folders and
     prefixes (PREFIX.bin with PREFIX.idx)."""
 
     exclude: list[str] = numerics(factory=list)
-    """local: globs of files to leave out, written like `paths`; one with a leading `**/` matches anywhere."""
+    """local, chat: globs of files to leave out, written like `paths`; one with a leading `**/` matches
+    anywhere."""
 
     format: str = numerics("auto", choices=FORMATS)
     """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl
     and .json are jsonl, .parquet is parquet, everything else is text). Text and jsonl may be compressed: .gz,
-    .bz2, .xz, .zst.
+    .bz2, .xz, .zst. chat: the same without `text`.
     tokens: `corpus` (a folder of harness.tokenize), `megatron` (.bin and .idx), `memmap` (ids without a
     header, or .npy), `llmc` (llm.c, modded-nanogpt), `datatrove` (.ds), `arrow` (also a dataset saved to
     disk) and `parquet` (lists of ids), or `auto` (by name and first bytes)."""
 
     encoding_errors: str = numerics("strict", choices=ENCODING_ERRORS)
-    """local: handling of a text file or a line that is not UTF-8: `strict` ends the run with an error,
+    """local, chat: handling of a text file or a line that is not UTF-8: `strict` ends the run with an error,
     `replace` substitutes U+FFFD for each wrong byte, `skip` leaves the document out. result.json has the
     number of such documents."""
 
@@ -85,7 +105,7 @@ class DataConfig:
     index; without one `bos` for llmc, else `eos`."""
 
     validation_paths: list[str] = numerics(factory=list)
-    """local, tokens: globs of the validation files, written like `paths`."""
+    """local, tokens, chat: globs of the validation files, written like `paths`."""
 
     validation_fraction: float = numerics(0.0, least=0, below=1)
     """Fraction of the documents held out for validation, in [0, 1), chosen by a hash of the index. tokens:
@@ -121,6 +141,27 @@ class DataConfig:
     """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform between 0
     and twice this, so samples have different numbers of valid labels; at least one label stays valid."""
 
+    messages_field: str = numerics("messages", nonempty=True)
+    """chat: the field (jsonl) or column (parquet) with the list of messages, each `role` and `content`, or
+    ShareGPT's `from` and `value`. Tools are in the field `tools`."""
+
+    chat_template: str | None = numerics(None)
+    """chat: `chatml`, `plain`, or the path of a Jinja template. Null takes the template of the tokenizer's
+    repository: chat_template.jinja or tokenizer_config.json."""
+
+    chat_template_options: dict[str, Any] = numerics(factory=dict)
+    """chat: more variables for the template, such as `enable_thinking: false`."""
+
+    chat_date: str | None = numerics(None)
+    """chat: today's date for templates that write it into the system prompt, such as 2026-01-31."""
+
+    train_on: str = numerics("all", choices=TRAIN_ON)
+    """chat: the turns of the assistant whose tokens are labels: `all`, or the `last` of each conversation."""
+
+    long_conversations: str = numerics("drop", choices=LONG_CONVERSATIONS)
+    """chat: handling of conversations longer than `training.seq_len`: `drop` leaves them out, `cut` keeps
+    their first tokens. The log has their number."""
+
     sources: dict[str, DataConfig] = numerics(factory=dict)
     """mixture: the sources by name, each with the fields of `data`."""
 
@@ -139,7 +180,8 @@ class DataConfig:
     """Mask the label at a document's last token, which is the next document's first token."""
 
     attend_across_documents: bool = numerics(True)
-    """Let tokens attend to earlier documents in the same sample; false masks them out of attention."""
+    """Let tokens attend to earlier documents in the same sample; false masks them out of attention. chat
+    needs false."""
 
     shuffle: bool = numerics(True)
     """Read the packed samples in a random order, a different one in every epoch. In a stream, shuffle the
@@ -164,11 +206,13 @@ class DataConfig:
         self._refuse_settings_of_other_kinds()
         if self.kind == "mixture":
             check_mixture(self)
-        elif self.kind in ("local", "tokens"):
+        elif self.kind in FORMATS_OF:
             self._validate_files()
+        if self.kind == "chat":
+            self._validate_chat()
         elif self.kind == "hub":
             self._validate_hub()
-        elif self.validation_fraction > 0:
+        elif self.kind == "synthetic" and self.validation_fraction > 0:
             rule = "synthetic data has no documents to hold out; it generates separate validation samples"
             raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
         if self.kind == "synthetic" and not self.attend_across_documents:
@@ -185,7 +229,7 @@ class DataConfig:
             return require_validation_of_sources(self)
         if self.holds_out:
             return
-        other = "data.validation_paths" if self.kind in ("local", "tokens") else "data.validation_split"
+        other = "data.validation_paths" if self.kind in FORMATS_OF else "data.validation_split"
         works = other if self.streaming else f"data.validation_fraction=0.02, or {other}"
         rule = "validation is enabled, but no documents are held out for it"
         raise ConfigError("data.validation_fraction", self.validation_fraction, rule, works)
@@ -230,9 +274,7 @@ class DataConfig:
             raise ConfigError("data.shuffle_buffer", self.shuffle_buffer, rule, works)
 
     def _validate_files(self) -> None:
-        formats, example = (
-            (TEXT_FORMATS, "my_corpus/**/*.txt") if self.kind == "local" else (TOKEN_FORMATS, "corpus/web")
-        )
+        formats, example = FORMATS_OF[self.kind]
         if not self.paths:
             rule = f"data.kind={self.kind} needs at least one file"
             raise ConfigError("data.paths", "[]", rule, f"'data.paths=[{example}]'")
@@ -245,6 +287,20 @@ class DataConfig:
         if self.validation_paths and self.validation_fraction > 0:
             rule = "validation comes either from data.validation_paths or from held-out documents, not both"
             raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
+
+    def _validate_chat(self) -> None:
+        for name, needed, rule in (
+            ("attend_across_documents", False, "conversations do not attend to others in their sample"),
+            ("mask_document_boundary", True, "no token predicts the beginning of another conversation"),
+        ):
+            if getattr(self, name) != needed:
+                raise ConfigError(f"data.{name}", not needed, f"data.kind=chat: {rule}", str(needed).lower())
+        if self.chat_date is not None:
+            try:
+                date.fromisoformat(self.chat_date)
+            except ValueError:
+                rule = "must be a date, as year, month and day"
+                raise ConfigError("data.chat_date", self.chat_date, rule, "2026-01-31") from None
 
     def _validate_hub(self) -> None:
         if not self.dataset:

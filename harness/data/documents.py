@@ -43,6 +43,8 @@ class Source(Protocol):
     config: DataConfig
     name: str
     """Name for error messages: the field and its value."""
+    without_tokens: str
+    """What to say of a source without a token."""
     damaged: int
     """Documents so far that were not UTF-8, and were repaired or left out by data.encoding_errors."""
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from harness.data.batch import Batch, Cursor, Loader, Piece, SourceLoader, stack
 from harness.data.cache import open_cache
+from harness.data.chat import describe, open_conversations
 from harness.data.config import DataConfig
 from harness.data.mixture_loader import build_mixture_loader
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
@@ -107,6 +108,20 @@ def build_loader(
             split=split,
         )
         return _StreamLoader(streams, rows, sizes)
+    if data.kind == "chat":
+        conversations, tokenized = open_conversations(
+            data,
+            tokenizer,
+            seq_len=seq_len,
+            seed=seed,
+            split=split,
+            wait_for_all=wait_for_all,
+            is_builder=is_builder,
+        )
+        loader = _NumberedLoader(conversations, rows, sizes)
+        loader.damaged_documents = tokenized.damaged
+        loader.note = f"data of {split}: {describe(conversations, data, seq_len)}"
+        return loader
     damaged = 0
     if data.kind == "tokens":
         tokens = open_token_files(

@@ -36,6 +36,7 @@ from harness.data.text_files import (
 from harness.errors import ConfigError, DataError
 
 _ROWS_PER_READ = 256
+EMPTY = "holds no text: every document is empty"
 # A longer file has more characters than a batch, so it is encoded in pieces in any case.
 LONG_FILE_BYTES = 16_000_000
 _DAMAGED_FILE = (OSError, EOFError, zlib.error, lzma.LZMAError)
@@ -63,6 +64,8 @@ def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
 
 class LocalFiles:
     """Documents of local files, in the order of the sorted paths."""
+
+    without_tokens = EMPTY
 
     def __init__(self, config: DataConfig, field: str) -> None:
         self.config = config
@@ -261,6 +264,8 @@ def _text_of_row(row: dict[str, Any], field: str, where: object) -> str:
 
 class HubTable:
     """Documents of one split of a dataset, downloaded (or found locally) by the `datasets` library."""
+
+    without_tokens = EMPTY
 
     def __init__(self, config: DataConfig, split: str) -> None:
         self.config = config

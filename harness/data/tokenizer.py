@@ -11,7 +11,14 @@ from pathlib import Path
 from harness.data.config import TokenizerConfig
 from harness.data.long_text import in_pieces
 from harness.data.tiktoken_sets import SETS
-from harness.data.tokenizer_base import Tokenizer, decode_known, fingerprint_of, read_tokenizer
+from harness.data.tokenizer_base import (
+    Marked,
+    Tokenizer,
+    decode_known,
+    encode_marked,
+    fingerprint_of,
+    read_tokenizer,
+)
 from harness.data.tokenizer_json import HuggingFaceTokenizer
 from harness.errors import DataError
 
@@ -55,6 +62,7 @@ class BytesTokenizer(Tokenizer):
     vocab_size = 258
     bos_id: int | None = 256
     eos_id: int | None = 257
+    special_ids = {"<s>": 256, "</s>": 257}  # noqa: RUF012
     fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
@@ -65,6 +73,12 @@ class BytesTokenizer(Tokenizer):
 
     def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
         return (part.encode("utf-8") for part in parts)
+
+    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
+        return [encode_marked(text, self, self._num_bytes) for text in texts]
+
+    def _num_bytes(self, ids: list[int]) -> list[int]:
+        return [1] * len(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), _decode_bytes)
@@ -110,6 +124,9 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f"tokenizer file {file} is not a sentencepiece model") from error
         self.bos_id = _none_if_negative(self._model.bos_id())
         self.eos_id = _none_if_negative(self._model.eos_id())
+        control = [id for id in range(self.vocab_size) if self._model.is_control(id)]
+        self.special_ids = {self._model.id_to_piece(id): id for id in control}
+        self.file = file
         self.fingerprint = fingerprint_of("sentencepiece", content)
         self._space_mark_ids = self._spell_space_mark()
 
@@ -126,6 +143,15 @@ class SentencePieceTokenizer(Tokenizer):
         if self._space_mark_ids is not None and any("▁" in text for text in texts):
             return [self.encode(text) for text in texts]
         return self._model.encode(list(texts), num_threads=self.num_threads)
+
+    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
+        return [encode_marked(text, self, self._num_bytes) for text in texts]
+
+    def _num_bytes(self, ids: list[int]) -> list[int]:
+        pieces = zip(ids, self._model.id_to_piece(ids), strict=True)
+        return [
+            1 if self._model.is_byte(id) else len(piece.replace("▁", " ").encode()) for id, piece in pieces
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), self._model.decode)
@@ -160,6 +186,7 @@ class TiktokenTokenizer(Tokenizer):
         special_set = SETS[special]
         ranks = _parse_ranks(content, file)
         special_ids = {token: len(ranks) + i for i, token in enumerate(special_set.tokens)}
+        self.special_ids, self.file = special_ids, file
         self._encoding = tiktoken.Encoding(
             special, pat_str=special_set.pattern, mergeable_ranks=ranks, special_tokens=special_ids
         )
@@ -180,6 +207,12 @@ class TiktokenTokenizer(Tokenizer):
     def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
         for piece in in_pieces(parts, _MAX_CHARS):
             yield from map(self._encoding.encode_ordinary, _cut_long_runs(piece))
+
+    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
+        return [encode_marked(text, self, self._num_bytes) for text in texts]
+
+    def _num_bytes(self, ids: list[int]) -> list[int]:
+        return [len(token) for token in self._encoding.decode_tokens_bytes(ids)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), self._encoding.decode)

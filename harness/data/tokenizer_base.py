@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from harness.data.config import TokenizerConfig
 from harness.data.long_text import split_long_text
@@ -14,6 +17,13 @@ from harness.errors import DataError
 
 NUM_THREADS = 4  # enough to be fast, few enough not to slow down a node's other ranks
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Marked(NamedTuple):
+    """A text with special tokens, encoded: the ids, and the range of characters of each."""
+
+    ids: list[int]
+    ranges: Sequence[tuple[int, int]]
 
 
 class Tokenizer(Protocol):
@@ -34,6 +44,10 @@ class Tokenizer(Protocol):
     """What ``build_tokenizer`` built it from, so that another process can build the same one."""
     num_threads: int = NUM_THREADS
     """Threads of ``encode_batch``."""
+    special_ids: dict[str, int]
+    """Ids of the special tokens, by their text."""
+    file: Path | None = None
+    """The tokenizer's file, if it has one."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without special tokens."""
@@ -48,9 +62,42 @@ class Tokenizer(Protocol):
         for piece in split_long_text(parts, self.encode):
             yield self.encode(piece)
 
+    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
+        """Encode the texts of chat templates, in which special tokens have their own ids.
+
+        Raises:
+            DataError: the tokenizer changes a text before it is encoded, so that its ids have no characters.
+        """
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; invalid UTF-8 and ids outside the vocabulary become U+FFFD."""
         ...
+
+
+def encode_marked(text: str, tokenizer: Tokenizer, num_bytes: Callable[[list[int]], list[int]]) -> Marked:
+    """``Tokenizer.encode_marked`` for one text, by the lengths of tokens.
+
+    Args:
+        num_bytes: maps ids that are not special to their numbers of UTF-8 bytes.
+    """
+    ids: list[int] = []
+    widths: list[int] = []
+    special = "|".join(map(re.escape, sorted(tokenizer.special_ids, key=len, reverse=True)))
+    for index, part in enumerate(re.split(f"({special})", text)):
+        length, is_special = len(part.encode()), index % 2 == 1
+        part_ids = [tokenizer.special_ids[part]] if is_special else tokenizer.encode(part)
+        part_widths = [length] if is_special else num_bytes(part_ids)
+        if sum(part_widths) != length:
+            rule = "the tokenizer changes the text of a conversation, so that its ids have no characters"
+            raise DataError(f"{rule}; would work: tokenizer.kind=huggingface with its tokenizer.json")
+        ids += part_ids
+        widths += part_widths
+    # A character belongs to every id that has one of its bytes.
+    first_bytes = np.cumsum([0, *(len(character.encode()) for character in text)])
+    ends = np.cumsum(widths, dtype=np.int64)
+    begins = np.searchsorted(first_bytes, ends - widths, side="right") - 1
+    return Marked(ids, list(zip(begins.tolist(), np.searchsorted(first_bytes, ends).tolist(), strict=True)))
 
 
 def decode_known(ids: Sequence[int], vocabulary: Container[int], decode: Callable[[list[int]], str]) -> str:

@@ -9,11 +9,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from harness.data.config import TokenizerConfig
-from harness.data.tokenizer_base import NUM_THREADS, Tokenizer, decode_known, fingerprint_of, read_tokenizer
+from harness.data.tokenizer_base import (
+    NUM_THREADS,
+    Marked,
+    Tokenizer,
+    decode_known,
+    fingerprint_of,
+    read_tokenizer,
+)
 from harness.errors import DataError
 
 TOKENIZER, CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -71,6 +79,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(self._known) + 1
         self.bos_id = ids[bos] if bos else None
         self.eos_id = ids[eos] if eos else None
+        self.special_ids = {token.content: ids[token.content] for token in self._special_tokens()}
+        self.file = config.file
         self.fingerprint = fingerprint_of(f"huggingface/{bos}/{eos}", content)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -85,6 +95,15 @@ class HuggingFaceTokenizer(Tokenizer):
         encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
+    @cached_property
+    def _with_special(self) -> Any:
+        """The tokenizer that recognizes special tokens in a text."""
+        return type(self._model).from_str(self._model.to_str())
+
+    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
+        encoded = self._with_special.encode_batch(list(texts), add_special_tokens=False)
+        return [Marked(encoding.ids, encoding.offsets) for encoding in encoded]
+
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, self._known, self._decode)
 
@@ -95,9 +114,9 @@ class HuggingFaceTokenizer(Tokenizer):
         """Tokens before and after a document; empty for none."""
         if config.bos is not None and config.eos is not None:
             return config.bos, config.eos
-        settings = _read_transformers_settings(config.file)
-        bos = config.bos if config.bos is not None else _token(settings, "bos_token")
-        eos = config.eos if config.eos is not None else _token(settings, "eos_token")
+        settings = read_transformers_settings(config.file)
+        bos = config.bos if config.bos is not None else token_of(settings, "bos_token")
+        eos = config.eos if config.eos is not None else token_of(settings, "eos_token")
         # A tokenizer_config.json without bos_token means no bos. Without eos_token documents would not be
         # separated, so that must be requested explicitly.
         for name, missing in (("bos", bos is None and not settings), ("eos", eos is None)):
@@ -134,17 +153,17 @@ def number_of_ids(content: bytes, file: Path) -> int:
         raise DataError(f"tokenizer file {file} is not a tokenizer.json: no vocabulary") from error
 
 
-def _read_transformers_settings(file: Path) -> dict[str, Any]:
+def read_transformers_settings(file: Path) -> dict[str, Any]:
     """Merge transformers' files in the same folder; tokenizer_config.json takes precedence."""
     settings: dict[str, Any] = {}
     for name in (SPECIAL_TOKENS, CONFIG):
         path = file.with_name(name)
         if path.is_file():
-            settings |= _read_json(path)
+            settings |= read_json(path)
     return settings
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -154,7 +173,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _token(settings: dict[str, Any], name: str) -> str | None:
+def token_of(settings: dict[str, Any], name: str) -> str | None:
     """A token in transformers' format: its text, or a mapping with the text as ``content``."""
     token = settings.get(name)
     return token.get("content") if isinstance(token, dict) else token
@@ -185,8 +204,8 @@ def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
         path = config.file.with_name(name)
         if name == SPECIAL_TOKENS and not path.is_file():
             continue
-        theirs = _read_json(path) if path.is_file() else {"tokenizer_class": "PreTrainedTokenizerFast"}
-        changed = {key: token for key, token in ours.items() if token and token != _token(theirs, key)}
+        theirs = read_json(path) if path.is_file() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+        changed = {key: token for key, token in ours.items() if token and token != token_of(theirs, key)}
         if changed or not path.is_file():
             text = json.dumps({**theirs, **changed}, indent=2, ensure_ascii=False) + "\n"
             (folder / name).write_text(text, encoding="utf-8")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
+from harness.data.chat_template import template_of
 from harness.data.config import TokenizerConfig
 from harness.data.tiktoken_sets import SETS
-from harness.data.tokenizer import BytesTokenizer, SentencePieceTokenizer, _parse_ranks
+from harness.data.tokenizer import BytesTokenizer, SentencePieceTokenizer, _parse_ranks, build_tokenizer
 from harness.data.tokenizer_base import read_tokenizer
 from harness.errors import ConfigError
 from harness.job import Job
@@ -15,9 +16,12 @@ from harness.job import Job
 def require_vocabulary(job: Job) -> None:
     """Check that the job's tokenizer fits into its model's vocabulary, if the tokenizer's file exists here.
 
+    For data.kind=chat, also check that there is a chat template.
+
     Raises:
         ConfigError: it does not fit.
-        DataError: the tokenizer's file is malformed, or missing where the ranks run on this machine.
+        DataError: the tokenizer's file is malformed, or missing where the ranks run on this machine; or there
+            is no chat template.
     """
     if job.cluster.kind == "local" and job.tokenizer.has_file:
         read_tokenizer(job.tokenizer.file)
@@ -25,6 +29,8 @@ def require_vocabulary(job: Job) -> None:
         tokenizer = job.tokenizer
         num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
         check_vocab_size(num_tokens or 0, job.model.vocab_size)
+        if job.data.kind == "chat" and num_tokens is not None:
+            template_of(job.data, build_tokenizer(tokenizer))
 
 
 @cache

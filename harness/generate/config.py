@@ -39,6 +39,10 @@ class GenerateConfig:
     prompt_file: str | None = label(None)
     """File with a prompt on each line; of a .jsonl file, the field ``prompt`` of each line. ``-``: lines of
     standard input."""
+    chat: str | None = label(None)
+    """Chat template: ``own`` (that of the tokenizer's repository), ``chatml``, ``plain``, or the path of one.
+    Each prompt is then a message of the user, or the field ``messages`` of a line of a .jsonl file, and the
+    next turn of the assistant is generated. Null: prompts are text."""
     max_new_tokens: int = label(100, least=1)
     """Largest number of tokens to generate after each prompt."""
     batch_size: int = label(8, least=1)
@@ -54,7 +58,7 @@ class GenerateConfig:
     stop: list[str] = label(factory=list)
     """Strings that end a text; they are not part of it."""
     stop_at_end: bool = label(True)
-    """Whether the tokenizer's end-of-document token ends a text."""
+    """Whether the tokenizer's end-of-document token ends a text; with ``chat`` also the end of a turn."""
     json: bool = label(False)
     """Print one JSON object instead of text, as ``--json`` does."""
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
+from harness.data.chat_template import find_template, message_of
 from harness.data.tokenizer_base import Tokenizer
 from harness.errors import ConfigError, UserError
 from harness.generate.config import GenerateJob
@@ -14,14 +17,22 @@ from harness.inference.lines import numbered_lines, parse_json
 from harness.launched import launched_ranks
 
 STDIN = "-"
+OWN = "own"
+"""Value of generate.chat: the template of the tokenizer's repository."""
+Conversation = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and its token ids, with the token that begins a document."""
+    """A prompt and its token ids, with the token that begins a document.
+
+    Attributes:
+        ends: ids that end the generated text.
+    """
 
     text: str
     ids: list[int]
+    ends: frozenset[int] = frozenset()
 
 
 def read_prompts(job: GenerateJob, tokenizer: Tokenizer) -> list[Prompt]:
@@ -31,14 +42,13 @@ def read_prompts(job: GenerateJob, tokenizer: Tokenizer) -> list[Prompt]:
         UserError: there is none, one cannot be read, is empty, or has tokens that the model does not have.
     """
     config = job.generate
-    texts = [*([] if job.prompt is None else [job.prompt]), *config.prompts]
+    found: list[str | Conversation] = [*([] if job.prompt is None else [job.prompt]), *config.prompts]
     if config.prompt_file is not None:
-        texts += _lines(config.prompt_file)
-    if not texts:
+        found += _lines(config.prompt_file, with_messages=config.chat is not None)
+    if not found:
         works = "prompt=TEXT, generate.prompts=[A,B], generate.prompt_file=FILE, or generate.prompt_file=-"
         raise ConfigError("prompt", None, "there is no prompt", works)
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    prompts = [Prompt(text, [*begin, *tokenizer.encode(text)]) for text in texts]
+    prompts = _turns(config.chat, found, tokenizer) if config.chat else _documents(found, tokenizer)
     for number, prompt in enumerate(prompts, start=1):
         if not prompt.ids:
             raise UserError(f"prompt {number}: is empty, and the tokenizer has no token to begin with")
@@ -48,6 +58,25 @@ def read_prompts(job: GenerateJob, tokenizer: Tokenizer) -> list[Prompt]:
                 "would work: the tokenizer that the model was trained with"
             )
     return prompts
+
+
+def _documents(texts: Sequence[Any], tokenizer: Tokenizer) -> list[Prompt]:
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ends = frozenset() if tokenizer.eos_id is None else frozenset([tokenizer.eos_id])
+    return [Prompt(text, [*begin, *tokenizer.encode(text)], ends) for text in texts]
+
+
+def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer) -> list[Prompt]:
+    """Prompts up to the beginning of the assistant's turn."""
+    template = find_template(
+        tokenizer, None if chat == OWN else chat, date.today().isoformat(), "generate.chat"
+    )
+    end = tokenizer.special_ids.get(template.end_of_turn or "")
+    ends = frozenset(id for id in (tokenizer.eos_id, end) if id is not None)
+    conversations = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in found]
+    texts = [template.render(messages, add_generation_prompt=True) for messages in conversations]
+    encoded = tokenizer.encode_marked(texts)
+    return [Prompt(text, each.ids, ends) for text, each in zip(texts, encoded, strict=True)]
 
 
 def require_room(prompts: Sequence[Prompt], job: GenerateJob) -> int:
@@ -70,7 +99,7 @@ def require_room(prompts: Sequence[Prompt], job: GenerateJob) -> int:
     return longest + new
 
 
-def _lines(name: str) -> list[str]:
+def _lines(name: str, *, with_messages: bool) -> list[str | Conversation]:
     """Prompts of a file or standard input."""
     ranks = launched_ranks() or 1
     if name == STDIN and ranks > 1:
@@ -81,11 +110,15 @@ def _lines(name: str) -> list[str]:
         sys.stdin.read if name == STDIN else lambda: Path(name).read_text(encoding="utf-8"),
         "a prompt on each line",
     )
-    return [_prompt_of(line, where) if name.endswith(".jsonl") else line for where, line in lines]
+    if not name.endswith(".jsonl"):
+        return [line for _, line in lines]
+    return [_prompt_of(line, where, with_messages) for where, line in lines]
 
 
-def _prompt_of(line: str, where: str) -> str:
+def _prompt_of(line: str, where: str, with_messages: bool) -> str | Conversation:
     row = parse_json(line, where)
+    if with_messages and isinstance(row, dict) and isinstance(row.get("messages"), list):
+        return [message_of(each, f"{where}, message {i}") for i, each in enumerate(row["messages"], start=1)]
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str):
         raise UserError(f'{where}: has no text in "prompt"; would work: {{"prompt": "..."}}')

@@ -109,7 +109,7 @@ class _Batch:
         show: bool,
     ) -> None:
         self.config, self.show = config, show
-        self.ends = {tokenizer.eos_id} if config.stop_at_end else set()
+        self.ends = {end for _, prompt in numbered for end in prompt.ends} if config.stop_at_end else set()
         self.numbers = [number for number, _ in numbered]
         self.prompts = [prompt.ids for _, prompt in numbered]
         self.streams = [TextStream(tokenizer, prompt, self.config.stop) for prompt in self.prompts]

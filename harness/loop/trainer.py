@@ -75,6 +75,7 @@ class Trainer:
         self.validation_loader = (
             loader_of(job, tokenizer, engine.rows, "validation") if job.validation.interval else None
         )
+        self.notes = [each.note for each in (loader, self.validation_loader) if each and each.note]
         self.evaluation = EvaluationInLoop(engine, tokenizer) if job.evaluation.interval else None
         self.ranks = RankGroup(job.checkpoint.timeout_seconds)
         self.saver = Saver(job, folder.path, engine, self.loader, self.ranks, self._message)
@@ -173,7 +174,9 @@ class Trainer:
         return step
 
     def _describe(self) -> None:
-        """Show the inputs of the MFU, and the formats of the linears."""
+        """Show notes about the data, the inputs of the MFU, and the formats of the linears."""
+        for note in self.notes:
+            self._message(note)
         self._message(describe_inputs(self.efficiency.accounting, self.efficiency.peak))
         precision = self.job.precision
         if precision.linear != "none":

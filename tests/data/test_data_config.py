@@ -33,7 +33,7 @@ def test_every_field_has_a_role(config):
 def test_shipped_data(file):
     assert file.read_text().startswith("# ")
     config = load(DataConfig, file)
-    if file.stem.startswith(("local_", "tokens")):
+    if file.stem.startswith(("local_", "tokens", "chat")):
         with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
             config.validate()
         config = dataclasses.replace(config, paths=["corpus/*"])
@@ -49,7 +49,7 @@ def test_shipped_tokenizer(file):
 
 
 def test_shipped_files_are_found():
-    assert {"python_stdlib", "local_text", "local_jsonl", "local_parquet", "c4", "synthetic"} <= {
+    assert {"python_stdlib", "local_text", "local_jsonl", "local_parquet", "chat", "c4", "synthetic"} <= {
         file.stem for file in DATA_FILES
     }
     assert {"python_2k", "bytes", "llama2", "llama3", "qwen3", "deepseek_v3", "gpt_oss", "llama4"} <= {

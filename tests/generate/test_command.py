@@ -13,9 +13,11 @@ from families_table import CASES, random_model, set_fields, to_transformers
 from processes import python
 
 from harness.compose import compose_job
+from harness.data.tokenizer import build_tokenizer
 from harness.errors import UserError
 from harness.generate.__main__ import generate
 from harness.generate.config import GenerateJob
+from harness.generate.prompts import read_prompts
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,34 @@ def test_prompts_from_files_and_standard_input(
         assert [text["prompt"] for text in texts] == wanted
 
 
+def test_conversations(weights: Path, tmp_path: Path) -> None:
+    """A prompt is a message of the user, or messages; the end of a turn ends the text."""
+    rows = tmp_path / "p.jsonl"
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rows.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "d"}) + "\n")
+    options = ("generate.chat=plain", "generate.max_new_tokens=3")
+    found = run(weights, "prompt=x", f"generate.prompt_file={rows}", *options)["texts"]
+    assert [text["prompt"] for text in found] == [
+        "<s>user: x\nassistant:",
+        "<s>user: a\nassistant: b</s>\nuser: c\nassistant:",
+        "<s>user: d\nassistant:",
+    ]
+    # <s> and </s> are one token each.
+    assert [text["prompt_tokens"] for text in found] == [
+        len(text["prompt"]) - n for text, n in zip(found, (2, 5, 2), strict=True)
+    ]
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}<s>{% endfor %}")
+    job = compose_job(
+        [f"checkpoint={weights}", "tokenizer=bytes", "prompt=x", f"generate.chat={template}"],
+        config_name="generate",
+        schema=GenerateJob,
+    )
+    [prompt] = read_prompts(job, build_tokenizer(job.tokenizer))
+    assert (prompt.ids, prompt.ends) == ([ord("x"), 256], {256, 257})
+
+
 def test_batches_do_not_change_the_text(weights: Path) -> None:
     options = ("generate.prompts=[a,bcdef,gh]", "generate.temperature=1.5", "generate.max_new_tokens=12")
     texts = []
@@ -96,6 +126,10 @@ MISTAKES = {
     "no weights": (["checkpoint=/", "prompt=x"], "generate.checkpoint=/: holds no weights"),
     "no such folder": (["checkpoint=nowhere", "prompt=x"], "generate.checkpoint=nowhere: no such folder"),
     "no prompt": ([], "prompt=null: there is no prompt; would work: prompt=TEXT"),
+    "no template": (
+        ["prompt=x", "tokenizer=bytes", "generate.chat=own"],
+        "the tokenizer has no chat template (it has no files); would work: generate.chat=chatml, plain",
+    ),
     "no tokenizer": (["prompt=x"], "has no tokenizer, and records none"),
     "long prompt": (
         [f"prompt={'x' * 300}"],

@@ -1,0 +1,288 @@
+"""Chat templates: the text of a conversation, and the parts of it that the assistant wrote.
+
+Templates are rendered as by ``apply_chat_template`` of transformers, with the same functions and variables.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from harness.data.chat_sandbox import BEGIN, END, compile_template, split_marks
+from harness.data.config import DataConfig
+from harness.data.tokenizer_base import Tokenizer
+from harness.data.tokenizer_json import CONFIG, read_json, read_transformers_settings, token_of
+from harness.errors import DataError
+
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+        "{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "plain": (
+        "{{ bos_token }}{% for message in messages %}{{ message['role'] }}:"
+        "{% if message['role'] == 'assistant' %}"
+        "{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration %}"
+        "{% else %} {{ message['content'] }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    ),
+}
+"""Templates by the names of data.chat_template."""
+
+JINJA, PROCESSOR = "chat_template.jinja", "chat_template.json"
+ASSISTANT = "assistant"
+_ROLES = {"human": "user", "gpt": ASSISTANT}
+_EXAMPLE = '{"role": "user", "content": "Hello"}'
+_NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}
+_VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SETTING = "data.chat_template"
+_WORKS = f"{', '.join(TEMPLATES)}, or the path of a template with {{% generation %}}"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, and the variables that it can read.
+
+    Attributes:
+        text: the template.
+        text_with_tools: the template of conversations that have tools.
+        variables: special tokens by name (``bos_token``), and data.chat_template_options.
+        special: texts of all special tokens.
+        date: what ``strftime_now`` formats; None: the template may not ask for the date.
+        only_last: whether only the last turn of the assistant is learned.
+    """
+
+    text: str
+    text_with_tools: str
+    variables: dict[str, Any]
+    special: tuple[str, ...]
+    date: str | None
+    only_last: bool = False
+
+    @property
+    def identity(self) -> Any:
+        """JSON-serializable; changes whenever a conversation's text or learned parts may change."""
+        return [self.text, self.text_with_tools, self.variables, self.special, self.date, self.only_last]
+
+    def render(
+        self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """Return the text of a conversation.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        return self._rendered(messages, tools, add_generation_prompt).replace(BEGIN, "").replace(END, "")
+
+    @cached_property
+    def end_of_turn(self) -> str | None:
+        """The special token that ends a turn of the assistant, or None."""
+        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+        text, ranges = self.learned(messages, None)
+        turn = text[: ranges[-1][1]].rstrip() if ranges else ""
+        return next((token for token in self.special if turn.endswith(token)), None)
+
+    def learned(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and the ranges of characters that the assistant wrote.
+
+        A range includes the token that ends the turn. The ranges are the template's generation blocks, if it
+        has any. Otherwise a turn is the difference of two texts: the conversation up to the turn, and before
+        it with the generation prompt.
+
+        Raises:
+            DataError: the template refuses the conversation, or the turns cannot be found.
+        """
+        turns = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if not turns:
+            return "", []
+        if self.only_last:
+            turns = turns[-1:]
+        if _GENERATION.search(self.text_with_tools if tools else self.text):
+            text, marked = split_marks(self._rendered(messages, tools))
+            earlier = messages[: turns[0]] if self.only_last else []
+            return text, marked[self._rendered(earlier, tools).count(BEGIN) if earlier else 0 :]
+        text = self.render(messages, tools)
+        return text, [self._turn(messages, tools, index, text) for index in turns]
+
+    def _turn(
+        self, messages: list[Message], tools: list[Any] | None, index: int, text: str
+    ) -> tuple[int, int]:
+        """The range of characters of message ``index`` in the text of all messages."""
+        before = self.render(messages[:index], tools, add_generation_prompt=True)
+        after = self.render(messages[: index + 1], tools)
+        if not text.startswith(before):
+            rule = "the generation prompt is not the beginning of a turn"
+            raise DataError(f"the chat template cannot be used: {rule}; would work: {SETTING}={_WORKS}")
+        if text.startswith(after) and after.startswith(before):
+            # A template may write a line break after the token that ends the turn. It is not learned.
+            ended = after.rstrip()
+            return len(before), len(ended if ended.endswith(self.special) else after)
+        end = self._end_of_changed(messages[index], text, len(before))
+        if end is None:
+            rule = "messages that follow a turn change its text"
+            works = f"{SETTING}={_WORKS}" if self.only_last else f"data.train_on=last, {SETTING}={_WORKS}"
+            raise DataError(f"the chat template cannot be used: {rule}; would work: {works}")
+        return len(before), end
+
+    def _end_of_changed(self, message: Message, text: str, begin: int) -> int | None:
+        """The end of a turn whose text depends on the messages that follow it; None if it is not certain.
+
+        Qwen 3 removes the reasoning of earlier turns, and Phi 3 writes a token at the end of a conversation.
+        Such a turn ends with the first special token before which the message's content is complete, perhaps
+        without its beginning.
+        """
+        content = message.get("content")
+        content = content.strip() if isinstance(content, str) else ""
+        if not content or not self.special or message.get("tool_calls"):
+            return None
+        for token in re.finditer("|".join(map(re.escape, self.special)), text[begin:]):
+            turn = text[begin : begin + token.start()].strip()
+            if turn and (turn.endswith(content) or content.endswith(turn)):
+                return begin + token.end()
+        return None
+
+    def _rendered(
+        self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False
+    ) -> str:
+        """The text with the marks of generation blocks."""
+        template = compile_template(self.text_with_tools if tools else self.text, self.date)
+        try:
+            return template.render(
+                messages=[_with_reasoning(message) for message in messages],
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.variables,
+            )
+        except DataError:
+            raise
+        except Exception as error:  # a template is a program, which can raise anything
+            raise DataError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
+
+
+def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of a job's conversations; see ``find_template``."""
+    template = find_template(tokenizer, data.chat_template, data.chat_date)
+    return replace(
+        template,
+        variables=template.variables | data.chat_template_options,
+        only_last=data.train_on == "last",
+    )
+
+
+def find_template(
+    tokenizer: Tokenizer, name: str | None, date: str | None, setting: str = SETTING
+) -> ChatTemplate:
+    """Return a template of ``TEMPLATES``, of a file, or of the tokenizer's repository.
+
+    Args:
+        name: name or path of the template; None: that of the files beside the tokenizer's.
+        date: today's date for the template, as YYYY-MM-DD.
+        setting: the field with the name, for errors.
+
+    Raises:
+        DataError: there is none, or it is not a template.
+    """
+    folder = _folder_of(tokenizer)
+    settings = read_transformers_settings(folder / CONFIG) if folder else {}
+    texts = {"default": _chosen_text(name, tokenizer, setting)} if name else {}
+    if not texts and folder:
+        texts = _stored_texts(folder, settings)
+    if "default" not in texts:
+        where = f"no {JINJA} and no chat_template in {CONFIG} in {folder}" if folder else "it has no files"
+        raise DataError(f"the tokenizer has no chat template ({where}); would work: {setting}={_WORKS}")
+    tokens = {variable: token_of(settings, variable) for variable in _VARIABLES}
+    by_id = {id: token for token, id in tokenizer.special_ids.items()}
+    for variable, id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+        tokens[variable] = tokens[variable] or by_id.get(-1 if id is None else id)
+    template = ChatTemplate(
+        text=texts["default"],
+        text_with_tools=texts.get("tool_use", texts["default"]),
+        variables={variable: token for variable, token in tokens.items() if token},
+        special=tuple(sorted(tokenizer.special_ids)),
+        date=date,
+    )
+    for text in texts.values():
+        try:
+            compile_template(text, date)
+        except jinja2.TemplateError as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"the chat template is not a Jinja template: {reason}") from error
+    return template
+
+
+def message_of(message: Any, where: str) -> dict[str, Any]:
+    """A message with ``role`` and ``content``; ShareGPT's has ``from`` and ``value``.
+
+    Raises:
+        DataError: it has no role.
+    """
+    if isinstance(message, dict) and "from" in message and "role" not in message:
+        role = message["from"]
+        message = {"role": _ROLES.get(role, role), "content": message.get("value")}
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where}: has no role; would work: {_EXAMPLE}")
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise DataError(f"{where}: has no content; would work: {_EXAMPLE}")
+    return message
+
+
+def _folder_of(tokenizer: Tokenizer) -> Path | None:
+    """The folder with transformers' files; Meta's repositories have tokenizer.model in ``original/``."""
+    if tokenizer.file is None:
+        return None
+    folder = tokenizer.file.parent
+    return folder.parent if folder.name == "original" else folder
+
+
+def _chosen_text(name: str, tokenizer: Tokenizer, setting: str) -> str:
+    if name not in TEMPLATES:
+        return _read(Path(name).expanduser(), f"{setting}={name}")
+    missing = [token for token in _NEEDED.get(name, ()) if token not in tokenizer.special_ids]
+    if missing:
+        raise DataError(f"{setting}={name}: the tokenizer has no token {missing[0]}; try plain")
+    return TEMPLATES[name]
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise DataError(f"{what}: {reason}; would work: {_WORKS}") from error
+
+
+def _stored_texts(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Templates in transformers' files by name, in transformers' order of precedence."""
+    if (folder / JINJA).is_file():
+        return {"default": _read(folder / JINJA, str(folder / JINJA))}
+    stored = settings.get("chat_template")
+    if stored is None and (folder / PROCESSOR).is_file():
+        stored = read_json(folder / PROCESSOR).get("chat_template")
+    if isinstance(stored, list) and all(isinstance(each, dict) for each in stored):
+        stored = {each.get("name"): each.get("template") for each in stored}
+    texts = stored if isinstance(stored, dict) else {"default": stored} if stored else {}
+    if not all(isinstance(text, str) for text in texts.values()):
+        raise DataError(f"{folder / CONFIG}: chat_template is not text; would work: {_WORKS}")
+    return texts
+
+
+def _with_reasoning(message: Message) -> Message:
+    """A message without null fields, and with its reasoning under each name that templates read."""
+    message = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}

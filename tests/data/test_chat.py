@@ -1,0 +1,399 @@
+"""Conversations get transformers' tokens, and the assistant's are learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_data_tokenizer import write_tiktoken
+from test_tokenizer_json import CHAT, write
+
+from harness.compose import compose_job
+from harness.data import DataConfig, TokenizerConfig
+from harness.data.chat import Conversations, ConversationTokenizer
+from harness.data.chat_template import TEMPLATES, template_of
+from harness.data.tokenizer import build_tokenizer
+from harness.data.tokenizer_base import Tokenizer
+from harness.data.vocabulary import require_vocabulary
+from harness.errors import ConfigError, DataError
+
+transformers = pytest.importorskip("transformers")
+
+Messages = list[dict[str, Any]]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é<"}}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds 'a' & \"b\" <i>"}}
+CONVERSATIONS: dict[str, tuple[Messages, list[Any] | None]] = {
+    "one": ([user("Hi é ☃!"), assistant("Hello 😀!")], None),
+    "two": (
+        [user("Hi"), assistant(" Hello\n"), user("How  are\n you?"), assistant("Fine. <|im_end|> ok")],
+        None,
+    ),
+    "system": ([{"role": "system", "content": "Be brief."}, user("Hi"), assistant("Hello")], None),
+    "reasoning": (
+        [
+            user("Hi"),
+            assistant("A", reasoning_content="x"),
+            user("q"),
+            assistant("<think>\ny\n</think>\n\nB"),
+        ],
+        None,
+    ),
+    "tools": (
+        [user("1+2"), assistant(None, tool_calls=[CALL]), {"role": "tool", "content": "3"}, assistant("3")],
+        [TOOL],
+    ),
+    "question_last": ([user("Hi"), assistant("Hello"), user("bye")], None),
+}
+
+# A template for each feature that published ones use. The first two mark what the assistant wrote.
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}{% endgeneration %}"
+    "{% generation %}<|im_end|>{%- endgeneration %}\n"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML = (
+    "{{ bos_token }}{%- if tools %}{{ tools | tojson(indent=1) }}{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m['role'] + '\n' + (m['content'] or '') | trim }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL = """
+{%- macro turn(role, text) -%}<|im_start|>{{ role }}
+{{ text }}<|im_end|>
+{% endmacro -%}
+{%- set ns = namespace(last=-1, seen=dict(a=0)) -%}
+{%- for m in messages -%}
+    {%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+Today is {{ strftime_now('%Y-%m-%d') }}.
+{% for m in messages -%}
+    {%- if m.role == 'tool' -%}{%- continue -%}{%- endif -%}
+    {%- set text = m.content or '' -%}
+    {%- if '</think>' in text -%}{%- set reason, text = text.split('</think>') -%}{%- endif -%}
+    {%- if m.role == 'assistant' and loop.index0 > ns.last -%}
+        {%- set text = '<think>' + (m.reasoning_content or '') + '</think>' + text -%}
+    {%- endif -%}
+    {{ turn(m.role, text | trim) }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% if not enable_thinking -%}{% endif %}{%- endif -%}
+"""
+MARKED_ONES = {"marked": MARKED, **TEMPLATES}
+PUBLISHED = {**MARKED_ONES, "chatml_own": CHATML, "forgetful": FORGETFUL}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = write(tmp_path_factory.mktemp("chat"), {**CHAT, "bos_token": "<|endoftext|>"})
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps({**stored, "truncation": None, "padding": None}))
+    return file.parent
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Tokenizer:
+    return build_tokenizer(TokenizerConfig("huggingface", str(folder / "tokenizer.json")))
+
+
+def chat(**fields: Any) -> DataConfig:
+    common = {"kind": "chat", "paths": ["*.jsonl"], "attend_across_documents": False, "cache_dir": "cache"}
+    config = DataConfig(**{**common, **fields})
+    config.validate()
+    return config
+
+
+def template_file(folder: Path, text: str) -> str:
+    path = folder / "template.jinja"
+    path.write_text(text)
+    return str(path)
+
+
+def encoded(
+    tokenizer: Tokenizer, config: DataConfig, messages: Messages, tools: list[Any] | None = None
+) -> Any:
+    """The tokens of a conversation, and those that are learned in texts of adjacent ones."""
+    both = ConversationTokenizer(tokenizer, template_of(config, tokenizer)).encode(
+        json.dumps(["file", messages, tools])
+    )
+    tokens, learned = [id >> 1 for id in both], [id & 1 for id in both]
+    turns, before = [], 0
+    for token, is_learned in zip(tokens, learned, strict=True):
+        turns += [[]] if is_learned and not before else []
+        turns[-1].extend([token] if is_learned else []) if turns else None
+        before = is_learned
+    return tokens, learned, [tokenizer.decode(turn) for turn in turns]
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tokens_are_those_of_transformers(
+    name: str, conversation: str, ours: Tokenizer, theirs: Any, tmp_path: Path
+) -> None:
+    messages, tools = CONVERSATIONS[conversation]
+    config = chat(
+        chat_template=template_file(tmp_path, PUBLISHED[name]), chat_date=datetime.date.today().isoformat()
+    )
+    tokens, learned, _ = encoded(ours, config, messages, tools)
+    out = theirs.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=PUBLISHED[name],
+        return_dict=True,
+        return_assistant_tokens_mask=name in MARKED_ONES,
+    )
+    assert tokens == out["input_ids"]
+    if name in MARKED_ONES:
+        assert learned == out["assistant_masks"]
+
+
+@pytest.mark.parametrize(
+    ("template", "conversation", "expected"),
+    [
+        ("chatml_own", "two", ["Hello<|im_end|>", "Fine. <|im_end|> ok<|im_end|>"]),
+        ("chatml_own", "tools", ['{"a": 1, "b": "é<"}<|im_end|>', "3<|im_end|>"]),
+        ("chatml_own", "question_last", ["Hello<|im_end|>"]),
+        # The template changes earlier turns: they have no reasoning.
+        ("forgetful", "two", ["Hello<|im_end|>", "<think></think>Fine. <|im_end|> ok<|im_end|>"]),
+        ("forgetful", "reasoning", ["A<|im_end|>", "<think></think>\n\nB<|im_end|>"]),
+        ("forgetful", "question_last", ["Hello<|im_end|>"]),
+        ("marked", "two", [" Hello\n<|im_end|>", "Fine. <|im_end|> ok<|im_end|>"]),
+        ("plain", "one", [" Hello 😀!<|im_end|>"]),
+    ],
+)
+def test_the_turns_of_the_assistant_are_learned(
+    template: str, conversation: str, expected: list[str], ours: Tokenizer, tmp_path: Path
+) -> None:
+    config = chat(chat_template=template_file(tmp_path, PUBLISHED[template]), chat_date="2026-01-31")
+    *_, turns = encoded(ours, config, *CONVERSATIONS[conversation])
+    assert turns == expected
+    only_last = dataclasses.replace(config, train_on="last")
+    tokens, _, turns = encoded(ours, only_last, *CONVERSATIONS[conversation])
+    assert turns == expected[-1:]
+    assert "2026-01-31" in ours.decode(tokens) or template != "forgetful"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "tiktoken"])
+def test_tokenizers_without_a_tokenizer_json(kind: str, tmp_path: Path) -> None:
+    config = {
+        "bytes": TokenizerConfig("bytes"),
+        "sentencepiece": TokenizerConfig("sentencepiece", "asset:python_2k.model"),
+        "tiktoken": write_tiktoken(tmp_path / "tokenizer.model"),
+    }[kind]
+    tokenizer = build_tokenizer(config)
+    messages = [user("Hi é☃ the\n\n"), assistant(" x▁y 😀"), user("  more"), assistant("ok")]
+    tokens, _, turns = encoded(tokenizer, chat(chat_template="plain"), messages)
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    assert bos is not None and eos is not None
+    assert tokens[0] == bos and (tokens.count(bos), tokens.count(eos)) == (1, 2)
+    assert turns == [tokenizer.decode([*tokenizer.encode(f" {m['content']}"), eos]) for m in messages[1::2]]
+
+
+def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path) -> None:
+    from test_hf_tokenizer import write_sentencepiece
+
+    tokenizer = build_tokenizer(write_sentencepiece(tmp_path / "prefix.model", add_dummy_prefix=True))
+    with pytest.raises(DataError, match=r"changes the text .* would work: tokenizer\.kind=huggingface"):
+        encoded(tokenizer, chat(chat_template="plain"), [user("Hi"), assistant("Hello")])
+
+
+# -- where the template is ----
+
+
+def found(folder: Path, **fields: Any) -> Any:
+    tokenizer = build_tokenizer(TokenizerConfig("huggingface", str(folder / "tokenizer.json")))
+    return template_of(chat(**fields), tokenizer)
+
+
+def test_the_repository_has_the_template(folder: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+
+    def store(name: str, content: Any) -> None:
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+    store("chat_template.json", {"chat_template": "1"})
+    assert found(tmp_path).text == "1"
+    store("tokenizer_config.json", {**settings, "chat_template": "2"})
+    assert found(tmp_path).text == "2"
+    both = [{"name": "default", "template": "3"}, {"name": "tool_use", "template": "4"}]
+    store("tokenizer_config.json", {**settings, "chat_template": both})
+    assert (found(tmp_path).text, found(tmp_path).text_with_tools) == ("3", "4")
+    store("chat_template.jinja", "{{ bos_token }}{{ day }}")
+    assert found(tmp_path, chat_template_options={"day": 5}).render([]) == "<|endoftext|>5"
+    assert found(tmp_path, chat_template="chatml").text == TEMPLATES["chatml"]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == "{{ bos_token }}{{ day }}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, r"the tokenizer has no chat template \(.*would work: data.chat_template=chatml, plain"),
+        ({"chat_template": "no.jinja"}, "data.chat_template=no.jinja: No such file"),
+        ({"chat_template": "bad.jinja"}, "is not a Jinja template: "),
+    ],
+)
+def test_a_template_that_cannot_be_used(
+    fields: dict[str, Any], message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jinja").write_text("{% for %}")
+    with pytest.raises(DataError, match=message) as caught:
+        found(folder, **fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_templates_are_checked_before_ranks_start() -> None:
+    typed = ["data=chat", "data.paths=[x.jsonl]", "model.vocab_size=2048", "training.seq_len=32"]
+    require_vocabulary(compose_job([*typed, "data.chat_template=plain"]))
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
+        require_vocabulary(compose_job(typed))
+    with pytest.raises(DataError, match=r"chatml: the tokenizer has no token <\|im_start\|>"):
+        require_vocabulary(compose_job([*typed, "data.chat_template=chatml"]))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        ("{{ raise_exception('no\nsystem') }}", [user("a"), assistant("b")], "refuses it: no system"),
+        ("{{ messages[9].role }}", [user("a"), assistant("b")], "the chat template refuses it"),
+        ("{{ ''.__class__.__mro__ }}", [user("a"), assistant("b")], "refuses it: access to attribute"),
+        ("{% set n = namespace(_a=1) %}", [user("a"), assistant("b")], "cannot store '_a'"),
+        (FORGETFUL, [user("a"), assistant("b")], "asks for today's date.*would work: data.chat_date="),
+        (
+            "{{ messages[-1].content }}",
+            [user("a"), assistant("b")],
+            "generation prompt is not the beginning of a turn; would work: data.chat_template=chatml",
+        ),
+        (
+            "{% for m in messages %}{% if loop.last %}x{% endif %}{{ m.content }};{% endfor %}",
+            [user("a"), assistant("b"), user("c"), assistant("d")],
+            "generation prompt is not the beginning",
+        ),
+        (
+            "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last }};{% endfor %}",
+            [user("a"), assistant("b"), user("c"), assistant("d")],
+            "messages that follow a turn change its text; would work: data.train_on=last, data.chat",
+        ),
+    ],
+)
+def test_a_conversation_that_has_no_text(
+    template: str, messages: Messages, message: str, ours: Tokenizer, tmp_path: Path
+) -> None:
+    config = chat(chat_template=template_file(tmp_path, template))
+    with pytest.raises(DataError, match=rf"^file: .*{message}") as caught:
+        encoded(ours, config, messages)
+    assert "\n" not in str(caught.value)
+
+
+# -- files ----
+
+
+def documents(**fields: Any) -> list[Any]:
+    return [json.loads(text)[1:] for text in Conversations(chat(**fields), "paths").documents()]
+
+
+def test_all_formats_have_the_same_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.chdir(tmp_path)
+    rows = [{"messages": messages} for name, (messages, _) in CONVERSATIONS.items() if name in ("one", "two")]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    Path("a.jsonl").write_text(text)
+    with gzip.open("b.jsonl.gz", "wt") as compressed:
+        compressed.write(text)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "c.parquet")
+    roles = {"user": "human", "assistant": "gpt"}
+    with Path("d.txt").open("w") as shared:
+        for row in rows:
+            turns = [{"from": roles[m["role"]], "value": m["content"]} for m in row["messages"]]
+            shared.write(json.dumps({"conversations": turns}) + "\n")
+    expected = [[row["messages"], None] for row in rows]
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+        assert documents(paths=[name]) == expected, name
+    assert documents(paths=["d.txt"], messages_field="conversations") == expected
+
+
+def test_files_without_an_assistant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text(f'{{"messages": [{HELLO}]}}\n')
+    with pytest.raises(DataError, match=r"^data\.paths=\[\*\.jsonl\]: no message has the role assistant$"):
+        documents()
+
+
+HELLO = '{"role": "user", "content": "Hello"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1]", "line 2: not a JSON object"),
+        ("{", "line 2: not JSON"),
+        ('{"text": "a"}', "line 2: no field 'messages' among text; set data.messages_field"),
+        ('{"messages": "a"}', "line 2: field 'messages' holds str, not a list"),
+        (f'{{"messages": [{HELLO}], "tools": "a"}}', "line 2: field 'tools' holds str, not a list"),
+        (f'{{"messages": [{HELLO}, "a"]}}', "line 2, message 2: has no role; would work: "),
+        ('{"messages": [{"role": "user"}]}', "line 2, message 1: has no content; would work: "),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            "line 2: has U\\+D800, which is not a character",
+        ),
+        ('{"messages": [{"role": "user", "content": "\\ufdd0"}]}', "line 2: has U\\+FDD0, "),
+    ],
+)
+def test_a_wrong_line_is_named(
+    line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text(f'{{"messages": [{HELLO}]}}\n{line}\n')
+    with pytest.raises(DataError, match=rf"a\.jsonl, {message}") as caught:
+        documents()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"paths": []}, "data.kind=chat needs at least one file"),
+        (
+            {"format": "text"},
+            "data.format=text: a text file has no messages; would work: auto, jsonl, parquet",
+        ),
+        ({"attend_across_documents": True}, "data.attend_across_documents=true: .*would work: false"),
+        ({"mask_document_boundary": False}, "data.mask_document_boundary=false: .*would work: true"),
+        ({"chat_date": "today"}, "data.chat_date=today: must be a date.*would work: 2026-01-31"),
+        ({"mask_fraction": 0.5}, "data.mask_fraction=0.5: is read only by data.kind=synthetic"),
+    ],
+)
+def test_fields_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chat(**fields)
+
+
+def test_fields_of_conversations_need_conversations() -> None:
+    for fields in ({"chat_template": "plain"}, {"train_on": "last"}, {"messages_field": "m"}):
+        with pytest.raises(ConfigError, match=r"is read only by data\.kind=chat, and data.kind is local"):
+            DataConfig(paths=["*.txt"], **fields).validate()  # type: ignore[arg-type]
