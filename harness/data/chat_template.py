@@ -89,9 +89,9 @@ class ChatTemplate:
     @cached_property
     def end_of_turn(self) -> str | None:
         """The special token that ends a turn of the assistant, or None."""
-        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
-        text, ranges = self.learned(messages, None)
-        turn = text[: ranges[-1][1]].rstrip() if ranges else ""
+        messages = [{"role": "user", "content": "Good morning"}, {"role": ASSISTANT, "content": "Hello"}]
+        text = self.render(messages)
+        turn = text[: self._end_after_content(messages[-1], text, 0)]
         return next((token for token in self.special if turn.endswith(token)), None)
 
     def learned(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
@@ -129,19 +129,19 @@ class ChatTemplate:
             # A template may write a line break after the token that ends the turn. It is not learned.
             ended = after.rstrip()
             return len(before), len(ended if ended.endswith(self.special) else after)
-        end = self._end_of_changed(messages[index], text, len(before))
+        # Qwen 3 removes the reasoning of earlier turns, and Phi 3 ends a conversation with another token.
+        end = self._end_after_content(messages[index], text, len(before))
         if end is None:
             rule = "messages that follow a turn change its text"
             works = f"{SETTING}={_WORKS}" if self.only_last else f"data.train_on=last, {SETTING}={_WORKS}"
             raise DataError(f"the chat template cannot be used: {rule}; would work: {works}")
         return len(before), end
 
-    def _end_of_changed(self, message: Message, text: str, begin: int) -> int | None:
-        """The end of a turn whose text depends on the messages that follow it; None if it is not certain.
+    def _end_after_content(self, message: Message, text: str, begin: int) -> int | None:
+        """The end of the special token after a message's content; None if it is not certain.
 
-        Qwen 3 removes the reasoning of earlier turns, and Phi 3 writes a token at the end of a conversation.
-        Such a turn ends with the first special token before which the message's content is complete, perhaps
-        without its beginning.
+        It is the first special token after ``begin`` such that the text before it ends with the content, or
+        is a part of the content up to its end.
         """
         content = message.get("content")
         content = content.strip() if isinstance(content, str) else ""

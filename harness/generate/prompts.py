@@ -27,12 +27,12 @@ class Prompt:
     """A prompt and its token ids, with the token that begins a document.
 
     Attributes:
-        ends: ids that end the generated text.
+        end_of_turn: id that ends the assistant's turn, or None.
     """
 
     text: str
     ids: list[int]
-    ends: frozenset[int] = frozenset()
+    end_of_turn: int | None = None
 
 
 def read_prompts(job: GenerateJob, tokenizer: Tokenizer) -> list[Prompt]:
@@ -62,8 +62,7 @@ def read_prompts(job: GenerateJob, tokenizer: Tokenizer) -> list[Prompt]:
 
 def _documents(texts: Sequence[Any], tokenizer: Tokenizer) -> list[Prompt]:
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    ends = frozenset() if tokenizer.eos_id is None else frozenset([tokenizer.eos_id])
-    return [Prompt(text, [*begin, *tokenizer.encode(text)], ends) for text in texts]
+    return [Prompt(text, [*begin, *tokenizer.encode(text)]) for text in texts]
 
 
 def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer) -> list[Prompt]:
@@ -72,11 +71,10 @@ def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer)
         tokenizer, None if chat == OWN else chat, date.today().isoformat(), "generate.chat"
     )
     end = tokenizer.special_ids.get(template.end_of_turn or "")
-    ends = frozenset(id for id in (tokenizer.eos_id, end) if id is not None)
     conversations = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in found]
     texts = [template.render(messages, add_generation_prompt=True) for messages in conversations]
     encoded = tokenizer.encode_marked(texts)
-    return [Prompt(text, each.ids, ends) for text, each in zip(texts, encoded, strict=True)]
+    return [Prompt(text, each.ids, end) for text, each in zip(texts, encoded, strict=True)]
 
 
 def require_room(prompts: Sequence[Prompt], job: GenerateJob) -> int:

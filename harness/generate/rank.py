@@ -109,7 +109,8 @@ class _Batch:
         show: bool,
     ) -> None:
         self.config, self.show = config, show
-        self.ends = {end for _, prompt in numbered for end in prompt.ends} if config.stop_at_end else set()
+        ends = {tokenizer.eos_id, *(prompt.end_of_turn for _, prompt in numbered)}
+        self.ends = ends if config.stop_at_end else set()
         self.numbers = [number for number, _ in numbered]
         self.prompts = [prompt.ids for _, prompt in numbered]
         self.streams = [TextStream(tokenizer, prompt, self.config.stop) for prompt in self.prompts]

@@ -308,6 +308,15 @@ def test_a_conversation_that_has_no_text(
     assert "\n" not in str(caught.value)
 
 
+def test_a_generation_prompt_that_begins_to_think(ours: Tokenizer, tmp_path: Path) -> None:
+    """Conversations are refused; a turn can be generated."""
+    text = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+    config = chat(chat_template=template_file(tmp_path, text))
+    assert template_of(config, ours).end_of_turn == "<|im_end|>"
+    with pytest.raises(DataError, match="the generation prompt is not the beginning of a turn"):
+        encoded(ours, config, *CONVERSATIONS["one"])
+
+
 # -- files ----
 
 

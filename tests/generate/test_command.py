@@ -100,7 +100,7 @@ def test_conversations(weights: Path, tmp_path: Path) -> None:
         schema=GenerateJob,
     )
     [prompt] = read_prompts(job, build_tokenizer(job.tokenizer))
-    assert (prompt.ids, prompt.ends) == ([ord("x"), 256], {256, 257})
+    assert (prompt.ids, prompt.end_of_turn) == ([ord("x"), 256], 256)
 
 
 def test_batches_do_not_change_the_text(weights: Path) -> None:
