@@ -67,7 +67,7 @@ def check_compiled_experts(job: Job) -> None:
 
 def check_tokenizer(job: Job) -> None:
     """Check that text has a tokenizer."""
-    if job.tokenizer.kind == "none" and job.data.kind in ("local", "hub"):
+    if job.tokenizer.kind == "none" and job.data.kind in ("local", "hub", "chat"):
         rule = f"cannot encode text, and data.kind={job.data.kind} reads text"
         raise ConfigError("tokenizer.kind", "none", rule, "data=tokens, or the tokenizer of the model")
 

@@ -308,6 +308,7 @@ class HubTable:
             yield from self.read(span)
 
     def read(self, span: Span) -> Iterator[str]:
+        assert span.end is not None, "spans of tables have an end"
         table = self._table.select_columns([self.config.text_field]).select(range(span.begin, span.end))
         for batch in table.iter(batch_size=_ROWS_PER_READ):
             for text in batch[self.config.text_field]:

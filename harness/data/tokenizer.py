@@ -7,6 +7,7 @@ import binascii
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from harness.data.config import TokenizerConfig
 from harness.data.long_text import in_pieces
@@ -62,7 +63,7 @@ class BytesTokenizer(Tokenizer):
     vocab_size = 258
     bos_id: int | None = 256
     eos_id: int | None = 257
-    special_ids = {"<s>": 256, "</s>": 257}  # noqa: RUF012
+    special_ids = MappingProxyType({"<s>": 256, "</s>": 257})
     fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:

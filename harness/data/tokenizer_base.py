@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -44,7 +45,7 @@ class Tokenizer(Protocol):
     """What ``build_tokenizer`` built it from, so that another process can build the same one."""
     num_threads: int = NUM_THREADS
     """Threads of ``encode_batch``."""
-    special_ids: dict[str, int]
+    special_ids: Mapping[str, int] = MappingProxyType({})
     """Ids of the special tokens, by their text."""
     file: Path | None = None
     """The tokenizer's file, if it has one."""
@@ -68,7 +69,7 @@ class Tokenizer(Protocol):
         Raises:
             DataError: the tokenizer changes a text before it is encoded, so that its ids have no characters.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} encodes no conversations")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; invalid UTF-8 and ids outside the vocabulary become U+FFFD."""

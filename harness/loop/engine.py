@@ -124,9 +124,9 @@ class Engine:
             stop_requested: whether this rank was asked to stop; summed together with the token counts.
         """
         self._scale_weights()
-        rows, length = batch.inputs_BT.shape
+        num_rows, length = batch.inputs_BT.shape
         self._set_length(length)
-        self.balance.set_size(rows * self.job.parallelism.data_parallel, length)
+        self.balance.set_size(num_rows * self.job.parallelism.data_parallel, length)
         local_tokens = count_valid(batch)
         # Summed in host memory: on the device this would wait for the previous step.
         counted = [local_tokens, *self.sources.tokens(batch)]
