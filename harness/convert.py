@@ -48,9 +48,9 @@ class ConvertConfig:
     """Source, target and format of a conversion."""
 
     source: str | None = label(None)
-    """A folder with Hugging Face safetensors, Meta's consolidated.*.pth, or a DCP checkpoint (ours or
-    torchtitan's); or a run folder, whose newest complete checkpoint is used. A DCP checkpoint may also be an
-    fsspec URL."""
+    """A folder with Hugging Face safetensors (in FP8 or MXFP4 too), Meta's consolidated.*.pth, or a DCP
+    checkpoint (ours or torchtitan's); or a run folder, whose newest complete checkpoint is used. A DCP
+    checkpoint may also be an fsspec URL."""
 
     target: str | None = label(None)
     """Folder to write, or file with format=torch. Must not exist yet."""
@@ -60,7 +60,8 @@ class ConvertConfig:
     state dict in one file; or ``torchtitan``, DCP with the rows of wq and wk in torchtitan's order."""
 
     dtype: str | None = label(None, choices=EXPORT_DTYPES)
-    """dtype of the weights, float32, bfloat16 or float16; null keeps the source's."""
+    """dtype of the weights, float32, bfloat16 or float16; null keeps the source's, bfloat16 for quantized
+    weights."""
 
     max_shard_gb: float = label(5.0, above=0)
     """With format=hf: most GB (10^9 bytes) per file of weights."""
@@ -127,11 +128,14 @@ def _convert(
 
     from harness.checkpoint.progress import progress
     from harness.exchange.source import Cast, FiniteCheckSource, ProgressSource, atomic_target, total_bytes
+    from harness.loop.process import keep_freed_memory
 
+    keep_freed_memory()
     started = time.monotonic()
     for note in _notes(config, found, tokenizer):
         _print(f"note: {note}")
-    checked = FiniteCheckSource(open_source(found, model))
+    # With another dtype, quantized values are rounded once.
+    checked = FiniteCheckSource(open_source(found, model, "float32" if config.dtype else "bfloat16"))
     source = Cast(checked, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)
     with atomic_target(target, nbytes) as temporary, progress(nbytes) as advance:

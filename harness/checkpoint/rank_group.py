@@ -15,10 +15,13 @@ from harness.loop.setup import CHECKPOINT_GROUP
 T = TypeVar("T")
 
 
-class RankZeroFailed(MachineError):
-    """Rank 0 failed on behalf of all ranks; the message is rank 0's."""
+class PeerFailed(MachineError):
+    """Another rank failed; the message is that rank's."""
 
     kind = "peer"
+
+
+_RAISED: dict[str, type[Exception]] = {"damaged": DamagedCheckpoint, "user": UserError}
 
 
 class RankGroup:
@@ -41,7 +44,7 @@ class RankGroup:
 
         Raises:
             UserError, DamagedCheckpoint: on all ranks, if rank 0 raised one.
-            RankZeroFailed: on the other ranks, if rank 0 raised anything else.
+            PeerFailed: on the other ranks, if rank 0 raised anything else.
         """
         if self.rank == 0:
             try:
@@ -54,22 +57,30 @@ class RankGroup:
         kind, value = self._broadcast(None)
         if kind == "value":
             return value
-        raise {"damaged": DamagedCheckpoint, "user": UserError}.get(kind, RankZeroFailed)(value)
+        raise _RAISED.get(kind, PeerFailed)(value)
 
     def everywhere(self, function: Callable[[], Any]) -> None:
-        """Call ``function`` on every rank; an OSError on one is raised on all.
+        """Call ``function`` on every rank; an error on one is raised on all.
+
+        Args:
+            function: calls no collectives, because another rank may have failed before it.
 
         Raises:
-            OSError: with the message of the first rank that failed.
+            UserError, DamagedCheckpoint, OSError: the one of the first rank that failed, with that rank.
+            PeerFailed: the first rank raised anything else.
         """
         failure = None
         try:
             function()
-        except OSError as error:
-            failure = f"{error} (rank {self.rank})"
-        first = next((each for each in self.gather(failure) if each is not None), None)
-        if first is not None:
-            raise OSError(first)
+        except Exception as error:
+            failure = error
+        found = self.gather(failure and _sendable(failure))
+        if failure is not None and not isinstance(failure, UserError | DamagedCheckpoint | OSError):
+            raise failure
+        for rank, first in enumerate(found):
+            if first is not None:
+                kind, text = first
+                raise (_RAISED | {"os": OSError}).get(kind, PeerFailed)(f"{text} (rank {rank})") from failure
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on all ranks."""
@@ -88,6 +99,8 @@ class RankGroup:
 
 def _sendable(error: BaseException) -> tuple[str, str]:
     """An exception as kind and text, because not every exception can be pickled."""
+    if isinstance(error, HarnessError):
+        return error.kind, str(error)
     if isinstance(error, DamagedCheckpoint):
         return "damaged", str(error)
-    return (error.kind if isinstance(error, HarnessError) else "bug"), str(error)
+    return ("os" if isinstance(error, OSError) else "bug"), str(error)

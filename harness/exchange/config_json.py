@@ -12,6 +12,7 @@ from harness.config import NUMERICS, leaves
 from harness.errors import ConfigError, UserError
 from harness.exchange.families import ALL, Family
 from harness.exchange.families.core import NEEDED, ConfigField
+from harness.exchange.quantization import quantization_of
 from harness.model.config import ModelConfig
 
 CONFIG = "config.json"
@@ -208,13 +209,7 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
     """
     family = _checked_family(model)
     found = decoder_part(family, found)
-    quantized = found.get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else ""
-        raise UserError(
-            f"config.json has quantization_config: weights quantized by {method or 'some method'} are not "
-            "read; would work: the same in bfloat16"
-        )
+    quantization_of(found)
     facts: list[_Fact] = []
     for field in family.config_fields(model):
         theirs = field.found(found)

@@ -161,11 +161,14 @@ def _covers(typed: list[str], name: str) -> bool:
     return any(field in ("", name) or name.startswith(f"{field}.") for field in typed)
 
 
-def open_source(found: WeightFolder, model: ModelConfig) -> Source:
+def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfloat16") -> Source:
+    """Open weights; quantized ones are read as ``dequantized``."""
     if found.kind == "hf":
+        import torch
+
         from harness.exchange.huggingface import HuggingFaceSource
 
-        return HuggingFaceSource(Path(found.path), model)
+        return HuggingFaceSource(Path(found.path), model, getattr(torch, dequantized))
     if found.kind == "llama":
         from harness.exchange.meta import LlamaSource
 

@@ -8,20 +8,20 @@ It is written here because the library's writers need two copies of a shard in m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from harness.data.config import TokenizerConfig
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError, UserError
-from harness.exchange.config_json import CONFIG, check_hf_config, hf_config, read_object
+from harness.exchange.config_json import CONFIG, check_hf_config, decoder_part, hf_config, read_object
+from harness.exchange.families import ALL
 from harness.exchange.pieces import HuggingFaceNames, fill, full_ranges
+from harness.exchange.quantization import quantization_of
 from harness.exchange.source import (
     EMBEDDING,
     Source,
@@ -30,18 +30,15 @@ from harness.exchange.source import (
     refuse_untied,
     total_bytes,
 )
-from harness.exchange.tensor_names import HF_HEAD, check_hf_tensors, copied_tensors, our_tensors, own_name
+from harness.exchange.stored import DTYPES, INDEX, SINGLE, StoredTensors
+from harness.exchange.tensor_names import HF_HEAD, check_hf_tensors, copied_tensors, our_tensors
 from harness.exchange.tokenizer import export_tokenizer
 from harness.files import sync_file, sync_folder
 from harness.model.config import ModelConfig
 from harness.model.spec import is_buffer, tensor_shapes
 
 MAX_SHARD_GB = 5.0  # transformers' own default
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_SHOWN_CHARACTERS = 40  # of a wrong value in one line of error
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HEADER_UNIT = 8  # bytes; keeps the values aligned for every dtype
 
 
@@ -51,31 +48,24 @@ class HuggingFaceSource:
     Args:
         folder: holds config.json and one or more safetensors files, with or without an index.
         model: the expected model.
+        dequantized: dtype of quantized weights in ``tensors``; ``fill`` rounds their float32 values once.
 
     Raises:
         UserError: the folder holds another model, or is incomplete.
     """
 
-    def __init__(self, folder: Path, model: ModelConfig) -> None:
+    def __init__(self, folder: Path, model: ModelConfig, dequantized: torch.dtype = torch.bfloat16) -> None:
         self._folder, self._tied = folder, model.tied_embeddings
-        check_hf_config(model, read_object(folder / CONFIG))
+        config = read_object(folder / CONFIG)
+        check_hf_config(model, config)
+        decoder = decoder_part(ALL[model.family], config)
         self._pieces, self._copies = our_tensors(model), copied_tensors(model)
-        self._locations: dict[str, tuple[Path, str]] = {}
-        found: dict[str, tuple[tuple[int, ...], str]] = {}
-        for file in _weight_files(folder):
-            for stored, facts in _file_facts(file):
-                name = own_name(model, stored)
-                if name is None:
-                    continue
-                if name in found:
-                    first = self._locations[name][0].name
-                    raise UserError(f"{folder}: {stored} is in {first} and in {file.name}")
-                found[name], self._locations[name] = facts, (file, stored)
-        check_hf_tensors(model, {name: shape for name, (shape, _) in found.items()}, str(folder))
-        dtypes = {name: _torch_dtype(found[name][1], self._locations[name][0]) for name in found}
+        self._stored = StoredTensors(folder, model, quantization_of(decoder), dequantized)
+        found = self._stored.tensors
+        check_hf_tensors(model, {name: facts.shape for name, facts in found.items()}, str(folder))
         self.tensors: Mapping[str, TensorFacts] = {
             name: TensorFacts(
-                shape, torch.float32 if is_buffer(name) else dtypes[self._pieces[name][0].theirs]
+                shape, torch.float32 if is_buffer(name) else found[self._pieces[name][0].theirs].dtype
             )
             for name, shape in tensor_shapes(model).items()
         }
@@ -88,15 +78,15 @@ class HuggingFaceSource:
         """
         facts, [first, *_] = self.tensors[name], self._pieces[name]
         if first.is_same:
-            tensor = self._read(first.theirs).to(facts.dtype)
+            tensor = self._stored.read(first.theirs).to(facts.dtype)
         else:
             tensor = torch.empty(facts.shape, dtype=facts.dtype)
             self.fill(name, tensor, full_ranges(facts.shape))
-        if name == EMBEDDING and self._tied and HF_HEAD in self._locations:
-            refuse_untied(tensor, self._read(HF_HEAD), str(self._folder))
+        if name == EMBEDDING and self._tied and HF_HEAD in self._stored.tensors:
+            refuse_untied(tensor, self._stored.read(HF_HEAD), str(self._folder))
         for copy in self._copies.get(name, ()):
-            if copy.theirs in self._locations and not torch.equal(
-                tensor, self._read(copy.theirs).to(facts.dtype)
+            if copy.theirs in self._stored.tensors and not torch.equal(
+                tensor, self._stored.read(copy.theirs).to(facts.dtype)
             ):
                 raise UserError(
                     f"{self._folder}: {copy.theirs} differs from {first.theirs}, and multi-token prediction "
@@ -115,71 +105,7 @@ class HuggingFaceSource:
         Raises:
             UserError: a file is damaged.
         """
-        fill(out, self._pieces[name], self.tensors[name].shape, ranges, self._slice)
-
-    def _read(self, name: str) -> Tensor:
-        # Open the file for every tensor: pages of a mapped file stay in memory while it is open.
-        file, stored = self._locations[name]
-        with _opened(file) as opened:
-            tensor: Tensor = opened.get_tensor(stored)
-        # Depending on the library's version, the tensor is a view of the mapped file.
-        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-    def _slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        file, stored = self._locations[name]
-        with _opened(file) as opened:
-            values: Tensor = opened.get_slice(stored)[part]
-            return values.clone()
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a complete safetensors file: {' '.join(str(error).split())}") from None
-
-
-def _file_facts(file: Path) -> list[tuple[str, tuple[tuple[int, ...], str]]]:
-    """Name, shape and dtype of every tensor in a file."""
-    with _opened(file) as opened:
-        parts = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 - not a mapping
-        return [(name, (tuple(part.get_shape()), part.get_dtype())) for name, part in parts]
-
-
-def _torch_dtype(name: str, file: Path) -> torch.dtype:
-    if name not in _DTYPES:
-        raise UserError(f"{file}: holds {name} values; would work: {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read; the folder may also hold the weights in another format."""
-    if (folder / INDEX).exists():
-        index = read_object(folder / INDEX)
-        if not isinstance(index.get("weight_map"), dict):
-            raise UserError(f"{folder / INDEX}: has no weight_map")
-        names = list(index["weight_map"].values())
-        for name in names:
-            if not isinstance(name, str) or not name.endswith(".safetensors"):
-                shown = json.dumps(name)[:_SHOWN_CHARACTERS]
-                raise UserError(f"{folder / INDEX}: weight_map has {shown} instead of a file name")
-        files = [folder / name for name in sorted(set(names))]
-        missing = [file.name for file in files if not _is_file(file)]
-        if missing:
-            raise UserError(
-                f"{folder}: {missing[0]} is missing, one of {len(files)} files that {INDEX} names"
-            )
-        return files
-    return [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))
-
-
-def _is_file(file: Path) -> bool:
-    try:
-        return file.is_file()
-    except OSError:  # a name that is too long
-        return False
+        fill(out, self._pieces[name], self.tensors[name].shape, ranges, self._stored.read_slice)
 
 
 def write_huggingface(

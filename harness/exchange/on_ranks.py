@@ -17,7 +17,6 @@ from harness.checkpoint.catalog import open_checkpoint
 from harness.checkpoint.manifest import CHECKSUM, MANIFEST, encode_manifest
 from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.storage import write_last
-from harness.errors import UserError
 from harness.exchange.dcp import DistributedSource
 from harness.exchange.huggingface import HuggingFaceSource, finish_huggingface, write_huggingface
 from harness.exchange.source import TensorFacts
@@ -50,22 +49,14 @@ def load(path: str, model: ModelConfig, state: Mapping[str, Tensor], ranks: Rank
     Raises:
         UserError: on all ranks, if any found a damaged file.
     """
-    found = ranks.gather(_load(path, model, state))
-    failures = [f"{failure} (found by rank {rank})" for rank, failure in enumerate(found) if failure]
-    if failures:
-        raise UserError(failures[0])
+    ranks.everywhere(lambda: _load(path, model, state))
 
 
-def _load(path: str, model: ModelConfig, state: Mapping[str, Tensor]) -> str | None:
-    """Load; return the error message, or None on success."""
-    try:
-        source = HuggingFaceSource(Path(path), model)
-        for name, tensor in state.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            source.fill(name, local, local_ranges(tensor))
-    except UserError as error:
-        return str(error)
-    return None
+def _load(path: str, model: ModelConfig, state: Mapping[str, Tensor]) -> None:
+    source = HuggingFaceSource(Path(path), model)
+    for name, tensor in state.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        source.fill(name, local, local_ranges(tensor))
 
 
 class _Announced:

@@ -14,7 +14,7 @@ from harness.model.config import ModelConfig
 from harness.model.spec import tensor_shapes
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
-"""Reads a slice of a Hugging Face tensor: (name, slice of each dimension)."""
+"""Reads a slice of a Hugging Face tensor: (name, slice of each dimension; the last may have a step)."""
 
 
 def fill(
@@ -49,15 +49,11 @@ def _read(piece: TensorMapping, shape: Shape, ranges: Sequence[range], read: Rea
     slot, wanted = piece.slot, [slice(each.start, each.stop) for each in ranges]
     if slot.transposed:
         wanted[-2:] = wanted[:-3:-1]
-    every = None
     if slot.half is not None:
         start, stop, offset = wanted[-1].start, wanted[-1].stop, slot.half * piece.width(shape)
-        if slot.interleaved:
-            wanted[-1], every = slice(2 * start, 2 * stop), slice(slot.half, None, 2)
-        else:
-            wanted[-1] = slice(start + offset, stop + offset)
+        halves = slice(2 * start + slot.half, 2 * stop, 2), slice(start + offset, stop + offset)
+        wanted[-1] = halves[0] if slot.interleaved else halves[1]
     found = read(piece.theirs, tuple(wanted))
-    found = found if every is None else found[..., every]
     return found.transpose(-1, -2) if slot.transposed else found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 import torch
@@ -73,7 +73,7 @@ class InferenceModel:
         """Load weights; each rank reads what it holds.
 
         Raises:
-            UserError: a file is damaged, or the files hold another model.
+            UserError: on all ranks, if any found a damaged file, or the files hold another model.
         """
         try:
             self._load(found)
@@ -88,8 +88,11 @@ class InferenceModel:
             with opened(open_checkpoint(found.path), self.ranks) as reader:
                 dcp.load(dict(state), storage_reader=reader, process_group=self.ranks.group)
         else:
-            source = open_source(found, self.job.model)
-            for name, tensor in state.items():
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                full = source.read(name)
-                local.copy_(full[tuple(slice(r.start, r.stop) for r in local_ranges(tensor))])
+            self.ranks.everywhere(lambda: self._read(found, state))
+
+    def _read(self, found: WeightFolder, state: Mapping[str, Tensor]) -> None:
+        source = open_source(found, self.job.model)
+        for name, tensor in state.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            full = source.read(name)
+            local.copy_(full[tuple(slice(r.start, r.stop) for r in local_ranges(tensor))])

@@ -18,7 +18,9 @@ import gc
 from pathlib import Path
 
 from harness.app import Result, Verb
+from harness.config import with_value
 from harness.errors import ConfigError, HarnessError, UserError
+from harness.job import Job
 from harness.launched import launched_ranks
 from harness.plan.config import PlanJob
 from harness.plan.constants import Calibration
@@ -36,7 +38,7 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
     from harness.plan.make import make_plan
     from harness.plan.render import as_dict, render
 
-    made = make_plan(job.plain, _calibration(job))
+    made = make_plan(*_planned(job))
     if job.picture is not None:
         from harness.plan.picture import draw
 
@@ -54,7 +56,8 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
     from harness.plan.search import search
     from harness.plan.space import Space
 
-    found = search(Space.of(job.plain, overrides), job.top, _calibration(job))
+    plain, calibration = _planned(job)
+    found = search(Space.of(plain, overrides), job.top, calibration)
     path = sweep_path(job.name, job.sweep_file)
     if job.picture is not None:
         from harness.plan.picture import draw
@@ -68,19 +71,22 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
     return Result(data, f"{text}to measure the {len(found.best)}: {path}\n  {command}\n")
 
 
-def _calibration(job: PlanJob) -> Calibration | None:
-    """Read the constants to plan with; None for the defaults.
+def _planned(job: PlanJob) -> tuple[Job, Calibration | None]:
+    """Return the job, on the calibration's hardware, and the constants to plan with; None for the defaults.
 
     Raises:
-        ConfigError: they were fitted on other hardware than ``cluster.accelerator``.
+        ConfigError: the constants were fitted on other hardware than ``cluster.accelerator``.
     """
+    plain, named = job.plain, job.cluster.accelerator
     if job.calibration is None:
-        return None
-    read, named = Calibration.read(job.calibration), job.cluster.accelerator
+        return plain, None
+    read = Calibration.read(job.calibration)
     if read.accelerator is not None and named is not None:
         rule = f"was fitted on {read.accelerator.name}, and cluster.accelerator is {named}"
         raise ConfigError("calibration", job.calibration, rule, "null, or cluster.accelerator=null")
-    return read
+    if read.has_gpu and plain.cluster.device == "auto":
+        plain = with_value(plain, "cluster.device", "cuda")
+    return plain, read
 
 
 def _calibrate(folder: Path, target: str | None) -> Result:

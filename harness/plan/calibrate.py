@@ -22,10 +22,12 @@ from harness.tables import degrees_in_words
 # Constants that a fit changes, and the start of the fit of the defaults. The other constants come from data
 # sheets and papers: rows of one cluster seldom determine them.
 FITTED: tuple[str, ...] = ("matmul", "float8")
-START = replace(Constants(), matmul=0.6, float8=0.5)
+START = replace(Constants(), matmul=0.78, float8=0.78)
 # Ranks on a CPU share its cores, wait for Python at every operation, and send through its memory.
 CPU_FITTED: tuple[str, ...] = ("matmul", "attention", "memory", "launch", "latency", "link")
-CPU_START = Constants(matmul=0.8, attention=0.3, memory=0.5, link=0.2, latency=500e-6, launch=30e-6)
+CPU_START = Constants(
+    matmul=0.8, attention=0.3, memory=0.5, link=0.2, latency=500e-6, launch=30e-6, grouped=1.0
+)
 # Expected deviation of constants from their start, and of predictions from rows, as standard deviations of
 # the logarithm. A constant on which no row depends keeps its start.
 PRIOR, NOISE = 0.25, 0.02

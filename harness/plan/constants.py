@@ -24,14 +24,23 @@ from harness.metrics.encoding import parse_object
 class Constants:
     """Achieved fractions of peaks, and fixed costs."""
 
-    matmul: float = 0.493
-    """Fraction of the peak for products of large 16- or 32-bit matrices in a long run, in addition to wave
-    quantization of tiles. Fitted; the devices of those tables were limited to 500 of 700 W."""
-    float8: float = 0.403
-    """Fraction of float8's peak for matrix products. Fitted."""
-    attention: float = 0.35
-    """Fraction of the 16-bit peak for fused attention: FlashAttention-2 on an H100 (arXiv:2407.08608,
-    abstract)."""
+    matmul: float = 0.775
+    """Speed of products of 16- or 32-bit matrices in training, as a fraction of the best that the device
+    achieves (``achieved.py``), in addition to wave quantization of tiles. Fitted; 0.74 to 0.81 for typical
+    products on an MI325X (rocm.blogs.amd.com/artificial-intelligence/taf-blog)."""
+    float8: float = 0.751
+    """The same for 8-bit products. Fitted."""
+    rowwise: float = 0.8
+    """Speed of float8 products with a scale for each row, as a fraction of those with one for each tensor:
+    CUTLASS in place of cuBLAS; assumed, 0.75 to 0.9 (torchao/float8/README.md has tokens/s of both)."""
+    spread: float = 0.0175
+    """Standard deviation of devices' speed; a step takes as long as its slowest device. Eight devices of a
+    node differ by 5 % and more (github.com/stas00/ml-engineering, compute/accelerator, "Not all
+    accelerators are created equal")."""
+    grouped: float = 0.8
+    """Speed of experts' grouped products, as a fraction of a single product's; assumed, 0.7 to 0.95."""
+    attention: float = 1.0
+    """Speed of fused attention, as a fraction of the best kernel (``achieved.py``)."""
     memory: float = 0.85
     """Fraction of the memory bandwidth for passes over tensors; assumed."""
     link: float = 0.75
@@ -50,7 +59,7 @@ class Constants:
 
 
 # Constants that are never divisors.
-_MAY_BE_ZERO = ("constants.latency", "constants.async_tp", "constants.launch")
+_MAY_BE_ZERO = ("constants.latency", "constants.async_tp", "constants.launch", "constants.spread")
 _LARGEST = 1e30
 
 
@@ -64,6 +73,11 @@ class Calibration:
     source: str = ""
     """Runs that the constants were fitted on."""
 
+    @property
+    def has_gpu(self) -> bool:
+        """Whether the measured hardware is a GPU."""
+        return self.accelerator is not None and self.constants.cores is None
+
     @staticmethod
     def read(path: str) -> Calibration:
         """Read a calibration that ``write`` wrote.
@@ -76,7 +90,11 @@ class Calibration:
         if os.path.exists(path) and not os.path.isfile(path):
             raise UserError(f"{where}: is not a file; {works}")
         try:
-            read: Calibration = from_dict(Calibration, parse_object(Path(path).read_bytes()))
+            plain = parse_object(Path(path).read_bytes())
+            read: Calibration = from_dict(Calibration, plain)
+            if read.constants.cores is None and "grouped" not in plain["constants"]:
+                # It has fractions of the data sheet's peak in place of fractions of achieved speeds.
+                raise ValueError("an earlier version wrote it for a GPU")
             read._validate()
             return read
         except FileNotFoundError:

@@ -101,6 +101,8 @@ def _losers(found: SearchResult) -> str:
             f"  {rejected.too_large:>9,}  do not fit; "
             f"the closest is at least {gib(shortfall)} GiB too large: {_describe_point(found, point)}"
         )
+    if rejected.tied:
+        lines.append(f"  {rejected.tied:>9,}  as fast as one of these, with more axes or more memory")
     for part, count in rejected.slower.most_common():
         lines.append(f"  {count:>9,}  slower, most of all by {part_name(part)}")
     return "".join(f"{line}\n" for line in lines)
@@ -133,6 +135,7 @@ def found_as_dict(found: SearchResult) -> dict[str, Any]:
         "lost": {
             "illegal": dict(rejected.illegal.most_common()),
             "too_large": rejected.too_large,
+            "tied": rejected.tied,
             "closest": None
             if rejected.closest is None
             else {

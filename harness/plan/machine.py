@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil
+from statistics import NormalDist
 
 from harness.hardware import ACCELERATORS, Accelerator
 from harness.job import Job
 from harness.parallelism.config import AXES
+from harness.plan.achieved import MEASURED, Achieved, achieved_by
 from harness.plan.constants import Calibration, Constants
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -36,43 +38,80 @@ class Machine:
 
     device: Accelerator
     constants: Constants
-    network_bandwidth: float | None
-    """Bytes per second between nodes per device; None means unknown."""
+    network_bandwidth: float
+    """Bytes per second between nodes per device."""
     ranks_per_node: int
+    ranks: int
+    """Devices of the job."""
 
     @property
     def shares_cores(self) -> bool:
         """Whether ranks compute on the same cores."""
         return self.constants.cores is not None
 
-    def product_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, value_bytes: float) -> float:
-        """Seconds of a product [rows, inputs] x [inputs, outputs].
+    @cached_property
+    def achieved(self) -> Achieved:
+        """What the device's best kernels achieve; of a CPU the peaks are measured."""
+        return MEASURED if self.shares_cores else achieved_by(self.device.name)
+
+    def product_seconds(
+        self,
+        rows: int,
+        inputs: int,
+        outputs: int,
+        dtype: str,
+        value_bytes: float,
+        *,
+        groups: int = 1,
+        share: float = 1.0,
+    ) -> float:
+        """Seconds of a product [rows, inputs] x [inputs, outputs], or of ``groups`` such in one kernel.
 
         Limited by arithmetic, with an incomplete last wave of tiles, or by memory traffic (the roofline
-        model, doi:10.1145/1498765.1498785).
+        model, doi:10.1145/1498765.1498785). The kernel has ``share`` of the usual speed.
         """
         if min(rows, inputs, outputs) <= 0:
             return 0.0
-        share = self.constants.float8 if dtype in ("float8", "mxfp8") else self.constants.matmul
-        flops = 2.0 * rows * inputs * outputs
-        arithmetic = flops / (self.device.peak_flops[dtype] * share * self._filled(rows, outputs))
-        moved = value_bytes * (rows * inputs + inputs * outputs) + 2 * rows * outputs
-        return max(arithmetic, self.pass_seconds(moved)) + self.constants.launch
+        achieved = self.achieved
+        if dtype in ("float8", "mxfp8"):
+            share *= self.constants.float8 * achieved.float8
+        else:
+            share *= self.constants.matmul * achieved.half
+        flops = 2.0 * rows * inputs * outputs * groups
+        arithmetic = flops / (self.device.peak_flops[dtype] * share * self._filled(rows, outputs, groups))
+        moved = (value_bytes * (rows * inputs + inputs * outputs) + 2 * rows * outputs) * groups
+        return max(arithmetic * self.slowest, self.pass_seconds(moved)) + self.constants.launch
 
-    def _filled(self, rows: int, outputs: int) -> float:
-        """Fraction of the multiprocessors that have a tile, over all waves."""
+    def _filled(self, rows: int, outputs: int, groups: int) -> float:
+        """Fraction of the multiprocessors that have a tile, over all waves; of many products, also of the
+        tiles' values that exist (cuBLAS chooses another tile for a single product that does not fill
+        them)."""
         if self.shares_cores:
             return 1.0
-        tiles = ceil(rows / TILE[0]) * ceil(outputs / TILE[1])
-        return tiles / (ceil(tiles / self.device.units) * self.device.units)
+        down, across = ceil(rows / TILE[0]), ceil(outputs / TILE[1])
+        used = rows * outputs / (down * TILE[0] * across * TILE[1]) if groups > 1 else 1.0
+        tiles = groups * down * across
+        return used * tiles / (ceil(tiles / self.device.units) * self.device.units)
+
+    @cached_property
+    def slowest(self) -> float:
+        """Expected time of the slowest device, as a multiple of their mean.
+
+        The largest of n normal values is at the quantile (n - 0.375) / (n + 0.25) (Blom, 1958).
+        """
+        if self.ranks == 1 or self.shares_cores:
+            return 1.0
+        quantile = (self.ranks - 0.375) / (self.ranks + 0.25)
+        return 1.0 + self.constants.spread * NormalDist().inv_cdf(quantile)
 
     def pass_seconds(self, moved: float) -> float:
         """Seconds to read or write ``moved`` bytes of memory."""
-        return moved / (self.device.memory_bandwidth * self.constants.memory)
+        return moved / (self.device.memory_bandwidth * self.constants.memory) * self.slowest
 
     def attention_seconds(self, flops: float, dtype: str) -> float:
         """Seconds of fused attention's arithmetic."""
-        return flops / (self.device.peak_flops[dtype] * self.constants.attention) + self.constants.launch
+        share = self.constants.attention * self.achieved.attention
+        return flops / (self.device.peak_flops[dtype] * share) * self.slowest + self.constants.launch
 
     def link_of(self, group: Group) -> str:
         """Name of the link between the ranks of a group."""
@@ -99,31 +138,48 @@ class Machine:
         share = 1.0 if collective == "send" else (group.ranks - 1) / group.ranks
         rate = self.device.link_bandwidth * self.constants.link
         if group.nodes > 1 and not self.shares_cores:
-            adapters = group.per_node if collective in ("all_gather", "reduce_scatter", "all_reduce") else 1
+            if collective == "all_to_all":
+                # Pieces for ranks of this node and of others are sent at the same time.
+                outside = (group.ranks - group.per_node) / group.ranks
+                inside = (share - outside) * moved / rate
+                return max(inside, outside * moved / self.network_rate) + self.constants.latency
+            adapters = 1 if collective == "send" else group.per_node
             rate = min(rate, self.network_rate * adapters)
         return there_and_back * share * moved / rate + self.constants.latency
 
     @property
     def network_rate(self) -> float:
-        """Achieved bytes per second and device between nodes; if unknown, those of the node's links."""
-        if self.network_bandwidth is None:
-            return self.device.link_bandwidth * self.constants.link
+        """Achieved bytes per second and device between nodes."""
         return self.network_bandwidth * self.constants.network
 
 
+def device_of(job: Job, calibration: Calibration | None = None) -> Accelerator | None:
+    """Return the device that a job runs on; None if it is unknown."""
+    measured = None if calibration is None else calibration.accelerator
+    return measured or ACCELERATORS.get(job.cluster.accelerator or "")
+
+
 def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | None:
-    """Return the hardware of a job; None if it is unknown."""
-    calibration = calibration or Calibration(Constants())
-    device = calibration.accelerator or ACCELERATORS.get(job.cluster.accelerator or "")
-    if device is None:
-        return None
+    """Return the hardware of a job; None if the device, or the network that its ranks need, is unknown."""
+    device = device_of(job, calibration)
+    per_node = job.cluster.nodes_for(job.world_size)[1]
     gbps = job.cluster.network_gbps
-    return Machine(
-        device,
-        calibration.constants,
-        None if gbps is None else gbps * 1e9 / 8,
-        job.cluster.nodes_for(job.world_size)[1],
-    )
+    if device is None or (gbps is None and job.world_size > per_node):
+        return None
+    constants = Constants() if calibration is None else calibration.constants
+    return Machine(device, constants, (gbps or 0.0) * 1e9 / 8, per_node, job.world_size)
+
+
+def expert_groups(job: Job, ranks_per_node: int) -> tuple[Group, Group]:
+    """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of the expert's
+    shards."""
+    layout = job.parallelism
+    stride = layout.tp if layout.splits_experts else 1
+    groups = []
+    for ranks in (layout.ep, layout.expert_shards):
+        groups.append(Group(ranks, max(1, min(ranks, ranks_per_node // stride))))
+        stride *= ranks
+    return groups[0], groups[1]
 
 
 def group_of(job: Job, ranks_per_node: int, *axes: str) -> Group:

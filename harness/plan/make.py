@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from harness.hardware import ACCELERATORS
 from harness.job import Job
 from harness.model.accounting import account
 from harness.plan.constants import Calibration
-from harness.plan.machine import Machine, machine_of
+from harness.plan.machine import device_of, machine_of
 from harness.plan.memory import memory_limit, rank_memory
+from harness.plan.memory_activations import on_cpu
 from harness.plan.parameters import parameters_of_ranks
 from harness.plan.plan import Plan
 from harness.plan.speed import StepModel
@@ -21,7 +21,7 @@ def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
         job: the resolved job.
         calibration: constants other than the defaults, and measured hardware.
     """
-    machine = machine_of(job, calibration)
+    machine, device = machine_of(job, calibration), device_of(job, calibration)
     speed, traffic = (None, []) if machine is None else StepModel(job, machine).speed()
     parameters = parameters_of_ranks(job)
     return Plan(
@@ -29,20 +29,17 @@ def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
         accounting=account(job.model, job.training.seq_len),
         parameters_per_rank=[rank.held for rank in parameters],
         memory=rank_memory(job, parameters),
-        memory_limit=memory_limit(job),
+        memory_limit=memory_limit(job, device),
         traffic=traffic,
         speed=speed,
-        accelerator=ACCELERATORS.get(job.cluster.accelerator or ""),
-        notes=_notes(job, machine),
+        accelerator=None if device is None or on_cpu(job) else device,
+        notes=_notes(job),
     )
 
 
-def _notes(job: Job, machine: Machine | None) -> list[str]:
+def _notes(job: Job) -> list[str]:
     """What the predictions leave out, and what is known to be slow."""
     notes = []
-    across_nodes = machine is not None and job.world_size > machine.ranks_per_node
-    if machine is not None and across_nodes and machine.network_bandwidth is None:
-        notes.append("assumes a network as fast as the links of a node: cluster.network_gbps is not set")
     if job.model.moe.enabled and not job.model.moe.force_balance:
         notes.append("assumes evenly loaded experts")
     if not job.data.attend_across_documents:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.hardware import ACCELERATORS
+from harness.hardware import Accelerator
 from harness.job import Job
 from harness.parallelism.config import ParallelismConfig
 from harness.plan.memory_activations import ActivationBytes, on_cpu
@@ -64,19 +64,18 @@ def fragmentation(layout: ParallelismConfig) -> float:
     return FRAGMENTATION_OF_PIPELINES if layout.pp > 1 else FRAGMENTATION
 
 
-def memory_limit(job: Job) -> float | None:
-    """Bytes of a device that a run can allocate; None for unknown hardware.
+def memory_limit(job: Job, device: Accelerator | None) -> float | None:
+    """Bytes of a device that a run can allocate; None for an unknown device and for CPUs.
 
     Memory of the driver, the CUDA context and NCCL is subtracted: neither ``torch.cuda.max_memory_reserved``
     nor the plan counts it.
     """
-    name = job.cluster.accelerator
-    if name is None or on_cpu(job):
+    if device is None or on_cpu(job):
         return None
     layout = job.parallelism
     axes = [layout.pp, layout.dp_replicate, layout.parameter_shards, layout.cp, layout.tp, layout.ep]
     communicators = 1 + sum(degree > 1 for degree in axes) if job.world_size > 1 else 0
-    total = ACCELERATORS[name].memory_gib * GIB * HBM_LEFT
+    total = device.memory_gib * GIB * HBM_LEFT
     return total - CUDA_CONTEXT - communicators * NCCL_COMMUNICATOR
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
+from harness.hardware import Accelerator
 from harness.job import Job
 from harness.model.operations import block_kinds
 from harness.parallelism.config import AXES, ParallelismConfig
@@ -22,7 +23,8 @@ from harness.plan.order import pipeline_order
 from harness.plan.parameters import parameters_of, tensors_by_module
 from harness.plan.plan import Action
 from harness.plan.space import Point
-from harness.plan.work import Pass, Worker
+from harness.plan.traffic import Pass
+from harness.plan.work import Worker
 from harness.precision.linears import sort_linears
 
 KNOWN = ("compute", "tp", "cp", "ep")
@@ -38,8 +40,8 @@ class MemoryBounds:
     the second one most often has more layers.
     """
 
-    def __init__(self, base: Job) -> None:
-        self._base, self._specs = base, tensors_by_module(base.model)
+    def __init__(self, base: Job, device: Accelerator | None) -> None:
+        self._base, self._device, self._specs = base, device, tensors_by_module(base.model)
         self._known: dict[Key, Any] = {}
 
     def persistent_shortfall(self, point: Point) -> float:
@@ -67,7 +69,9 @@ class MemoryBounds:
     def _over_limit(self, job: Job, peak: float) -> float:
         layout = job.parallelism
         axes = (*layout.degrees.values(), layout.ep)
-        limit = self._once(("limit", *(degree > 1 for degree in axes)), lambda: memory_limit(job))
+        limit = self._once(
+            ("limit", *(degree > 1 for degree in axes)), lambda: memory_limit(job, self._device)
+        )
         return 0.0 if limit is None or layout.cpu_offload else max(0.0, peak - limit)
 
     def _peak(self, job: Job, rank: int, passes: Sequence[Action]) -> float:

@@ -252,6 +252,8 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _what_to_set(plan: Plan) -> str:
+    if plan.accelerator is not None or plan.memory_limit is not None:
+        return "unknown network between nodes; set cluster.network_gbps, e.g. 400 (Gbit/s for each device)"
     measured = "calibration=FILE, fitted to runs of it by harness.plan calibrate=FOLDER"
     if plan.job.cluster.device == "cpu":
         return f"unknown CPU; set {measured}"

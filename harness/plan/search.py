@@ -17,7 +17,7 @@ from harness.errors import ConfigError, UserError
 from harness.hardware import ACCELERATORS
 from harness.plan.constants import Calibration
 from harness.plan.legality import Legality
-from harness.plan.machine import machine_of
+from harness.plan.machine import device_of, machine_of
 from harness.plan.make import make_plan
 from harness.plan.plan import PARTS, Plan
 from harness.plan.prune import MemoryBounds, TimeBounds
@@ -66,6 +66,8 @@ class Rejected:
     """Number of points that do not fit."""
     closest: tuple[float, Point] | None = None
     """The point closest to fitting, and a lower bound on its shortfall in bytes."""
+    tied: int = 0
+    """Number of points as fast as one of the best, with more axes or more memory."""
     slower: Counter[str] = field(default_factory=Counter)
     """Slower points, by the part of the step in which they lose most to the best."""
 
@@ -100,8 +102,8 @@ class SearchResult:
 
 
 def rounded(seconds: float) -> float:
-    """Round to four digits: smaller differences are not significant."""
-    return float(f"{seconds:.4g}")
+    """Round to three digits: the plan cannot tell smaller differences."""
+    return float(f"{seconds:.3g}")
 
 
 def search(space: Space, top: int, calibration: Calibration | None = None) -> SearchResult:
@@ -153,13 +155,19 @@ class Ranking:
         self.base, self.top, self.rejected, self.calibration = space.base, top, rejected, calibration
         self.best: list[Candidate] = []
         self.planned = 0
-        machine = machine_of(points[0].job(space.base), calibration)
-        if machine is None:
+        device, machine = (
+            device_of(space.base, calibration),
+            machine_of(points[0].job(space.base), calibration),
+        )
+        if device is None:
             rule = "a search ranks by speed, and the hardware of these ranks is unknown"
             value = space.base.cluster.accelerator
             raise ConfigError("cluster.accelerator", value, rule, ACCELERATORS)
+        if machine is None:
+            rule = "a search ranks by speed, and the network between these nodes is unknown"
+            raise ConfigError("cluster.network_gbps", None, rule, "400, Gbit/s for each device")
         self._memory_bounds, self._time_bounds = (
-            MemoryBounds(space.base),
+            MemoryBounds(space.base, device),
             TimeBounds(space.base, machine, space.world),
         )
         may_fit = []
@@ -202,7 +210,17 @@ class Ranking:
         if plan.memory_limit is not None and plan.peak > plan.memory_limit:
             self._note_too_large(point, plan.peak - plan.memory_limit)
             return
-        insort(self.best, Candidate(point, plan), key=lambda candidate: candidate.order)
+        self._insert(Candidate(point, plan))
+
+    def _insert(self, new: Candidate) -> None:
+        """Keep a candidate, if it is among the best; of those that are equally fast, only the simplest."""
+        tied = next((each for each in self.best if each.order[0] == new.order[0]), None)
+        if tied is not None:
+            self.rejected.tied += 1
+            if tied.order <= new.order:
+                return
+            self.best.remove(tied)
+        insort(self.best, new, key=lambda candidate: candidate.order)
         if len(self.best) > self.top:
             self._dropped.append(self.best.pop())
 

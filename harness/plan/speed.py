@@ -13,11 +13,12 @@ from harness.model.accounting import account, block_weights
 from harness.model.operations import block_kinds
 from harness.model.spec import block_tensors
 from harness.parallelism.stages import split_modules, stages_of_rank
-from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
+from harness.plan.machine import DTYPE_BYTES, Group, Machine, expert_groups, group_of
 from harness.plan.order import gathering_passes, pipeline_order
 from harness.plan.plan import PARTS, Action, Speed, Traffic
 from harness.plan.timeline import sends_of_rank, simulate
-from harness.plan.work import Block, Collective, Pass, Worker, added
+from harness.plan.traffic import Collective, Pass, added
+from harness.plan.work import Block, Worker
 
 # Memory traffic of the update per 32-bit parameter, in bytes: the norm reads the gradient (4), clipping reads
 # and writes it (8), fused AdamW reads four tensors and writes three (28).
@@ -107,12 +108,11 @@ class StepModel:
         matrices = [t for t in block_tensors(self.job.model, layer) if t.is_matrix and not t.is_expert]
         split = sum(matrix.size for matrix in matrices if matrix.split_dim is not None)
         dense = others - split + split / layout.tp
-        shared = self._share_values(dense, layout.parameter_shards, ("dp_shard", "cp"))
+        shared = self._share_values(dense, self._shards)
         if not experts:
             return shared
         own = experts / layout.ep / (layout.tp if layout.splits_experts else 1)
-        axes = ("dp_shard", "cp") if layout.splits_experts else ("dp_shard", "cp", "tp")
-        of_experts = self._share_values(own, layout.expert_shards, axes)
+        of_experts = self._share_values(own, expert_groups(self.job, self.machine.ranks_per_node)[1])
         return Sharing(
             shared.gather + of_experts.gather,
             shared.reduce + of_experts.reduce,
@@ -122,14 +122,18 @@ class StepModel:
 
     def _share_table(self) -> Sharing:
         values = self.job.model.vocab_size * self.job.model.dim / self.layout.tp
-        return self._share_values(values, self.layout.parameter_shards, ("dp_shard", "cp"))
+        return self._share_values(values, self._shards)
 
-    def _share_values(self, values: float, shards: int, axes: tuple[str, ...]) -> Sharing:
+    @property
+    def _shards(self) -> Group:
+        """Ranks over which parameters other than experts are sharded."""
+        return group_of(self.job, self.machine.ranks_per_node, "dp_shard", "cp")
+
+    def _share_values(self, values: float, group: Group) -> Sharing:
         precision, machine = self.job.precision, self.machine
         param = 1 if precision.enable_fsdp_float8_all_gather else DTYPE_BYTES[precision.param_dtype]
         reduced = DTYPE_BYTES[precision.reduce_dtype]
-        whole = group_of(self.job, machine.ranks_per_node, *axes)
-        group = Group(shards, min(whole.per_node, shards))
+        shards = group.ranks
         gather, reduce = [], []
         if shards > 1:
             gather.append(self._over_shards("all_gather", values * param, group))

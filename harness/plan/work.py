@@ -2,75 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from harness.job import Job
 from harness.model.operations import Operations, block_operations
 from harness.model.spec import Split, TensorSpec
-from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
+from harness.plan.context import ContextParallel
+from harness.plan.machine import DTYPE_BYTES, Machine, expert_groups, group_of
+from harness.plan.moved import ALONG_SEQUENCE, CASTS, COMPILED, COMPILED_LOGIT, EAGER, EAGER_LOGIT, Casts
+from harness.plan.traffic import Collective, Pass
 from harness.precision.linears import sort_linears
 
-# Memory traffic of element-wise operations in forward, in bytes per 16-bit value; backward moves twice as
-# much. Eager kernels are counted one by one: a norm casts up, squares, averages, scales, casts down and
-# multiplies by the weight (30), a sum of two streams takes 6, a rotation casts up, multiplies complex
-# numbers and casts down (20), a gate is SiLU (4) and a product (6). Compiled, each is one kernel that reads
-# its inputs and writes its output.
-EAGER = {"norm": 30.0, "residual": 6.0, "rotation": 20.0, "gate": 10.0, "sort": 12.0}
-COMPILED = {"norm": 4.0, "residual": 4.0, "rotation": 4.0, "gate": 6.0, "sort": 8.0}
 COUNT_BYTES = 8
-# Number of kernels in a block's forward pass, for their fixed cost.
-KERNELS = {False: 60, True: 25}
-# Logits, forward and backward: cast to 32 bits, softmax, the loss, its gradient, the cast back.
-EAGER_LOGIT, COMPILED_LOGIT = 34.0, 14.0
-# Casting to float8 with one scale per tensor: one read for the maximum, then one read and a write of a byte.
-# A gradient's product also needs the transposed layout: one more read and write.
-CAST_FORWARD, CAST_INPUT_BACKWARD, CAST_GRADIENT = 5.0, 2.0, 7.0
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a pass."""
-
-    axis: str
-    collective: str
-    group: Group
-    bytes: float
-    """Of the full tensor, as ``Machine.collective_seconds`` expects."""
-    seconds: float
-    exposed: float
-    """Seconds that no computation hides."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A forward, or a part of a backward, of one microbatch."""
-
-    compute: float = 0.0
-    collectives: tuple[Collective, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of computation and of exposed collectives."""
-        return self.compute + sum(each.exposed for each in self.collectives)
-
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(self.compute + other.compute, self.collectives + other.collectives)
-
-    def times(self, factor: float) -> Pass:
-        """The pass, scaled by ``factor``."""
-        scaled = (
-            Collective(
-                m.axis, m.collective, m.group, m.bytes * factor, m.seconds * factor, m.exposed * factor
-            )
-            for m in self.collectives
-        )
-        return Pass(self.compute * factor, tuple(scaled))
-
-
-def added(passes: Iterable[Pass]) -> Pass:
-    """The sum of the passes, run one after the other."""
-    return sum(passes, Pass())
+HIGH_PRECISION = "float8_rowwise_hp"
+ROWWISE = ("float8_rowwise", HIGH_PRECISION)
 
 
 @dataclass(frozen=True)
@@ -106,6 +51,9 @@ class Worker:
         narrow = "mxfp8" if job.precision.linear == "mxfp8" else "float8"
         # Emulated products are computed in float32.
         self.narrow = "float32" if job.precision.emulate else narrow
+        self.casts = CASTS.get(job.precision.linear, Casts(0, 0, 0))
+        # With one scale a tensor, inputs are cast before they are gathered (harness/precision/tensor.py).
+        self.casts_stream = job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
 
     def block(self, layer: int) -> Block:
         """The passes of one block of the model."""
@@ -115,16 +63,21 @@ class Worker:
         context = self._context(operations)
         experts = self._experts(operations)
         products = [self._product(product) for product in operations.products]
+        weights = [self._product(product, of_weights=True) for product in operations.products]
         passes, attention = self._passes(operations), self._attention_seconds(operations)
         adding = self._gradient_sums(operations)
         return Block(
-            forward=Pass(forward, (*collectives, *context, *experts)),
+            forward=Pass(forward, (*collectives, *context.forward(), *experts)),
             recompute=self._recompute(operations, layer),
             inputs=Pass(
-                sum(products) + self._cast_gradients(operations) + 2 * passes + 2.5 * attention,
-                (*collectives, *self._context_backward(operations), *self._rows_to_experts(operations)),
+                sum(products)
+                + self._cast_gradients(operations)
+                + 2 * passes
+                + 2.5 * attention
+                + context.adding_seconds(),
+                (*collectives, *context.backward(), *self._rows_to_experts(operations)),
             ),
-            weights=Pass(sum(products) + adding),
+            weights=Pass(sum(weights) + adding),
         )
 
     def table(self) -> tuple[Pass, Pass]:
@@ -155,14 +108,15 @@ class Worker:
     def _forward(self, operations: Operations) -> float:
         products = sum(self._product(product) for product in operations.products)
         attention = self._attention_seconds(operations)
-        return products + attention + self._passes(operations) + self._cast_inputs(operations)
+        others = self._passes(operations) + self._cast_inputs(operations)
+        return products + attention + self._context(operations).merging_seconds() + others
 
     def _recompute(self, operations: Operations, layer: int) -> Pass:
         """What backward recomputes, by the mode of activation checkpointing."""
         ac = self.job.activation_checkpoint
         whole = self._forward(operations)
         collectives = self._tensor(operations, recompute=True)
-        others = (*self._context(operations), *self._experts(operations))
+        others = (*self._context(operations).forward(), *self._experts(operations))
         if ac.mode == "none":
             return Pass()
         if ac.mode == "full":
@@ -177,10 +131,12 @@ class Worker:
         gathers = tuple(each for each in collectives if each.collective == "all_gather")
         return Pass(products * (1 - kept) + again, gathers)
 
-    def _product(self, product: TensorSpec) -> float:
-        """Seconds of one product in forward; each of the two in backward takes as long."""
-        layout, float8 = self.job.parallelism, self._is_float8(product)
+    def _product(self, product: TensorSpec, *, of_weights: bool = False) -> float:
+        """Seconds of one product in forward, which are those of the inputs' gradient, or of the weights'."""
+        layout, constants = self.job.parallelism, self.machine.constants
+        float8 = self._is_float8(product) and not (of_weights and self.job.precision.linear == HIGH_PRECISION)
         dtype, width = (self.narrow, 1) if float8 else (self.dtype, self.value_bytes)
+        share = constants.rowwise if float8 and self.job.precision.linear in ROWWISE else 1.0
         inputs, outputs = product.inputs, product.outputs
         if product.split is Split.ROW:
             inputs //= layout.tp_of(product)
@@ -188,10 +144,11 @@ class Worker:
             outputs //= layout.tp_of(product)
         if not product.is_expert:
             rows = self.stream_rows if product.split is Split.ROUTER else self.rows
-            return self.machine.product_seconds(rows, inputs, outputs, dtype, width)
+            return self.machine.product_seconds(rows, inputs, outputs, dtype, width, share=share)
         local = product.experts // layout.ep
-        rows = self._expert_rows(product.top_k) // local
-        return local * self.machine.product_seconds(max(rows, 1), inputs, outputs, dtype, width)
+        rows = max(self._expert_rows(product.top_k) // local, 1)
+        share *= constants.grouped
+        return self.machine.product_seconds(rows, inputs, outputs, dtype, width, groups=local, share=share)
 
     def _expert_rows(self, copies: int) -> int:
         """Rows of a rank's experts if loads are even; a token has ``copies`` rows."""
@@ -210,15 +167,16 @@ class Worker:
     def _passes(self, operations: Operations) -> float:
         """Seconds of element-wise operations in forward."""
         layout, costs = self.job.parallelism, COMPILED if self.compiled else EAGER
+        sort = costs.sort + (costs.exchanged if layout.ep > 1 else 0.0)
         experts = layout.tp if layout.splits_experts else 1
         traffic = (
-            self.stream_rows * operations.norm_width * (costs["norm"] + costs["residual"])
-            + self.rows * operations.rotated_width / layout.tp * costs["rotation"]
-            + self.rows * operations.gate_width / layout.tp * costs["gate"]
-            + self._expert_rows(1) * operations.expert_gate_width / experts * costs["gate"]
-            + self._expert_rows(1) * operations.expert_width * costs["sort"]
+            self.stream_rows * operations.norm_width * (costs.norm + costs.residual)
+            + self.rows * operations.rotated_width / layout.tp * costs.rotation
+            + self.rows * operations.gate_width / layout.tp * costs.gate
+            + self._expert_rows(1) * operations.expert_gate_width / experts * costs.gate
+            + self._expert_rows(1) * operations.expert_width * sort
         )
-        launches = self.machine.constants.launch * KERNELS[self.compiled]
+        launches = self.machine.constants.launch * costs.kernels
         return self.machine.pass_seconds(traffic * self.value_bytes / 2) + launches
 
     # -- float8 ----
@@ -227,11 +185,11 @@ class Worker:
         return product.module in self.converted
 
     def _cast_inputs(self, operations: Operations) -> float:
-        return self._cast(operations, CAST_FORWARD, of_inputs=True)
+        return self._cast(operations, self.casts.forward, of_inputs=True)
 
     def _cast_gradients(self, operations: Operations) -> float:
-        gradients = self._cast(operations, CAST_GRADIENT, of_inputs=False)
-        return gradients + self._cast(operations, CAST_INPUT_BACKWARD, of_inputs=True)
+        gradients = self._cast(operations, self.casts.gradient, of_inputs=False)
+        return gradients + self._cast(operations, self.casts.input_backward, of_inputs=True)
 
     def _cast(self, operations: Operations, per_value: float, *, of_inputs: bool) -> float:
         """Seconds of casting operands of float8 products. Products with the same input share its cast."""
@@ -245,8 +203,8 @@ class Worker:
                 rows = float(self._expert_rows(product.top_k))
                 splits = splits and self.job.parallelism.splits_experts
             else:
-                # The input of column linears is cast before it is gathered, while the stream is split.
-                rows = self.rows if splits or not of_inputs else self.stream_rows
+                early = of_inputs and not splits and self.casts_stream
+                rows = self.stream_rows if early else self.rows
             source = (product.module.rpartition(".")[0], width)
             if of_inputs and source in seen:
                 continue
@@ -275,70 +233,29 @@ class Worker:
         if not layout.uses_sequence_parallel:
             kinds = [("all_reduce", whole, reductions)]
         else:
-            # One scale a tensor lets float8's inputs be cast before they are gathered
-            # (harness/precision/tensor.py).
-            cast = job.precision.linear == "float8_tensorwise"
             kinds = [
-                ("all_gather", whole / (self.value_bytes if cast else 1), gathers),
+                ("all_gather", whole / (self.value_bytes if self.casts_stream else 1), gathers),
                 ("reduce_scatter", whole, reductions),
             ]
         collectives = []
         for collective, size, count in kinds:
             seconds = self.machine.collective_seconds(collective, size, group)
+            if layout.uses_sequence_parallel:
+                seconds += self.machine.pass_seconds(size * ALONG_SEQUENCE)
             collectives += [
                 Collective("tp", collective, group, size, seconds, seconds * (1 - hidden))
             ] * count
         return tuple(collectives)
 
-    def _context(self, operations: Operations) -> tuple[Collective, ...]:
-        """Collectives of context parallel in forward: Ulysses' two exchanges, or a ring's keys and values."""
-        layout, of = self.job.parallelism, operations.attention
-        if layout.cp == 1:
-            return ()
-        if layout.cp_method == "ulysses":
-            per_head = self.rows * self.value_bytes / layout.tp
-            inputs = per_head * (of.heads * of.score_width + of.kv_heads * (of.score_width + of.value_width))
-            return self._over_context("all_to_all", [inputs, per_head * of.heads * of.value_width])
-        keys = self._keys(operations) * self.value_bytes
-        behind = self._attention_seconds(operations) * (layout.cp - 1) / layout.cp
-        if layout.cp_rotate_method == "allgather":
-            return self._over_context("all_gather", [keys * layout.cp], behind)
-        return self._over_context("all_to_all", [self._one_hop(keys)] * (layout.cp - 1), behind)
-
-    def _context_backward(self, operations: Operations) -> tuple[Collective, ...]:
-        """The same in backward; a ring also passes on the gradients of keys and values, in float32.
-
-        Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py,
-        _templated_ring_attention_backward.
-        """
-        layout = self.job.parallelism
-        forward = self._context(operations)
-        if layout.cp == 1 or layout.cp_method == "ulysses":
-            return forward
-        gradients = self._one_hop(self._keys(operations) * DTYPE_BYTES["float32"])
-        behind = self._attention_seconds(operations) * 1.5
-        return (*forward, *self._over_context("all_to_all", [gradients] * layout.cp, behind))
-
-    def _keys(self, operations: Operations) -> float:
-        """Number of elements in a rank's keys and values."""
-        of = operations.attention
-        return self.rows * of.kv_heads * (of.score_width + of.value_width) / self.job.parallelism.tp
-
-    def _one_hop(self, size: float) -> float:
-        """Size of an all-to-all in which a rank sends ``size`` bytes, as it does in one hop of a ring."""
-        cp = self.job.parallelism.cp
-        return size * cp / (cp - 1)
-
-    def _over_context(
-        self, collective: str, sizes: list[float], behind: float = 0.0
-    ) -> tuple[Collective, ...]:
-        """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
-        group = group_of(self.job, self.machine.ranks_per_node, "cp")
-        seconds = [self.machine.collective_seconds(collective, size, group) for size in sizes]
-        exposed = max(0.0, 1 - behind / sum(seconds)) if behind else 1.0
-        return tuple(
-            Collective("cp", collective, group, size, each, each * exposed)
-            for size, each in zip(sizes, seconds, strict=True)
+    def _context(self, operations: Operations) -> ContextParallel:
+        return ContextParallel(
+            self.job.parallelism,
+            self.machine,
+            group_of(self.job, self.machine.ranks_per_node, "cp"),
+            operations.attention,
+            self.rows,
+            self.value_bytes,
+            self._attention_seconds(operations),
         )
 
     def _experts(self, operations: Operations) -> tuple[Collective, ...]:
@@ -355,9 +272,7 @@ class Worker:
         job, layout = self.job, self.job.parallelism
         if layout.ep == 1 or not operations.expert_width:
             return ()
-        axes = ("dp_shard", "cp") if layout.splits_experts else ("dp_shard", "cp", "tp")
-        whole = group_of(job, self.machine.ranks_per_node, *axes)
-        group = Group(layout.ep, min(layout.ep, whole.per_node))
+        group = expert_groups(job, self.machine.ranks_per_node)[0]
         seconds = self.machine.collective_seconds("all_to_all", size, group)
         return (Collective("ep", "all_to_all", group, size, seconds, seconds),) * times
 

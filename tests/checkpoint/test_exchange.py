@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quantized_files import quantize_fp8, quantize_mxfp4, rewrite, stored_in
 from resumable_runs import SMALL, train
 from tiers import rest_is_thorough
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
@@ -140,6 +143,37 @@ def test_mixtures_start_and_end_in_safetensors(pool: RankPool, tmp_path: Path, n
     require_same(
         AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-2"), reference, job
     )
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3_debug", "gpt_oss_debug"])
+def test_training_starts_from_quantized_weights(pool: RankPool, tmp_path: Path, name: str) -> None:
+    """Ranks read parts of blocks: shards by FSDP, tensor and expert parallelism."""
+    model = (f"model={name}", "model.rope.scaling=none", *MIXTURES[name].split())
+    source = ("checkpoint.initial_load_in_hf=true", f"checkpoint.initial_load_path={tmp_path / 'hf'}")
+    job = job_of(tmp_path, *model, *source, "training.steps=2")
+    reference = reference_of(job)
+    reference.save_pretrained(tmp_path / "hf")
+    shutil.copytree(tmp_path / "hf", tmp_path / "dequantized")
+    if name == "gpt_oss_debug":
+        expected = quantize_mxfp4(tmp_path / "hf")
+    else:
+        expected = quantize_fp8(tmp_path / "hf", (12, 20))
+    rewrite(tmp_path / "dequantized", expected, None)
+    dequantized = AutoModelForCausalLM.from_pretrained(tmp_path / "dequantized")
+    wanted = loss_of(dequantized, job)
+    assert abs(wanted - loss_of(reference, job)) > 1e-4
+    for outcome in pool.run(job.world_size, train, job.to_json(), str(tmp_path / "run")):
+        assert outcome.losses[1] == pytest.approx(wanted, rel=1e-5)
+    # Rank 0 does not read these scales.
+    stored = stored_in(tmp_path / "hf")
+    last = max(name for name in stored if ".mlp.experts." in name and "_scale" in name)
+    stored[last][-1] = 255 if stored[last].dtype == torch.uint8 else torch.nan
+    quantization = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
+    rewrite(tmp_path / "hf", stored, quantization)
+    says = rf"{re.escape(last)} has a scale that is NaN or infinite \(rank [1-3]\)"
+    with pytest.raises(RankFailed, match=says) as caught:
+        pool.run(job.world_size, train, job.to_json(), str(tmp_path / "again"))
+    assert caught.value.failure is not None and caught.value.failure.kind == "user"
 
 
 def test_balancing_biases_are_resharded(pool: RankPool, tmp_path: Path) -> None:

@@ -132,9 +132,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
             "model.rope.mscale=null: config.json has attention_factor 1.5",
         ),
         (
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "config.json has quantization_config: weights quantized by mxfp4 are not read; "
-            "would work: the same in bfloat16",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "config.json has quantization_config: quant_method gptq is not read; "
+            "would work: fp8, fbgemm_fp8, compressed-tensors, mxfp4, or the same weights in bfloat16",
         ),
     ],
     "deepseek_v2_lite_16b": [

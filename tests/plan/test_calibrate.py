@@ -64,7 +64,7 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "error"),
     [
-        ("constants", {"speed": 3}, "constants.speed=3: no such field; constants has: async_tp, "),
+        ("constants", {"gpus": 3}, "constants.gpus=3: no such field; constants has: async_tp, "),
         ("constants", [1], "constants=[1]: must be set by its fields, constants."),
         ("constants.matmul", "0.5", "constants.matmul=0.5: must be a number"),
         ("constants.matmul", {"a": {"b": 1}}, "constants.matmul={a:{b:1}}: must be a number"),

@@ -23,6 +23,7 @@ from harness.compose import compose_job
 from harness.job import Job
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
+from harness.plan.machine import device_of
 from harness.plan.memory import memory_limit, rank_memory
 from harness.plan.memory_activations import ActivationBytes
 from harness.plan.parameters import parameters_of
@@ -252,13 +253,13 @@ def test_the_kinds_are_those_of_one_moment() -> None:
 
 def test_a_device_has_less_memory_than_its_name_says() -> None:
     job = job_of(*LARGE, "parallelism.dp_shard=8", "training.global_batch_size=8")
-    limit = memory_limit(job)
+    limit = memory_limit(job, device_of(job))
     assert limit is not None and 77 < limit / GIB < 79
-    assert memory_limit(job_of(*TINY)) is None
+    assert memory_limit(job_of(*TINY), None) is None
 
 
 def test_the_experiment_has_jobs_of_every_axis() -> None:
     jobs = [job_of(*plan_check.overrides_of(name, plan_check.MODEL)) for name in plan_check.CASES]
     for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"):
         assert any(getattr(job.parallelism, axis) > 1 for job in jobs), axis
-    assert all(memory_limit(job) is None and peak(job) < 2 * GIB for job in jobs)
+    assert all(memory_limit(job, device_of(job)) is None and peak(job) < 2 * GIB for job in jobs)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 
 from harness.compose import compose_job
+from harness.config import with_value
+from harness.hardware import H100_96GB, H100_SXM
 from harness.job import Job
 from harness.plan.constants import Calibration, Constants
-from harness.plan.machine import Group, group_of, machine_of
+from harness.plan.machine import Group, expert_groups, group_of, machine_of
+from harness.plan.make import make_plan
 from harness.plan.plan import Speed, Traffic
+from harness.plan.render import render
 from harness.plan.speed import StepModel
 
 H100 = ["cluster=slurm_h100", "precision=bf16", "data=synthetic", "tokenizer=bytes"]
@@ -34,6 +38,25 @@ def test_groups_know_their_nodes() -> None:
     assert group_of(wide, 8, "cp") == Group(2, 2)
 
 
+def test_ranks_with_the_same_experts_are_on_many_nodes() -> None:
+    """``ep`` is innermost: FSDP of experts over 256 ranks of 8 a node, EP 8, has one rank on each node."""
+    far = ["model=deepseek_v3_671b", "parallelism.dp_shard=256", "training.global_batch_size=256"]
+    assert expert_groups(job_of(*far, "parallelism.ep=8"), 8) == (Group(8, 8), Group(32, 1))
+    assert expert_groups(job_of(*far, "parallelism.ep=4"), 8) == (Group(4, 4), Group(64, 2))
+    assert expert_groups(job_of(*far, "parallelism.ep=64"), 8) == (Group(64, 8), Group(4, 1))
+    traffic = step(*far, "parallelism.ep=8", "training.seq_len=4096")[1]
+    [experts] = [each for each in traffic if (each.ranks, each.collective) == (32, "all_gather")]
+    assert experts.link == "network" and experts.seconds is not None
+    assert experts.bytes / experts.seconds == pytest.approx(50e9 * 0.85, rel=0.01)
+    split = [
+        *far[:1],
+        "parallelism.dp_shard=32",
+        "parallelism.tp=8",
+        "parallelism.expert_tensor_parallel=true",
+    ]
+    assert expert_groups(job_of(*split, "parallelism.ep=8", far[2]), 8) == (Group(8, 1), Group(4, 1))
+
+
 def test_collectives_by_hand() -> None:
     machine = machine_of(
         job_of("model=llama3_8b", "parallelism.dp_shard=8"), Calibration(Constants(latency=0.0))
@@ -47,6 +70,9 @@ def test_collectives_by_hand() -> None:
     assert machine.collective_seconds("all_gather", 16e9, Group(16, 8)) == pytest.approx(15e9 / link)
     assert machine.collective_seconds("all_gather", 16e9, Group(16, 2)) == pytest.approx(15e9 / network / 2)
     assert machine.collective_seconds("send", 1e9, Group(2, 1)) == pytest.approx(1e9 / network)
+    # Of 16 pieces, 8 go to other nodes, while 7 go to ranks of this one.
+    assert machine.collective_seconds("all_to_all", 16e9, Group(16, 8)) == pytest.approx(8e9 / network)
+    assert machine.collective_seconds("all_to_all", 8e9, Group(8, 8)) == pytest.approx(7e9 / link)
     assert machine.collective_seconds("all_gather", 8e9, Group(1, 1)) == 0
 
 
@@ -106,3 +132,57 @@ def test_a_ring_without_balance_is_as_slow_as_its_last_rank() -> None:
     ring += ["activation_checkpoint=full"]
     balanced = step(*ring)[0].step_seconds
     assert 1.3 < step(*ring, "parallelism.cp_load_balance=false")[0].step_seconds / balanced < 15 / 8
+
+
+def test_a_ring_pays_for_its_partial_results() -> None:
+    """At 4,096 tokens attention is cheap, and each of eight steps merges outputs and adds gradients up."""
+    base = ["model=llama3_8b", "training.seq_len=4096", "training.global_batch_size=8", "compile=on"]
+    base += ["activation_checkpoint=none", "precision=bf16"]
+    alone = step(*base, "parallelism.dp_shard=8")[0].tokens_per_second_per_rank
+    ring = step(*base, "parallelism=fsdp_cp", "parallelism.dp_shard=1", "parallelism.cp=8")[0]
+    assert ring.tokens_per_second_per_rank < 0.9 * alone
+
+
+def test_a_power_limit_slows_products_and_not_memory() -> None:
+    """Published: 6,667 tokens/s at 500 W (torchtitan, Table 1); rated devices are 20 to 30 % faster."""
+    job = job_of("model=llama3_8b", "parallelism.dp_shard=8", "training.seq_len=8192")
+    rated, limited = (
+        machine_of(with_value(job, "cluster.accelerator", each.name)) for each in (H100_SXM, H100_96GB)
+    )
+    assert rated is not None and limited is not None
+    shape = (8192, 4096, 14336, "bfloat16", 2)
+    assert 1.15 < limited.product_seconds(*shape) / rated.product_seconds(*shape) < 1.3
+    assert limited.attention_seconds(1e12, "bfloat16") == rated.attention_seconds(1e12, "bfloat16")
+
+
+def test_more_devices_have_a_slower_slowest_one() -> None:
+    """With a deviation of 1.75 %, the expected maximum of 8 and of 128 is 1.42 and 2.59 deviations above
+    the mean."""
+    found = []
+    for ranks in (1, 8, 128):
+        machine = machine_of(
+            job_of("model=llama3_8b", f"parallelism.dp_shard={ranks}", "training.global_batch_size=128")
+        )
+        assert machine is not None
+        found.append(machine.slowest)
+    assert found == pytest.approx([1.0, 1 + 1.424 * 0.0175, 1 + 2.594 * 0.0175], abs=5e-4)
+
+
+def test_scales_for_rows_gain_less_than_one_for_a_tensor() -> None:
+    """Published for the H100 (torchao/float8/README.md): 25 % with one scale, 10 % with one for each row."""
+    base = ["model=llama3_8b", "parallelism.dp_shard=8", "training.seq_len=8192", "compile=on"]
+    base += ["activation_checkpoint=selective_op"]
+    rate = {
+        name: step(*base, f"precision={name}")[0].tokens_per_second_per_rank
+        for name in ("bf16", "float8_tensorwise", "float8_rowwise")
+    }
+    assert 1.2 < rate["float8_tensorwise"] / rate["bf16"] < 1.35
+    assert 1.0 < rate["float8_rowwise"] / rate["bf16"] < 1.2
+
+
+def test_without_a_network_there_is_no_speed_between_nodes() -> None:
+    unknown = ["model=llama3_8b", "cluster.network_gbps=null", "training.global_batch_size=16"]
+    assert machine_of(job_of(*unknown, "parallelism.dp_shard=8")) is not None
+    far = make_plan(job_of(*unknown, "parallelism.dp_shard=16"))
+    assert far.speed is None and far.fits
+    assert "unknown network between nodes; set cluster.network_gbps" in render(far)

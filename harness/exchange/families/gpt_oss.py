@@ -1,6 +1,6 @@
 """GPT-OSS; fields and tensors as in transformers' models/gpt_oss and config.json at openai.
 
-Released weights of experts are in MXFP4; this reads and writes bfloat16 or float32.
+Released weights of experts are in MXFP4, which ``harness.exchange.stored`` dequantizes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,68 @@
+"""Calls of all ranks that fail on one."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from held import Held
+from jobs import TINY
+
+from harness.checkpoint.catalog import DamagedCheckpoint
+from harness.checkpoint.rank_group import PeerFailed, RankGroup
+from harness.cluster.pool import RankPool
+from harness.compose import compose_job
+from harness.errors import UserError
+from harness.exchange.found import WeightFolder
+from harness.inference.model import InferenceModel
+from harness.job import Job
+from harness.model.spec import tensor_shapes
+
+FAILURES = {
+    "user": (UserError("x=1: is refused"), "UserError: x=1: is refused (rank 1)"),
+    "damaged": (DamagedCheckpoint("cut"), "DamagedCheckpoint: cut (rank 1)"),
+    "os": (OSError(5, "Input/output error"), "OSError: [Errno 5] Input/output error (rank 1)"),
+}
+
+
+def fail_on_the_second() -> list[str]:
+    """The error that this rank raises for each failure of rank 1; then for a bug."""
+    ranks, raised = RankGroup(60), []
+    for error in [*(error for error, _ in FAILURES.values()), KeyError("bug")]:
+        try:
+            ranks.everywhere(lambda error=error: _raise(error) if ranks.rank == 1 else None)  # type: ignore[misc]
+        except Exception as caught:
+            raised.append(f"{type(caught).__name__}: {caught}")
+    ranks.everywhere(lambda: None)
+    return raised
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_an_error_of_one_rank_is_raised_on_all(pool: RankPool) -> None:
+    first, second = pool.run(2, fail_on_the_second)
+    known = [says for _, says in FAILURES.values()]
+    assert first == [*known, f"{PeerFailed.__name__}: 'bug' (rank 1)"]
+    assert second == [*known, "KeyError: 'bug'"]
+
+
+def load(job: Job) -> str:
+    """Load weights whose file rank 1 cannot read; return this rank's error."""
+    model = InferenceModel(job, torch.device("cpu"))
+    weights = Held({name: torch.zeros(shape) for name, shape in tensor_shapes(job.model).items()})
+    if model.ranks.rank == 1:
+        weights.read = lambda name: _raise(UserError(f"a.pth: {name} is damaged"))  # type: ignore[assignment]
+    with mock.patch("harness.inference.model.open_source", lambda *_: weights):
+        try:
+            model.load(WeightFolder("llama", "folder", {}))
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_weights_that_one_rank_cannot_read(pool: RankPool) -> None:
+    """Meta's files and DCP checkpoints of other software are read without a collective."""
+    job = compose_job([*TINY, "parallelism=fsdp", "parallelism.dp_shard=2", "training.global_batch_size=2"])
+    assert pool.run(2, load, job) == ["a.pth: tok_embeddings.weight is damaged (rank 1)"] * 2

@@ -1,0 +1,281 @@
+"""Quantized weights are those that transformers and an independent decoder read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conversions import refused, require_same, run
+from families_table import CASES, SEQ_LEN, batch, close, random_model, set_fields, tensors_of
+from held import Held
+from quantized_files import from_mxfp4, quantize_fp8, quantize_mxfp4, rewrite, stored_in
+from test_families import from_theirs
+from torch import Tensor
+
+from harness.checkpoint.catalog import open_checkpoint
+from harness.errors import UserError
+from harness.exchange.dcp import DistributedSource
+from harness.exchange.huggingface import HuggingFaceSource, write_huggingface
+from harness.exchange.quantization import quantization_of
+from harness.model.config import ModelConfig
+from harness.model.decoder import Decoder
+from harness.model.spec import is_buffer
+
+DEEPSEEK, GPT_OSS, LLAMA = CASES["deepseek_v3"], CASES["gpt_oss"], CASES["llama"]
+WITH_MTP = set_fields(DEEPSEEK, mtp__depth=1)
+FULL = 10**9  # a block that is longer than any dimension
+PARTIAL = (24, 48)  # divides almost no dimension
+
+
+def written(folder: Path, model: ModelConfig) -> Path:
+    """A folder with random weights that are not quantized."""
+    write_huggingface(Held(tensors_of(random_model(model))), model, None, folder)
+    return folder
+
+
+def require_read(folder: Path, model: ModelConfig, expected: dict[str, Tensor]) -> None:
+    """Fail unless the folder has the expected tensors, exactly, also in parts."""
+    source = HuggingFaceSource(folder, model, torch.float32)
+    ours = dict(from_theirs(model, expected))
+    require_same(source, ours)
+    for name, tensor in ours.items():
+        for cut in (range(1), range(1, 3), range(2, 2)):
+            ranges = [range(size)[cut.start * size // 4 : cut.stop * size // 4] for size in tensor.shape]
+            part = tensor[tuple(slice(each.start, each.stop) for each in ranges)]
+            out = torch.full(part.shape, torch.nan)
+            source.fill(name, out, ranges)
+            assert torch.equal(out, part), name
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "gpt_oss"])
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CASES[case]
+    written(tmp_path, model)
+    if case == "gpt_oss":
+        quantize_mxfp4(tmp_path)
+        config: Any = transformers.Mxfp4Config(dequantize=True)
+    else:
+        quantize_fp8(tmp_path, (8, 16))  # transformers reads complete blocks only
+        config = transformers.FineGrainedFP8Config(weight_block_size=(8, 16), dequantize=True)
+        # It is needed for loading on several devices.
+        where = "transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available"
+        monkeypatch.setattr(where, lambda: True)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        attn_implementation="eager",
+        dtype=torch.float32,
+        quantization_config=config,
+        output_loading_info=True,
+    )
+    assert not any(report.values()), report
+    ours = Decoder(model, SEQ_LEN)
+    source = HuggingFaceSource(tmp_path, model, torch.float32)
+    ours.load_state_dict({name: source.read(name) for name in source.tensors})
+    inputs, _ = batch(model)
+    with torch.no_grad():
+        logits, plain = ours(inputs), random_model(model)(inputs)
+        close(logits, theirs.eval()(inputs).logits)
+    assert (logits - plain).abs().max() > 1e-2 * plain.abs().max()
+
+
+@pytest.mark.parametrize("model", [DEEPSEEK, WITH_MTP], ids=["v3", "mtp"])
+def test_blocks_of_fp8(model: ModelConfig, tmp_path: Path) -> None:
+    """Also partial blocks, and the block of multi-token prediction; routers and biases are not quantized."""
+    expected = quantize_fp8(written(tmp_path, WITH_MTP), PARTIAL)
+    stored = stored_in(tmp_path)
+    assert stored["model.layers.1.mlp.gate.weight"].dtype == torch.float32
+    assert stored["model.layers.4.mlp.experts.0.up_proj.weight"].dtype == torch.float8_e4m3fn
+    require_read(tmp_path, model, expected)
+
+
+def compressed(strategy: str, **fields: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **fields}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+
+
+def power_of_two(scales: Tensor) -> Tensor:
+    return scales.log2().ceil().exp2().to(torch.float8_e8m0fnu)
+
+
+FP8 = {"quant_method": "fp8"}
+OTHERS: dict[str, tuple[tuple[int, int], dict[str, Any], Callable[[Tensor], Tensor]]] = {
+    "fbgemm": ((1, FULL), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, Tensor.float),
+    "channel": ((1, FULL), compressed("channel"), Tensor.bfloat16),
+    "channel_1d": ((1, FULL), compressed("channel"), Tensor.flatten),
+    "tensor": ((FULL, FULL), compressed("tensor"), Tensor.flatten),
+    "group": ((1, 24), compressed("group", group_size=24), Tensor.float),
+    "block": (PARTIAL, compressed("block", block_structure=list(PARTIAL)), Tensor.half),
+    "fp8_0d": ((FULL, FULL), {**FP8, "weight_block_size": None}, Tensor.squeeze),
+    "e8m0": (PARTIAL, {**FP8, "weight_block_size": list(PARTIAL), "scale_fmt": "ue8m0"}, power_of_two),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_scales(name: str, tmp_path: Path) -> None:
+    """Factors of a tensor, of its rows, or of blocks, in several dtypes and shapes."""
+    block, quantization, stored_as = OTHERS[name]
+    suffix = "_scale_inv" if quantization["quant_method"] == "fp8" else "_scale"
+    expected = quantize_fp8(written(tmp_path, LLAMA), block, quantization, suffix, stored_as)
+    stored = stored_in(tmp_path)
+    for key in [key for key in stored if key.endswith(suffix)]:
+        beside = "activation_scale" if suffix == "_scale_inv" else "input_scale"
+        stored[key.removesuffix(f"weight{suffix}") + beside] = torch.tensor(1.0)
+    rewrite(tmp_path, stored, quantization)
+    require_read(tmp_path, LLAMA, expected)
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    """Every byte with every exponent that is a number."""
+    written(tmp_path, GPT_OSS)
+    expected = quantize_mxfp4(tmp_path)
+    require_read(tmp_path, GPT_OSS, expected)
+    stored = stored_in(tmp_path)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+    blocks.copy_(torch.arange(blocks.numel()).view(blocks.shape) % 256)
+    scales.copy_((torch.arange(scales.numel()).view(scales.shape) // 16) % 255)
+    assert len(set(zip(blocks[..., 0].flatten().tolist(), scales.flatten().tolist(), strict=True))) > 500
+    rewrite(tmp_path, stored, {"quant_method": "mxfp4"})
+    require_read(tmp_path, GPT_OSS, {**expected, name: from_mxfp4(blocks, scales)})
+
+
+def test_conversions_round_once(tmp_path: Path) -> None:
+    """To bfloat16 by default, and from float32 to another dtype."""
+    expected = dict(from_theirs(DEEPSEEK, quantize_fp8(written(tmp_path / "hf", DEEPSEEK), PARTIAL)))
+    for dtype, options in {
+        torch.bfloat16: ["convert.dtype=bfloat16"],
+        torch.float16: ["convert.dtype=float16"],
+        torch.float32: ["convert.dtype=float32"],
+    }.items():
+        target = tmp_path / str(dtype)
+        run(tmp_path / "hf", target, "model=from_config", *options)
+        checkpoint = open_checkpoint(str(target))
+        rounded = {name: each if is_buffer(name) else each.to(dtype) for name, each in expected.items()}
+        require_same(DistributedSource(checkpoint.path, checkpoint.manifest, DEEPSEEK), rounded)
+    run(tmp_path / "hf", tmp_path / "back", "model=from_config", "convert.format=hf")
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    for name, tensor in stored_in(tmp_path / "back").items():
+        is_quantized = re.search(r"_proj(_with_mqa)?\.weight$", name)
+        assert tensor.dtype == (torch.bfloat16 if is_quantized else torch.float32), name
+
+
+# -- mistakes ----
+
+
+A = "model.layers.1.self_attn.o_proj.weight"
+S = f"{A}_scale_inv"
+E = "model.layers.0.mlp.experts.down_proj"
+DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "missing": (lambda t: t.pop(S), f"{A} has F8_E4M3 values, and its scales {S} are missing"),
+    "no_weight": (lambda t: t.pop(A), f"{S} has scales of {A}, which is missing"),
+    "not_quantized": (
+        lambda t: t.update({A: t[A].bfloat16()}),
+        f"{S} has scales of {A}, which is BF16",
+    ),
+    "extra": (
+        lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}),
+        "model.norm.weight_scale_inv has scales of model.norm.weight, which is F32",
+    ),
+    "shape": (
+        lambda t: t.update({S: t[S][:, :-1]}),
+        f"{S} is [3, 1] and not [3, 2], one for each 24 x 48 of the 64 x 64 values",
+    ),
+    "dtype": (lambda t: t.update({S: t[S].int()}), f"{S} is I32; would work: F32, F16, BF16, F8_E8M0"),
+    "vector": (
+        lambda t: t.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
+        "model.norm.weight has F8_E4M3 values and is [64], only matrices are read",
+    ),
+    "other_fp8": (
+        lambda t: t.update({A: t[A].to(torch.float8_e5m2), S: t.pop(S)}),
+        f"{S} has scales of {A}, which is F8_E5M2",
+    ),
+    "nan": (lambda t: t[S].__setitem__((1, 1), torch.nan), f"{S} has a scale that is NaN or infinite"),
+    "infinite": (lambda t: t[S].__setitem__((0, 0), -torch.inf), f"{S} has a scale that is NaN or infinite"),
+}
+PARTS = ("blocks", "scales")
+DAMAGED_MXFP4: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "no_scales": (lambda t: t.pop(f"{E}_scales"), f"{E}_blocks is there, and {E}_scales is missing"),
+    "no_blocks": (lambda t: t.pop(f"{E}_blocks"), f"{E}_scales is there, and {E}_blocks is missing"),
+    "twice": (lambda t: t.update({E: torch.ones(1)}), f"{E} is there twice, also as {E}_"),
+    "dtype": (
+        lambda t: t.update({f"{E}_scales": t[f"{E}_scales"].float()}),
+        f"{E}_scales is F32; would work: U8",
+    ),
+    "shape": (
+        lambda t: t.update({f"{E}_scales": t[f"{E}_scales"][:, 1:]}),
+        f"{E}_blocks is [8, 64, 1, 16] and {E}_scales is [8, 63, 1], must be [experts, outputs, ",
+    ),
+    "nan": (
+        lambda t: t[f"{E}_scales"].__setitem__((3, 2, 0), 255),
+        f"{E}_scales has a scale that is NaN or infinite",
+    ),
+    "other_width": (
+        lambda t: t.update({f"{E}_{each}": t[f"{E}_{each}"].repeat_interleave(2, 1) for each in PARTS}),
+        f"1 of another shape ({E} is [8, 32, 128] and not [8, 32, 64])",
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [DAMAGED, DAMAGED_MXFP4], ids=["fp8", "mxfp4"])
+def test_damaged_folders(rows: dict[str, Any], tmp_path: Path) -> None:
+    """Scales are missing, too many, of another shape or no numbers."""
+    folder = written(tmp_path / "hf", LLAMA if rows is DAMAGED else GPT_OSS)
+    if rows is DAMAGED:
+        quantize_fp8(folder, PARTIAL)
+    else:
+        quantize_mxfp4(folder)
+    quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
+    before = stored_in(folder)
+    for damage, says in rows.values():
+        stored = {name: tensor.clone() for name, tensor in before.items()}
+        damage(stored)
+        rewrite(folder, stored, quantization)
+        message = refused(folder, tmp_path / "out", "model=from_config")
+        assert message.startswith(str(folder)) and says in message
+
+
+NOT_READ = [
+    (
+        {"quant_method": "gptq", "bits": 4},
+        "quant_method gptq is not read; would work: fp8, fbgemm_fp8, compr",
+    ),
+    ({"bits": 4}, "quant_method null is not read"),
+    ("x", "quant_method null is not read"),
+    ({"quant_method": ["fp8"]}, 'quant_method ["fp8"] is not read'),
+    ({**FP8, "weight_block_size": [128]}, "weight_block_size [128] is not read; would work: [128, 128]"),
+    ({**FP8, "weight_block_size": [0, 128]}, "weight_block_size [0, 128] is not read"),
+    ({**compressed("channel"), "format": "pack-quantized"}, "format pack-quantized is not read"),
+    ({**compressed("channel"), "config_groups": {}}, "config_groups {} is not read; would work: one group"),
+    (compressed("channel", num_bits=4), "weights.num_bits 4 is not read; would work: 8"),
+    (compressed("channel", type="int"), 'weights.type int is not read; would work: "float"'),
+    (compressed("token"), "weights.strategy token is not read; would work: tensor, channel, group, block"),
+    (compressed("group"), "weights.group_size [1, null] is not read"),
+]
+
+
+@pytest.mark.parametrize(("quantization", "says"), NOT_READ, ids=str)
+def test_methods_that_are_not_read(quantization: Any, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        quantization_of({"quantization_config": quantization})
+    assert str(caught.value).startswith(f"config.json has quantization_config: {says}")
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_quantized(tmp_path: Path) -> None:
+    """A quantization_config may remain after its weights were dequantized; values decide."""
+    expected = stored_in(written(tmp_path, LLAMA))
+    rewrite(tmp_path, expected, FP8)
+    require_read(tmp_path, LLAMA, expected)
+    quantize_fp8(tmp_path, PARTIAL)
+    rewrite(tmp_path, stored_in(tmp_path), None)
+    with pytest.raises(
+        UserError, match=r"model\.safetensors: \S+ has F8_E4M3 values; would work: F64, F32, F16"
+    ):
+        HuggingFaceSource(tmp_path, LLAMA)

@@ -1,0 +1,132 @@
+"""Quantize folders of safetensors as they are published, and decode the stored bytes with numpy.
+
+Written from the formats' definitions, without the harness's code: E4M3 (arXiv:2209.05433, table 1), E2M1 and
+E8M0 (OCP Microscaling Formats 1.0).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+LARGEST_E4M3, LARGEST_E2M1 = 448.0, 6.0
+# Linears of blocks, as DeepSeek and Qwen quantize them.
+LINEARS = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
+PACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj")
+
+
+def _decoded(bits: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
+    """The number that a sign, an exponent and a mantissa are."""
+    mantissa = (bits & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
+    exponent = bits >> mantissa_bits & (1 << exponent_bits) - 1
+    magnitude = 2.0 ** (exponent - bias) * (1 + mantissa) if exponent else 2.0 ** (1 - bias) * mantissa
+    return -magnitude if bits >> mantissa_bits + exponent_bits else magnitude
+
+
+E4M3 = np.array([np.nan if bits & 127 == 127 else _decoded(bits, 4, 3, 7) for bits in range(256)])
+E2M1 = np.array([_decoded(bits, 2, 1, 1) for bits in range(16)])
+
+
+def to_fp8(weight_OI: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Values in float8_e4m3fn, and for each block the factor that gives the weight back."""
+    height, width = block
+    values = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(-(-weight_OI.shape[0] // height), -(-weight_OI.shape[1] // width))
+    for i, rows in enumerate(weight_OI.split(height)):
+        for j, each in enumerate(rows.split(width, dim=1)):
+            scales[i, j] = each.abs().max() / LARGEST_E4M3
+            values[i * height : (i + 1) * height, j * width : (j + 1) * width] = (each / scales[i, j]).to(
+                torch.float8_e4m3fn
+            )
+    return values, scales
+
+
+def from_fp8(values_OI: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """The weight in float32: each value times the scale of its block."""
+    rows, columns = (np.arange(length) for length in values_OI.shape)
+    grid = scales.float().numpy().reshape(-(-len(rows) // block[0]), -(-len(columns) // block[1]))
+    values = E4M3[values_OI.view(torch.uint8).numpy()].astype(np.float32)
+    return torch.from_numpy(values * grid[np.ix_(rows // block[0], columns // block[1])])
+
+
+def to_mxfp4(weight_EIO: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks [E, O, I/32, 16] with the first value in the low bits, and exponents [E, O, I/32]."""
+    groups = weight_EIO.transpose(1, 2).unflatten(-1, (-1, 32))
+    exponents = (groups.abs().amax(-1) / LARGEST_E2M1).log2().ceil().clamp(-127, 127)
+    scaled = groups / exponents.exp2().unsqueeze(-1)
+    codes = (scaled.unsqueeze(-1) - torch.tensor(E2M1)).abs().argmin(-1).to(torch.uint8)
+    return (codes[..., ::2] | codes[..., 1::2] << 4), (exponents + 127).to(torch.uint8)
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The weight [E, I, O] in float32."""
+    bits = blocks.numpy()
+    values = np.stack([E2M1[bits & 15], E2M1[bits >> 4]], axis=-1).reshape(*scales.shape, 32)
+    weight = values * np.exp2(scales.numpy().astype(np.float64) - 127)[..., None]
+    return torch.from_numpy(weight.reshape(*scales.shape[:-1], -1).swapaxes(1, 2).astype(np.float32))
+
+
+def rewrite(folder: Path, tensors: Mapping[str, Tensor], quantization: Any) -> None:
+    """Write one file of tensors, and set quantization_config."""
+    for file in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
+        file.unlink()
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "quantization_config": quantization}))
+
+
+def stored_in(folder: Path) -> dict[str, Tensor]:
+    """All tensors in a folder's files."""
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def quantize_fp8(
+    folder: Path,
+    block: tuple[int, int],
+    quantization: Any = None,
+    suffix: str = "_scale_inv",
+    stored_as: Callable[[Tensor], Tensor] = Tensor.float,
+) -> dict[str, Tensor]:
+    """Quantize the linears in a folder; return all tensors as they must be read, in float32.
+
+    Args:
+        folder: the folder.
+        block: rows and columns that share a scale.
+        quantization: quantization_config; DeepSeek's by default.
+        suffix: suffix of the name of a weight's scales.
+        stored_as: changes the scales before they are stored.
+    """
+    stored, expected = {}, {}
+    for name, tensor in stored_in(folder).items():
+        stored[name], expected[name] = tensor, tensor.float()
+        if LINEARS.fullmatch(name):
+            stored[name], scales = to_fp8(tensor.float(), block)
+            stored[name + suffix] = stored_as(scales)
+            expected[name] = from_fp8(stored[name], stored[name + suffix], block)
+    default = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    rewrite(folder, stored, quantization or {**default, "weight_block_size": list(block)})
+    return expected
+
+
+def quantize_mxfp4(folder: Path) -> dict[str, Tensor]:
+    """Quantize GPT-OSS's experts in a folder; return all tensors as they must be read, in float32."""
+    stored, expected = {}, {}
+    for name, tensor in stored_in(folder).items():
+        if PACKED.fullmatch(name):
+            parts = to_mxfp4(tensor.float())
+            stored[f"{name}_blocks"], stored[f"{name}_scales"] = parts
+            expected[name] = from_mxfp4(*parts)
+        else:
+            stored[name], expected[name] = tensor, tensor.float()
+    names = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    rewrite(folder, stored, {"quant_method": "mxfp4", "modules_to_not_convert": names})
+    return expected
