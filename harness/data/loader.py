@@ -9,15 +9,18 @@ B is the number of a rank's rows, T the sequence length.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from harness.data.batch import Batch, Loader, SourceLoader, stack
 from harness.data.cache import open_cache
 from harness.data.config import DataConfig
-from harness.data.mixture_loader import build_mixture_loader
+from harness.data.mixture_sources import Mixture, open_mixture
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
 from harness.data.sources import open_dataset, require_column, source_of
 from harness.data.streaming import RowStream
@@ -26,6 +29,68 @@ from harness.data.vocabulary import check_vocab_size
 from harness.errors import DataError
 
 __all__ = ["IGNORE_INDEX", "Batch", "Loader", "build_loader", "merge_states"]
+
+
+class Batch(NamedTuple):
+    """A rank's rows of one global step, in row order; all int64.
+
+    Labels are shifted: ``labels_BT[b, t]`` is the target for ``inputs_BT[b, t]``, or IGNORE_INDEX.
+    """
+
+    inputs_BT: Tensor
+    labels_BT: Tensor
+    documents_BT: Tensor | None = None
+    """With data.attend_across_documents=false: the number of each input's document within its row."""
+    sources_B: Tensor | None = None
+    """With data.kind=mixture: the index of each row's source in ``DataConfig.source_names``."""
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Apply ``function`` to every tensor."""
+        documents, sources = (
+            None if tensor is None else function(tensor) for tensor in (self.documents_BT, self.sources_B)
+        )
+        return Batch(function(self.inputs_BT), function(self.labels_BT), documents, sources)
+
+
+class Loader(ABC):
+    """An endless sequence of batches of one split.
+
+    Attributes:
+        samples_per_epoch: samples per epoch, over all rows; None if unknown (streams) or meaningless
+            (synthetic data).
+        damaged_documents: number of documents that were not UTF-8, and were repaired or left out by
+            data.encoding_errors.
+        samples_per_epoch_of: samples per epoch of each source of a mixture; empty without a mixture.
+    """
+
+    samples_per_epoch: int | None
+    damaged_documents: int = 0
+    samples_per_epoch_of: Mapping[str, int | None] = MappingProxyType({})
+
+    @abstractmethod
+    def next(self) -> Batch:
+        """Return this loader's rows of the next global step."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, JSON-serializable; combine the states of all ranks with ``merge_states``."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the step at which ``state`` was saved.
+
+        Raises:
+            DataError: the state is from a stream or a mixture and this loader is not, or the reverse; or, for
+                streams, it is from another global batch size or does not contain this loader's rows.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Return to global step 0."""
+
+    def close(self) -> None:
+        """Stop background work."""
+        return
 
 
 def build_loader(
@@ -60,7 +125,7 @@ def build_loader(
     if rows.step != 1 or not 0 <= rows.start < rows.stop <= global_batch_size:
         raise ValueError(f"rows {rows} are not part of a global batch of {global_batch_size}")
     if data.kind == "mixture":
-        return build_mixture_loader(
+        mixture = open_mixture(
             data,
             lambda source: build_loader(
                 source,
@@ -76,9 +141,9 @@ def build_loader(
             ),
             global_batch_size=global_batch_size,
             seed=seed,
-            rows=rows,
             split=split,
         )
+        return _MixtureLoader(mixture, rows, global_batch_size)
     if data.kind == "synthetic":
         synthetic = SyntheticSamples(
             split=split,
@@ -131,8 +196,10 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-class _NumberedLoader(SourceLoader):
+class _NumberedLoader(Loader):
     """Loader of samples with random access; the state is the number of the next sample."""
+
+    streams: Mapping[int, RowStream] = MappingProxyType({})
 
     def __init__(self, samples: Samples, rows: range, global_batch_size: int) -> None:
         self._samples, self._rows, self._global_batch_size = samples, rows, global_batch_size
@@ -140,10 +207,11 @@ class _NumberedLoader(SourceLoader):
         self.samples_per_epoch = samples.num_per_epoch
 
     def sample(self, row: int, number: int) -> tuple[np.ndarray, ...]:
+        """Return a sample by its number."""
         return self._samples.sample(number)
 
     def next(self) -> Batch:
-        batch = stack([self._samples.sample(self._first + row) for row in self._rows])
+        batch = _stack([self._samples.sample(self._first + row) for row in self._rows])
         self._first += self._global_batch_size
         return batch
 
@@ -160,7 +228,7 @@ class _NumberedLoader(SourceLoader):
         self._first = 0
 
 
-class _StreamLoader(SourceLoader):
+class _StreamLoader(Loader):
     """Loader with a stream per row; the state is the step and the position of every row's stream."""
 
     samples_per_epoch = None
@@ -171,13 +239,15 @@ class _StreamLoader(SourceLoader):
 
     @property
     def streams(self) -> Mapping[int, RowStream]:
+        """Streams by row of the global batch."""
         return self._streams
 
     def sample(self, row: int, number: int) -> tuple[np.ndarray, ...]:
+        """Return the next sample of a row."""
         return self._streams[row].next()
 
     def next(self) -> Batch:
-        batch = stack([stream.next() for stream in self._streams.values()])
+        batch = _stack([stream.next() for stream in self._streams.values()])
         self._step += 1
         return batch
 
@@ -210,6 +280,39 @@ class _StreamLoader(SourceLoader):
         self._step = 0
 
 
+class _MixtureLoader(Loader):
+    """Loader of a mixture's samples; the state is the number of the next sample and that of every source."""
+
+    samples_per_epoch = None
+
+    def __init__(self, mixture: Mixture, rows: range, global_batch_size: int) -> None:
+        self._mixture, self._rows, self._global_batch_size = mixture, rows, global_batch_size
+        self._first = 0
+        self.damaged_documents = mixture.damaged_documents
+        self.samples_per_epoch_of = mixture.samples_per_epoch_of
+
+    def next(self) -> Batch:
+        drawn = [self._mixture.sample(row, self._first + row) for row in self._rows]
+        self._first += self._global_batch_size
+        samples, sources = zip(*drawn, strict=True)
+        return _stack(list(samples))._replace(sources_B=torch.tensor(sources))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"step": self._first // self._global_batch_size, "samples": self._first}
+        return {**state, **self._mixture.state_dict(self._first)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._mixture.load_state_dict(state)
+        self._first = state["samples"]
+
+    def reset(self) -> None:
+        self._mixture.reset()
+        self._first = 0
+
+    def close(self) -> None:
+        self._mixture.close()
+
+
 def _refuse_mixture(state: dict[str, Any]) -> None:
     if "mixture" in state:
         raise DataError("the saved position is in a mixture, and data.kind is not mixture")
@@ -238,3 +341,7 @@ def _build_streams(
         )
         for row in rows
     }
+
+
+def _stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
+    return Batch(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*samples, strict=True)))
