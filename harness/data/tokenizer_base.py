@@ -69,7 +69,7 @@ class Tokenizer(Protocol):
         Raises:
             DataError: the tokenizer changes a text before it is encoded, so that its ids have no characters.
         """
-        raise NotImplementedError(f"{type(self).__name__} encodes no conversations")
+        raise DataError(f"{type(self).__name__} encodes no conversations")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; invalid UTF-8 and ids outside the vocabulary become U+FFFD."""
