@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -72,7 +73,7 @@ def tokenize(
         processes.run(missing, workers, progress.advance)
         return
     for unit in missing:
-        write_unit(folder, unit, source, tokenizer, lambda nbytes, unit=unit: progress.advance(unit, nbytes))
+        write_unit(folder, unit, source, tokenizer, partial(progress.advance, unit))
 
 
 class Progress:
