@@ -7,14 +7,15 @@ import time
 from pathlib import Path
 
 from commands import ON_SLURM, Commands
+from scheduler import Scheduler
 
 from harness.data.corpus import open_shards
 
 DEADLINE_SECONDS = 120.0
 
 
-def test_an_array_writes_the_corpus_of_one_process(commands: Commands) -> None:
-    home = commands.home
+def test_an_array_writes_the_corpus_of_one_process(slurm: Scheduler, tmp_path: Path) -> None:
+    commands, home = Commands(slurm, tmp_path), tmp_path
     lines = (json.dumps({"text": f"document {number} " * (number % 7)}) for number in range(400))
     (home / "a.jsonl").write_text("\n".join(lines))
     typed = (
