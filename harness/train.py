@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from harness.app import Verb
 from harness.checkpoint.resume import is_finished, show_finished
+from harness.cluster.inputs import require_tokenized
 from harness.compose import Composed
 from harness.data.vocabulary import require_vocabulary
 from harness.errors import ConfigError, UserError
@@ -34,6 +35,7 @@ def train(job: Job, overrides: list[str]) -> int:
     if is_finished(job, folder.path):
         return show_finished(job, folder.path)
     require_vocabulary(job)
+    require_tokenized(job)
     if job.cluster.kind == "slurm":
         from harness.cluster.submit import submit_one
 
@@ -57,10 +59,11 @@ def train_sweep(points: list[Composed]) -> int:
 
 
 def _checked(point: Composed) -> Composed:
-    """Return the point, without its job if the tokenizer does not fit the model's vocabulary."""
+    """Return the point, without its job if its data cannot be used as it is."""
     try:
         if point.job is not None:
             require_vocabulary(point.job)
+            require_tokenized(point.job)
     except UserError as error:
         return replace(point, job=None, reason=str(error))
     return point

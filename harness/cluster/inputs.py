@@ -1,4 +1,4 @@
-"""Check before submission that a job's input files exist, so that a missing file costs no time in the queue.
+"""Check before a job starts that its input files exist, so that a missing file costs no time in the queue.
 
 The submitting machine may not mount every disk of a node. Paths whose folder does not exist here, and paths
 in folders for temporary files, are checked by the ranks only.
@@ -14,8 +14,9 @@ from pathlib import Path
 
 from harness.checkpoint.catalog import is_url
 from harness.data.config import ASSET_PREFIX
-from harness.data.sources import expand
-from harness.errors import ConfigError
+from harness.data.size_limit import is_small, too_large
+from harness.data.sources import expand, source_of
+from harness.errors import ConfigError, DataError
 from harness.job import Job
 
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/scratch/local")
@@ -41,6 +42,33 @@ def require_inputs(job: Job) -> None:
     if initial and not is_url(initial) and _is_missing(initial.removeprefix("file://")):
         works = "a checkpoint, a run folder, or safetensors with checkpoint.initial_load_in_hf=true"
         raise ConfigError("checkpoint.initial_load_path", initial, "there is no such folder", works)
+
+
+def require_tokenized(job: Job) -> None:
+    """Check that a job need not tokenize more than data.tokenize_limit_gib, as far as this machine can tell.
+
+    Datasets of the hub are checked by the ranks, when their size is known.
+
+    Raises:
+        ConfigError: it would have to.
+    """
+    data = job.data
+    is_visible = job.cluster.kind == "local" or _is_visible(os.path.expanduser(data.cache_dir))
+    if data.kind != "local" or not is_visible:
+        return
+    for split in ("train", *(("validation",) if data.validation_paths and job.validation.interval else ())):
+        source, held_out = source_of(data, split)
+        try:
+            if is_small(source):
+                continue
+            from harness.data.cache import cache_folder
+            from harness.data.tokenizer import build_tokenizer
+
+            folder = cache_folder(source, build_tokenizer(job.tokenizer), held_out, data.cache_dir)
+        except DataError:  # the ranks may see other files
+            continue
+        if not folder.exists():
+            raise too_large(source, job.tokenizer)
 
 
 @functools.cache

@@ -119,6 +119,9 @@ def device_hours(job: Job) -> float | None:
 class Submission:
     """Jobs of one shape, submitted together: several form a job array.
 
+    Attributes:
+        module: run by the script, with the run folder, or ``--list`` and the file of an array's run folders.
+
     Args:
         jobs: the resolved jobs.
         run_dirs: their run folders, begun with the state ``submitted`` when ``submit`` is called.
@@ -127,6 +130,8 @@ class Submission:
         at_once: maximum number of jobs that run at once; None means ``cluster.max_running``.
         after: ids of jobs that must end first, successfully or not.
     """
+
+    module = "harness.cluster.batch"
 
     def __init__(
         self,
@@ -184,7 +189,7 @@ class Submission:
     def _command(self) -> str:
         """Return the command that runs the job."""
         several = len(self.jobs) > 1
-        command = [sys.executable, "-u", "-m", "harness.cluster.batch"]
+        command = [sys.executable, "-u", "-m", self.module]
         command += ["--list", str(self._list_path)] if several else [str(self.run_dirs[0])]
         if self.jobs[0].cluster.snapshot:
             command += ["--code", str(snapshot_path(self.home))]

@@ -308,8 +308,8 @@ class HubTable:
             yield from self.read(span)
 
     def read(self, span: Span) -> Iterator[str]:
-        assert span.end is not None, "spans of tables have an end"
-        table = self._table.select_columns([self.config.text_field]).select(range(span.begin, span.end))
+        table = self._table.select_columns([self.config.text_field])
+        table = table.select(range(span.begin, len(table) if span.end is None else span.end))
         for batch in table.iter(batch_size=_ROWS_PER_READ):
             for text in batch[self.config.text_field]:
                 yield _text_of_row({self.config.text_field: text}, self.config.text_field, self.name)

@@ -28,7 +28,7 @@ from harness.data.documents import LongText, Source, Span
 from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.files import sync_file, write_atomically
 
-UNIT_BYTES = 1 << 25
+UNIT_BYTES = 1 << 24
 CHARS_PER_BATCH = 4_000_000
 _HEADER = 3
 

@@ -28,7 +28,7 @@ class TokenizeConfig:
     """Number of parts of the corpus, each a folder; on SLURM one task each. The stream of documents does not
     depend on it. Null: one for each 16 GiB of source."""
 
-    unit_mib: float = label(32.0, above=0)
+    unit_mib: float = label(16.0, above=0)
     """MiB of source that a process tokenizes at a time; unfinished units are repeated after a kill."""
 
     @property

@@ -113,7 +113,7 @@ class CorpusWriter:
         """
         path = self.target / PLAN
         self._units_folder.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not self.is_same_source:
+        if path.exists() and not self.is_same_source:  # shards may have documents of files that have changed
             for shard in range(len(self.shards)):
                 shutil.rmtree(self.folder(shard), ignore_errors=True)
         write_atomically(path, json.dumps({**self._plan, "key": self.key}).encode())

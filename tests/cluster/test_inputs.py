@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from harness.cluster import inputs
-from harness.cluster.inputs import require_inputs
+from harness.cluster.inputs import require_inputs, require_tokenized
 from harness.compose import compose_job
+from harness.data.cache import open_cache
+from harness.data.sources import source_of
+from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError
+from harness.job import Job
+from harness.tokenize.config import TokenizeJob
 
 
 @pytest.fixture(autouse=True)
-def as_if_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_if_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat pytest's temporary folders as shared."""
     monkeypatch.setattr(inputs, "_NODE_LOCAL", ("/local",))
     monkeypatch.setattr(inputs.tempfile, "gettempdir", lambda: "/local")
@@ -65,3 +72,42 @@ def test_what_is_here_or_cannot_be_seen(tmp_path: Path, typed: tuple[str, ...]) 
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "prefix.idx").touch()
     require(*(each.replace("{here}", str(tmp_path)) for each in typed))
+
+
+def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "some text of a document"}\n' * 9)
+    typed = [
+        *("model=llama3_tiny", "data=local_jsonl", f"data.paths=[{tmp_path}/a.jsonl]"),
+        *("data.text_field=content", "tokenizer=bytes", f"data.cache_dir={tmp_path}/cache"),
+    ]
+    limit = "data.tokenize_limit_gib=1e-7"
+    for where in ((), ("cluster=slurm", "cluster.device=cpu")):
+        job = compose_job([*typed, limit, *where])
+        with pytest.raises(ConfigError, match="GiB that are not tokenized") as refused:
+            require_tokenized(job)
+    command = re.search(
+        "would work: python -m harness.tokenize (.*) and then data=tokens", str(refused.value)
+    )
+    assert command is not None
+    printed = compose_job(shlex.split(command[1]), config_name="tokenize", schema=TokenizeJob)
+    names = ("kind", "paths", "format", "text_field", "validation_fraction")
+    assert all(getattr(printed.data, name) == getattr(job.data, name) for name in names)
+    assert printed.tokenizer == job.tokenizer and printed.tokenize.target == "corpus/NAME"
+    require_tokenized(compose_job([*typed, "data.tokenize_limit_gib=null"]))
+    with pytest.raises(ConfigError, match="tokenize_limit_gib"):  # a rank, under torchrun
+        open_train(job)
+    open_train(compose_job(typed))
+    require_tokenized(job)  # the cache exists
+
+
+def open_train(job: Job) -> None:
+    source, held_out = source_of(job.data, "train")
+    open_cache(
+        source,
+        build_tokenizer(job.tokenizer),
+        split="train",
+        held_out=held_out,
+        cache_dir=job.data.cache_dir,
+        wait_for_all=None,
+        is_builder=True,
+    )

@@ -1,0 +1,76 @@
+"""Submit the shards of a corpus as tasks of a SLURM array."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from harness.cluster.queue import jobs, require_slurm
+from harness.cluster.slurm import Submission
+from harness.cluster.submit import confirm, cost_in_words
+from harness.config import with_value
+from harness.errors import EXIT_OK, ConfigError
+from harness.files import write_atomically
+from harness.run.slurm_record import SlurmJobRecord
+from harness.tokenize.config import TokenizeJob
+from harness.tokenize.writer import CorpusWriter
+
+WORKERS = 8
+"""Default processes of a task."""
+TASKS, JOB = "tasks", "job.json"
+
+
+class TokenizeSubmission(Submission):
+    """An array of ``harness.tokenize.task``; the name of a task's folder is its shard."""
+
+    module = "harness.tokenize.task"
+
+
+def submit(job: TokenizeJob, writer: CorpusWriter) -> int:
+    """Submit a task for each shard that is not tokenized, or show the script; return the exit code.
+
+    Raises:
+        UserError: there is no SLURM here, it refuses the job, or its cost was not confirmed.
+    """
+    if job.cluster.wait:
+        rule = "follows a training job, and tasks of harness.tokenize write shards"
+        raise ConfigError("cluster.wait", True, rule, "false, and squeue")
+    workers = job.tokenize.workers or job.cluster.cpus_per_rank or WORKERS
+    job = with_value(job, "tokenize.workers", workers)
+    # All tasks have the shards of this process, whatever they can see of the source.
+    job = with_value(job, "tokenize.shards", len(writer.shards))
+    job = with_value(job, "cluster.cpus_per_rank", job.cluster.cpus_per_rank or workers)
+    home = writer.target.absolute()
+    shards = [shard for shard in range(len(writer.shards)) if writer.missing(shard)]
+    shards = shards or [len(writer.shards) - 1]  # to write what is tokenized
+    folders = [home / TASKS / f"{shard:05}" for shard in shards]
+    tasks = [job] * len(shards)
+    submission = TokenizeSubmission(tasks, folders, home, f"tokenize.{home.name}.{writer.key[:12]}")
+    cost = f"{len(shards)} tasks with {workers} processes each, {cost_in_words(tasks)}"
+    if job.cluster.dry_run:
+        sys.stdout.write(f"{submission.script(planned=True)}\n# {cost}\n")
+        return EXIT_OK
+    require_slurm()
+    busy = _queued(folders)
+    if busy:
+        sys.stdout.write(f"{home}: already submitted, {', '.join(busy)}; the same command continues later\n")
+        return EXIT_OK
+    confirm(tasks)
+    writer.begin()
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / JOB, job.to_json().encode())
+    ids = submission.submit()
+    if job.cluster.parsable:
+        sys.stdout.write("".join(f"{each}\n" for each in ids))
+        return EXIT_OK
+    sys.stdout.write(f"{home}: submitted as job {ids[0].partition('_')[0]}, {cost}\nlogs {home / 'slurm'}\n")
+    return EXIT_OK
+
+
+def _queued(folders: list[Path]) -> list[str]:
+    """Tasks that are in the queue."""
+    listed = jobs()
+    records = [SlurmJobRecord.read(folder) for folder in folders]
+    found = [None if record is None else record.find(listed) for record in records]
+    return [f"job {each.id} ({each.state})" for each in found if each is not None]

@@ -1,0 +1,80 @@
+"""A task of a SLURM array of ``harness.tokenize``: tokenizes a shard, and writes the shards that are ready.
+
+The task that finds all shards tokenized writes the manifest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from harness.app import guarded
+from harness.config import from_dict
+from harness.data.build_lock import only_builder
+from harness.data.corpus import MANIFEST
+from harness.errors import EXIT_OK, UserError
+from harness.metrics.encoding import read_object
+from harness.tokenize.__main__ import writer_of
+from harness.tokenize.config import TokenizeJob
+from harness.tokenize.slurm import JOB
+
+
+def main() -> NoReturn:
+    """Run the task, and exit."""
+    # SLURM sends it before the time limit; the task works until it is killed, and finished units are kept.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    sys.exit(guarded(lambda: run(_parse())))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m harness.tokenize.task")
+    parser.add_argument("folder", nargs="?", help="the task's folder")
+    parser.add_argument("--list", help="file with a folder in each line, for a job array")
+    parser.add_argument("--code", help="folder that the harness is imported from")
+    parser.add_argument("--setup-failed", type=int, help="exit code of a failed line of cluster.setup")
+    parser.add_argument("--line", help="the line of cluster.setup that failed")
+    return parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tokenize the shard; return the exit code.
+
+    Raises:
+        UserError: a line of cluster.setup failed, or the source has changed since the array was submitted.
+    """
+    if options.setup_failed is not None:
+        raise UserError(f"cluster.setup={options.line.strip()}: ended with exit code {options.setup_failed}")
+    folder = Path(options.folder or _folder_of_task(options.list))
+    plain = read_object(folder / JOB)
+    job: TokenizeJob = from_dict(TokenizeJob, {name: value for name, value in plain.items() if name != "id"})
+    writer, shard = writer_of(job), int(folder.name)
+    if (writer.target / MANIFEST).exists():
+        return EXIT_OK
+    if not writer.is_same_source:
+        raise UserError(
+            f"{writer.source_name}: has changed since the tasks were submitted, or this node sees other "
+            "files; would work: the harness.tokenize command once more"
+        )
+    with only_builder(folder, lambda: not writer.missing(shard)) as building:
+        if building is not None:
+            writer.tokenize([shard], job.tokenize.workers)
+    manifest = writer.finish()
+    sys.stdout.write(f"shard {shard} is tokenized{'' if manifest is None else '; the corpus is complete'}\n")
+    return EXIT_OK
+
+
+def _folder_of_task(path: str) -> str:
+    """Return the folder of this array task."""
+    lines = Path(path).read_text().splitlines()
+    task = int(os.environ.get("SLURM_ARRAY_TASK_ID", "-1"))
+    if not 0 <= task < len(lines):
+        raise UserError(f"{path} lists {len(lines)} tasks, and SLURM_ARRAY_TASK_ID is {task}")
+    return lines[task]
+
+
+if __name__ == "__main__":
+    main()
