@@ -211,8 +211,11 @@ class Composer:
                 rest.append(typed)
             elif sets_field(typed) or (group in groups() and isinstance(parsed.value(), dict)):
                 values.append(parsed)
-            elif typed == CONFIG_JSON or _sets_one_group(self._conf, typed):
-                options[group] = typed  # the last option of a group wins
+            # The last option of a group wins.
+            elif typed_value([typed], "model") == FROM_CONFIG:
+                options[group] = CONFIG_JSON
+            elif _sets_one_group(self._conf, typed):
+                options[group] = typed
             else:
                 rest.append(typed)
         layers = _layers(self._conf, self.config_name, self.schema, tuple(rest))

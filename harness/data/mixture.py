@@ -119,7 +119,7 @@ class _Target:
 
     Sample c of a source (from 0) may be assigned once the source's target has reached c + 1/(2k - 2), and
     must be assigned before the target exceeds c + 1 - 1/(2k - 2). The next sample goes to the source with the
-    earliest such limit, of those that may have it.
+    earliest such limit among those that may have it.
     """
 
     def __init__(self, shares: Shares, origin: int, counts: Sequence[int]) -> None:

@@ -141,7 +141,7 @@ class TokenLists(LocalFiles):
 
 
 class Ids(Tokenizer):
-    """Stands in for a tokenizer where documents are lists of ids already."""
+    """A tokenizer for documents that are lists of ids already: it changes nothing."""
 
     bos_id = eos_id = None
     config = None

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.cluster.ranks import openmp_environment
-from harness.errors import HarnessError, MachineError, UserError
+from harness.errors import HarnessError, MachineError, UserError, one_line
+from harness.failures import describe_failure
 from harness.job import Job
 from harness.launched import launched_ranks
 from harness.loop.process import importing_torch, keep_freed_memory
@@ -26,11 +27,17 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
         arguments: picklable, like the result.
 
     Raises:
-        UserError, MachineError: those of the function on any rank.
+        UserError, MachineError: those of the function on any rank. Out of memory is a MachineError.
     """
     if launched_ranks() is not None or job.world_size == 1:
         os.environ.update(openmp_environment(job))
-        return _in_this_process(job, function, *arguments)
+        try:
+            return _in_this_process(job, function, *arguments)
+        except Exception as error:
+            failure = describe_failure(error)
+            if failure["kind"] != "out_of_memory":
+                raise
+            raise _out_of_memory(failure["message"]) from error
     from harness.cluster.pool import RankFailed, RankPool
 
     with RankPool(job.world_size, timeout_seconds=float("inf"), on_gpus=_on_gpus(job)) as pool:
@@ -40,7 +47,14 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
             failure = error.failure
             if failure is None or failure.kind in (None, HarnessError.kind):
                 raise
+            if failure.kind == "out_of_memory":
+                raise _out_of_memory(failure.message) from error
             raise (UserError if failure.kind == UserError.kind else MachineError)(failure.message) from error
+
+
+def _out_of_memory(message: str) -> MachineError:
+    works = "a smaller batch_size, or more ranks that share the weights"
+    return MachineError(f"out of memory: {one_line(message)}; would work: {works}")
 
 
 def is_first() -> bool:

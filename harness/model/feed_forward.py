@@ -20,6 +20,8 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """
     if activation == "swiglu":
         return F.silu(gate) * up
+    if activation != "swiglu_clamped":
+        raise ValueError(f"no such activation: {activation}")
     gate = gate.clamp(max=LIMIT)
     return gate * torch.sigmoid(ALPHA * gate) * (up.clamp(-LIMIT, LIMIT) + 1)
 

@@ -213,7 +213,7 @@ class Ranking:
         self._insert(Candidate(point, plan))
 
     def _insert(self, new: Candidate) -> None:
-        """Keep a candidate, if it is among the best; of those that are equally fast, only the simplest."""
+        """Keep a candidate if it is among the best; among equally fast ones only the simplest."""
         tied = next((each for each in self.best if each.order[0] == new.order[0]), None)
         if tied is not None:
             self.rejected.tied += 1

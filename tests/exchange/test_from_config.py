@@ -66,12 +66,13 @@ def test_a_conversion_reads_what_it_converts(tmp_path: Path) -> None:
     assert meant(job.model) == meant(shipped("qwen3_8b"))
 
 
-def test_points_of_a_sweep_have_each_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", ["model=from_config", "model='from_config'"])
+def test_points_of_a_sweep_have_each_their_own(tmp_path: Path, chosen: str) -> None:
     paths = []
     for name in ("mistral_7b", "qwen3_8b"):
         (tmp_path / name).mkdir()
         paths.append(write(tmp_path / name, RELEASED_CONFIGS[name]))
-    points = compose_points(["model=from_config", f"model.path={','.join(paths)}", "training.seq_len=32"])
+    points = compose_points([chosen, f"model.path={','.join(paths)}", "training.seq_len=32"])
     assert [point.job.model.family for point in points] == ["mistral", "qwen3"]
 
 

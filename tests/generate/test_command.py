@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families_table import CASES, random_model, set_fields, to_transformers
 from processes import python
 
+from harness.app import guarded
 from harness.compose import compose_job
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import UserError
+from harness.errors import EXIT_MACHINE, UserError
 from harness.generate.__main__ import generate
 from harness.generate.config import GenerateJob
 from harness.generate.prompts import read_prompts
@@ -57,6 +59,19 @@ def test_json(wanted: str, weights: Path) -> None:
     assert all(len(text["tokens"]) == 5 and text["ended_by"] == "length" for text in found["texts"])
     assert found["decode_tokens_per_second"] > 0 and found["prefill_tokens_per_second"] > 0
     assert found["checkpoint"] == str(weights)
+
+
+def test_out_of_memory_is_one_line(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.\nGPU 0 has 1 GiB.")
+
+    monkeypatch.setattr("harness.inference.model.InferenceModel.load", load)
+    assert guarded(lambda: len(run(weights, "prompt=x"))) == EXIT_MACHINE
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: out of memory: CUDA out of memory. Tried to allocate 2.50 GiB.\\nGPU 0")
+    assert "; would work: a smaller batch_size" in line
 
 
 def test_prompts_from_files_and_standard_input(

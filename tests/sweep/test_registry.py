@@ -40,7 +40,7 @@ def test_a_reader_beside_a_writer_sees_whole_points(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
 
     def write() -> None:
-        for number in range(60):
+        for number in range(20):
             registry.add([point(tmp_path, str(number))], [])
 
     with ThreadPoolExecutor() as pool:
@@ -49,7 +49,7 @@ def test_a_reader_beside_a_writer_sees_whole_points(tmp_path: Path) -> None:
             seen = [each.id for each in Registry(tmp_path).points()]
             assert seen == [str(number) for number in range(len(seen))]
         done.result()
-    assert len(registry.points()) == 60
+    assert len(registry.points()) == 20
 
 
 def test_the_folder_can_be_moved(tmp_path: Path) -> None:
