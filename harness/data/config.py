@@ -262,7 +262,7 @@ class DataConfig:
             for name in names:
                 value = getattr(self, name)
                 if self.kind not in kinds and value != getattr(default, name):
-                    rule = f"is read only by data.kind={' and '.join(kinds)}, and data.kind is {self.kind}"
+                    rule = f"is read only by data.kind={' or '.join(kinds)}, and data.kind is {self.kind}"
                     raise ConfigError(f"data.{name}", value, rule, f"data.kind={kinds[0]}, or leave it out")
         for name in _READ_ONLY_BY_STREAMS:
             value = getattr(self, name)

@@ -15,7 +15,7 @@ from test_tokenizer_json import CHAT, write
 
 from harness.compose import compose_job
 from harness.data import DataConfig, TokenizerConfig
-from harness.data.chat import Conversations, ConversationTokenizer
+from harness.data.chat import Conversations, ConversationTokenizer, open_conversations
 from harness.data.chat_template import TEMPLATES, template_of
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizer_base import Tokenizer
@@ -349,8 +349,18 @@ def test_all_formats_have_the_same_conversations(tmp_path: Path, monkeypatch: py
 def test_files_without_an_assistant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_text(f'{{"messages": [{HELLO}]}}\n')
-    with pytest.raises(DataError, match=r"^data\.paths=\[\*\.jsonl\]: no message has the role assistant$"):
-        documents()
+    message = r"^data\.paths=\[\*\.jsonl\] has no message with the role assistant, or all are empty$"
+    data = chat(cache_dir=str(tmp_path / "cache"), chat_template="plain")
+    with pytest.raises(DataError, match=message):
+        open_conversations(
+            data,
+            build_tokenizer(TokenizerConfig()),
+            seq_len=8,
+            seed=1,
+            split="train",
+            wait_for_all=None,
+            is_builder=True,
+        )
 
 
 HELLO = '{"role": "user", "content": "Hello"}'
@@ -389,7 +399,7 @@ def test_a_wrong_line_is_named(
         ({"paths": []}, "data.kind=chat needs at least one file"),
         (
             {"format": "text"},
-            "data.format=text: a text file has no messages; would work: auto, jsonl, parquet",
+            "data.format=text: is no format of data.kind=chat; would work: auto, jsonl, parquet",
         ),
         ({"attend_across_documents": True}, "data.attend_across_documents=true: .*would work: false"),
         ({"mask_document_boundary": False}, "data.mask_document_boundary=false: .*would work: true"),

@@ -55,12 +55,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (with_b(kind="mixture"), "data.sources.b.kind=mixture: a source is not a mixture itself"),
     ({"sources": SOURCES | {"step": SOURCES["a"]}}, "data.sources=step: a name has letters, digits"),
     ({"shuffle": False}, "is a field of each source; would work: data.sources.NAME.shuffle"),
-    ({"paths": ["x"]}, "is read only by data.kind=local, and data.kind is mixture"),
+    ({"paths": ["x"]}, "is read only by data.kind=local or tokens or chat, and data.kind is mixture"),
     ({"weight_changes": [{"a": 1}]}, "each change needs a whole number `step` above 1"),
     ({"weight_changes": [{"step": 9, "a": 1}, {"step": 9, "b": 1}]}, "`step` above 9"),
     ({"weight_changes": [{"step": 9.5, "a": 1}]}, "`step` above 1"),
     ({"weight_changes": [{"step": 9, "c": 1}]}, "data.weight_changes.c=1: data.sources has no such source"),
-    ({"weight_changes": [{"step": 9, "a": "x"}]}, "must be a list of mappings, like [{a: 1}]"),
+    ({"weight_changes": [{"step": 9, "a": "x"}]}, "must be a list of mappings, like [{a:1,b:2}]"),
     ({"kind": "synthetic"}, "is read only by data.kind=mixture, and data.kind is synthetic"),
 ]
 

@@ -141,7 +141,9 @@ def stream() -> DataConfig:
         Path("corpus").mkdir(exist_ok=True)
         Path(f"corpus/train-{shard}.jsonl").write_text("".join(lines))
     path = str(Path("corpus").absolute())
-    return DataConfig(kind="hub", dataset=path, streaming=True, shuffle=False, attend_across_documents=False)
+    return DataConfig(
+        kind="hub", dataset=path, streaming=True, workers=0, shuffle=False, attend_across_documents=False
+    )
 
 
 def test_streams_read_on_where_their_row_stopped(stream: DataConfig, changes) -> None:
