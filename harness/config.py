@@ -323,8 +323,8 @@ def _describe_kind(kind: Any, key: str) -> str:
         return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
     if get_origin(kind) is list:
         inner = get_args(kind)[0]
-        examples = {list: "a list of lists, like [[a,b],[c]]", dict: "a list of mappings, like [{a: 1}]"}
-        return examples.get(get_origin(inner), "a list, like [a,b]")
+        nested = {list: "a list of lists, like [[a,b],[c]]", dict: "a list of mappings, like [{a:1,b:2}]"}
+        return nested.get(get_origin(inner), "a list, like [a,b]")
     if get_origin(kind) is dict and dataclasses.is_dataclass(get_args(kind)[1]):
         return "a mapping of names to fields, like {a: {kind: b}}"
     if get_origin(kind) is dict and get_args(kind)[1] is str:

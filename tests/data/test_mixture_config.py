@@ -60,7 +60,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"weight_changes": [{"step": 9, "a": 1}, {"step": 9, "b": 1}]}, "`step` above 9"),
     ({"weight_changes": [{"step": 9.5, "a": 1}]}, "`step` above 1"),
     ({"weight_changes": [{"step": 9, "c": 1}]}, "data.weight_changes.c=1: data.sources has no such source"),
-    ({"weight_changes": [{"step": 9, "a": "x"}]}, "must be a list of mappings, like [{a: 1}]"),
+    ({"weight_changes": [{"step": 9, "a": "x"}]}, "must be a list of mappings, like [{a:1,b:2}]"),
     ({"kind": "synthetic"}, "is read only by data.kind=mixture, and data.kind is synthetic"),
 ]
 
