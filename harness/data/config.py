@@ -5,11 +5,10 @@ Validation needs no torch and opens no file. The loader checks the files and rai
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.config import NUMERICS, execution, label, numerics
+from harness.config import execution, label, numerics
 from harness.data.mixture_config import check_mixture, require_validation_of_sources
 from harness.data.tiktoken_sets import SETS
 from harness.errors import ConfigError
@@ -28,7 +27,6 @@ _READ_ONLY_BY = {
     "synthetic": ("mask_fraction",),
     "mixture": ("sources", "weights", "epochs", "weight_changes"),
 }
-_PACKING = ("mask_document_boundary", "attend_across_documents")
 
 
 @dataclass(frozen=True)
@@ -156,13 +154,6 @@ class DataConfig:
             return any(source.holds_out for source in self.sources.values())
         held_out = self.validation_paths or self.validation_split or self.validation_fraction
         return self.kind == "synthetic" or bool(held_out)
-
-    @property
-    def shared_fields(self) -> list[str]:
-        """Fields that the sources of a mixture share: packing, and what every kind reads in the same way."""
-        fields = [field for field in dataclasses.fields(self) if field.metadata["role"] != NUMERICS]
-        of_one_kind = {name for names in _READ_ONLY_BY.values() for name in names}
-        return [*_PACKING, *(field.name for field in fields if field.name not in of_one_kind)]
 
     @property
     def source_names(self) -> list[str]:
