@@ -5,13 +5,12 @@ Validation needs no torch and opens no file. The loader checks the files and rai
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from harness.config import NUMERICS, execution, label, numerics
+from harness.config import execution, label, numerics
 from harness.data.mixture_config import check_mixture, require_validation_of_sources
 from harness.data.tiktoken_sets import SETS
 from harness.errors import ConfigError
@@ -53,7 +52,6 @@ _READ_ONLY_BY = {
     ("synthetic",): ("mask_fraction",),
     ("mixture",): ("sources", "weights", "epochs", "weight_changes"),
 }
-_PACKING = ("mask_document_boundary", "attend_across_documents")
 # Fields that only streams read.
 _READ_ONLY_BY_STREAMS = ("workers", "shuffle_buffer")
 
@@ -243,13 +241,6 @@ class DataConfig:
         may_be_corpus = self.kind == "tokens" and self.format in ("auto", "corpus")
         held_out = self.validation_paths or self.validation_split or self.validation_fraction
         return self.kind == "synthetic" or may_be_corpus or bool(held_out)
-
-    @property
-    def shared_fields(self) -> list[str]:
-        """Fields that the sources of a mixture share: packing, and what every kind reads in the same way."""
-        fields = [field for field in dataclasses.fields(self) if field.metadata["role"] != NUMERICS]
-        of_one_kind = {name for names in (*_READ_ONLY_BY.values(), _READ_ONLY_BY_STREAMS) for name in names}
-        return [*_PACKING, *(field.name for field in fields if field.name not in of_one_kind)]
 
     @property
     def source_names(self) -> list[str]:

@@ -30,7 +30,7 @@ class SourceOrder:
 
     Args:
         shares: share of every source; they add up to 1.
-        block: number of samples that are shuffled together.
+        block: number of samples that are shuffled together; fewer where the shares change next.
         seed: seed of the shuffling.
     """
 
@@ -58,13 +58,13 @@ class SourceOrder:
         """
         if number < self._first:
             raise ValueError(f"sample {number} is before the current block, which begins at {self._first}")
-        while number >= self._first + self._block:
-            self._enter_block(self._first + self._block, self._target.counts)
+        while number >= self._end:
+            self._enter_block(self._end, self._target.counts)
         return self._members[number - self._first]
 
     def counts(self, number: int) -> dict[str, int]:
         """Return how many of the samples before ``number`` come from each source."""
-        if number == self._first + self._block:
+        if number == self._end:
             return dict(zip(self.names, self._target.counts, strict=True))
         self.which(number)
         counts = list(self._counts)
@@ -103,10 +103,12 @@ class SourceOrder:
 
     def _enter_block(self, first: int, counts: list[int]) -> None:
         """Assign the samples of the block that begins at ``first``; ``counts`` are those before it."""
-        self._first, self._counts = first, list(counts)
+        changes = (change for change, _ in self._shares if change > first)
+        self._first, self._end = first, min([first + self._block, *changes])
+        self._counts = list(counts)
         self._target.seek(first, counts)
-        sources = [self._target.next() for _ in range(self._block)]
-        shuffled = random_stream("mixture", self._seed, first).permutation(self._block)
+        sources = [self._target.next() for _ in range(self._end - first)]
+        shuffled = random_stream("mixture", self._seed, first).permutation(len(sources))
         taken, self._members = list(counts), []
         for index in shuffled:
             source = sources[index]

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 
 OWN = ("kind", "sources", "weights", "epochs", "weight_changes")
 """Fields of the mixture itself."""
+SHARED = (
+    "mask_document_boundary",
+    "attend_across_documents",
+    "prefetch",
+    "cache_dir",
+    "tokenize_workers",
+    "tokenize_limit_gib",
+)
+"""Fields that are set once for all sources; every other field is one of each source."""
 STEP = "step"
 """Key of a change of weights that is not a source."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
@@ -41,7 +50,7 @@ def check_mixture(data: DataConfig) -> None:
 
 def source_config(data: DataConfig, name: str) -> DataConfig:
     """Return the config of a source, with the fields that all sources share."""
-    shared = {field: getattr(data, field) for field in data.shared_fields}
+    shared = {field: getattr(data, field) for field in SHARED}
     return dataclasses.replace(data.sources[name], **shared)
 
 
@@ -124,7 +133,7 @@ def _check_fields_of_source(source: DataConfig, name: str) -> None:
         rule = "a source is not a mixture itself"
         raise ConfigError(f"data.sources.{name}.kind", "mixture", rule, "its sources beside the others")
     default = type(source)()
-    for field in source.shared_fields:
+    for field in SHARED:
         value = getattr(source, field)
         if value != getattr(default, field):
             rule = "is set once, for all sources"
@@ -133,10 +142,10 @@ def _check_fields_of_source(source: DataConfig, name: str) -> None:
 
 def _refuse_fields_of_sources(data: DataConfig) -> None:
     """Refuse a field that has an effect on a source only."""
-    default, allowed = type(data)(), {*OWN, *data.shared_fields}
+    default = type(data)()
     for name in (field.name for field in dataclasses.fields(data)):
         value = getattr(data, name)
-        if name not in allowed and value != getattr(default, name):
+        if name not in (*OWN, *SHARED) and value != getattr(default, name):
             rule = "is a field of each source"
             raise ConfigError(f"data.{name}", value, rule, f"data.sources.NAME.{name}")
 

@@ -138,11 +138,11 @@ class Engine:
             batch = place(batch, self.device)
             pieces = split_batch(batch, self.job.local_batch_size)
             losses = torch.zeros(1 + self.job.model.mtp.depth, device=self.device)
-            with self.sources.recorded(batch) as rows:
+            with self.sources.recorded(batch) as row_losses:
                 for i, piece in enumerate(pieces):
                     losses = losses + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
             # With multi-token prediction every other loss is that of the token after the next.
-            all_losses = [*losses, *self.sources.losses(batch, rows[:: len(losses)])]
+            all_losses = [*losses, *self.sources.losses(batch, row_losses[:: len(losses)])]
         if not self._gradients_checked:
             self._check_gradients()
         with annotated("gradient_norm"):
@@ -238,12 +238,12 @@ class Engine:
         self.loss.denominator = 1.0
         loss = torch.zeros((), device=self.device)
         batch = place(batch, self.device)
-        with self.sources.recorded(batch) as rows:
+        with self.sources.recorded(batch) as row_losses:
             for piece in split_batch(batch, self.job.local_batch_size):
                 loss = loss + self.executor.forward(piece)
         for part in self.parts:
             reshard(part)  # without a backward pass FSDP leaves some modules gathered
-        losses = [loss, *self.sources.losses(batch, rows)]
+        losses = [loss, *self.sources.losses(batch, row_losses)]
         tokens = [count_valid(batch), *self.sources.tokens(batch)]
         own = [*(losses if self.has_loss else [0.0] * len(losses))]
         own += tokens if self.counts_tokens else [0] * len(tokens)

@@ -91,6 +91,11 @@ def test_a_position_far_ahead_needs_no_replay() -> None:
     }
 
 
+def test_no_block_crosses_a_change() -> None:
+    order = SourceOrder([(0, shares({"a": 1, "b": 0})), (3, shares({"a": 0, "b": 1}))], block=B, seed=0)
+    assert [order.which(number)[0] for number in range(20)] == [0] * 3 + [1] * 17
+
+
 def test_changed_shares_count_from_the_position_on() -> None:
     order = SourceOrder([(0, shares({"a": 9, "b": 1}))], block=B, seed=2)
     changed = SourceOrder([(0, shares({"b": 1, "c": 1}))], block=B, seed=2)
