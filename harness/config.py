@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import UnionType
 from typing import (
     TYPE_CHECKING,
@@ -59,6 +59,8 @@ class Rule(TypedDict, total=False):
     """An empty text is not allowed; the default would work."""
     works: str
     """What would work, for the error, if the rule does not say it."""
+    id_omits_default: bool
+    """For fields added since jobs were published: the default is not part of a job's id, which so stays."""
 
 
 def _field(role: str, default: Any, factory: Callable[[], Any] | None, rule: Rule) -> Any:
@@ -111,6 +113,20 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
         if "role" not in field.metadata:
             raise TypeError(f"config field {name} has no role (numerics, execution or label)")
         yield name, field.metadata["role"], value
+
+
+def identity(config: Any, roles: Collection[str]) -> list[tuple[str, Any]]:
+    """Return ``(dotted name, value)`` of the leaf fields with these roles that a job's id covers."""
+    return [
+        (name, value)
+        for name, field, value in leaf_fields(config)
+        if field.metadata["role"] in roles
+        if not (field.metadata.get("id_omits_default") and value == _default(field))
+    ]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def leaf_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

@@ -13,7 +13,7 @@ from typing import Any, Self
 from harness import job_rules
 from harness.checkpoint import CheckpointConfig
 from harness.cluster.config import ClusterConfig, count_gpus
-from harness.config import LABEL, NUMERICS, check_rules, from_dict, label, leaves, part
+from harness.config import EXECUTION, NUMERICS, check_rules, from_dict, identity, label, leaves, part
 from harness.data import DataConfig, TokenizerConfig
 from harness.data.sizes import Sizes
 from harness.errors import ConfigError, UserError
@@ -62,12 +62,12 @@ class Job:
     @property
     def id(self) -> str:
         """Hash of the job, twelve hex digits: covers numerics and execution, but not labels."""
-        return _digest([(name, value) for name, role, value in leaves(self) if role != LABEL])
+        return _digest(identity(self, (NUMERICS, EXECUTION)))
 
     @property
     def numerics_id(self) -> str:
         """Hash of the numerics only: layouts of one experiment share it."""
-        return _digest([(name, value) for name, role, value in leaves(self) if role == NUMERICS])
+        return _digest(identity(self, (NUMERICS,)))
 
     @property
     def run_dir(self) -> Path:

@@ -17,7 +17,7 @@ import pytest
 
 from harness import job_rules
 from harness.compose import compose_job
-from harness.config import EXECUTION, LABEL, NUMERICS, label, leaves, numerics
+from harness.config import EXECUTION, LABEL, NUMERICS, identity, label, leaves, numerics
 from harness.errors import ConfigError
 from harness.job import Job, differing_numerics, from_dict
 from harness.overrides import with_one_length
@@ -156,6 +156,18 @@ def test_every_leaf_has_a_role() -> None:
     assert {roles[name] for name in roles if name.startswith("model.") and name not in names} == {NUMERICS}
     assert {roles[name] for name in names} == {LABEL}
     assert {roles[name] for name in roles if name.startswith("metrics.")} == {LABEL}
+
+
+def test_a_new_field_with_its_default_changes_no_id() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Part:
+        old: int | None = numerics(None)
+        new: int | None = numerics(None, id_omits_default=True)
+        sizes: list[int] = numerics(factory=list, id_omits_default=True)
+
+    assert identity(Part(), (NUMERICS,)) == [("old", None)]
+    assert identity(Part(new=1, sizes=[2]), (NUMERICS,)) == [("old", None), ("new", 1), ("sizes", [2])]
+    assert identity(Part(), (EXECUTION,)) == []
 
 
 def test_a_leaf_without_a_role_is_refused() -> None:

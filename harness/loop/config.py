@@ -27,7 +27,7 @@ class TrainingConfig:
 
     steps: int | None = numerics(None, least=1)
     """Optimizer steps; null: as many as training.tokens needs, or 100."""
-    tokens: int | float | str | None = numerics(None)
+    tokens: int | float | str | None = numerics(None, id_omits_default=True)
     """Tokens to train, in place of training.steps: a number, also with K, M, B or T, like 20B. The run ends
     with the first step that reaches it. Resolving the job sets training.steps, and tokens to null."""
     seq_len: int = numerics(2048, least=1)

@@ -87,13 +87,13 @@ class ScheduleConfig:
     """Shape of the decay: linear, sqrt (1 - sqrt) or cosine."""
     min_lr_factor: float = numerics(0.0, least=0, most=1)
     """Learning rate at the end of the decay, as a fraction of optimizer.lr."""
-    total_steps: int | None = numerics(None, least=1)
+    total_steps: int | None = numerics(None, least=1, id_omits_default=True)
     """Steps of the learning-rate curve, if more than training.steps: a shorter run then has the learning
     rates of a run of total_steps."""
-    batch_size: list[dict[str, int]] = numerics(factory=list)
+    batch_size: list[dict[str, int]] = numerics(factory=list, id_omits_default=True)
     """Sequences per step before training.global_batch_size applies: [{until_step:100,sequences:8}]. At most
     that many; each a multiple of the data-parallel ranks."""
-    seq_len: list[dict[str, int]] = numerics(factory=list)
+    seq_len: list[dict[str, int]] = numerics(factory=list, id_omits_default=True)
     """Tokens per sequence before training.seq_len applies: [{until_step:100,tokens:512}]. Each length divides
     training.seq_len."""
 

@@ -192,7 +192,7 @@ def test_settings_of_hydra_in_a_file_leave_nothing_behind(server: Server) -> Non
     text = "# @package _global_\nhydra:\n  output_subdir: x\n  mode: MULTIRUN\ntraining:\n  steps: 0\n"
     line = Line("known", "train", ["experiment=mine"], files={"experiment/mine.yaml": text})
     ended = server.run(line)
-    assert (ended.err, ended.left) == ("error: training.steps=0: must be at least 1\n", [])
+    assert (ended.err, ended.left) == ("error: training.steps=0: must be at least 1, or null\n", [])
 
 
 def test_a_folder_of_configurations_that_is_none(server: Server) -> None:

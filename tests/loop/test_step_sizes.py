@@ -1,4 +1,4 @@
-"""Steps of scheduled sizes compute what a job of those sizes computes, and count their own tokens."""
+"""Steps of scheduled sizes: gradients equal those of a job of these sizes, and metrics count their tokens."""
 
 from __future__ import annotations
 
