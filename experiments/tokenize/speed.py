@@ -3,8 +3,9 @@
     python experiments/tokenize/speed.py --megabytes 64 --workers 2 --rounds 3
     python experiments/tokenize/speed.py --memory 1024        peak memory of a worker on a file of 1 GiB
 
-The programs take turns. A round of ``datasets`` is timed without loading (its dataset is in Arrow files before
-the clock starts) and with it; a round of the harness is the complete command, imports included.
+The programs take turns. Compared are the seconds of the work itself (of ``datasets``: ``map``, whose input is
+in Arrow files before), of the complete programs with imports and reading, and of the CPU in the complete
+programs, which does not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -21,7 +23,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 VOCABULARY = 8000
@@ -30,7 +32,6 @@ import sys, time
 import datasets, transformers
 file, tokenizer, workers, cache = sys.argv[1:]
 tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=tokenizer)
-started = time.monotonic()
 rows = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
 loaded = time.monotonic()
 mapped = rows.map(
@@ -38,8 +39,7 @@ mapped = rows.map(
     batched=True, num_proc=int(workers), remove_columns=["text"],
 )
 ended = time.monotonic()
-print("tokens", sum(map(len, mapped["input_ids"][:2000])))
-print("seconds", ended - loaded, ended - started)
+print("seconds", ended - loaded)
 """
 
 
@@ -58,10 +58,11 @@ def main() -> None:
         tokenizer = train_tokenizer(folder / "tokenizer.json")
         if options.memory is not None:
             size = write_lines(folder / "text.jsonl", options.memory * 2**20)
-            seconds, peaks = run_harness(folder, tokenizer, options.workers)
+            peaks: dict[int, int] = {}
+            seconds = run_harness(folder, tokenizer, options.workers, peaks)
             sys.stdout.write(
                 f"{size / 2**20:.0f} MiB in {seconds:.0f} s, peak of each process (MiB, the first starts the "
-                f"others): {', '.join(f'{peak / 2**20:.0f}' for peak in peaks)}\n"
+                f"others): {', '.join(f'{peak / 2**20:.0f}' for peak in peaks.values())}\n"
             )
             return
         size = write_lines(folder / "text.jsonl", options.megabytes * 1e6)
@@ -69,21 +70,32 @@ def main() -> None:
 
 
 def compare(folder: Path, tokenizer: Path, options: argparse.Namespace, size: int) -> None:
-    """Time both programs in turn, and print the ratios."""
-    ratios, ratios_with_loading = [], []
+    """Run both programs in turn, and print the ratios."""
+    ratios: list[list[float]] = []
     for number in range(options.rounds):
-        ours, _ = run_harness(folder, tokenizer, options.workers)
-        mapping, loading_too = run_map(folder, tokenizer, options.workers)
-        ratios.append(mapping / ours)
-        ratios_with_loading.append(loading_too / ours)
+        ours, theirs = (
+            timed(lambda run=run: run(folder, tokenizer, options.workers)) for run in (run_harness, run_map)
+        )
+        ratios.append([b / a for a, b in zip(ours, theirs, strict=True)])
+        speeds = [f"{size / 1e6 / a:.2f} and {size / 1e6 / b:.2f}" for a, b in zip(ours, theirs, strict=True)]
         sys.stdout.write(
-            f"round {number + 1}: harness.tokenize {size / 1e6 / ours:.2f} MB/s, datasets.map "
-            f"{size / 1e6 / mapping:.2f} MB/s, with loading {size / 1e6 / loading_too:.2f} MB/s\n"
+            f"round {number + 1}: harness.tokenize and datasets.map, MB/s: {'; '.join(speeds)}\n"
         )
         sys.stdout.flush()
-    sys.stdout.write(
-        f"median ratio {statistics.median(ratios):.2f}, with loading {statistics.median(ratios_with_loading):.2f}\n"
-    )
+    medians = [statistics.median(each) for each in zip(*ratios, strict=True)]
+    sys.stdout.write("median ratio: work {:.2f}, program {:.2f}, CPU {:.2f}\n".format(*medians))
+
+
+def timed(run: Callable[[], float]) -> list[float]:
+    """Return the seconds that ``run`` returns, its seconds, and the seconds of CPU of its processes."""
+    cpu, started = cpu_seconds(), time.monotonic()
+    work = run()
+    return [work, time.monotonic() - started, cpu_seconds() - cpu]
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def texts() -> Iterator[str]:
@@ -119,26 +131,25 @@ def train_tokenizer(path: Path) -> Path:
     return path
 
 
-def run_harness(folder: Path, tokenizer: Path, workers: int) -> tuple[float, list[int]]:
-    """Run the command; return its seconds, and the peak memory in bytes of it and of each worker."""
+def run_harness(folder: Path, tokenizer: Path, workers: int, peaks: dict[int, int] | None = None) -> float:
+    """Run the command; return the seconds of its work, and add its processes' peak memory to ``peaks``."""
     target = folder / "corpus"
     shutil.rmtree(target, ignore_errors=True)
     command = [
         *(sys.executable, "-m", "harness.tokenize", "data=local_jsonl", f"data.paths=[{folder}/text.jsonl]"),
         *("data.validation_fraction=0", "tokenizer.kind=huggingface", f"tokenizer.path={tokenizer}"),
         *("tokenizer.bos=", "tokenizer.eos='<eos>'", f"tokenize.workers={workers}"),
-        f"tokenize.target={target}",
+        *(f"tokenize.target={target}", "--json"),
     ]
-    started = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    peaks: dict[int, int] = {}
-    while process.poll() is None:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    while peaks is not None and process.poll() is None:
         for pid in (process.pid, *children_of(process.pid)):
             peaks[pid] = max(peaks.get(pid, 0), peak_of(pid))
         time.sleep(0.05)
+    answer, _ = process.communicate()
     if process.returncode:
         sys.exit(f"harness.tokenize ended with exit code {process.returncode}")
-    return time.monotonic() - started, list(peaks.values())
+    return float(json.loads(answer)["seconds"])
 
 
 def children_of(pid: int) -> list[int]:
@@ -158,8 +169,8 @@ def peak_of(pid: int) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def run_map(folder: Path, tokenizer: Path, workers: int) -> tuple[float, float]:
-    """Run ``datasets.map``; return its seconds, without and with loading."""
+def run_map(folder: Path, tokenizer: Path, workers: int) -> float:
+    """Run ``datasets.map``; return its seconds."""
     cache = folder / "datasets"
     shutil.rmtree(cache, ignore_errors=True)
     ended = subprocess.run(
@@ -168,10 +179,10 @@ def run_map(folder: Path, tokenizer: Path, workers: int) -> tuple[float, float]:
         text=True,
         env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
     )
-    found = re.search(r"seconds (\S+) (\S+)", ended.stdout)
+    found = re.search(r"seconds (\S+)", ended.stdout)
     if found is None:
         sys.exit(ended.stderr)
-    return float(found[1]), float(found[2])
+    return float(found[1])
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from harness.errors import ConfigError, DataError
 
 _ROWS_PER_READ = 256
 EMPTY = "holds no text: every document is empty"
-# A longer file has more characters than a batch, so it is encoded in pieces in any case.
+# A longer file has more than units.LONG_CHARS characters, which have at most 4 bytes each.
 LONG_FILE_BYTES = 16_000_000
 _DAMAGED_FILE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 

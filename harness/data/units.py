@@ -29,7 +29,10 @@ from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.files import sync_file, write_atomically
 
 UNIT_BYTES = 1 << 24
-CHARS_PER_BATCH = 4_000_000
+# Larger batches take more memory, and more time: 1.3 s instead of 1.6 s for 8 MB (2026-11-23).
+CHARS_PER_BATCH = 250_000
+# A longer document is encoded in pieces.
+LONG_CHARS = 4_000_000
 _HEADER = 3
 
 
@@ -178,7 +181,7 @@ Batch = list[tuple[int, str | LongText]]
 
 
 def _is_long(text: str | LongText) -> bool:
-    return isinstance(text, LongText) or len(text) > CHARS_PER_BATCH
+    return isinstance(text, LongText) or len(text) > LONG_CHARS
 
 
 def _encoded(
@@ -203,9 +206,9 @@ def _advancing(parts: Iterator[str], advance: Callable[[int], None]) -> Iterator
 
 
 def _batches(documents: Iterable[tuple[int, str | LongText]]) -> Iterator[Batch]:
-    """Yield the nonempty documents in lists of about 4 MB, to bound the memory of tokenizing.
+    """Yield the nonempty documents in lists of about CHARS_PER_BATCH, to bound the memory of tokenizing.
 
-    A longer document is a list of its own.
+    A document of more than LONG_CHARS is a list of its own.
     """
     batch: Batch = []
     num_chars = 0

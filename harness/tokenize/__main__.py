@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
 
 from harness.app import Result, Verb
 from harness.data.build_lock import only_builder
@@ -64,7 +63,7 @@ def _tokenize_here(job: TokenizeJob, writer: CorpusWriter) -> Result:
         raise
     seconds = time.monotonic() - started
     rate = f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s"
-    return _result(writer, read_manifest(writer.target), f"{writer.target}: {rate}")
+    return _result(writer, read_manifest(writer.target), f"{writer.target}: {rate}", seconds)
 
 
 def writer_of(job: TokenizeJob) -> CorpusWriter:
@@ -97,7 +96,7 @@ def _complete_corpus(job: TokenizeJob, writer: CorpusWriter) -> Manifest | None:
     return manifest
 
 
-def _result(writer: CorpusWriter, manifest: Manifest, title: str) -> Result:
+def _result(writer: CorpusWriter, manifest: Manifest, title: str, seconds: float = 0.0) -> Result:
     counts = manifest.counts
     shown = [
         f"{split} {counts.tokens[split]:,} tokens in {counts.documents[split]:,} documents"
@@ -106,7 +105,12 @@ def _result(writer: CorpusWriter, manifest: Manifest, title: str) -> Result:
     ]
     damaged = [f"{counts.damaged:,} damaged documents"] if counts.damaged else []
     text = "; ".join([*shown, *damaged, f"shards: {len(manifest.shards)}"])
-    data: dict[str, Any] = {"target": str(writer.target), **asdict(counts), "shards": len(manifest.shards)}
+    data = {
+        "target": str(writer.target),
+        **asdict(counts),
+        "shards": len(manifest.shards),
+        "seconds": seconds,
+    }
     command = f"next: python -m harness.train data=tokens 'data.paths=[{writer.target}]'"
     return Result(data, f"{title}\n{text}\n{command}\n")
 
