@@ -353,9 +353,16 @@ def test_cycles() -> None:
 
 PEAKS = [
     ("llama3_debug", ""),
-    ("llama3_debug", "dp_shard=4", "precision=bf16", "activation_checkpoint=full"),
+    ("llama3_debug", "dp_shard=4", "precision=bf16", "activation_checkpoint=full", "model.n_layers=4"),
     ("llama3_debug", "tp=4"),
-    ("llama3_debug", "tp=4", "model.vocab_size=65536", "model.dim=2048", "training.global_batch_size=1"),
+    (
+        "llama3_debug",
+        "tp=4",
+        "model.vocab_size=65536",
+        "model.dim=2048",
+        "model.n_layers=2",
+        "training.global_batch_size=1",
+    ),
     ("llama3_debug", "pp=2 dp_shard=2"),
     ("deepseek_v3_debug", "dp_shard=4 ep=4"),
 ]

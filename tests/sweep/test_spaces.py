@@ -112,7 +112,7 @@ def test_options_are_merged_as_hydra_does(primary: str, rest: tuple[str, ...]) -
     """Option n of every group, together."""
     chosen = options_by_group()
     with Composer(primary, {"train": Job, "parity": ParityJob}[primary]) as composer:
-        for number in range(max(map(len, chosen.values())) if THOROUGH else 4):
+        for number in range(max(map(len, chosen.values())) if THOROUGH else 2):
             typed = [f"{group}={options[number % len(options)]}" for group, options in chosen.items()]
             typed = [*rest, *in_hydra_syntax(typed)]
             assert composer._config(typed)[1] == hydra.compose(primary, typed), typed
