@@ -86,7 +86,8 @@ class BytesTokenizer(Tokenizer):
 
 
 class NoTokenizer(Tokenizer):
-    """A tokenizer for data that are token ids: it knows which ids begin and end documents, and encodes nothing."""
+    """A tokenizer for data that are token ids: it knows which ids begin and end documents, and encodes
+    nothing."""
 
     vocab_size = 0
     fingerprint = "none"
