@@ -165,14 +165,20 @@ def check_attention(job: Job) -> None:
                 "data.attend_across_documents",
                 False,
                 f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only",
-                ("" if job.data.kind == "chat" else "true, or ") + "parallelism.cp_method=ulysses",
+                ("" if "chat" in job.data.kinds else "true, or ") + "parallelism.cp_method=ulysses",
             )
 
 
 def check_conversations(job: Job) -> None:
-    """Check that no layer depends on the position of a conversation in its sample; rotations are relative."""
-    if job.data.kind != "chat":
+    """Check that conversations are not cut, and that no layer depends on the position of one in its sample.
+
+    Rotations are relative.
+    """
+    if "chat" not in job.data.kinds:
         return
+    if job.schedule.seq_len:
+        rule = "shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat"
+        raise ConfigError("schedule.seq_len", job.schedule.seq_len, rule, "[]")
     attention, longest = job.model.attention, {}
     if attention.chunk is not None:
         longest["chunk"] = attention.chunk

@@ -90,14 +90,14 @@ class DataConfig:
     text_field: str = numerics("text", nonempty=True)
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
 
-    tokens_field: str = numerics("input_ids", nonempty=True)
+    tokens_field: str = numerics("input_ids", nonempty=True, id_omits_default=True)
     """tokens: the column of arrow and parquet files that holds a document's token ids."""
 
-    dtype: str | None = numerics(None, choices=TOKEN_DTYPES)
+    dtype: str | None = numerics(None, choices=TOKEN_DTYPES, id_omits_default=True)
     """tokens: type of the ids in `memmap` and `datatrove` files that do not record it. Null: uint16 if the
     tokenizer has at most 65,536 tokens, else uint32."""
 
-    boundaries: str = numerics("auto", choices=BOUNDARIES)
+    boundaries: str = numerics("auto", choices=BOUNDARIES, id_omits_default=True)
     """tokens: boundaries of documents: `eos` (each document ends with this token), `bos` (each begins with
     it, or with eos if the tokenizer has no bos), `none` (unknown: no label is masked), or `auto`: the files'
     index; without one `bos` for llmc, else `eos`."""
@@ -125,11 +125,11 @@ class DataConfig:
     """hub: read over the network while training instead of downloading and tokenizing first. The shards of
     the dataset are dealt to the rows of the global batch."""
 
-    workers: int = execution(1, least=0)
+    workers: int = execution(1, least=0, id_omits_default=True)
     """hub with streaming: processes of each rank that read and tokenize ahead, at most one for each of its
     rows of the global batch; 0 reads in the rank itself. The samples are the same."""
 
-    shuffle_buffer: int = numerics(1000, least=1)
+    shuffle_buffer: int = numerics(1000, least=1, id_omits_default=True)
     """hub with streaming and shuffle: documents of a row that are shuffled together."""
 
     data_files: list[str] = numerics(factory=list)
@@ -139,39 +139,39 @@ class DataConfig:
     """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform between 0
     and twice this, so samples have different numbers of valid labels; at least one label stays valid."""
 
-    messages_field: str = numerics("messages", nonempty=True)
+    messages_field: str = numerics("messages", nonempty=True, id_omits_default=True)
     """chat: the field (jsonl) or column (parquet) with the list of messages, each `role` and `content`, or
     ShareGPT's `from` and `value`. Tools are in the field `tools`."""
 
-    chat_template: str | None = numerics(None)
+    chat_template: str | None = numerics(None, id_omits_default=True)
     """chat: `chatml`, `plain`, or the path of a Jinja template. Null takes the template of the tokenizer's
     repository: chat_template.jinja or tokenizer_config.json."""
 
-    chat_template_options: dict[str, Any] = numerics(factory=dict)
+    chat_template_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """chat: more variables for the template, such as `enable_thinking: false`."""
 
-    chat_date: str | None = numerics(None)
+    chat_date: str | None = numerics(None, id_omits_default=True)
     """chat: today's date for templates that write it into the system prompt, such as 2026-01-31."""
 
-    train_on: str = numerics("all", choices=TRAIN_ON)
+    train_on: str = numerics("all", choices=TRAIN_ON, id_omits_default=True)
     """chat: the turns of the assistant whose tokens are labels: `all`, or the `last` of each conversation."""
 
-    long_conversations: str = numerics("drop", choices=LONG_CONVERSATIONS)
+    long_conversations: str = numerics("drop", choices=LONG_CONVERSATIONS, id_omits_default=True)
     """chat: handling of conversations longer than `training.seq_len`: `drop` leaves them out, `cut` keeps
     their first tokens. The log has their number."""
 
-    sources: dict[str, DataConfig] = numerics(factory=dict)
+    sources: dict[str, DataConfig] = numerics(factory=dict, id_omits_default=True)
     """mixture: the sources by name, each with the fields of `data`."""
 
-    weights: dict[str, float] = numerics(factory=dict, least=0)
+    weights: dict[str, float] = numerics(factory=dict, least=0, id_omits_default=True)
     """mixture: share of each source in the samples, by name. Only the ratio of the weights counts, so they
     can be numbers of tokens. A source that is not named has weight 0."""
 
-    epochs: dict[str, float] = numerics(factory=dict, above=0)
+    epochs: dict[str, float] = numerics(factory=dict, above=0, id_omits_default=True)
     """mixture, instead of `weights`: epochs of each source, by name. The weight of a source is this times its
     samples per epoch, so only the ratio of the epochs counts."""
 
-    weight_changes: list[dict[str, float]] = numerics(factory=list)
+    weight_changes: list[dict[str, float]] = numerics(factory=list, id_omits_default=True)
     """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`."""
 
     mask_document_boundary: bool = numerics(True)
@@ -241,6 +241,11 @@ class DataConfig:
         may_be_corpus = self.kind == "tokens" and self.format in ("auto", "corpus")
         held_out = self.validation_paths or self.validation_split or self.validation_fraction
         return self.kind == "synthetic" or may_be_corpus or bool(held_out)
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kind, and those of a mixture's sources."""
+        return {self.kind, *(source.kind for source in self.sources.values())}
 
     @property
     def source_names(self) -> list[str]:

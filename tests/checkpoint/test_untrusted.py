@@ -268,8 +268,12 @@ def test_cut_and_flipped_metadata_is_damaged() -> None:
             assert "\n" not in str(error)
 
 
-# Modules that may unpickle: with the restricted unpickler, or data that this process has pickled.
-MAY_UNPICKLE = {"checkpoint/metadata.py": {"Unpickler"}, "loop/flight_recorder.py": {"loads"}}
+# Modules that may unpickle: with the restricted unpickler, or data that this process or its parent has pickled.
+MAY_UNPICKLE = {
+    "checkpoint/metadata.py": {"Unpickler"},
+    "loop/flight_recorder.py": {"loads"},
+    "data/read_ahead_process.py": {"loads"},
+}
 
 
 def test_nothing_else_unpickles() -> None:

@@ -17,6 +17,7 @@ from equal import assert_equal
 
 from harness.data import DataConfig, TokenizerConfig
 from harness.data.loader import Batch, Loader, build_loader, merge_states
+from harness.data.sizes import Sizes
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError, DataError
 
@@ -202,7 +203,7 @@ def streamed() -> DataConfig:
     for shard in range(B):
         lines = [json.dumps({"text": f"stream {shard} {i} " * (1 + i % 4)}) for i in range(12)]
         Path("c4", f"train-{shard}.jsonl").write_text("\n".join(lines) + "\n")
-    c4 = DataConfig(kind="hub", dataset=str(Path("c4").absolute()), streaming=True, shuffle=False)
+    c4 = DataConfig(kind="hub", dataset=str(Path("c4").absolute()), streaming=True, shuffle=False, workers=0)
     web = DataConfig(paths=["web/*.txt"])
     return mixture(sources={"web": web, "c4": c4}, weights={"web": 1.0, "c4": 1.0})
 
@@ -232,6 +233,50 @@ def test_streams_resume_on_another_number_of_ranks(ranks: int) -> None:
     assert_same([resumed[0].next()], [Batch(*(None if t is None else t[: B // ranks] for t in expected[0]))])
     with pytest.raises(DataError, match=r"no c4/4 \(source/row\); merge the states"):
         loader(data).load_state_dict(halves[0].state_dict())
+
+
+def scheduled(data: DataConfig, rows: range = range(B)) -> Loader:
+    """One row of half a sample, then two, then four of T, then all B of T."""
+    sizes = Sizes(B, T, [(4, 2), (8, 4)], [(5, T // 2)])
+    return build_loader(
+        data, BYTES, seq_len=T, global_batch_size=B, seed=0, rows=rows, model_vocab_size=300, sizes=sizes
+    )
+
+
+@pytest.mark.parametrize("resumed_after", [3, 7, 9])
+def test_scheduled_sizes_cut_the_same_samples(resumed_after: int) -> None:
+    """On two ranks, and across a resume, also inside of a sample."""
+    data = mixture(weight_changes=[{"step": 99, "math": 1}])
+    plain = torch.cat([batch.inputs_BT for batch in steps([loader(mixture())], 4)]).flatten()
+    read = [scheduled(data, rows) for rows in split_rows(2)]
+    found = steps(read, resumed_after)
+    state = json.loads(json.dumps(read[0].state_dict()))
+    read = [scheduled(data, rows) for rows in split_rows(2)]
+    for each in read:
+        each.load_state_dict(state)
+    found += steps(read, 14 - resumed_after)
+    # 4 steps of 2 x 8 and 1 of 4 x 8 are 6 samples, 3 steps of 4 are 12 more; step 9 has the full size.
+    before = torch.cat([batch.inputs_BT.flatten() for batch in found[:9]])
+    assert_equal(before, plain[: 26 * T])
+    assert [tuple(batch.inputs_BT.shape) for batch in found[3:9:4]] == [(2, T // 2), (4, T)]
+    assert_same(found, steps([scheduled(data)], 14))
+
+
+def test_weights_change_at_a_step_of_scheduled_sizes() -> None:
+    data = mixture(
+        sources={"a": DataConfig(kind="synthetic"), "b": DataConfig(kind="synthetic")}, weights={"a": 1.0}
+    )
+    batches = steps([scheduled(dataclasses.replace(data, weight_changes=[{"step": 7, "b": 1}]))], 12)
+    assert [batch.sources_B.float().mean() for batch in batches] == [0] * 6 + [1] * 6
+
+
+def test_streams_of_a_mixture_advance_by_scheduled_lengths() -> None:
+    data = streamed()
+    one = steps([scheduled(data)], 12)
+    assert_same(steps([scheduled(data, rows) for rows in split_rows(2)], 12), one)
+    alone = steps([loader(data.sources["c4"])], 12)
+    row = torch.cat([batch.inputs_BT[0] for batch in one if batch.sources_B[0] == 0])
+    assert_equal(row, torch.cat([batch.inputs_BT[0] for batch in alone])[: len(row)])
 
 
 def test_positions_of_other_kinds_are_refused() -> None:
