@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OWN = ("kind", "sources", "weights", "epochs", "weight_changes")
 """Fields of the mixture itself."""
 SHARED = ("mask_document_boundary", "attend_across_documents", "prefetch", "cache_dir")
-"""Fields that are set once for all sources; every other field is one of each source."""
+"""Fields that are set once for all sources. Each source has its own values of the others."""
 STEP = "step"
 """Key of a change of weights that is not a source."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
