@@ -120,8 +120,8 @@ class _Target:
     """Tijdeman's rule in integers: a share is a numerator over the common denominator ``whole``.
 
     Sample c of a source (from 0) may be assigned once the source's target has reached c + 1/(2k - 2), and
-    must be assigned before the target exceeds c + 1 - 1/(2k - 2). The next sample goes to the source with the
-    earliest such limit among those that may have it.
+    must be assigned before the target exceeds c + 1 - 1/(2k - 2). Among the sources that may have the next
+    sample, it goes to the one with the earliest such limit.
     """
 
     def __init__(self, shares: Shares, origin: int, counts: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ SHARED = (
     "tokenize_workers",
     "tokenize_limit_gib",
 )
-"""Fields that are set once for all sources; every other field is one of each source."""
+"""Fields that are set once for all sources. Each source has its own values of the others."""
 STEP = "step"
 """Key of a change of weights that is not a source."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
