@@ -53,8 +53,11 @@ def only_builder(folder: Path, is_built: Callable[[], bool]) -> Iterator[Buildin
     """
     pause, watch = 0.01, _Watch(folder)
     while not is_built():
-        with contextlib.suppress(LockedError):
+        try:
             held = _lock(folder)
+        except LockedError:
+            pass
+        else:
             with held or contextlib.nullcontext():
                 if watch.is_dead(has_lock=held is not None) and not is_built():
                     yield from _build(folder)

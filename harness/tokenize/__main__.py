@@ -51,6 +51,7 @@ def _tokenize_here(job: TokenizeJob, writer: CorpusWriter) -> Result:
                 writer.begin()
                 writer.tokenize(shards, job.tokenize.workers)
                 writer.finish()
+                writer.remove_unfinished()
                 building.is_useless = True
     except OSError as error:
         if error.filename is not None:

@@ -11,6 +11,7 @@ from harness.cluster.submit import confirm, cost_in_words
 from harness.config import with_value
 from harness.errors import EXIT_OK, ConfigError
 from harness.files import write_atomically
+from harness.job import Job
 from harness.run.slurm_record import SlurmJobRecord
 from harness.tokenize.config import TokenizeJob
 from harness.tokenize.writer import CorpusWriter
@@ -44,7 +45,7 @@ def submit(job: TokenizeJob, writer: CorpusWriter) -> int:
     shards = [shard for shard in range(len(writer.shards)) if writer.missing(shard)]
     shards = shards or [len(writer.shards) - 1]  # to write what is tokenized
     folders = [home / TASKS / f"{shard:05}" for shard in shards]
-    tasks = [job] * len(shards)
+    tasks: list[Job] = [job] * len(shards)
     submission = TokenizeSubmission(tasks, folders, home, f"tokenize.{home.name}.{writer.key[:12]}")
     cost = f"{len(shards)} tasks with {workers} processes each, {cost_in_words(tasks)}"
     if job.cluster.dry_run:

@@ -63,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
         if building is not None:
             writer.tokenize([shard], job.tokenize.workers)
     manifest = writer.finish()
+    if manifest is not None:
+        writer.remove_unfinished()
     sys.stdout.write(f"shard {shard} is tokenized{'' if manifest is None else '; the corpus is complete'}\n")
     return EXIT_OK
 

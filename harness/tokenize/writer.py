@@ -168,6 +168,11 @@ class CorpusWriter:
         write_manifest(self.target, manifest)
         return manifest
 
+    def remove_unfinished(self) -> None:
+        """Remove what is not part of the complete corpus."""
+        for folder in (self._work, *self.target.glob(".shard-*")):
+            shutil.rmtree(folder, ignore_errors=True)
+
     def _write_shard(self, shard: int, first_document: int) -> None:
         folder, units = self.folder(shard), self.shards[shard]
         with only_builder(self._work / folder.name, folder.exists) as building:

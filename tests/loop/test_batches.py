@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from harness.cluster.pool import RankPool
-from harness.loop.batches import _wait_for_all
+from harness.compose import compose_job
+from harness.data.build_lock import only_builder
+from harness.data.cache import cache_folder
+from harness.data.sources import LocalFiles
+from harness.data.tokenizer import build_tokenizer
+from harness.job import Job
+from harness.loop.batches import _wait_for_all, loader_of
 
 TIMEOUT_SECONDS, BUILDING_SECONDS = 0.5, 1.0
 
@@ -32,3 +40,41 @@ def test_ranks_wait_for_a_builder_longer_than_for_a_collective(pool: RankPool) -
     for wait in range(2):
         entered, _ = ranks[0][wait]
         assert all(left > entered for _, left in (rank[wait] for rank in ranks))
+
+
+def load_while_another_builds(job: Job) -> float:
+    """Build the loader of a job whose token cache another process builds; return when it is there."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_SECONDS))
+    loader_of(job, build_tokenizer(job.tokenizer), range(2))
+    loaded = time.monotonic()
+    dist.barrier()  # the ranks still have their connections
+    return loaded
+
+
+def test_ranks_wait_for_the_builder_of_another_node(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 1000)
+    typed = [
+        "model=llama3_tiny",
+        "model.vocab_size=512",
+        "data=local_text",
+        f"data.paths=[{tmp_path}/*.txt]",
+        "tokenizer=bytes",
+    ]
+    job = compose_job([*typed, f"data.cache_dir={tmp_path}/cache", "data.validation_fraction=0"])
+    tokenizer = build_tokenizer(job.tokenizer)
+    folder = cache_folder(LocalFiles(job.data, "paths"), tokenizer, 0.0, job.data.cache_dir)
+    work = folder.with_name(f".unfinished-{folder.name}")
+    holds, ended = threading.Event(), []
+
+    def build() -> None:
+        with only_builder(work, lambda: False):
+            holds.set()
+            time.sleep(TIMEOUT_SECONDS + BUILDING_SECONDS)
+            ended.append(time.monotonic())
+
+    builder = threading.Thread(target=build)
+    builder.start()
+    holds.wait()
+    ranks = pool.run(3, load_while_another_builds, job)
+    builder.join()
+    assert all(loaded > ended[0] for loaded in ranks) and not work.exists()

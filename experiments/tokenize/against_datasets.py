@@ -1,7 +1,7 @@
 """Compare ``harness.tokenize`` with ``datasets.map``: the same fast tokenizer, JSON lines and processes.
 
-    python experiments/tokenize/speed.py --megabytes 64 --workers 2 --rounds 3
-    python experiments/tokenize/speed.py --memory 1024        peak memory of a worker on a file of 1 GiB
+    python experiments/tokenize/against_datasets.py --megabytes 64 --workers 2 --rounds 3
+    python experiments/tokenize/against_datasets.py --memory 1024      peak memory on a file of 1 GiB
 
 The programs take turns. Compared are the seconds of the work itself (of ``datasets``: ``map``, whose input is
 in Arrow files before), of the complete programs with imports and reading, and of the CPU in the complete
@@ -24,6 +24,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 VOCABULARY = 8000
@@ -74,7 +75,7 @@ def compare(folder: Path, tokenizer: Path, options: argparse.Namespace, size: in
     ratios: list[list[float]] = []
     for number in range(options.rounds):
         ours, theirs = (
-            timed(lambda run=run: run(folder, tokenizer, options.workers)) for run in (run_harness, run_map)
+            timed(partial(run, folder, tokenizer, options.workers)) for run in (run_harness, run_map)
         )
         ratios.append([b / a for a, b in zip(ours, theirs, strict=True)])
         speeds = [f"{size / 1e6 / a:.2f} and {size / 1e6 / b:.2f}" for a, b in zip(ours, theirs, strict=True)]
