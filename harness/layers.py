@@ -43,9 +43,8 @@ class Layers:
             base = self._compose(*overrides)
             return base if CONFIG_JSON in overrides else self._copy(base, {}, changed)
         nodes = {group: self._node(group, override) for group, override in options.items()}
-        return self._copy(
-            self._compose(), nodes, changed | ({"model"} if CONFIG_JSON in overrides else set())
-        )
+        own = {"model"} if CONFIG_JSON in overrides else set()
+        return self._copy(self._compose(), nodes, changed | own)
 
     def add_hydra(self, config: Any) -> None:
         """Add Hydra's own part to a config."""
@@ -125,6 +124,7 @@ def files_of_option(override: str) -> tuple[Path, ...]:
 
 
 def _own_files(path: Path) -> tuple[Path, ...]:
+    """The file and its defaults, in the order in which Hydra merges them."""
     content = _content(path)
     if not isinstance(content, dict) or not isinstance(content.get("defaults", []), list):
         return ()
@@ -156,15 +156,20 @@ def _simple_groups(config_name: str, rest: tuple[str, ...]) -> set[str]:
 
 
 def _groups_not_set(path: Path) -> set[str]:
+    """Groups whose values a file leaves to their options; none if that cannot be seen."""
     content = _content(path)
     if not isinstance(content, dict) or not isinstance(content.get("defaults", []), list):
         return set()
     found = set(groups()) - set(content)
     for each in content.get("defaults", []):
         if isinstance(each, dict):
-            chosen = {group.removeprefix("override ").strip("/"): option for group, option in each.items()}
+            chosen = {
+                str(group).removeprefix("override ").strip("/"): option for group, option in each.items()
+            }
             if any(option and not files_of_option(f"{group}={option}") for group, option in chosen.items()):
                 return set()
+        elif not isinstance(each, str):
+            return set()
         elif each not in ("job_schema", "_self_"):
             folder = Path(conf_dir()) if each.startswith("/") else path.parent
             found &= _groups_not_set(folder / f"{each.strip('/')}.yaml")

@@ -34,10 +34,10 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
         try:
             return _in_this_process(job, function, *arguments)
         except Exception as error:
-            failure = describe_failure(error)
-            if failure["kind"] != "out_of_memory":
+            described = describe_failure(error)
+            if described["kind"] != "out_of_memory":
                 raise
-            raise _out_of_memory(failure["message"]) from error
+            raise _out_of_memory(described["message"]) from error
     from harness.cluster.pool import RankFailed, RankPool
 
     with RankPool(job.world_size, timeout_seconds=float("inf"), on_gpus=_on_gpus(job)) as pool:
