@@ -482,6 +482,10 @@ LAYOUTS = [
         "training.seq_len=17: model.attention.nope_temperature counts positions from the beginning",
         "training.seq_len=15",
     ),
+    mistake(
+        "data=chat data.paths=[a.jsonl] schedule.seq_len=[{until_step:5,tokens:8}] training.seq_len=16",
+        "shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat",
+    ),
     shown_as(
         "data=chat data.paths=[a.jsonl] parallelism.cp=2",
         "data.attend_across_documents=false: parallelism.cp=2 with cp_method=ring",
