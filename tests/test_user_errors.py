@@ -482,9 +482,9 @@ LAYOUTS = [
         "training.seq_len=17: model.attention.nope_temperature counts positions from the beginning",
         "training.seq_len=15",
     ),
-    mistake(
-        "data=chat data.paths=[a.jsonl] schedule.seq_len=[{until_step:5,tokens:8}] training.seq_len=16",
-        "shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat",
+    shown_as(
+        "data=chat data.paths=[a.jsonl] training.seq_len=16 schedule.seq_len=[{until_step:5,tokens:8}]",
+        "schedule.seq_len=[{'until_step': 5, 'tokens': 8}]: shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat",
     ),
     shown_as(
         "data=chat data.paths=[a.jsonl] parallelism.cp=2",
