@@ -57,7 +57,8 @@ def tokenize(
         units: of the source, in order.
         source: the source.
         tokenizer: the tokenizer.
-        workers: number of processes; None: as many as this process may use CPUs, at most MOST_WORKERS.
+        workers: number of processes; None: as many as this process may use CPUs, at most MOST_WORKERS. A
+            tokenizer without ``config``, and a process that may have no children, tokenize here.
 
     Raises:
         DataError: of the first document that cannot be read.
@@ -66,10 +67,11 @@ def tokenize(
     """
     dtype = token_dtype(tokenizer)
     missing = [unit for unit in units if read_index(folder, unit, dtype) is None]
-    workers = min(workers or min(cpus(), MOST_WORKERS), len(missing))
+    config = tokenizer.config if can_start_processes() else None
+    workers = 1 if config is None else min(workers or min(cpus(), MOST_WORKERS), len(missing))
     progress = Progress(source.name, units, missing, workers)
-    if workers > 1 and tokenizer.config is not None and can_start_processes():
-        processes = Workers(source, tokenizer.config, tokenizer.fingerprint, folder)
+    if workers > 1 and config is not None:
+        processes = Workers(source, config, tokenizer.fingerprint, folder)
         processes.run(missing, workers, progress.advance)
         return
     for unit in missing:
