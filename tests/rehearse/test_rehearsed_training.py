@@ -105,3 +105,48 @@ def test_a_run_out_of_memory_says_so_and_leaves_a_snapshot(tmp_path: Path) -> No
     assert (row["exit_reason"], row["error.kind"]) == ("failed", "out_of_memory")
     [snapshot] = run_folder(tmp_path).glob("profile/*/memory/rank0-out-of-memory.pickle")
     assert pickle.loads(snapshot.read_bytes())["segments"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "data.attend_across_documents=false compile=on",
+        "training.attention=flex data.attend_across_documents=false",
+        "parallelism=fsdp_tp parallelism.tp=2 validation.interval=2",
+    ],
+)
+def test_mixtures_of_scheduled_sizes(tmp_path: Path, overrides: str) -> None:
+    """Losses of sources are added up on the device; each length has its own executor, kernels and stages."""
+    source = "{kind: local, paths: ['{stdlib}/json/*.py'], validation_fraction: 0.5}"
+    done = train(
+        tmp_path,
+        *(
+            "data=mixture",
+            f"data.sources={{web: {source}, code: {source}}}",
+            "data.weights={web: 3, code: 1}",
+        ),
+        *(f"data.cache_dir={tmp_path}", "tokenizer=python_2k", "model.vocab_size=2048"),
+        *("training.seq_len=64", "training.global_batch_size=8", "schedule.warmup_steps=1"),
+        *("schedule.batch_size=[{until_step:1,sequences:4}]", "schedule.seq_len=[{until_step:2,tokens:32}]"),
+        *overrides.split(),
+        gpus="0,1,2,3",
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (run_folder(tmp_path) / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss.web" in row]
+    assert [row["tokens"] for row in steps] == [4 * 32, 4 * 32 + 8 * 32, 384 + 512, 384 + 1024]
+    assert {"valid_tokens.web", "epochs.code"} <= steps[-1].keys()
+
+
+def test_conversations(tmp_path: Path) -> None:
+    """Packed conversations; the kernel of varlen needs lengths that a virtual GPU does not compute."""
+    file = tmp_path / "a.jsonl"
+    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a test."}]
+    file.write_text(f"{json.dumps({'messages': turns})}\n" * 64)
+    chat = ["data=chat", f"data.paths=[{file}]", "data.chat_template=plain", f"data.cache_dir={tmp_path}"]
+    for attention in ("flex", "sdpa"):
+        kernel = [f"training.attention={attention}", "training.seq_len=64"]
+        done = train(
+            tmp_path / attention, *chat, *kernel, "model.vocab_size=2048", "tokenizer=python_2k", gpus="0,1"
+        )
+        assert done.returncode == 0, done.stderr
