@@ -57,7 +57,7 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
     from harness.plan.space import Space
 
     plain, calibration = _planned(job)
-    found = search(Space.of(plain, overrides), job.top, calibration)
+    found = search(Space.of(plain, overrides), job.top, calibration, job.headroom)
     path = sweep_path(job.name, job.sweep_file)
     if job.picture is not None:
         from harness.plan.picture import draw

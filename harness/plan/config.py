@@ -27,6 +27,8 @@ class PlanJob(Job):
     schedule, by predicted speed; fields typed on the command line stay as they are."""
     top: int = label(10, least=1)
     """With search: number of layouts to show and to write into the sweep file."""
+    headroom: float = label(0.0, least=0, below=1)
+    """With search: fraction of the usable memory that a layout must leave free."""
     sweep_file: str | None = label(None)
     """With search: file of the sweep that measures the best; null: sweeps/search/<name>.yaml,
     or <name>-search.yaml in the current folder if the former cannot be written."""
@@ -69,6 +71,8 @@ class PlanJob(Job):
             if self.calibrate is not None and getattr(self, name):
                 rule = "fits constants to runs and plans no job"
                 raise ConfigError("calibrate", self.calibrate, rule, f"calibrate alone, then {name} without")
+        if self.headroom and not self.search:
+            raise ConfigError("headroom", self.headroom, "is read by a search only", "search=true")
         if self.verify_step and not self.verify:
             raise ConfigError("verify_step", True, "needs verify=true", "verify=true verify_step=true")
         if self.sweep_file is not None and not self.search:

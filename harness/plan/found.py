@@ -31,6 +31,7 @@ _SHOWN = 6
 _PLANNER_FIELDS = (
     "search",
     "top",
+    "headroom",
     "sweep_file",
     "verify",
     "verify_step",

@@ -40,8 +40,9 @@ class MemoryBounds:
     the second one most often has more layers.
     """
 
-    def __init__(self, base: Job, device: Accelerator | None) -> None:
-        self._base, self._device, self._specs = base, device, tensors_by_module(base.model)
+    def __init__(self, base: Job, device: Accelerator | None, headroom: float = 0.0) -> None:
+        self._base, self._device, self._headroom = base, device, headroom
+        self._specs = tensors_by_module(base.model)
         self._known: dict[Key, Any] = {}
 
     def persistent_shortfall(self, point: Point) -> float:
@@ -72,7 +73,9 @@ class MemoryBounds:
         limit = self._once(
             ("limit", *(degree > 1 for degree in axes)), lambda: memory_limit(job, self._device)
         )
-        return 0.0 if limit is None or layout.cpu_offload else max(0.0, peak - limit)
+        if limit is None or layout.cpu_offload:
+            return 0.0
+        return max(0.0, peak - (1 - self._headroom) * limit)
 
     def _peak(self, job: Job, rank: int, passes: Sequence[Action]) -> float:
         """Memory of a pipeline rank, if these are its first passes."""

@@ -10,6 +10,7 @@ from harness.hardware import ACCELERATORS
 from harness.job import Job
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages
+from harness.plan.evidence import EVIDENCE, class_of
 from harness.plan.plan import KINDS, PARTS, Plan, RankMemory, Traffic
 from harness.tables import aligned, aligned_facts, counted, degrees_in_words, figure, gib, seconds
 
@@ -61,9 +62,16 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "speed": None if plan.speed is None else dataclasses.asdict(plan.speed),
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
         "budget": {"steps": job.steps, "tokens": tokens_of(job), "gpu_hours": plan.gpu_hours},
+        "evidence": _evidence(plan),
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,
     }
+
+
+def _evidence(plan: Plan) -> dict[str, Any] | None:
+    name = None if plan.accelerator is None else class_of(plan.job, plan.accelerator.name)
+    found = EVIDENCE.get(name or "")
+    return None if found is None else {"class": name, **dataclasses.asdict(found)}
 
 
 def tokens_of(job: Job) -> int:
@@ -249,6 +257,8 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         facts.append(
             ("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(rate * job.world_size)} in all")
         )
+        if (believed := _believed(plan)) is not None:
+            facts.append(("", believed))
         mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
         facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (full attention)"))
     facts.append(("fits", _fits(plan)))
@@ -265,6 +275,18 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         total += f": {figure(plan.gpu_hours)} {unit}-hours, {took} on {devices(plan, job.world_size)}"
     facts.append(("budget", total))
     return facts
+
+
+def _believed(plan: Plan) -> str | None:
+    """How published throughput of the job's class compares with the plan; None on CPUs."""
+    if plan.accelerator is None:
+        return None
+    name = class_of(plan.job, plan.accelerator.name)
+    found = EVIDENCE.get(name or "")
+    if found is None:
+        return f"no published rows of {name or 'this device'} to compare the plan with"
+    many = f"{found.rows} rows of {found.tables} table{'s' * (found.tables > 1)}"
+    return f"published for {name}: {found.low:.2f} to {found.high:.2f} times the plan ({many})"
 
 
 def _what_to_set(plan: Plan) -> str:

@@ -106,8 +106,12 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.3g}")
 
 
-def search(space: Space, top: int, calibration: Calibration | None = None) -> SearchResult:
+def search(
+    space: Space, top: int, calibration: Calibration | None = None, headroom: float = 0.0
+) -> SearchResult:
     """Find the ``top`` fastest points of a space, with default constants or a calibration.
+
+    A point fits if it leaves ``headroom`` of the usable memory, a fraction.
 
     Raises:
         UserError: no point is legal, none fits, or the hardware is unknown.
@@ -132,7 +136,7 @@ def search(space: Space, top: int, calibration: Calibration | None = None) -> Se
     points = len(legal) + sum(rejected.illegal.values())
     if not legal:
         raise _none_is_legal(space, rejected)
-    ranking = Ranking(space, legal, top, rejected, calibration)
+    ranking = Ranking(space, legal, top, rejected, calibration, headroom)
     ranking.run()
     if not ranking.best:
         raise _none_fits(space, rejected)
@@ -151,7 +155,9 @@ class Ranking:
         top: int,
         rejected: Rejected,
         calibration: Calibration | None,
+        headroom: float,
     ) -> None:
+        self.headroom = headroom
         self.base, self.top, self.rejected, self.calibration = space.base, top, rejected, calibration
         self.best: list[Candidate] = []
         self.planned = 0
@@ -167,7 +173,7 @@ class Ranking:
             rule = "a search ranks by speed, and the network between these nodes is unknown"
             raise ConfigError("cluster.network_gbps", None, rule, "400, Gbit/s for each device")
         self._memory_bounds, self._time_bounds = (
-            MemoryBounds(space.base, device),
+            MemoryBounds(space.base, device, headroom),
             TimeBounds(space.base, machine, space.world),
         )
         may_fit = []
@@ -207,8 +213,9 @@ class Ranking:
             return
         plan = make_plan(job, self.calibration)
         self.planned += 1
-        if plan.memory_limit is not None and plan.peak > plan.memory_limit:
-            self._note_too_large(point, plan.peak - plan.memory_limit)
+        usable = None if plan.memory_limit is None else (1 - self.headroom) * plan.memory_limit
+        if usable is not None and plan.peak > usable:
+            self._note_too_large(point, plan.peak - usable)
             return
         self._insert(Candidate(point, plan))
 
