@@ -71,7 +71,7 @@ class Verb:
         job: dataclass of the job that overrides compose; None for a verb that takes no job.
         arguments: arguments and flags of its own.
         has_json: whether ``run`` returns a ``Result``, so that ``--json`` can print it.
-        sweep: function of ``-m``; gets all points and returns the exit code.
+        sweep: function of ``-m``; gets all points and returns what ``run`` does.
         parts: the verbs that it consists of, such as ``status`` of ``harness.sweep``.
     """
 
@@ -80,7 +80,7 @@ class Verb:
     job: type | None = None
     arguments: Sequence[Argument] = ()
     has_json: bool = False
-    sweep: Callable[[list[Composed]], int] | None = None
+    sweep: Callable[[list[Composed]], int | Result] | None = None
     parts: Sequence[Verb] = ()
 
     def parser(self) -> Parser:
@@ -156,9 +156,8 @@ class Verb:
         if line.multirun:
             if self.sweep is None:
                 raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
-            return self.sweep(
-                compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
-            )
+            points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
+            return _finished(partial(self.sweep, points), as_json=self.has_json and line.json)
         job = compose_job(line.overrides, config_name=name, schema=schema)
         require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
         overrides = in_hydra_syntax(line.overrides, schema)

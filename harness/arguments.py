@@ -101,8 +101,8 @@ class CommandLine(argparse.Namespace):
         if len(self.shown) > 1:
             first, second, *_ = self.shown
             raise UserError(f"{second}: cannot be combined with {first}; would work: one of them")
-        if self.multirun and (given != ["--multirun"] or self.json):
-            other = next((name for name in given if name != "--multirun"), "--json")
+        if self.multirun and given != ["--multirun"]:
+            other = next(name for name in given if name != "--multirun")
             raise UserError(f"{other}: works for one job only; would work: the command without -m")
         for name in ("--package", "--resolve"):
             if name in given and self.cfg is None:

@@ -83,7 +83,7 @@ def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         ("train", "-1", "-1: no such flag; --help lists all flags"),
         ("train", "-cd x", "-cd: is not supported; would work: HARNESS_CONF_DIR=FOLDER"),
         ("train", "--resolve", "--resolve: needs --cfg; would work: --cfg job --resolve"),
-        ("plan", "-m --json", "--json: works for one job only; would work: the command without -m"),
+        ("plan", "-m --cfg job", "--cfg: works for one job only; would work: the command without -m"),
         ("plan", "--help --cfg job", "--cfg: cannot be combined with --help; would work: one of them"),
         ("sweep", "status x --jsn", "--jsn: no such flag; did you mean --json?"),
         ("sweep", "status x y", "unrecognized arguments: y; would work: "),

@@ -4,6 +4,7 @@ An illegal job is refused with the error of ``harness.train``.
 
     python -m harness.plan model=llama3_8b parallelism=fsdp_tp cluster=slurm_h100
     python -m harness.plan ... --json                        the plan as JSON
+    python -m harness.plan -m parallelism.tp=1,2,4 ...       one table of several jobs
     python -m harness.plan ... picture=plan.png              memory by stage, and the pipeline's timeline
     python -m harness.plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
     python -m harness.plan ... verify=true                   compared with the job on a fake process group
@@ -18,12 +19,10 @@ import gc
 from pathlib import Path
 
 from harness.app import Result, Verb
-from harness.config import with_value
-from harness.errors import ConfigError, HarnessError, UserError
-from harness.job import Job
+from harness.compose import Composed
+from harness.errors import HarnessError, UserError
 from harness.launched import launched_ranks
 from harness.plan.config import PlanJob
-from harness.plan.constants import Calibration
 from harness.plan.plan import Plan
 
 
@@ -35,10 +34,10 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
         return _calibrate(Path(job.calibrate), job.calibration)
     if job.search:
         return _search(job, overrides)
-    from harness.plan.make import make_plan
+    from harness.plan.make import make_plan, planned
     from harness.plan.render import as_dict, render
 
-    made = make_plan(*_planned(job))
+    made = make_plan(*planned(job))
     if job.picture is not None:
         from harness.plan.picture import draw
 
@@ -53,10 +52,11 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
 def _search(job: PlanJob, overrides: list[str]) -> Result:
     """Find the best layouts, and write the sweep that measures them."""
     from harness.plan.found import found_as_dict, render_found, sweep_path, write_sweep
+    from harness.plan.make import planned
     from harness.plan.search import search
     from harness.plan.space import Space
 
-    plain, calibration = _planned(job)
+    plain, calibration = planned(job)
     found = search(Space.of(plain, overrides), job.top, calibration, job.headroom)
     path = sweep_path(job.name, job.sweep_file)
     if job.picture is not None:
@@ -71,22 +71,11 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
     return Result(data, f"{text}to measure the {len(found.best)}: {path}\n  {command}\n")
 
 
-def _planned(job: PlanJob) -> tuple[Job, Calibration | None]:
-    """Return the job, on the calibration's hardware, and the constants to plan with; None for the defaults.
+def compare_points(points: list[Composed]) -> Result:
+    """Plan the points of a multirun, in one table."""
+    from harness.plan.compare import compare
 
-    Raises:
-        ConfigError: the constants were fitted on other hardware than ``cluster.accelerator``.
-    """
-    plain, named = job.plain, job.cluster.accelerator
-    if job.calibration is None:
-        return plain, None
-    read = Calibration.read(job.calibration)
-    if read.accelerator is not None and named is not None:
-        rule = f"was fitted on {read.accelerator.name}, and cluster.accelerator is {named}"
-        raise ConfigError("calibration", job.calibration, rule, "null, or cluster.accelerator=null")
-    if read.has_gpu and plain.cluster.device == "auto":
-        plain = with_value(plain, "cluster.device", "cuda")
-    return plain, read
+    return compare(points)
 
 
 def _calibrate(folder: Path, target: str | None) -> Result:
@@ -133,7 +122,7 @@ def _rehearse(made: Plan) -> Result:
     )
 
 
-VERB = Verb("plan", plan, job=PlanJob, has_json=True)
+VERB = Verb("plan", plan, job=PlanJob, has_json=True, sweep=compare_points)
 
 
 def main() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from harness.config import with_value
+from harness.errors import ConfigError
 from harness.job import Job
 from harness.model.accounting import account
+from harness.plan.config import PlanJob
 from harness.plan.constants import Calibration
 from harness.plan.machine import Machine, device_of, machine_of
 from harness.plan.memory import memory_limit, rank_memory
@@ -14,6 +17,24 @@ from harness.plan.parameters import parameters_of_ranks
 from harness.plan.plan import Plan, PlannedPhase
 from harness.plan.speed import StepModel
 from harness.precision.linears import warning_of_eager
+
+
+def planned(job: PlanJob) -> tuple[Job, Calibration | None]:
+    """Return the job, on the calibration's hardware, and the constants to plan with; None for the defaults.
+
+    Raises:
+        ConfigError: the constants were fitted on other hardware than ``cluster.accelerator``.
+    """
+    plain, named = job.plain, job.cluster.accelerator
+    if job.calibration is None:
+        return plain, None
+    read = Calibration.read(job.calibration)
+    if read.accelerator is not None and named is not None:
+        rule = f"was fitted on {read.accelerator.name}, and cluster.accelerator is {named}"
+        raise ConfigError("calibration", job.calibration, rule, "null, or cluster.accelerator=null")
+    if read.has_gpu and plain.cluster.device == "auto":
+        plain = with_value(plain, "cluster.device", "cuda")
+    return plain, read
 
 
 def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:

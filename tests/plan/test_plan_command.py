@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from harness.app import guarded
 from harness.compose import compose_job
-from harness.errors import ConfigError
+from harness.errors import EXIT_USER, ConfigError
 from harness.hardware import ACCELERATORS
 from harness.metrics.encoding import dumps, loads
 from harness.model.accounting import account
 from harness.parallelism.config import ParallelismConfig
+from harness.plan.__main__ import VERB
 from harness.plan.config import PlanJob
 from harness.plan.make import make_plan
 from harness.plan.order import _is_complete, _read, pipeline_order
@@ -32,6 +35,11 @@ JOB_405B = [
     *("training.global_batch_size=256", "training.seq_len=8192", "training.steps=3000"),
     *("precision=float8_tensorwise", "compile=on", "parallelism.async_tp=true", "activation_checkpoint=full"),
 ]
+
+
+def run(*arguments: str) -> int:
+    """Run the command in this process; return its exit code."""
+    return guarded(lambda: VERB._run(arguments))
 
 
 def memory(rank: int, **kinds: float) -> RankMemory:
@@ -333,3 +341,32 @@ def test_phases_of_scheduled_sizes() -> None:
     assert "  1,501-3,000        256        8,192" in render(made)
     whole = make_plan(compose_job(JOB_405B, config_name="plan", schema=PlanJob).plain)
     assert whole.phases == [] and "phases" not in render(whole)
+
+
+def test_points_are_compared_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """A point that breaks a rule has it; values are those of the plans alone."""
+    job = ["model=llama3_8b", "cluster=slurm_h100", "data=synthetic", "precision=bf16"]
+    run("-m", *job, "parallelism.tp=1,3,8")
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["point", "layout", "GiB", "step", "tokens/s", "each", "MFU", "fits"]
+    assert [row.split()[0] for row in rows] == [f"parallelism.tp={tp}" for tp in (1, 3, 8)]
+    assert rows[1].split(maxsplit=1)[1].startswith("illegal: parallelism.tp=3: must divide model.n_heads=32")
+    alone = make_plan(compose_job([*job, "parallelism.tp=8"]))
+    assert alone.speed is not None
+    assert figure(alone.speed.tokens_per_second_per_rank) in rows[2] and gib(alone.peak) in rows[2]
+    run("-m", "--json", *job, "parallelism.tp=1,3,8")
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["legal"] for point in points] == [True, False, True]
+    assert points[2]["step_seconds"] == alone.speed.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("typed", "error"),
+    [
+        ("parallelism.tp=1,2 search=true", "search=true: works on one job, and -m has several"),
+        ("model=llama3_8b parallelism.tp=3,5", "parallelism.tp=3: must divide model.n_heads=32"),
+    ],
+)
+def test_mistakes_of_a_comparison(typed: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("-m", *typed.split()) == EXIT_USER
+    assert capsys.readouterr().err.startswith(f"error: {error}")
