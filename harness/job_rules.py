@@ -67,8 +67,9 @@ def check_compiled_experts(job: Job) -> None:
 
 def check_tokenizer(job: Job) -> None:
     """Check that text has a tokenizer."""
-    if job.tokenizer.kind == "none" and job.data.kind in ("local", "hub", "chat"):
-        rule = f"cannot encode text, and data.kind={job.data.kind} reads text"
+    kinds = sorted(job.data.kinds & {"local", "hub", "chat"})
+    if job.tokenizer.kind == "none" and kinds:
+        rule = f"cannot encode text, and data.kind={kinds[0]} reads text"
         raise ConfigError("tokenizer.kind", "none", rule, "data=tokens, or the tokenizer of the model")
 
 
@@ -178,7 +179,7 @@ def check_conversations(job: Job) -> None:
         return
     if job.schedule.seq_len:
         rule = "shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat"
-        raise ConfigError("schedule.seq_len", job.schedule.seq_len, rule, "[]")
+        raise ConfigError("schedule.seq_len", as_typed(job.schedule.seq_len), rule, "[]")
     attention, longest = job.model.attention, {}
     if attention.chunk is not None:
         longest["chunk"] = attention.chunk

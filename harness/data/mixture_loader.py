@@ -45,6 +45,7 @@ class MixtureLoader(Loader):
         self._loaders = [loaders[name] for name in order.names]
         self._indices = [indices[name] for name in order.names]
         self.damaged_documents = sum(loader.damaged_documents for loader in self._loaders)
+        self.note = "\n".join(f"{name}: {each.note}" for name, each in loaders.items() if each.note) or None
         self.samples_per_epoch_of = {name: loader.samples_per_epoch for name, loader in loaders.items()}
 
     def next(self) -> Batch:

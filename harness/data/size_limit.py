@@ -39,15 +39,19 @@ def _size(source: Source) -> int:
 
 def too_large(source: Source, tokenizer: TokenizerConfig | None) -> ConfigError:
     """Return the error for a source that a job may not tokenize, with the command that does."""
-    command = ["python", "-m", "harness.tokenize", *_data_overrides(source.config)]
-    command += [] if tokenizer is None else _tokenizer_overrides(tokenizer)
     size = f"{_size(source) / _GIB:.3g} GiB"
     rule = f"{source.name} has {size} that are not tokenized, and all ranks would wait for them"
+    limit = source.config.tokenize_limit_gib
+    if source.config.kind == "chat":
+        rule += "; harness.tokenize does not read conversations"
+        return ConfigError("data.tokenize_limit_gib", limit, rule, "null, which is no limit")
+    command = ["python", "-m", "harness.tokenize", *_data_overrides(source.config)]
+    command += [] if tokenizer is None else _tokenizer_overrides(tokenizer)
     works = (
         f"{shlex.join([*command, 'tokenize.target=corpus/NAME'])} and then data=tokens "
         "'data.paths=[corpus/NAME]', or data.tokenize_limit_gib=null"
     )
-    return ConfigError("data.tokenize_limit_gib", source.config.tokenize_limit_gib, rule, works)
+    return ConfigError("data.tokenize_limit_gib", limit, rule, works)
 
 
 def _data_overrides(config: DataConfig) -> list[str]:
