@@ -33,7 +33,7 @@ STEP = "step"
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _COMMAND_OR_FIELD = re.compile(
     r"(python -m harness\.tokenize .*?tokenize\.target=[^\s']+'?)"
-    rf"|(?<![\w/.@-])data(?:\.(?!sources\b|(?:{'|'.join(SHARED)})\b)([a-z_]+\b)(?![./])|=)"
+    r"|(?<![\w/.@-])data(?:\.([a-z_]+)\b(?![./])|=)"
 )
 _EXAMPLE = "'data.sources={web: {kind: local, paths: [web/*.txt]}, code: {kind: local, paths: [code/*.py]}}'"
 
@@ -84,19 +84,25 @@ def errors_of_source(name: str) -> Iterator[None]:
     Shared fields, file names and the commands of ``harness.tokenize`` stay as they are.
     """
 
-    def renamed(text: str) -> str:
-        def place(found: re.Match[str]) -> str:
-            command, field = found.groups()
-            if command:
-                return command
-            return f"data.sources.{name}.{field}" if field else f"data@data.sources.{name}="
+    from harness.data.config import DataConfig  # which imports this module
 
-        return _COMMAND_OR_FIELD.sub(place, text)
+    names = {field.name for field in dataclasses.fields(DataConfig)} - {*SHARED, *OWN[1:]}
+
+    def replacement(found: re.Match[str]) -> str:
+        command, field = found.groups("")
+        if command or (field and field not in names):
+            return found[0]
+        return f"data.sources.{name}.{field or 'kind='}"
+
+    def renamed(text: str) -> str:
+        return _COMMAND_OR_FIELD.sub(replacement, text)
 
     try:
         yield
     except ConfigError as error:
         field, rule, works = map(renamed, (error.field, error.rule, error.works))
+        if f"data.sources.{name}" not in field + rule:
+            rule = f"data.sources.{name}: {rule}"
         raise ConfigError(field, error.value, rule, works) from error
     except DataError as error:
         text, source = renamed(str(error)), f"data.sources.{name}"
