@@ -7,7 +7,6 @@ import math
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from harness.config import as_typed
 from harness.errors import ConfigError, divisors
 from harness.precision.linears import check_layout, sort_linears
 
@@ -179,7 +178,7 @@ def check_conversations(job: Job) -> None:
         return
     if job.schedule.seq_len:
         rule = "shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat"
-        raise ConfigError("schedule.seq_len", as_typed(job.schedule.seq_len), rule, "[]")
+        raise ConfigError("schedule.seq_len", job.schedule.seq_len, rule, "[]")
     attention, longest = job.model.attention, {}
     if attention.chunk is not None:
         longest["chunk"] = attention.chunk
@@ -256,7 +255,7 @@ def check_update_in_backward(job: Job) -> None:
     if any(size != job.global_batch_size for _, size in job.schedule.batch_sizes):
         rule = "optimizer.in_backward=true updates in every backward pass, and larger steps have several"
         works = "[], or optimizer.in_backward=false"
-        raise ConfigError("schedule.batch_size", as_typed(job.schedule.batch_size), rule, works)
+        raise ConfigError("schedule.batch_size", job.schedule.batch_size, rule, works)
     if job.accumulation_steps > 1:
         raise ConfigError(
             "training.local_batch_size",

@@ -190,7 +190,7 @@ VALUES = [
     mistake("precision.emulate=true", "has no effect, because precision.linear=none"),
     shown_as(
         "precision.filter_fqns=[wq]",
-        "precision.filter_fqns=['wq']: has no effect, because precision.linear=none",
+        "precision.filter_fqns=[wq]: has no effect, because precision.linear=none",
     ),
     shown_as(
         "precision=float8_rowwise precision.emulate=true precision.filter_fqns=[wx]",

@@ -6,11 +6,10 @@ import shlex
 import sys
 from typing import Any
 
-from harness.config import as_typed
 from harness.data.config import DataConfig, TokenizerConfig
 from harness.data.documents import Source
 from harness.data.tokenizer_base import Tokenizer
-from harness.errors import ConfigError
+from harness.errors import ConfigError, as_typed
 
 _GIB = 2**30
 _OPTIONS = {"text": "local_text", "jsonl": "local_jsonl", "parquet": "local_parquet"}
@@ -79,11 +78,7 @@ def _tokenizer_overrides(config: TokenizerConfig) -> list[str]:
 
 def _differing(group: str, config: Any, like: Any, names: tuple[str, ...]) -> list[str]:
     return [
-        f"{group}.{name}={_typed(getattr(config, name))}"
+        f"{group}.{name}={as_typed(getattr(config, name))}"
         for name in names
         if getattr(config, name) != getattr(like, name)
     ]
-
-
-def _typed(value: Any) -> Any:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else as_typed(value)

@@ -46,7 +46,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"sources": {"b": None}},
         "data.sources={b:None}: must be a mapping of names to fields, like {a: {kind: b}}",
     ),
-    (with_b(pahts=["x"]), "data.sources.b.pahts=['x']: no such field; did you mean data.sources.b.paths?"),
+    (with_b(pahts=["x"]), "data.sources.b.pahts=[x]: no such field; did you mean data.sources.b.paths?"),
     (with_b(format="csv"), "data.sources.b.format=csv: no such choice; would work: auto"),
     (with_b(paths=[]), "data.sources.b.paths=[]: data.sources.b.kind=local needs at least one file"),
     (with_b(streaming=True), "is read only by data.sources.b.kind=hub, and data.sources.b.kind is local"),

@@ -197,7 +197,7 @@ CHANGES = [
     ),
     (
         "data.weight_changes=[]",
-        "data.weight_changes=[{'step': 5, 'late': 1}] there and [] here",
+        "data.weight_changes=[{step:5,late:1}] there and [] here",
         ["data.weight_changes"],
     ),
 ]
