@@ -233,20 +233,11 @@ def _numbers(value: Any) -> list[int | float]:
 
 def _check_number(name: str, value: Any, number: int | float) -> None:
     if isinstance(number, int) and abs(number) > LARGEST_INTEGER:
-        raise ConfigError(name, as_typed(value), f"must be an integer of 64 bits, at most {LARGEST_INTEGER}")
+        raise ConfigError(name, value, f"must be an integer of 64 bits, at most {LARGEST_INTEGER}")
     # NaN compares false.
     if isinstance(number, float) and not abs(number) <= LARGEST_NUMBER:
         rule = f"must be a finite number of float32, at most {LARGEST_NUMBER:g}"
-        raise ConfigError(name, as_typed(value), rule)
-
-
-def as_typed(value: Any) -> Any:
-    """Format a list or mapping as typed on the command line; return other values unchanged."""
-    if isinstance(value, list):
-        return f"[{','.join(str(as_typed(each)) for each in value)}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{as_typed(each)}' for key, each in value.items())}}}"
-    return value
+        raise ConfigError(name, value, rule)
 
 
 def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
@@ -278,7 +269,7 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
         hint = hints[name]
         if not _fits(value, hint):
             key = f"{prefix}{name}"
-            raise ConfigError(key, as_typed(value), f"must be {describe_type(hint, key)}")
+            raise ConfigError(key, value, f"must be {describe_type(hint, key)}")
         inner = next((each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)), None)
         if inner is not None and get_origin(hint) is dict:
             value = {key: built(inner, each, f"{name}.{key}") for key, each in value.items()}

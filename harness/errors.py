@@ -93,13 +93,22 @@ def one_line(message: str) -> str:
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
 
 
-def _format_value(value: object) -> str:
-    """Format a value as typed on the command line; cut it if it is long."""
+def as_typed(value: object) -> str:
+    """Format a value as typed on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    text = str(value)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(as_typed(each) or repr(each) for each in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{as_typed(each) or repr(each)}' for key, each in value.items())}}}"
+    return str(value)
+
+
+def _format_value(value: object) -> str:
+    """Format a value as typed; cut it if it is long."""
+    text = as_typed(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
 
 

@@ -7,7 +7,6 @@ import math
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from harness.config import as_typed
 from harness.errors import ConfigError, divisors
 from harness.precision.linears import check_layout, sort_linears
 
@@ -67,8 +66,9 @@ def check_compiled_experts(job: Job) -> None:
 
 def check_tokenizer(job: Job) -> None:
     """Check that text has a tokenizer."""
-    if job.tokenizer.kind == "none" and job.data.kind in ("local", "hub", "chat"):
-        rule = f"cannot encode text, and data.kind={job.data.kind} reads text"
+    kinds = sorted(job.data.kinds & {"local", "hub", "chat"})
+    if job.tokenizer.kind == "none" and kinds:
+        rule = f"cannot encode text, and data.kind={kinds[0]} reads text"
         raise ConfigError("tokenizer.kind", "none", rule, "data=tokens, or the tokenizer of the model")
 
 
@@ -255,7 +255,7 @@ def check_update_in_backward(job: Job) -> None:
     if any(size != job.global_batch_size for _, size in job.schedule.batch_sizes):
         rule = "optimizer.in_backward=true updates in every backward pass, and larger steps have several"
         works = "[], or optimizer.in_backward=false"
-        raise ConfigError("schedule.batch_size", as_typed(job.schedule.batch_size), rule, works)
+        raise ConfigError("schedule.batch_size", job.schedule.batch_size, rule, works)
     if job.accumulation_steps > 1:
         raise ConfigError(
             "training.local_batch_size",

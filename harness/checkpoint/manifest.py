@@ -149,7 +149,9 @@ def _check_position(position: dict[str, Any]) -> None:
     for slot in position["slots"].values():
         if not _is_object(slot):
             raise ValueError("state.data_loader.slots has an entry that is not an object")
-        _require(slot, {"document": _OBJECT, "offset": _COUNT})
+        # Null: the beginning of a part of the dataset.
+        _require(slot, {"document": _OBJECT_OR_NULL, "offset": _COUNT})
+        _check(slot, dict.fromkeys(("shards", "part", "example", "block", "index"), _COUNT))
 
 
 def _check_files(files: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from harness.checkpoint.catalog import (
     open_checkpoint,
 )
 from harness.config import NUMERICS, leaves
-from harness.errors import EXIT_OK, ConfigError, UserError
+from harness.errors import EXIT_OK, ConfigError, UserError, as_typed
 from harness.job import Job
 from harness.metrics.encoding import read_object
 from harness.metrics.result import flat_items, read_result
@@ -246,9 +246,9 @@ def _describe(job: Job, checkpoint: Checkpoint, only: str = "") -> str:
     return ", ".join(f"{name}={_shown(name, saved)} there and {_shown(name, own)} here" for name in names)
 
 
-def _shown(name: str, values: dict[str, Any]) -> Any:
+def _shown(name: str, values: dict[str, Any]) -> str:
     """Return the value of a field, of a source its kind."""
-    return values.get(name, values.get(f"{name}.kind", "none"))
+    return as_typed(values.get(name, values.get(f"{name}.kind", "none")))
 
 
 def _numerics(job: Job) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 from harness.checkpoint.catalog import is_url
-from harness.data.config import ASSET_PREFIX
+from harness.data.config import ASSET_PREFIX, FORMATS_OF, DataConfig
+from harness.data.mixture_config import sources_of
 from harness.data.size_limit import is_small, too_large
 from harness.data.sources import expand, source_of
 from harness.errors import ConfigError, DataError
@@ -28,13 +29,9 @@ def require_inputs(job: Job) -> None:
     Raises:
         ConfigError: one of them is missing.
     """
-    if job.data.kind in ("local", "tokens", "chat"):
-        for name in ("paths", "validation_paths"):
-            patterns = tuple(getattr(job.data, name))
-            indices = tuple(f"{prefix}.idx" for prefix in patterns) if job.data.kind == "tokens" else ()
-            if patterns and not _matches_any((*patterns, *indices)):
-                rule = f"no file matches, seen from {os.getcwd()}"
-                raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
+    for data, errors in sources_of(job.data):
+        with errors:
+            _require_files(data)
     tokenizer = job.tokenizer.path
     if tokenizer and not tokenizer.startswith(ASSET_PREFIX) and _is_missing(str(job.tokenizer.file)):
         raise ConfigError("tokenizer.path", tokenizer, "there is no such file", "a tokenizer file")
@@ -42,6 +39,17 @@ def require_inputs(job: Job) -> None:
     if initial and not is_url(initial) and _is_missing(initial.removeprefix("file://")):
         works = "a checkpoint, a run folder, or safetensors with checkpoint.initial_load_in_hf=true"
         raise ConfigError("checkpoint.initial_load_path", initial, "there is no such folder", works)
+
+
+def _require_files(data: DataConfig) -> None:
+    if data.kind not in FORMATS_OF:
+        return
+    for name in ("paths", "validation_paths"):
+        patterns = tuple(getattr(data, name))
+        indices = tuple(f"{prefix}.idx" for prefix in patterns) if data.kind == "tokens" else ()
+        if patterns and not _matches_any((*patterns, *indices)):
+            rule = f"no file matches, seen from {os.getcwd()}"
+            raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
 
 
 def require_tokenized(job: Job) -> None:
@@ -52,19 +60,30 @@ def require_tokenized(job: Job) -> None:
     Raises:
         ConfigError: it would have to.
     """
-    data = job.data
-    is_visible = job.cluster.kind == "local" or _is_visible(os.path.expanduser(data.cache_dir))
-    if data.kind != "local" or not is_visible:
+    if job.cluster.kind != "local" and not _is_visible(os.path.expanduser(job.data.cache_dir)):
         return
+    for data, errors in sources_of(job.data):
+        if data.kind in ("local", "chat"):
+            with errors:
+                _require_tokenized(data, job)
+
+
+def _require_tokenized(data: DataConfig, job: Job) -> None:
+    is_chat = data.kind == "chat"
+    if is_chat:
+        from harness.data.chat import ConversationTokenizer, conversations_of, template_of
     for split in ("train", *(("validation",) if data.validation_paths and job.validation.interval else ())):
-        source, held_out = source_of(data, split)
+        source, held_out = conversations_of(data, split) if is_chat else source_of(data, split)
         try:
             if is_small(source):
                 continue
             from harness.data.cache import cache_folder
             from harness.data.tokenizer import build_tokenizer
 
-            folder = cache_folder(source, build_tokenizer(job.tokenizer), held_out, data.cache_dir)
+            tokenizer = build_tokenizer(job.tokenizer)
+            if is_chat:
+                tokenizer = ConversationTokenizer(tokenizer, template_of(data, tokenizer))
+            folder = cache_folder(source, tokenizer, held_out, data.cache_dir)
         except DataError:  # the ranks may see other files
             continue
         if not folder.exists():

@@ -49,13 +49,9 @@ def open_conversations(
         DataError: the data is missing, unreadable or has no turn of the assistant, or the tokenizer has no
             chat template.
     """
-    held_out, field = data.validation_fraction, "paths"
-    if split == "validation":
-        data.require_validation()
-        if data.validation_paths:
-            held_out, field = 0.0, "validation_paths"
+    source, held_out = conversations_of(data, split)
     tokenized = open_cache(
-        Conversations(data, field),
+        source,
         ConversationTokenizer(tokenizer, template_of(data, tokenizer)),
         split=split,
         held_out=held_out,
@@ -72,6 +68,19 @@ def open_conversations(
         pad_id=tokenizer.eos_id or 0,
     )
     return samples, tokenized
+
+
+def conversations_of(data: DataConfig, split: str) -> tuple[Conversations, float]:
+    """Return the conversations of a split, and its held-out fraction.
+
+    Raises:
+        ConfigError: no conversations are held out for validation.
+    """
+    if split == "validation":
+        data.require_validation()
+        if data.validation_paths:
+            return Conversations(data, "validation_paths"), 0.0
+    return Conversations(data, "paths"), data.validation_fraction
 
 
 def describe(samples: PackedConversations, data: DataConfig, seq_len: int) -> str:

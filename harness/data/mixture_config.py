@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,10 @@ SHARED = (
 STEP = "step"
 """Key of a change of weights that is not a source."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
+_COMMAND_OR_FIELD = re.compile(
+    r"(python -m harness\.tokenize .*?tokenize\.target=[^\s']+'?)"
+    r"|(?<![\w/.@-])data(?:\.([a-z_]+)\b(?![./])|=)"
+)
 _EXAMPLE = "'data.sources={web: {kind: local, paths: [web/*.txt]}, code: {kind: local, paths: [code/*.py]}}'"
 
 
@@ -66,17 +70,39 @@ def require_validation_of_sources(data: DataConfig) -> None:
             source_config(data, name).require_validation()
 
 
+def sources_of(data: DataConfig) -> list[tuple[DataConfig, AbstractContextManager[None]]]:
+    """Return each source, and a context manager that names its fields in errors."""
+    if data.kind != "mixture":
+        return [(data, nullcontext())]
+    return [(source_config(data, name), errors_of_source(name)) for name in data.source_names]
+
+
 @contextmanager
 def errors_of_source(name: str) -> Iterator[None]:
-    """Context manager that renames fields in errors: ``data.paths`` to ``data.sources.<name>.paths``."""
+    """Context manager that renames fields in errors: ``data.paths`` to ``data.sources.<name>.paths``.
+
+    Shared fields, file names and the commands of ``harness.tokenize`` stay as they are.
+    """
+
+    from harness.data.config import DataConfig  # which imports this module
+
+    names = {field.name for field in dataclasses.fields(DataConfig)} - {*SHARED, *OWN[1:]}
+
+    def replacement(found: re.Match[str]) -> str:
+        command, field = found.groups("")
+        if command or (field and field not in names):
+            return found[0]
+        return f"data.sources.{name}.{field or 'kind='}"
 
     def renamed(text: str) -> str:
-        return re.sub(r"\bdata\.(?!sources\.)", f"data.sources.{name}.", text)
+        return _COMMAND_OR_FIELD.sub(replacement, text)
 
     try:
         yield
     except ConfigError as error:
         field, rule, works = map(renamed, (error.field, error.rule, error.works))
+        if f"data.sources.{name}" not in field + rule:
+            rule = f"data.sources.{name}: {rule}"
         raise ConfigError(field, error.value, rule, works) from error
     except DataError as error:
         text, source = renamed(str(error)), f"data.sources.{name}"

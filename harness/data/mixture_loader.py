@@ -14,6 +14,7 @@ from harness.data.mixture import Shares, SourceOrder
 from harness.data.mixture_config import errors_of_source, source_config, weights_by_step
 from harness.data.sizes import Sizes
 from harness.data.streaming import RowStream
+from harness.data.token_files import holds_out
 from harness.errors import DataError
 
 
@@ -45,6 +46,7 @@ class MixtureLoader(Loader):
         self._loaders = [loaders[name] for name in order.names]
         self._indices = [indices[name] for name in order.names]
         self.damaged_documents = sum(loader.damaged_documents for loader in self._loaders)
+        self.note = "\n".join(f"{name}: {each.note}" for name, each in loaders.items() if each.note) or None
         self.samples_per_epoch_of = {name: loader.samples_per_epoch for name, loader in loaders.items()}
 
     def next(self) -> Batch:
@@ -122,7 +124,8 @@ def build_mixture_loader(
     validating = split == "validation"
     if validating:
         data.require_validation()
-    names = [name for name in data.source_names if not validating or data.sources[name].holds_out]
+    names = [name for name in data.source_names if not validating or _holds_out(data, name)]
+    names = names or data.source_names[:1]  # whose error says so
     loaders: dict[str, SourceLoader] = {}
     for name in names:
         with errors_of_source(name):
@@ -138,3 +141,11 @@ def build_mixture_loader(
     indices = {name: index for index, name in enumerate(data.source_names)}
     order = SourceOrder(shares, block=sizes.batch_size, seed=seed)
     return MixtureLoader(order, loaders, indices, rows, sizes)
+
+
+def _holds_out(data: DataConfig, name: str) -> bool:
+    source = data.sources[name]
+    if source.kind != "tokens":
+        return source.holds_out
+    with errors_of_source(name):
+        return holds_out(source)

@@ -6,11 +6,10 @@ import shlex
 import sys
 from typing import Any
 
-from harness.config import as_typed
 from harness.data.config import DataConfig, TokenizerConfig
 from harness.data.documents import Source
 from harness.data.tokenizer_base import Tokenizer
-from harness.errors import ConfigError
+from harness.errors import ConfigError, as_typed
 
 _GIB = 2**30
 _OPTIONS = {"text": "local_text", "jsonl": "local_jsonl", "parquet": "local_parquet"}
@@ -39,15 +38,19 @@ def _size(source: Source) -> int:
 
 def too_large(source: Source, tokenizer: TokenizerConfig | None) -> ConfigError:
     """Return the error for a source that a job may not tokenize, with the command that does."""
-    command = ["python", "-m", "harness.tokenize", *_data_overrides(source.config)]
-    command += [] if tokenizer is None else _tokenizer_overrides(tokenizer)
     size = f"{_size(source) / _GIB:.3g} GiB"
     rule = f"{source.name} has {size} that are not tokenized, and all ranks would wait for them"
+    limit = source.config.tokenize_limit_gib
+    if source.config.kind == "chat":
+        rule += "; harness.tokenize does not read conversations"
+        return ConfigError("data.tokenize_limit_gib", limit, rule, "null, which is no limit")
+    command = ["python", "-m", "harness.tokenize", *_data_overrides(source.config)]
+    command += [] if tokenizer is None else _tokenizer_overrides(tokenizer)
     works = (
         f"{shlex.join([*command, 'tokenize.target=corpus/NAME'])} and then data=tokens "
         "'data.paths=[corpus/NAME]', or data.tokenize_limit_gib=null"
     )
-    return ConfigError("data.tokenize_limit_gib", source.config.tokenize_limit_gib, rule, works)
+    return ConfigError("data.tokenize_limit_gib", limit, rule, works)
 
 
 def _data_overrides(config: DataConfig) -> list[str]:
@@ -75,11 +78,7 @@ def _tokenizer_overrides(config: TokenizerConfig) -> list[str]:
 
 def _differing(group: str, config: Any, like: Any, names: tuple[str, ...]) -> list[str]:
     return [
-        f"{group}.{name}={_typed(getattr(config, name))}"
+        f"{group}.{name}={as_typed(getattr(config, name))}"
         for name in names
         if getattr(config, name) != getattr(like, name)
     ]
-
-
-def _typed(value: Any) -> Any:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else as_typed(value)

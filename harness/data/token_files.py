@@ -107,6 +107,18 @@ def open_token_files(
     return _with_boundaries(tokens, data, tokenizer, format, has_index, warn=is_builder)
 
 
+def holds_out(data: DataConfig) -> bool:
+    """Whether token files have tokens for validation; reads the manifests of corpora.
+
+    Raises:
+        DataError: no file matches, or a manifest is damaged.
+    """
+    if data.validation_paths or data.validation_fraction:
+        return True
+    files, format = find_token_files(data.paths, "paths", data.format)
+    return format == "corpus" and any(read_manifest(file).counts.tokens["validation"] for file in files)
+
+
 def _refuse_settings_of_other_formats(data: DataConfig, format: str, file: Path) -> None:
     for name, formats in _READ_ONLY_BY.items():
         value = getattr(data, name)
@@ -224,17 +236,15 @@ def _open_corpora(
 ) -> tuple[list[Tokens], bool]:
     """Open the shards of corpora; also return whether one of them has held-out documents."""
     parts: list[Tokens] = []
-    held_out = False
-    for folder in folders:
-        manifest = read_manifest(folder)
+    manifests = {folder: read_manifest(folder) for folder in folders}
+    held_out = any(manifest.counts.tokens["validation"] for manifest in manifests.values())
+    # Without held-out documents: the end of each shard of `train`.
+    opened = sorted(splits) if held_out else ["train"]
+    for folder, manifest in manifests.items():
         if not isinstance(tokenizer, NoTokenizer):
             check_tokenizer(manifest, tokenizer, str(folder))
-        counts = manifest.counts.tokens
-        held_out |= counts["validation"] > 0
-        # A corpus without held-out documents: the end of each shard of `train`.
-        opened = splits if counts["validation"] else {"train"}
-        for each in sorted(opened):
-            if counts[each]:
+        for each in opened:
+            if manifest.counts.tokens[each]:
                 parts += open_shards(folder, each, check=check)
     return parts, held_out
 

@@ -6,6 +6,7 @@ from functools import cache
 
 from harness.data.chat_template import template_of
 from harness.data.config import TokenizerConfig
+from harness.data.mixture_config import sources_of
 from harness.data.tiktoken_sets import SETS
 from harness.data.tokenizer import BytesTokenizer, SentencePieceTokenizer, _parse_ranks, build_tokenizer
 from harness.data.tokenizer_base import read_tokenizer
@@ -16,7 +17,7 @@ from harness.job import Job
 def require_vocabulary(job: Job) -> None:
     """Check that the job's tokenizer fits into its model's vocabulary, if the tokenizer's file exists here.
 
-    For data.kind=chat, also check that there is a chat template.
+    For conversations, also check that there is a chat template.
 
     Raises:
         ConfigError: it does not fit.
@@ -25,12 +26,14 @@ def require_vocabulary(job: Job) -> None:
     """
     if job.cluster.kind == "local" and job.tokenizer.has_file:
         read_tokenizer(job.tokenizer.file)
-    if job.data.kind != "synthetic":
+    if job.data.kinds - {"synthetic", "mixture"}:
         tokenizer = job.tokenizer
         num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
         check_vocab_size(num_tokens or 0, job.model.vocab_size)
-        if job.data.kind == "chat" and num_tokens is not None:
-            template_of(job.data, build_tokenizer(tokenizer))
+        for source, errors in sources_of(job.data):
+            if source.kind == "chat" and num_tokens is not None:
+                with errors:
+                    template_of(source, build_tokenizer(tokenizer))
 
 
 @cache

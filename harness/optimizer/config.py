@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from harness.config import as_typed, execution, numerics
+from harness.config import execution, numerics
 from harness.errors import ConfigError
 
 IMPLEMENTATIONS = ("auto", "fused", "foreach", "for-loop")
@@ -119,9 +119,9 @@ class ScheduleConfig:
             for phase in phases:
                 if set(phase) != {"until_step", unit} or min(phase.values()) < 1:
                     rule = f"each phase has until_step and {unit}, both at least 1"
-                    raise ConfigError(field, as_typed(phases), rule, works)
+                    raise ConfigError(field, phases, rule, works)
             if any(a["until_step"] >= b["until_step"] for a, b in pairwise(phases)):
-                raise ConfigError(field, as_typed(phases), "until_step must rise from phase to phase", works)
+                raise ConfigError(field, phases, "until_step must rise from phase to phase", works)
 
     def validate(self, steps: int) -> None:
         """Raise ConfigError for phases of the learning rate that are longer than its curve."""

@@ -44,7 +44,11 @@ class TokenizeConfig:
         if target.exists() and not target.is_dir():
             raise ConfigError("tokenize.target", self.target, "is a file", "corpus/NAME")
         if data.kind not in SOURCES:
-            rule = "has no documents to tokenize"
+            rule = {
+                "chat": "conversations are tokenized by the job",
+                "mixture": "a corpus has one source",
+                "tokens": "is tokenized",
+            }.get(data.kind, "has no documents to tokenize")
             raise ConfigError("data.kind", data.kind, rule, "data=local_jsonl, local_parquet, local_text")
         if data.streaming:
             works = "data.streaming=false data.shuffle=true, which downloads the dataset"

@@ -32,6 +32,7 @@ def require(*typed: str) -> None:
     require_inputs(compose_job(["model=llama3_tiny", "cluster=slurm", "cluster.device=cpu", *typed]))
 
 
+MIXTURE = ("data=mixture", "data.sources.a.kind=synthetic", "data.weights={a: 1, b: 1}", "tokenizer=bytes")
 TOKENS = ("data=tokens", "tokenizer=bytes")
 LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
 
@@ -46,6 +47,7 @@ LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
             "data.validation_paths=",
         ),
         ((*TOKENS, "data.paths=[{here}/nope]"), "data.paths=.*no file matches"),
+        ((*MIXTURE, "data.sources.b={kind: tokens, paths: [{here}/nope]}"), "data.sources.b.paths=.*no file"),
         (("tokenizer.kind=huggingface", "tokenizer.path={here}/nope.json"), "tokenizer.path=.*no such file"),
         (("checkpoint.initial_load_path={here}/nope",), "checkpoint.initial_load_path=.*no such folder"),
     ],
@@ -98,6 +100,36 @@ def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path:
         open_train(job)
     open_train(compose_job(typed))
     require_tokenized(job)  # the cache exists
+
+
+CHAT = "{kind: chat, paths: [{here}/a.jsonl], chat_template: plain}"
+ALONE = ("data.attend_across_documents=false", "tokenizer=bytes")
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (
+            (*MIXTURE, "data.sources.b={paths: [{here}/a.jsonl]}"),
+            r"data\.sources\.b\.paths=.*tokenize data=local_text 'data\.paths=.* and then "
+            r"data\.sources\.b\.kind=tokens 'data\.sources\.b\.paths=.*, or data\.tokenize_limit_gib=null",
+        ),
+        (
+            ("data=mixture", f"data.sources.b={CHAT}", "data.weights.b=1", *ALONE),
+            r"data\.sources\.b\.paths=.*would work: null",
+        ),
+        (
+            ("data=chat", "data.paths=[{here}/a.jsonl]", "data.chat_template=plain", "tokenizer=bytes"),
+            "harness.tokenize does not read conversations; would work: null",
+        ),
+    ],
+)
+def test_sources_that_must_be_tokenized(tmp_path: Path, typed: tuple[str, ...], says: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"messages": []}\n')
+    typed = tuple(each.replace("{here}", str(tmp_path)) for each in typed)
+    size = ("data.tokenize_limit_gib=0", f"data.cache_dir={tmp_path}/cache")
+    with pytest.raises(ConfigError, match=f"^data.tokenize_limit_gib=0.*{says}"):
+        require_tokenized(compose_job(["model=llama3_tiny", *typed, *size]))
 
 
 def open_train(job: Job) -> None:

@@ -154,7 +154,7 @@ cluster=slurm cluster.time=1 cluster.signal_seconds=60
 cluster=slurm cluster.sbatch.partition=gpu
     cluster.sbatch.partition=gpu: the harness sets --partition itself; would work: cluster.partition
 cluster=slurm cluster.sbatch={mail-type:[END,FAIL]}
-    cluster.sbatch.mail-type=['END', 'FAIL']: must be one value, or true for an option without one
+    cluster.sbatch.mail-type=[END,FAIL]: must be one value, or true for an option without one
 cluster=slurm cluster.ranks_per_node=null
     cluster.ranks_per_node=null: must be set for SLURM; would work: 8, GPUs of a node
 cluster=slurm cluster.accelerator=H1000

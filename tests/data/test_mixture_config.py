@@ -9,7 +9,9 @@ import pytest
 from harness.compose import compose_job
 from harness.config import check_rules, from_dict
 from harness.data import DataConfig
-from harness.errors import UserError
+from harness.data.mixture_config import errors_of_source
+from harness.data.vocabulary import require_vocabulary
+from harness.errors import ConfigError, DataError, UserError
 
 SOURCES = {"a": {"kind": "synthetic"}, "b": {"kind": "local", "paths": ["web/*.txt"]}}
 MIXTURE = {"kind": "mixture", "sources": SOURCES, "weights": {"a": 1.0, "b": 1.0}}
@@ -44,7 +46,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"sources": {"b": None}},
         "data.sources={b:None}: must be a mapping of names to fields, like {a: {kind: b}}",
     ),
-    (with_b(pahts=["x"]), "data.sources.b.pahts=['x']: no such field; did you mean data.sources.b.paths?"),
+    (with_b(pahts=["x"]), "data.sources.b.pahts=[x]: no such field; did you mean data.sources.b.paths?"),
     (with_b(format="csv"), "data.sources.b.format=csv: no such choice; would work: auto"),
     (with_b(paths=[]), "data.sources.b.paths=[]: data.sources.b.kind=local needs at least one file"),
     (with_b(streaming=True), "is read only by data.sources.b.kind=hub, and data.sources.b.kind is local"),
@@ -105,3 +107,39 @@ def test_fields_of_sources_are_part_of_the_numerics() -> None:
     other = compose_job([*fixed, "data.sources.a.mask_fraction=0.1"])
     assert job.numerics_id != other.numerics_id
     assert job.id == compose_job([*fixed, "data.cache_dir=elsewhere"]).id
+
+
+def test_errors_of_a_source_name_its_fields() -> None:
+    """Shared fields, file names and commands stay."""
+    command = "python -m harness.tokenize data=local_text 'data.paths=[a b]' 'tokenize.target=corpus/NAME'"
+    with pytest.raises(ConfigError) as raised, errors_of_source("web"):
+        works = f"{command} and then data=tokens 'data.paths=[corpus/NAME]', or data.cache_dir"
+        raise ConfigError("data.prefetch", 0, "data.paths=[/x/data.jsonl, data.txt]", works)
+    assert str(raised.value) == (
+        "data.prefetch=0: data.sources.web.paths=[/x/data.jsonl, data.txt]; would work: "
+        f"{command} and then data.sources.web.kind=tokens 'data.sources.web.paths=[corpus/NAME]', "
+        "or data.cache_dir"
+    )
+    said = r"^data\.prefetch=0: data\.sources\.web: too few$"
+    with pytest.raises(ConfigError, match=said), errors_of_source("web"):
+        raise ConfigError("data.prefetch", 0, "too few")
+    said = r"^data\.sources\.web: data\.jsonl, line 3: bad$"
+    with pytest.raises(DataError, match=said), errors_of_source("web"):
+        raise DataError("data.jsonl, line 3: bad")
+
+
+def test_a_source_with_text_needs_a_tokenizer() -> None:
+    sources = "data.sources={a: {kind: synthetic}, b: {paths: [a.txt]}}"
+    with pytest.raises(ConfigError, match=r"tokenizer\.kind=none: cannot encode text, and data\.kind=local"):
+        compose_job(["data=mixture", sources, "data.weights={a: 1, b: 1}", "tokenizer=none"])
+
+
+def test_a_source_of_conversations_needs_a_chat_template() -> None:
+    typed = ["data=mixture", "data.sources={c: {kind: chat, paths: [a.jsonl], chat_template: chatml}}"]
+    typed += ["data.weights.c=1", "data.attend_across_documents=false", "cluster.device=cpu"]
+    job = compose_job([*typed, "model=llama3_tiny", "model.vocab_size=2048", "tokenizer=python_2k"])
+    with pytest.raises(UserError, match=r"data\.sources\.c.*no token <\|im_start\|>"):
+        require_vocabulary(job)
+    shared = [each.replace("documents=false", "documents=true") for each in typed]
+    with pytest.raises(ConfigError, match=r"^data\.attend_across_documents=true: .*would work: false$"):
+        compose_job(shared)

@@ -347,3 +347,19 @@ def test_datatrove_reads_the_same():
         found = torch.cat([theirs[index]["input_ids"] for index in range(len(theirs))])
         ours = torch.cat(list(rows[0][: len(found) // T]))
         assert torch.equal(found[: len(ours)], ours[: len(found)])
+
+
+def test_validation_of_corpora_of_which_one_has_held_out_documents():
+    """The other one is for training only, also in a mixture."""
+    write_corpus("held", [["one " * 30, "two " * 30, "three " * 30, "four " * 30]], validation_fraction=0.5)
+    write_corpus("plain", [["some text " * 40]])
+    own = read_rows_of(loader(config(paths=["held"]), split="validation"))
+    both = config(paths=["held", "plain"])
+    assert torch.equal(read_rows_of(loader(both, split="validation")), own)
+    sources = {name: DataConfig("tokens", paths=[name]) for name in ("held", "plain")}
+    mixture = DataConfig("mixture", sources=sources, weights={"held": 1.0, "plain": 1.0})
+    mixture.validate()
+    assert torch.equal(read_rows_of(loader(mixture, split="validation")), own)
+    alone = dataclasses.replace(mixture, sources={"plain": sources["plain"]}, weights={"plain": 1.0})
+    with pytest.raises(ConfigError, match=r"data\.sources\.plain\..*no tokens are held out for validation"):
+        loader(alone, split="validation")

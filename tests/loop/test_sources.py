@@ -197,7 +197,7 @@ CHANGES = [
     ),
     (
         "data.weight_changes=[]",
-        "data.weight_changes=[{'step': 5, 'late': 1}] there and [] here",
+        "data.weight_changes=[{step:5,late:1}] there and [] here",
         ["data.weight_changes"],
     ),
 ]
@@ -227,3 +227,38 @@ def test_a_changed_mixture_is_refused_unless_allowed_by_name(
     after = state["mixture"]["counts"]
     assert all(after[name] >= count for name, count in before.items())
     assert json.dumps(state)
+
+
+def test_a_run_with_streams_resumes_from_the_first_documents(tmp_path: Path) -> None:
+    """A row of the global batch that has not left its first document has no state of the library yet."""
+    texts = [{"text": f"{number} " * (number % 17 + 3)} for number in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    files = f"dataset: json, data_files: ['{tmp_path}/a.jsonl'], streaming: true, workers: 0"
+    sources = "data.sources={web: {kind: hub, " + files + "}, few: {kind: synthetic}}"
+    own = (*SMALL, "data=mixture", sources, "data.weights={web: 1, few: 1}", "training.steps=4")
+    own += ("model.vocab_size=258", "schedule.warmup_steps=0")
+    complete = jobs.train(tmp_path / "complete", *own).folder
+    shared = f"checkpoint.folder={tmp_path / 'shared'}"
+    jobs.train(tmp_path, *own, shared, "training.steps=1")
+    slots = CheckpointFolder(str(tmp_path / "shared")).find(1).state["data_loader"]["slots"].values()
+    assert any(slot["document"] is None for slot in slots)
+    folder = jobs.train(tmp_path, *own, shared, "checkpoint.allow_changed=[training.steps]").folder
+    names = ("step", "loss.few", "loss.web", "valid_tokens.web")
+    expected = [[row[name] for name in names] for row in rows_of(complete)]
+    assert [[row[name] for name in names] for row in rows_of(folder)] == expected[1:]
+
+
+CHAT = "{kind: chat, paths: [c.jsonl], chat_template: plain}"
+
+
+def test_the_log_has_the_packing_of_conversations_in_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    Path("c.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    options = ("data.attend_across_documents=false", "data.cache_dir=cache", "model.vocab_size=258")
+    talk = ("data=mixture", f"data.sources={{talk: {CHAT}}}", "data.weights.talk=1")
+    job = jobs.tiny(*SMALL, *talk, *options)
+    loader = loader_of(job, build_tokenizer(job.tokenizer), range(8))
+    assert loader.note == "talk: data of train: 1 conversations in 1 samples, 68.8% full"
