@@ -50,7 +50,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     theirs.generation_config.eos_token_id = None
     job = job_of(run.folder.path, f"generate.prompts=[{','.join(map(repr, PROMPTS))}]")
     prompts = read_prompts(job, build_tokenizer(job.tokenizer))
-    return Trained(run.folder.path, prompts, [expected(theirs, each, use_cache=True) for each in prompts])
+    return Trained(run.folder.path, prompts, [expected(theirs, each) for each in prompts])
 
 
 def job_of(run_dir: Path, *overrides: str) -> GenerateJob:
