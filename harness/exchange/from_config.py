@@ -121,7 +121,7 @@ def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> ModelConfig:
     owner: Any = model
     for group in groups:
         owner = getattr(owner, group)
-    hint = type_hints(type(owner))[last]
+    hint = type_hints(owner.__class__)[last]
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if value is None and type(None) not in kinds:
         raise UserError(f"it has no {theirs}")

@@ -57,7 +57,7 @@ CORE_RANKED = [
 CACHED = list(itertools.product(CASES, [(24, 24), (24, 9), (1, 2)]))
 CORE_CACHED = [
     *((case, (24, 9)) for case in CORE),
-    *itertools.product(["llama", "deepseek_v3", "gpt_oss", "llama4"], [(24, 24), (1, 2)]),
+    *itertools.product(["llama", "deepseek_v3"], [(24, 24), (1, 2)]),
 ]
 
 
@@ -136,7 +136,7 @@ def test_ranks(row: tuple[str, str], tmp_path: Path, pool: RankPool) -> None:
 def test_cached_logits(row: tuple[str, tuple[int, int]]) -> None:
     """Logits of every new token equal those of a pass over the complete sequences."""
     case, lengths = row
-    length, device = 48, torch.device("cpu")
+    length, device = 40, torch.device("cpu")
     plain = random_model(CASES[case], length)
     cached = copy.deepcopy(plain)
     cached.use_cache(length)
