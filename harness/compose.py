@@ -199,12 +199,22 @@ class Composer:
         except Exception as error:
             raise to_user_error(error, self.schema) from error
 
+    def _parsed(self, typed: str) -> Any:
+        """Parse one override; sweeps have the parser's folder and are not kept."""
+        if typed not in _parsed_once:
+            [parsed] = self.parser.parse_overrides([typed])
+            if parsed.is_sweep_override():
+                return parsed
+            _parsed_once[typed] = parsed
+        return _parsed_once[typed]
+
     def _config(self, overrides: list[str]) -> tuple[Layers, Any]:
         """Return a new config, as Hydra composes it, and what made it."""
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
         values, options, rest = [], {}, []
-        for typed, parsed in zip(overrides, self.parser.parse_overrides(overrides), strict=True):
+        for typed in overrides:
+            parsed = self._parsed(typed)
             group = parsed.key_or_group
             # Hydra reports the error of several values for one field.
             if parsed.is_sweep_override():
@@ -224,6 +234,7 @@ class Composer:
         return layers, config
 
 
+_parsed_once: dict[str, Any] = {}
 _Stamp = tuple[tuple[str, int, int], ...]
 
 

@@ -77,6 +77,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _fewer_objects_to_search() -> None:
+    """Exempt what earlier files imported from collections of garbage, which every run makes."""
+    gc.collect()
+    gc.freeze()
+
+
 def _group(item: pytest.Item) -> str:
     """Return the group of a test; pytest-xdist runs the tests of one group in one process.
 

@@ -103,8 +103,10 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize(("files", "rows"), [(1, True), (2, True), (2, False)])
-def test_metas_files(files: int, rows: bool, network: Any, tmp_path: Path) -> None:
+# test_meta.py reads the other files too.
+@pytest.mark.parametrize("row", rest_is_thorough([(1, True), (2, True), (2, False)], (2, True)), ids=str)
+def test_metas_files(row: tuple[int, bool], network: Any, tmp_path: Path) -> None:
+    files, rows = row
     model = model_of(*TINY)
     expected = ours(network, model)
     save_meta(tmp_path / "meta", consolidated(to_meta(expected, model), files, rows), PARAMS)

@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
-from harness.config import check_rules, with_value
+from harness.config import check_rules, type_hints, with_value
 from harness.errors import ConfigError, UserError
 from harness.exchange.config_json import (
     CONFIG,
@@ -121,7 +121,7 @@ def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> ModelConfig:
     owner: Any = model
     for group in groups:
         owner = getattr(owner, group)
-    hint = get_type_hints(type(owner))[last]
+    hint = type_hints(owner.__class__)[last]
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if value is None and type(None) not in kinds:
         raise UserError(f"it has no {theirs}")

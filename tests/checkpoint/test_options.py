@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jobs
 import pytest
@@ -25,6 +26,28 @@ def start(tmp_path: Path, *overrides: str, adopt: bool = False) -> tuple[int, Ru
     """Train like the user's command; return the exit code and the run folder."""
     done = jobs.train(tmp_path, *SMALL, "training.steps=8", *overrides, adopt=adopt)
     return done.code, done.folder
+
+
+class Finished(Protocol):
+    def __call__(self, tmp_path: Path, *overrides: str) -> RunFolder: ...
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Copy a finished run into a folder; runs of the same overrides are made once."""
+    made: dict[tuple[str, ...], tuple[Path, RunFolder]] = {}
+
+    def copy(tmp_path: Path, *overrides: str) -> RunFolder:
+        if overrides not in made:
+            runs_dir = tmp_path_factory.mktemp("finished")
+            code, folder = start(runs_dir, *overrides)
+            assert code == EXIT_OK
+            made[overrides] = runs_dir, folder
+        runs_dir, folder = made[overrides]
+        shutil.copytree(runs_dir, tmp_path, symlinks=True, dirs_exist_ok=True)
+        return RunFolder(tmp_path / folder.path.relative_to(runs_dir))
+
+    return copy
 
 
 def steps_of(folder: RunFolder) -> list[int]:
@@ -62,17 +85,21 @@ def test_nothing_is_written_when_disabled_or_only_loading(tmp_path: Path) -> Non
         assert not (folder.path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0, [2, 4, 6, 8]), (1, [8]), (3, [4, 6, 8])])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_the_newest_are_kept(tmp_path: Path, mode: str, keep: int, left: list[int]) -> None:
+KEPT = {0: [2, 4, 6, 8], 1: [8], 3: [4, 6, 8]}
+MODES = [(mode, keep) for mode in ("sync", "async") for keep in KEPT]
+
+
+@pytest.mark.parametrize("row", rest_is_thorough(MODES, ("sync", 0), ("sync", 3), ("async", 1)), ids=str)
+def test_the_newest_are_kept(tmp_path: Path, row: tuple[str, int]) -> None:
+    mode, keep = row
     _, folder = start(
         tmp_path, f"checkpoint={mode}", "checkpoint.interval=2", f"checkpoint.keep_latest_k={keep}"
     )
-    assert steps_of(folder) == left
+    assert steps_of(folder) == KEPT[keep]
 
 
-def test_one_that_is_being_read_is_not_purged(tmp_path: Path) -> None:
-    _, folder = start(tmp_path, "checkpoint.interval=2")
+def test_one_that_is_being_read_is_not_purged(tmp_path: Path, finished: Finished) -> None:
+    folder = finished(tmp_path, "checkpoint.interval=2")
     checkpoints = CheckpointFolder(str(folder.path / "checkpoints"))
     with reading(checkpoints.path_of(2)):
         checkpoints.purge(1)
@@ -81,9 +108,9 @@ def test_one_that_is_being_read_is_not_purged(tmp_path: Path) -> None:
     assert checkpoints.steps() == [8]
 
 
-def test_the_newest_complete_one_outlives_damaged_newer_ones(tmp_path: Path) -> None:
+def test_the_newest_complete_one_outlives_damaged_newer_ones(tmp_path: Path, finished: Finished) -> None:
     """A truncated checkpoint must not count as kept, or the last good one would be removed."""
-    _, folder = start(tmp_path, "checkpoint.interval=2")
+    folder = finished(tmp_path, "checkpoint.interval=2")
     checkpoints = CheckpointFolder(str(folder.path / "checkpoints"))
     for step in (6, 8):
         data = Path(checkpoints.path_of(step)) / "__0_0.distcp"
@@ -92,9 +119,9 @@ def test_the_newest_complete_one_outlives_damaged_newer_ones(tmp_path: Path) -> 
     assert [each.step for each in checkpoints.complete()[0]] == [4]
 
 
-def test_load_step_goes_back_and_keeps_what_came_later(tmp_path: Path) -> None:
+def test_load_step_goes_back_and_keeps_what_came_later(tmp_path: Path, finished: Finished) -> None:
     options = ("checkpoint.interval=2",)
-    _, folder = start(tmp_path, *options)
+    folder = finished(tmp_path, *options)
     whole = losses_of(folder)
     code, folder = start(tmp_path, *options, "checkpoint.load_step=4")
     assert code == EXIT_OK
@@ -109,16 +136,16 @@ def test_load_step_goes_back_and_keeps_what_came_later(tmp_path: Path) -> None:
     assert losses_of(folder) == whole
 
 
-def test_load_step_that_is_not_there(tmp_path: Path) -> None:
-    start(tmp_path, "checkpoint.interval=4")
+def test_load_step_that_is_not_there(tmp_path: Path, finished: Finished) -> None:
+    finished(tmp_path, "checkpoint.interval=4")
     code, folder = start(tmp_path, "checkpoint.interval=4", "checkpoint.load_step=5")
     assert code == EXIT_USER
     assert error_of(folder).startswith("checkpoint.load_step=5: there is no complete checkpoint of that step")
     assert error_of(folder).endswith("would work: 4, 8")
 
 
-def test_starting_from_step_0_keeps_the_old_ones(tmp_path: Path) -> None:
-    _, folder = start(tmp_path, "checkpoint.interval=4")
+def test_starting_from_step_0_keeps_the_old_ones(tmp_path: Path, finished: Finished) -> None:
+    folder = finished(tmp_path, "checkpoint.interval=4")
     first = losses_of(folder)
     _, folder = start(tmp_path, "checkpoint.interval=4", "checkpoint.resume=false")
     assert folder.row["start_step"] == 0
@@ -127,8 +154,8 @@ def test_starting_from_step_0_keeps_the_old_ones(tmp_path: Path) -> None:
     assert len(list((folder.path / "checkpoints" / "superseded" / "1").iterdir())) == 2
 
 
-def test_excluded_parts_are_not_taken_once(tmp_path: Path) -> None:
-    _, folder = start(tmp_path, "checkpoint.interval=4")
+def test_excluded_parts_are_not_taken_once(tmp_path: Path, finished: Finished) -> None:
+    folder = finished(tmp_path, "checkpoint.interval=4")
     whole = losses_of(folder)
     forget_the_end(folder, 8)
     options = ("checkpoint.interval=1", "checkpoint.exclude_from_loading=[data_loader,lr_scheduler]")
@@ -148,8 +175,8 @@ def test_excluded_parts_are_not_taken_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", rest_is_thorough(["optimizer", "rng"], "optimizer"))
-def test_every_part_can_be_left_out(tmp_path: Path, part: str) -> None:
-    _, folder = start(tmp_path, "checkpoint.interval=4")
+def test_every_part_can_be_left_out(tmp_path: Path, finished: Finished, part: str) -> None:
+    folder = finished(tmp_path, "checkpoint.interval=4")
     whole = losses_of(folder)
     forget_the_end(folder, 8)
     code, folder = start(tmp_path, "checkpoint.interval=4", f"checkpoint.exclude_from_loading=[{part}]")
@@ -161,8 +188,8 @@ def test_every_part_can_be_left_out(tmp_path: Path, part: str) -> None:
         assert after == whole  # training uses no random numbers yet
 
 
-def test_counters_are_left_out_only_for_another_run(tmp_path: Path) -> None:
-    _, folder = start(tmp_path, "checkpoint.interval=4")
+def test_counters_are_left_out_only_for_another_run(tmp_path: Path, finished: Finished) -> None:
+    folder = finished(tmp_path, "checkpoint.interval=4")
     forget_the_end(folder, 8)
     exclude = "checkpoint.exclude_from_loading=[train_state,optimizer]"
     code, folder = start(tmp_path, "checkpoint.interval=4", exclude)
@@ -192,8 +219,8 @@ def test_falling_back_to_the_seed_forgets_the_optimizer(tmp_path: Path) -> None:
     assert (folder.path / "checkpoints" / "superseded" / "1" / "step-8").is_dir()
 
 
-def test_a_seed_is_not_written_over_a_run(tmp_path: Path) -> None:
-    start(tmp_path)
+def test_a_seed_is_not_written_over_a_run(tmp_path: Path, finished: Finished) -> None:
+    finished(tmp_path)
     code, folder = start(tmp_path, "checkpoint.create_seed_checkpoint=true")
     assert code == EXIT_USER and "is already at step 8;" in error_of(folder)
     assert CheckpointFolder(str(folder.path / "checkpoints")).find(8).holds == "full"
@@ -245,9 +272,9 @@ def test_a_failed_copy_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_changed_job_gets_a_note_on_the_earlier_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, folder = start(tmp_path, "checkpoint.interval=4")
+    folder = finished(tmp_path, "checkpoint.interval=4")
     forget_the_end(folder, 8)
     _, other = start(tmp_path, "optimizer.lr=0.02", "metrics.console=plain")
     said = capsys.readouterr().out
@@ -257,9 +284,9 @@ def test_a_changed_job_gets_a_note_on_the_earlier_run(
 
 
 def test_a_longer_job_gets_a_note_on_how_to_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, first = start(tmp_path)
+    first = finished(tmp_path)
     code, longer = start(tmp_path, "training.steps=10", "metrics.console=plain")
     said = capsys.readouterr().out
     assert code == EXIT_OK and longer.row["start_step"] == 0
@@ -270,8 +297,8 @@ def test_a_longer_job_gets_a_note_on_how_to_resume(
     assert code == EXIT_OK and longer.row["start_step"] == 8
 
 
-def test_seed_checkpoint(tmp_path: Path) -> None:
-    _, plain = start(tmp_path / "plain")
+def test_seed_checkpoint(tmp_path: Path, finished: Finished) -> None:
+    plain = finished(tmp_path / "plain")
     code, folder = start(tmp_path, "checkpoint.create_seed_checkpoint=true")
     assert code == EXIT_OK and steps_of(folder) == [0]
     seed = folder.path / "checkpoints" / "step-0"
@@ -284,8 +311,8 @@ def test_seed_checkpoint(tmp_path: Path) -> None:
     assert losses_of(other)[1] != losses_of(initialized)[1]
 
 
-def test_initial_load_of_weights_and_of_everything(tmp_path: Path) -> None:
-    _, folder = start(tmp_path / "first", "checkpoint.interval=4")
+def test_initial_load_of_weights_and_of_everything(tmp_path: Path, finished: Finished) -> None:
+    folder = finished(tmp_path / "first", "checkpoint.interval=4")
     whole = losses_of(folder)
     # A run folder means its newest checkpoint.
     _, tuned = start(tmp_path / "a", "training.seed=2", f"checkpoint.initial_load_path={folder.path}")
@@ -327,8 +354,8 @@ def test_a_changed_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
     assert state["data_loader"]["samples"] == 4 * 6 + 4 * 4
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    _, folder = start(tmp_path / "first")
+def test_another_model_is_refused(tmp_path: Path, finished: Finished) -> None:
+    folder = finished(tmp_path / "first")
     path = folder.path / "checkpoints" / "step-8"
     code, folder = start(tmp_path, "model.rope.theta=20000", f"checkpoint.initial_load_path={path}")
     assert code == EXIT_USER
@@ -388,9 +415,9 @@ def test_last_save_model_only_in_another_format(tmp_path: Path) -> None:
     assert code == EXIT_OK and folder.row["step"] == 8
 
 
-def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path: Path, finished: Finished) -> None:
     options = ("checkpoint.interval=4",)
-    _, first = start(tmp_path, *options)
+    first = finished(tmp_path, *options)
     whole = losses_of(first)
     other = (*options, "training.local_batch_size=4")  # another execution of the same numerics
     # A completed run is a result of its own: no other run resumes from it.
@@ -407,7 +434,7 @@ def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path: Path
     assert losses_of(adopted)[8] == pytest.approx(whole[8], rel=1e-5)
 
 
-def test_failed_saves_by_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_saves_by_policy(tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     """A temporarily full disk costs one checkpoint, a permanently full one the run; earlier ones stay."""
 
     class Full(save.Writer):
@@ -420,7 +447,7 @@ def test_failed_saves_by_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 raise OSError(28, "No space left on device")
             super().finish(metadata, results)
 
-    whole = losses_of(start(tmp_path / "whole")[1])
+    whole = losses_of(finished(tmp_path / "whole"))
     for number, mode in enumerate(("sync", "async")):
         options = (f"checkpoint={mode}", "checkpoint.interval=2")
         with monkeypatch.context() as patch:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from families_table import (
     with_another,
 )
 from held import Held
+from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.checkpoint.catalog import open_checkpoint
@@ -52,11 +53,23 @@ def test_every_family_is_tried() -> None:
 # -- transformers ----
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_and_gradients(case: str, tmp_path: Path) -> None:
-    config = CASES[case]
-    model = random_model(config)
-    theirs = to_transformers(model, tmp_path)
+class Pair(NamedTuple):
+    """A decoder, the model of transformers with its weights, and the files it was loaded from."""
+
+    model: Decoder
+    theirs: Any
+    files: Path
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    model, files = random_model(CASES[request.param]), tmp_path_factory.mktemp(request.param)
+    return Pair(model, to_transformers(model, files), files)
+
+
+def test_logits_and_gradients(pair: Pair) -> None:
+    model, theirs, _ = pair
+    config = model.config
     assert type(theirs).__name__ == ALL[config.family].architecture
     assert config.tied_embeddings == (theirs.lm_head.weight is theirs.get_input_embeddings().weight)
     inputs, labels = batch(config)
@@ -117,16 +130,14 @@ def from_theirs(model: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tu
         yield name, out
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_files_of_transformers_are_read(case: str, tmp_path: Path) -> None:
+def test_files_of_transformers_are_read(pair: Pair, tmp_path: Path) -> None:
     """Its config.json and tensors, which are not arranged as ours are."""
-    model = random_model(CASES[case])
-    to_transformers(model, tmp_path / "ours").save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
-    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
-    ours, theirs = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("ours", "theirs"))
+    pair.theirs.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ours, theirs = (json.loads((each / "config.json").read_text()) for each in (pair.files, tmp_path))
     assert ours != theirs
-    source = HuggingFaceSource(tmp_path / "theirs", CASES[case])
-    require_same(source, tensors_of(model))
+    source = HuggingFaceSource(tmp_path, pair.model.config)
+    require_same(source, tensors_of(pair.model))
     for name in source.tensors:
         read = source.read(name)
         assert read.is_contiguous() and read.untyped_storage().nbytes() == read.nbytes
@@ -212,11 +223,17 @@ def write(folder: Path, tensors: dict[str, Tensor], model: ModelConfig) -> None:
 
 BFLOAT16 = [(case, torch.bfloat16) for case in CONVERTED]
 FLOAT32 = [(case, torch.float32) for case in ("llama", "llama_tied")]
+# One row of each family, and rows with other tensors.
+FEW = (*ALL, "llama_tied", "llama_biases_linear", "deepseek_v2_groups", "deepseek_v3_plain", WITH_MTP)
+CORE = [(case, torch.bfloat16) for case in (*ALL, "llama_tied", WITH_MTP)] + FLOAT32[:1]
 
 
-@pytest.mark.parametrize(("case", "dtype"), BFLOAT16 + FLOAT32, ids=str)
-def test_there_and_back(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "row", rest_is_thorough(BFLOAT16 + FLOAT32, *CORE), ids=lambda row: f"{row[0]}-{row[1]}"
+)
+def test_there_and_back(row: tuple[str, torch.dtype], tmp_path: Path) -> None:
     """Hugging Face's files to DCP and back, and to torch's."""
+    case, dtype = row
     model = CONVERTED[case]
     tensors = random_tensors(model, dtype)
     write_huggingface(Held(tensors), model, None, tmp_path / "hf", 1e-4)
@@ -246,7 +263,7 @@ def test_there_and_back(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
         Decoder(model, SEQ_LEN).load_state_dict(state)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rest_is_thorough(CASES, *FEW[:-1]))
 def test_parts_of_tensors(case: str, tmp_path: Path) -> None:
     """Ranks read some rows, columns and experts, or nothing."""
     tensors = random_tensors(CASES[case])
@@ -261,7 +278,7 @@ def test_parts_of_tensors(case: str, tmp_path: Path) -> None:
             assert torch.equal(out, part), name
 
 
-@pytest.mark.parametrize("case", CONVERTED)
+@pytest.mark.parametrize("case", rest_is_thorough(CONVERTED, *FEW))
 def test_each_tensor_is_read_once(case: str) -> None:
     """Stacked experts are not read again for every expert, and at most two stacks are cached."""
     model = CONVERTED[case]

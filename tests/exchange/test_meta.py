@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from conversions import consolidated, save_meta
 from families_table import CASES, LLAMAS, PLAIN, STRETCHED, close, set_fields
+from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.errors import UserError
@@ -95,10 +96,13 @@ def meta_logits(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig)
     return norm(x, "norm") @ weights["output.weight"].T
 
 
-@pytest.mark.parametrize("files", [1, 2])
-@pytest.mark.parametrize("vocabulary_parallel", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_metas(name: str, vocabulary_parallel: bool, files: int, tmp_path: Path) -> None:
+SHARDED = [(name, parallel, files) for name in CONFIGS for parallel in (False, True) for files in (1, 2)]
+CORE = [("grouped_query", False, 1), ("grouped_query", False, 2), *((name, True, 2) for name in CONFIGS)]
+
+
+@pytest.mark.parametrize("row", rest_is_thorough(SHARDED, *CORE), ids=lambda row: "-".join(map(str, row)))
+def test_logits_are_metas(row: tuple[str, bool, int], tmp_path: Path) -> None:
+    name, vocabulary_parallel, files = row
     config = CONFIGS[name]
     weights = meta_weights(config)
     save_meta(tmp_path / "meta", consolidated(weights, files, vocabulary_parallel))

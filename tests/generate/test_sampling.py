@@ -12,10 +12,10 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
 
 
 def drawn(count: int, **options: float | int | None) -> Tensor:
-    """Frequencies of each token in ``count`` draws of one sequence."""
+    """Frequencies of each token in ``count`` draws, a tenth for each of ten sequences."""
     given = {"temperature": 1.0, "top_k": None, "top_p": 1.0, **options}
-    sampler = Sampler(seed=1, numbers=[0], **given)  # type: ignore[arg-type]
-    tokens = torch.cat([sampler.choose(LOGITS[None]) for _ in range(count)])
+    sampler = Sampler(seed=1, numbers=range(10), **given)  # type: ignore[arg-type]
+    tokens = torch.cat([sampler.choose(LOGITS.expand(10, -1)) for _ in range(count // 10)])
     return tokens.bincount(minlength=len(LOGITS)) / count
 
 
@@ -26,8 +26,8 @@ def test_frequencies_are_the_probabilities(temperature: float) -> None:
 
 
 def test_temperature_zero_is_greedy() -> None:
-    assert drawn(3, temperature=0.0)[0] == 1
-    assert drawn(3, temperature=1e-42)[0] == 1
+    assert drawn(10, temperature=0.0)[0] == 1
+    assert drawn(10, temperature=1e-42)[0] == 1
 
 
 def test_top_k_and_top_p() -> None:

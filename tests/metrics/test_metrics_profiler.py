@@ -44,11 +44,16 @@ def traces_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.glob("profile/**/*") if path.is_file())
 
 
-def test_a_trace_holds_its_steps_and_no_others(tmp_path: Path) -> None:
-    folder = run(tmp_path, *ON)
-    assert traces_in(folder) == ["profile/step-10/rank0.json.gz", "profile/step-5/rank0.json.gz"]
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with two traces."""
+    return run(tmp_path_factory.mktemp("runs"), *ON, "metrics.log_interval=3", "metrics.warmup_steps=1")
+
+
+def test_a_trace_holds_its_steps_and_no_others(profiled: Path) -> None:
+    assert traces_in(profiled) == ["profile/step-10/rank0.json.gz", "profile/step-5/rank0.json.gz"]
     for last in (5, 10):
-        events = events_of(folder / f"profile/step-{last}/rank0.json.gz")
+        events = events_of(profiled / f"profile/step-{last}/rank0.json.gz")
         steps = sorted(
             (e for e in events if e["name"].startswith("ProfilerStep#")), key=lambda event: event["ts"]
         )
@@ -63,12 +68,11 @@ def test_a_trace_holds_its_steps_and_no_others(tmp_path: Path) -> None:
         assert products and all(event["args"]["Input Dims"] for event in products)
 
 
-def test_profiled_steps_do_not_count_and_the_rows_say_so(tmp_path: Path) -> None:
-    folder = run(tmp_path, *ON, "metrics.log_interval=3", "metrics.warmup_steps=1")
-    rows = {row["step"]: row.get("profiled_steps") for row in read_metrics(folder / "metrics.jsonl")}
+def test_profiled_steps_do_not_count_and_the_rows_say_so(profiled: Path) -> None:
+    rows = {row["step"]: row.get("profiled_steps") for row in read_metrics(profiled / "metrics.jsonl")}
     # The profiler ran during steps 3, 4, 5 and 8, 9, 10.
     assert rows == {1: None, 3: 1, 6: 2, 9: 2, 12: 1}
-    result = json.loads((folder / "result.json").read_text())
+    result = json.loads((profiled / "result.json").read_text())
     assert (result["window.profiled_steps"], result["window.window_steps"]) == (6, 5)
 
 
