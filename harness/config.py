@@ -129,20 +129,27 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def leaf_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Yield ``(dotted name, field, value)`` of every leaf field of a config dataclass, in order.
+def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any], Any]]:
+    """Return ``(dotted name, field, value)`` of every leaf field of a config dataclass, in order.
 
     Dataclasses in a mapping come in the order of their names.
     """
-    for field in dataclasses.fields(config):
+    found: list[tuple[str, dataclasses.Field[Any], Any]] = []
+    for field in _fields_of(type(config)):
         value, name = getattr(config, field.name), prefix + field.name
-        if dataclasses.is_dataclass(value):
-            yield from leaf_fields(value, name + ".")
+        if _is_part(type(value)):
+            found += leaf_fields(value, name + ".")
         elif isinstance(value, dict) and dataclasses.is_dataclass(_element_type(config, field.name)):
             for key in sorted(value):
-                yield from leaf_fields(value[key], f"{name}.{key}.")
+                found += leaf_fields(value[key], f"{name}.{key}.")
         else:
-            yield name, field, value
+            found.append((name, field, value))
+    return found
+
+
+# Cached: a search checks thousands of jobs.
+_fields_of = functools.cache(dataclasses.fields)
+_is_part = functools.cache(dataclasses.is_dataclass)
 
 
 def _element_type(config: Any, name: str) -> Any:

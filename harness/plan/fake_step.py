@@ -230,11 +230,12 @@ def statistics_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) 
             engine = Engine(job, CPU, (mesh, parts))
             engine.executor = passes = _Passes(job, mesh, engine.executor, meter)
             # The first step creates persistent tensors: optimizer state and FSDP's buffers.
-            _run_step(engine, meter)
+            _run_step(engine, 1, meter)
             gc.collect()
             meter.reset()
             rest = meter.live
-            _run_step(engine, meter)
+            # All passes over local batches but the last are equal.
+            _run_step(engine, min(2, job.accumulation_steps), meter)
             return {
                 ("rest",): float(rest),
                 ("flops",): meter.flops,
@@ -271,10 +272,9 @@ def _mark_phases(meter: Meter, part: Decoder, place: int, cycle: Cycle) -> None:
         dividing.register_forward_hook(lambda *_: begin(FORWARD[1]))
 
 
-def _run_step(engine: Engine, meter: Meter) -> None:
-    """Run a step of the engine, with at most two passes over local batches: all but the last are equal."""
+def _run_step(engine: Engine, local_batches: int, meter: Meter) -> None:
     job = engine.job
-    shape = min(2, job.accumulation_steps) * job.local_batch_size, job.training.seq_len
+    shape = local_batches * job.local_batch_size, job.training.seq_len
     batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
     batch.num_valid = prod(shape)
     engine.gradients(batch)

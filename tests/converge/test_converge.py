@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import sys
 import time
@@ -16,13 +17,18 @@ from jobs import TINY
 from harness.app import Result
 from harness.compose import Composed, compose_job
 from harness.converge import __main__ as verb
+from harness.converge import render
 from harness.converge.config import ConvergeJob
+from harness.converge.points import Technique, compose_techniques
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 from harness.job import Job
 from harness.rank import run_rank
 from harness.run.folder import RunFolder
 
-JOB = (*TINY, "training.steps=12", "training.seq_len=32", "validation.interval=0", "checkpoint=disabled")
+JOB = (
+    *(*TINY, "model.n_layers=1", "training.steps=12", "training.seq_len=32"),
+    *("validation.interval=0", "checkpoint=disabled"),
+)
 OPTIONS = (
     *("converge.seeds=[1,2]", "converge.smooth_steps=4", "converge.speed_bound=0.1"),
     "converge.only=[bf16,async_tp,recompute_full]",
@@ -67,12 +73,19 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> Sweep:
         monkeypatch.delenv(name, raising=False)
     made = Sweep()
     monkeypatch.setattr(verb, "sweep", made)
+    monkeypatch.setattr(verb, "compose_techniques", lambda _, typed: composed(*typed)[1])
     return made
+
+
+@functools.cache
+def composed(*typed: str) -> tuple[ConvergeJob, list[Technique]]:
+    job = compose_job(typed, config_name="converge", schema=ConvergeJob)
+    return job, compose_techniques(job, typed)
 
 
 def result_of(runs_dir: Path, *overrides: str) -> int | Result:
     typed = [*JOB, *OPTIONS, f"runs_dir={runs_dir}", "name=c", *overrides]
-    return verb.converge(compose_job(typed, config_name="converge", schema=ConvergeJob), typed)
+    return verb.converge(composed(*typed)[0], typed)
 
 
 def converge(runs_dir: Path, *overrides: str) -> int:
@@ -93,7 +106,9 @@ def edit_result(run_dir: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_command(tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(
+    tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep.stops_after = 3
     assert converge(tmp_path) == EXIT_INTERRUPTED
     assert not (tmp_path / "c" / "converge").exists()
@@ -120,6 +135,8 @@ def test_command(tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str
     assert "![Curves](curves.png)" in text
     assert "`python -m harness.converge model=llama3_tiny" in text
     assert all((folder / name).stat().st_size > 10_000 for name in ("curves.png", "differences.png"))
+    for name in ("draw_curves", "draw_differences"):
+        monkeypatch.setattr(render, name, lambda *_: None)
     # A run that failed decides the verdict, also if the others are equal.
     edit_result(sweep.ran[4], exit_reason="failed", **{"error.kind": "node", "error.message": "gone"})
     assert converge(tmp_path) == verb.EXIT_DIFFERS

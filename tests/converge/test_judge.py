@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -57,6 +58,7 @@ def experiment(
     return runs(0.0, 0.0, 0.0), techniques
 
 
+@functools.cache
 def rates(**differences: float) -> tuple[Counter[str], float]:
     """Return the share of each verdict, and the share of experiments with any difference reported."""
     random = np.random.default_rng(0)

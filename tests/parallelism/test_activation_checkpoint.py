@@ -92,7 +92,7 @@ def test_memory_budget_moves_the_partitioner() -> None:
         """Bytes that autograd saves; a ledger does not work with the compiler."""
         job = compose_job(
             [
-                *(*TINY, "model.n_layers=2", "cluster.device=cpu", "compile=on", "compile.backend=aot_eager"),
+                *(*TINY, "model.n_layers=1", "cluster.device=cpu", "compile=on", "compile.backend=aot_eager"),
                 *("activation_checkpoint=memory_budget", f"activation_checkpoint.memory_budget={budget}"),
             ]
         )

@@ -46,7 +46,13 @@ LAYOUTS = {
     "llama32_3b": ("dp_shard=16", "dp_shard=8 tp=8", "dp_shard=16 cp=4"),
     "llama3_tiny": ("dp_shard=8", "dp_shard=4 tp=2", "dp_shard=2 tp=2 pp=2"),
     "llama3_debug": ("dp_shard=8", "dp_shard=4 tp=4", "tp=8 pp=2"),
-    "llama3_8b": ("dp_shard=64", "dp_replicate=8 dp_shard=8", "dp_shard=16 tp=8", "dp_shard=32 tp=4 pp=4"),
+    "llama3_8b": (
+        "dp_shard=64",
+        "dp_replicate=8 dp_shard=8",
+        "dp_shard=16 tp=8",
+        "dp_shard=32 tp=4 pp=4",
+        "dp_shard=8 tp=8 pp=4 pp_schedule=Interleaved1F1B",
+    ),
     "llama3_70b": ("dp_shard=256", "dp_shard=32 tp=8", "dp_shard=16 tp=8 pp=4", "dp_shard=16 cp=4 tp=8"),
     "llama3_405b": (
         "dp_replicate=4 dp_shard=512",
@@ -75,6 +81,7 @@ LAYOUTS = {
         "dp_shard=64 ep=32",
         "dp_shard=16 tp=4 ep=32",
         "dp_shard=16 tp=4 pp=4 ep=16 expert_tensor_parallel=true",
+        "dp_shard=64 tp=4 expert_tensor_parallel=true",
     ),
     "qwen3_235b_a22b": (
         "dp_shard=256",
@@ -124,13 +131,13 @@ LAYOUTS = {
     ),
 }
 CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
-# For each family the last layout, which uses the most axes; of its largest size if sizes differ in kind.
+# For each family the last layout, which uses the most axes; of a large size if sizes differ in kind.
 # Debug sizes are trained in other tests.
 CORE = [
     (model, LAYOUTS[model][-1])
     for model in (
-        *("llama32_1b", "llama3_405b", "llama4_maverick", "qwen2_7b", "mistral_7b", "mixtral_8x7b"),
-        *("qwen3_0p6b", "qwen3_235b_a22b", "deepseek_v2_lite_16b", "deepseek_v3_671b", "gpt_oss_120b"),
+        *("llama32_1b", "llama3_8b", "llama4_maverick", "qwen2_7b", "mistral_7b", "mixtral_8x7b"),
+        *("qwen3_0p6b", "qwen3_30b_a3b", "deepseek_v2_lite_16b", "deepseek_v3_671b", "gpt_oss_120b"),
     )
 ]
 # Not split by tensor parallel: norms, latents and their projections, biases added after a reduction.

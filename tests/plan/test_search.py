@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from tiers import THOROUGH
 
 from harness import job_rules
 from harness.compose import compose_job, compose_points
@@ -48,8 +49,10 @@ LARGE = [
     *("model=llama3_70b", "cluster=slurm_h100", "cluster.nodes=8", "training.global_batch_size=64"),
     *("training.seq_len=8192", "precision=bf16", "parallelism.cp=1", "parallelism.dp_replicate=1"),
 ]
+# A search that is compared with brute force. Fewer ranks have the same axes, at most two of them at a time.
+BRUTE = LONG if THOROUGH else [*LONG, "cluster.ranks=4"]
 TIGHT = 0.45
-"""GiB that some plans need and some do not."""
+"""GiB that some of its plans need and some do not."""
 
 
 def space_of(*overrides: str) -> Space:
@@ -61,11 +64,11 @@ def points_of(space: Space) -> Iterator[Point]:
     return (point for degrees, ep in space.layouts() for point in space.points(degrees, ep))
 
 
-def every_job(base: Job) -> Iterator[Job]:
-    """Every legal job of 8 ranks, by brute force and without the search's code."""
+def every_job(base: Job, ranks: int) -> Iterator[Job]:
+    """Every legal job of these ranks, by brute force and without the search's code."""
     for degrees in itertools.product((1, 2, 4, 8), repeat=len(AXES)):
         of = dict(zip(AXES, degrees, strict=True))
-        if prod(degrees) != 8:
+        if prod(degrees) != ranks:
             continue
         pipelined = of["pp"] > 1
         for local, size, mode, schedule, layers in itertools.product(
@@ -101,11 +104,11 @@ def key_of(job: Job) -> tuple[object, ...]:
 def planned(*overrides: str) -> tuple[Space, dict[tuple[object, ...], Plan]]:
     """The plan of every legal job."""
     space = space_of(*overrides)
-    return space, {key_of(job): make_plan(job) for job in every_job(space.base)}
+    return space, {key_of(job): make_plan(job) for job in every_job(space.base, space.world)}
 
 
 def test_the_space_is_every_legal_job() -> None:
-    space, plans = planned(*LONG)
+    space, plans = planned(*BRUTE)
     legality = Legality(space.base)
     legal = [point for point in points_of(space) if legality.broken(point) is None]
     found = [key_of(point.job(space.base)) for point in legal]
@@ -135,7 +138,7 @@ def test_legality_agrees_with_resolve(monkeypatch: pytest.MonkeyPatch, torch: st
 def test_the_best_are_those_of_brute_force(
     monkeypatch: pytest.MonkeyPatch, memory_gib: float, headroom: float
 ) -> None:
-    space, plans = planned(*LONG)
+    space, plans = planned(*BRUTE)
     limit = memory_gib * 2**30
     plans = {key: replace(plan, memory_limit=limit) for key, plan in plans.items()}
     monkeypatch.setattr("harness.plan.search.make_plan", lambda job, _: plans[key_of(job)])
@@ -213,7 +216,7 @@ def test_bounds_of_ranks_that_share_cores() -> None:
 
 
 def test_a_search_keeps_the_numerics() -> None:
-    space, _ = planned(*LONG)
+    space = space_of(*BRUTE)
     for candidate in search(space, 3).best:
         job = candidate.plan.job
         assert job.global_batch_size == space.base.global_batch_size

@@ -249,7 +249,13 @@ def test_bytes_that_fsdp_sends() -> None:
 
     ``SUMS`` are reduced over the same ranks.
     """
-    job = job_of("llama3_tiny", *layout_of("dp_shard=4"), "precision=bf16", "training.local_batch_size=1")
+    job = job_of(
+        "llama3_tiny",
+        *layout_of("dp_shard=4"),
+        "precision=bf16",
+        "training.local_batch_size=1",
+        "model.n_layers=2",
+    )
     shapes = {name: prod(shape) for name, shape in parameter_shapes(job.model).items()}
     head = shapes["norm.weight"] + shapes["output.weight"]
     rest = sum(shapes.values()) - head
@@ -274,13 +280,18 @@ def test_bytes_that_tensor_parallel_sends() -> None:
 
 
 def test_bytes_between_stages_and_to_experts() -> None:
-    job = job_of("qwen3_moe_debug", *layout_of("pp=2 dp_shard=4 ep=2"), "training.local_batch_size=2")
+    job = job_of(
+        "qwen3_moe_debug",
+        *layout_of("pp=2 dp_shard=4 ep=2"),
+        "training.local_batch_size=2",
+        "model.n_layers=2",
+    )
     rows = 2 * job.training.seq_len
     for step in fake_steps(job):
         assert step.sent["pp"] == 4 * rows * job.model.dim
-        # In each of the two blocks rows go to the experts and back, and so do their gradients.
-        counts = 8 * job.model.moe.num_experts * 2 * 2
-        assert step.sent["ep"] == (2 * 4 * 4 * rows * job.model.moe.top_k * job.model.dim + counts) / 2
+        # In the stage's block rows go to the experts and back, and so do their gradients.
+        counts = 8 * job.model.moe.num_experts * 2
+        assert step.sent["ep"] == (4 * 4 * rows * job.model.moe.top_k * job.model.dim + counts) / 2
 
 
 FREEING = [f"{name} {reshard}" for name in SCHEDULES for reshard in ("always", "never")]
@@ -326,12 +337,13 @@ DEEP = [
     ("llama3_tiny", "dp_shard=2 tp=2", "model.n_layers=8", "activation_checkpoint=full", "precision=bf16"),
     ("llama3_tiny", "", "model.n_layers=9", "activation_checkpoint=selective_layer"),
     ("deepseek_v3_debug", "dp_shard=4 ep=4", "model.n_layers=6", "activation_checkpoint=full"),
+    ("qwen3_moe_debug", "dp_shard=4 ep=4", "model.n_layers=6", "model.moe.first_dense_layers=1"),
     ("gpt_oss_debug", "dp_shard=4", "model.n_layers=9"),
     ("llama3_tiny", "pp=2 dp_shard=2 pp_schedule=Interleaved1F1B", "model.n_layers=18"),
 ]
 
 
-@pytest.mark.parametrize("case", rest_is_thorough(DEEP, DEEP[3]), ids="-".join)
+@pytest.mark.parametrize("case", rest_is_thorough(DEEP, DEEP[4]), ids="-".join)
 def test_extrapolation_from_few_blocks(case: tuple[str, ...]) -> None:
     model, degrees, *rest = case
     job = job_of(model, *layout_of(degrees), *rest, "training.local_batch_size=2")

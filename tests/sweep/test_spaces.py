@@ -77,11 +77,10 @@ def test_spaces_of_layouts_compute_one_thing(space: str) -> None:
 
 def test_points_are_what_composing_each_of_them_gives() -> None:
     typed = ["model=llama3_8b,llama3_tiny", "parallelism={tp:2},{pp:3}", "cluster.env.A=x"]
-    typed = [*typed, "training.seed=1,2"]
     # Set groups by option and by value, with experiments that set fields of other groups.
     groups = ["precision=bf16,fp32", "cluster=slurm_h100,local", "experiment=quickstart", "compile=on"]
     shown: list[tuple[int, int]] = []
-    twice = ["data=python_stdlib", "data=synthetic"]
+    twice = ["data=python_stdlib", "data=synthetic", "training.seed=1,2"]
     points = [
         *compose_points(typed),
         *compose_points(twice),
@@ -112,7 +111,8 @@ def test_options_are_merged_as_hydra_does(primary: str, rest: tuple[str, ...]) -
     """Option n of every group, together."""
     chosen = options_by_group()
     with Composer(primary, {"train": Job, "parity": ParityJob}[primary]) as composer:
-        for number in range(max(map(len, chosen.values())) if THOROUGH else 2):
+        few = 2 if (primary, rest) == ("train", ()) else 1
+        for number in range(max(map(len, chosen.values())) if THOROUGH else few):
             typed = [f"{group}={options[number % len(options)]}" for group, options in chosen.items()]
             typed = [*rest, *in_hydra_syntax(typed)]
             assert composer._config(typed)[1] == hydra.compose(primary, typed), typed
