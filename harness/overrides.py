@@ -214,6 +214,7 @@ def unknown_field(
     return UserError(f"{key}{shown}: {no_such_field(name, known, prefix, namesakes)}")
 
 
+@functools.cache
 def fields_of(schema: type) -> dict[str, Any]:
     """Field names of a dataclass, each with its own dataclass, or None for a plain value or a mapping."""
     return {field.name: _inner(type_hints(schema)[field.name]) for field in dataclasses.fields(schema)}
