@@ -117,9 +117,11 @@ class Layers:
 
 def plain_node(node: Any) -> Any:
     """Resolve a node to plain values, as ``OmegaConf.to_container`` does in four times the time."""
-    from omegaconf import OmegaConf
+    from omegaconf import Node, OmegaConf
 
     value = node._value()
+    if isinstance(value, Node):  # of a field with several types
+        return plain_node(value)
     if isinstance(value, dict):
         return {key: plain_node(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -484,7 +484,8 @@ LAYOUTS = [
     ),
     shown_as(
         "data=chat data.paths=[a.jsonl] training.seq_len=16 schedule.seq_len=[{until_step:5,tokens:8}]",
-        "schedule.seq_len=[{'until_step': 5, 'tokens': 8}]: shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat",
+        "schedule.seq_len=[{'until_step': 5, 'tokens': 8}]: shorter sequences are pieces of samples, "
+        "which would cut the conversations of data.kind=chat",
     ),
     shown_as(
         "data=chat data.paths=[a.jsonl] parallelism.cp=2",

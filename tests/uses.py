@@ -18,6 +18,7 @@ STARTERS = {
     "multiprocessing",
     "nbclient",
     "harness.cluster.pool.RankPool",
+    "harness.inference.ranks.run_on_ranks",
     "harness.parity.parity",
 }
 """Modules, classes and functions that start processes."""
