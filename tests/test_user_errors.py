@@ -190,7 +190,7 @@ VALUES = [
     mistake("precision.emulate=true", "has no effect, because precision.linear=none"),
     shown_as(
         "precision.filter_fqns=[wq]",
-        "precision.filter_fqns=['wq']: has no effect, because precision.linear=none",
+        "precision.filter_fqns=[wq]: has no effect, because precision.linear=none",
     ),
     shown_as(
         "precision=float8_rowwise precision.emulate=true precision.filter_fqns=[wx]",
@@ -484,8 +484,8 @@ LAYOUTS = [
     ),
     shown_as(
         "data=chat data.paths=[a.jsonl] training.seq_len=16 schedule.seq_len=[{until_step:5,tokens:8}]",
-        "schedule.seq_len=[{'until_step': 5, 'tokens': 8}]: shorter sequences are pieces of samples, "
-        "which would cut the conversations of data.kind=chat",
+        "schedule.seq_len=[{until_step:5,tokens:8}]: shorter sequences are pieces of samples, which would "
+        "cut the conversations of data.kind=chat",
     ),
     shown_as(
         "data=chat data.paths=[a.jsonl] parallelism.cp=2",
