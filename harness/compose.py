@@ -21,7 +21,7 @@ from harness.exchange.found import recorded_model
 from harness.exchange.from_config import model_node, require_read
 from harness.job import Job, from_dict
 from harness.launched import launched_ranks
-from harness.layers import CONFIG_JSON, Layers, files_of_option
+from harness.layers import CONFIG_JSON, Layers, files_of_option, plain_node
 from harness.overrides import (
     AXES,
     FROM_CONFIG,
@@ -368,12 +368,11 @@ def _plain_values(config: Any) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        return cast("dict[str, Any]", plain_node(config))
     except OmegaConfBaseException:
         if missing := sorted(OmegaConf.missing_keys(config)):
             raise UserError(MISSING.format(", ".join(missing))) from None
         raise
-    return cast("dict[str, Any]", plain)
 
 
 def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:

@@ -258,7 +258,7 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or a missing field without a default.
     """
-    hints = type_hints(cls)
+    hints, inner_classes = type_hints(cls), _inner_classes(cls)
     unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
     if unknown:
         name = sorted(unknown)[0]
@@ -277,7 +277,7 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
         if not _fits(value, hint):
             key = f"{prefix}{name}"
             raise ConfigError(key, value, f"must be {describe_type(hint, key)}")
-        inner = next((each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)), None)
+        inner = inner_classes[name]
         if inner is not None and get_origin(hint) is dict:
             value = {key: built(inner, each, f"{name}.{key}") for key, each in value.items()}
         elif inner is not None:
@@ -306,11 +306,20 @@ def type_hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
+@functools.cache
+def _inner_classes(cls: type) -> dict[str, Any]:
+    """The dataclass that a field's type is or contains, by field; None without one."""
+    found = {name: (hint, *get_args(hint)) for name, hint in type_hints(cls).items()}
+    return {name: next(filter(dataclasses.is_dataclass, kinds), None) for name, kinds in found.items()}
+
+
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value has the annotated type of its field."""
-    kind, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
+    if hint in (bool, int, str):
+        return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    kind, arguments = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         return any(_fits(value, each) for each in arguments)
     if kind is list:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,24 @@ class Layers:
         return self._shareable[id(node)]
 
 
+def plain_node(node: Any) -> Any:
+    """Resolve a node to plain values, as ``OmegaConf.to_container`` does in four times the time."""
+    from omegaconf import Node, OmegaConf
+
+    value = node._value()
+    if isinstance(value, Node):  # of a field with several types
+        return plain_node(value)
+    if isinstance(value, dict):
+        return {key: plain_node(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [plain_node(each) for each in value]
+    if isinstance(value, str) and ("${" in value or value == "???"):
+        value = node._get_parent()[node._key()]
+        if OmegaConf.is_config(value):
+            return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    return value
+
+
 def files_of_option(override: str) -> tuple[Path, ...]:
     """Files of the option that an override chooses, later ones win; none if it can change other groups."""
     match = OVERRIDE.match(override)
@@ -181,6 +200,13 @@ def _content(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.read_text()) or {}
+        return _parsed(path.read_text()) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
+
+
+@functools.cache
+def _parsed(text: str) -> Any:
+    import yaml
+
+    return yaml.safe_load(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ STARTERS = {
     "multiprocessing",
     "nbclient",
     "harness.cluster.pool.RankPool",
+    "harness.inference.ranks.run_on_ranks",
     "harness.parity.parity",
 }
 """Modules, classes and functions that start processes."""
@@ -25,14 +27,18 @@ STARTERS = {
 def uses(item: pytest.Item) -> list[str]:
     """Return the marks of a test: ``pool`` and ``slurm`` by its fixtures, ``process`` by all its code."""
     marks = [name for name in ("pool", "slurm") if name in getattr(item, "fixturenames", ())]
-    if not marks and isinstance(item, pytest.Function) and _starts_process(item):
-        marks.append("process")
+    if not marks and isinstance(item, pytest.Function):
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        code = (item.function, *(each.func for definitions in fixtures for each in definitions))
+        if _starts_process(code):
+            marks.append("process")
     return marks
 
 
-def _starts_process(item: pytest.Function) -> bool:
-    fixtures = item._fixtureinfo.name2fixturedefs.values()
-    todo: list[Any] = [item.function, *(each.func for definitions in fixtures for each in definitions)]
+@cache
+def _starts_process(code: tuple[Any, ...]) -> bool:
+    """Whether functions start processes; the rows of a table have the same."""
+    todo = list(code)
     seen: set[int] = set()
     while todo:
         value = todo.pop()
@@ -76,4 +82,9 @@ def _is_ours(value: Any) -> bool:
     else:
         module = sys.modules.get(value.__module__) if isinstance(value, type) else value
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-    return file is not None and any(Path(file).is_relative_to(folder) for folder in OURS)
+    return file is not None and _is_in_ours(file)
+
+
+@cache
+def _is_in_ours(file: str) -> bool:
+    return any(Path(file).is_relative_to(folder) for folder in OURS)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from test_data_tokenizer import AWKWARD, write_tiktoken
-from tiers import THOROUGH
+from tiers import THOROUGH, rest_is_thorough
 
 from harness.data import TokenizerConfig
 from harness.data.tokenizer import Tokenizer, _cut_long_runs, build_tokenizer
@@ -49,8 +49,8 @@ def sources(files: int) -> list[str]:
     return [file.read_bytes().decode("utf-8", errors="replace") for file in own[:: len(own) // files]][:files]
 
 
-def write_sentencepiece(file: Path, **options: object) -> TokenizerConfig:
-    """Write a model of 1,000 pieces, by default with the options of Llama 2's."""
+def write_sentencepiece(file: Path, *, files: int = 50, **options: object) -> TokenizerConfig:
+    """Write a model of 1,000 pieces of source code, by default with the options of Llama 2's."""
     model = io.BytesIO()
     like_llama2 = {
         "model_type": "bpe",
@@ -63,7 +63,7 @@ def write_sentencepiece(file: Path, **options: object) -> TokenizerConfig:
         "character_coverage": 0.9995,
         "minloglevel": 2,
     }
-    lines = (line for text in sources(50) for line in text.split("\n"))
+    lines = (line for text in sources(files) for line in text.split("\n"))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines, model_writer=model, **{**like_llama2, **options}
     )
@@ -71,15 +71,17 @@ def write_sentencepiece(file: Path, **options: object) -> TokenizerConfig:
     return TokenizerConfig("sentencepiece", str(file))
 
 
-def merges_of(texts: list[str], count: int) -> list[bytes]:
-    """Byte pairs trained on ``texts`` by the tokenizers library, in order."""
+@cache
+def merges_of(files: int, count: int) -> list[bytes]:
+    """Byte pairs trained on source code by the tokenizers library, in order."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     learner.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=256 + count, initial_alphabet=alphabet, show_progress=False)
+        sources(files),
+        trainers.BpeTrainer(vocab_size=256 + count, initial_alphabet=alphabet, show_progress=False),
     )
     # Encoding each byte shows its character in the alphabet.
     as_byte = {
@@ -94,7 +96,7 @@ def config_of(kind: str, folder: Path) -> TokenizerConfig:
     if kind == "bytes":
         return TokenizerConfig("bytes")
     if kind == "tiktoken":
-        return write_tiktoken(folder / "ranks", merges_of(sources(100), 4000))
+        return write_tiktoken(folder / "ranks", merges_of(100, 4000))
     if kind == "sentencepiece":
         return TokenizerConfig("sentencepiece", "asset:python_2k.model")
     if kind == "sentencepiece_prefix":
@@ -126,7 +128,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_source_code(pair: Pair) -> None:
-    files = 200 if THOROUGH else 60
+    files = 200 if THOROUGH else 20
     texts = sources(files)
     assert len(texts) == files
     for text in texts:
@@ -145,10 +147,11 @@ def test_awkward_texts(pair: Pair, text: str) -> None:
 def test_random_texts(pair: Pair) -> None:
     """Short texts of few characters, where merges compete, and of all of Unicode."""
     rng = random.Random(0)
-    for _ in range(2000):
+    texts = 2000 if THOROUGH else 500
+    for _ in range(texts):
         pair.check("".join(rng.choices(rng.choice(ALPHABETS), k=rng.randrange(40))))
     characters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000 and chr(i) != "▁"]
-    for _ in range(1000):
+    for _ in range(texts // 2):
         pair.check("".join(rng.choices(characters, k=12)) + "a 👩‍👩‍👧‍👦 🇩🇪 é e\u0301")
 
 
@@ -203,15 +206,16 @@ def test_a_dummy_prefix_is_sentencepieces(tmp_path: Path) -> None:
     assert json.loads((pair.folder / "tokenizer_config.json").read_text())["add_prefix_space"] is True
 
 
-def test_a_vocabulary_of_128k_takes_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", rest_is_thorough([32_000, 128_000], 32_000))
+def test_a_large_vocabulary_takes_seconds(tmp_path: Path, size: int) -> None:
     words = (product(b"etaoinshrdlcum _", repeat=length) for length in range(2, 6))
-    merges = list(islice(map(bytes, chain.from_iterable(words)), 128_000 - 256))
+    merges = list(islice(map(bytes, chain.from_iterable(words)), size - 256))
     config = write_tiktoken(tmp_path / "ranks", merges)
     start = time.perf_counter()
     export_tokenizer(config, tmp_path / "exported")
-    assert time.perf_counter() - start < 30
+    assert time.perf_counter() - start < 30 * size / 128_000
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported"), build_tokenizer(config)
-    assert len(theirs) == ours.vocab_size == 128_256
+    assert len(theirs) == ours.vocab_size == size + 256
     for text in sources(20):
         assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
 
@@ -280,7 +284,7 @@ def test_settings_for_other_libraries(pair: Pair) -> None:
     ],
 )
 def test_features_without_support_are_refused(options: dict[str, object], says: str, tmp_path: Path) -> None:
-    config = write_sentencepiece(tmp_path / "pieces", **options)
+    config = write_sentencepiece(tmp_path / "pieces", files=3, vocab_size=400, **options)
     message = f"^tokenizer file .*pieces {says}, which tokenizer.json does not support$"
     with pytest.raises(DataError, match=message):
         export_tokenizer(config, tmp_path / "exported")

@@ -76,7 +76,7 @@ def test_harmony_is_tiktokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_encoding_and_export(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     file = tmp_path / "tokenizer.model"
-    write_tiktoken(file, merges_of(sources(50), 1000))
+    write_tiktoken(file, merges_of(50, 1000))
     config = TokenizerConfig("tiktoken", str(file), name)
     ours = build_tokenizer(config)
     assert ours.decode([ours.bos_id, ours.eos_id]) == SETS[name].bos + SETS[name].eos
@@ -94,7 +94,7 @@ def test_the_tokenizer_json_that_came_with_it_is_exported(folder: str, tmp_path:
     """Also with its chat template; but not the tokenizer.json of another tokenizer."""
     file = tmp_path / folder / "tokenizer.model"
     file.parent.mkdir(exist_ok=True)
-    write_tiktoken(file, merges_of(sources(50), 1000))
+    write_tiktoken(file, merges_of(50, 1000))
     config = TokenizerConfig("tiktoken", str(file), "llama4")
     export_tokenizer(config, tmp_path / "made")
     published = json.loads((tmp_path / "made" / "tokenizer.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +204,20 @@ CHANGES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of three steps."""
+    folder = tmp_path_factory.mktemp("three_steps")
+    train(folder, f"checkpoint.folder={folder / 'shared'}", "training.steps=3")
+    return folder / "shared"
+
+
 @pytest.mark.parametrize(("change", "words", "names"), CHANGES)
 def test_a_changed_mixture_is_refused_unless_allowed_by_name(
-    tmp_path: Path, change: str, words: str, names: list[str]
+    tmp_path: Path, three_steps: Path, change: str, words: str, names: list[str]
 ) -> None:
+    shutil.copytree(three_steps, tmp_path / "shared")
     shared = (f"checkpoint.folder={tmp_path / 'shared'}",)
-    train(tmp_path, *shared, "training.steps=3")
     changed = (*shared, change, "checkpoint.allow_changed=[training.steps]")
     if "new" in change:
         changed += ("data.weights.new=2",)
