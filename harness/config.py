@@ -135,9 +135,11 @@ def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Fi
     Dataclasses in a mapping come in the order of their names.
     """
     found: list[tuple[str, dataclasses.Field[Any], Any]] = []
-    for field in _fields_of(type(config)):
+    owner: type = type(config)
+    for field in _fields_of(owner):
         value, name = getattr(config, field.name), prefix + field.name
-        if _is_part(type(value)):
+        kind: type = type(value)
+        if _is_part(kind):
             found += leaf_fields(value, name + ".")
         elif isinstance(value, dict) and dataclasses.is_dataclass(_element_type(config, field.name)):
             for key in sorted(value):
