@@ -113,7 +113,7 @@ class Meter(TorchDispatchMode):
         if not self._counts:
             return func(*args, **(kwargs or {}))
         if func is _DEVICE:
-            return args[0].device  # half of what is dispatched
+            return args[0].device  # half of the dispatches
         name = _name(func)
         if name == "_c10d_functional.wait_tensor":
             return args[0]  # as with real tensors; on fake tensors it would create another one
