@@ -47,7 +47,7 @@ def check_mixture(data: DataConfig) -> None:
         _check_fields_of_source(data.sources[name], name)
     _refuse_fields_of_sources(data)
     for name in data.source_names:
-        with errors_of_source(name):
+        with errors_of_source(data, name):
             source_config(data, name).validate()
     _check_weights(data)
 
@@ -66,7 +66,7 @@ def require_validation_of_sources(data: DataConfig) -> None:
     """
     if not data.holds_out:
         name = data.source_names[0]
-        with errors_of_source(name):
+        with errors_of_source(data, name):
             source_config(data, name).require_validation()
 
 
@@ -74,19 +74,16 @@ def sources_of(data: DataConfig) -> list[tuple[DataConfig, AbstractContextManage
     """Return each source, and a context manager that names its fields in errors."""
     if data.kind != "mixture":
         return [(data, nullcontext())]
-    return [(source_config(data, name), errors_of_source(name)) for name in data.source_names]
+    return [(source_config(data, name), errors_of_source(data, name)) for name in data.source_names]
 
 
 @contextmanager
-def errors_of_source(name: str) -> Iterator[None]:
+def errors_of_source(data: DataConfig, name: str) -> Iterator[None]:
     """Context manager that renames fields in errors: ``data.paths`` to ``data.sources.<name>.paths``.
 
     Shared fields, file names and the commands of ``harness.tokenize`` stay as they are.
     """
-
-    from harness.data.config import DataConfig  # which imports this module
-
-    names = {field.name for field in dataclasses.fields(DataConfig)} - {*SHARED, *OWN[1:]}
+    names = {field.name for field in dataclasses.fields(data)} - {*SHARED, *OWN[1:]}
 
     def replacement(found: re.Match[str]) -> str:
         command, field = found.groups("")

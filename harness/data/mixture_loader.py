@@ -128,7 +128,7 @@ def build_mixture_loader(
     names = names or data.source_names[:1]  # whose error says so
     loaders: dict[str, SourceLoader] = {}
     for name in names:
-        with errors_of_source(name):
+        with errors_of_source(data, name):
             loader = build(source_config(data, name))
         assert isinstance(loader, SourceLoader)
         loaders[name] = loader
@@ -147,5 +147,5 @@ def _holds_out(data: DataConfig, name: str) -> bool:
     source = data.sources[name]
     if source.kind != "tokens":
         return source.holds_out
-    with errors_of_source(name):
+    with errors_of_source(data, name):
         return holds_out(source)

@@ -44,7 +44,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"epochs": {"a": 1, "b": 1}}, "needs either data.weights or data.epochs"),
     (
         {"sources": {"b": None}},
-        "data.sources={b:None}: must be a mapping of names to fields, like {a: {kind: b}}",
+        "data.sources={b:null}: must be a mapping of names to fields, like {a: {kind: b}}",
     ),
     (with_b(pahts=["x"]), "data.sources.b.pahts=[x]: no such field; did you mean data.sources.b.paths?"),
     (with_b(format="csv"), "data.sources.b.format=csv: no such choice; would work: auto"),

@@ -108,7 +108,7 @@ def test_only_the_listed_ranks_write(pool: RankPool, tmp_path: Path) -> None:
     [
         (["profiling.interval=3"], r"profiling\.interval=3: must hold .* = 4 steps; would work: 4 or more"),
         (["profiling.interval=20"], r"profiling\.interval=20: .*training\.steps=12 .*would work: at most 12"),
-        (["profiling.ranks=[0,1]"], r"profiling\.ranks=\[0, 1\]: must be ranks of this job, which has 1"),
+        (["profiling.ranks=[0,1]"], r"profiling\.ranks=\[0,1\]: must be ranks of this job, which has 1"),
         (["profiling.active=0"], r"profiling\.active=0: must be at least 1"),
         (["profiling.memory_snapshot=true"], r"profiling\.memory_snapshot=true: .*cluster\.device=cpu"),
     ],

@@ -55,7 +55,7 @@ def test_a_virtual_gpu_says_what_the_driver_would(name: str) -> None:
             "cluster.accelerator=MI300X",
             "cluster.accelerator=MI300X: there is no virtual GPU of this kind; would work: A100",
         ),
-        ("rehearse.ranks=[0,8]", "rehearse.ranks=[0, 8]: the job has 8 ranks; would work: ranks from 0 to 7"),
+        ("rehearse.ranks=[0,8]", "rehearse.ranks=[0,8]: the job has 8 ranks; would work: ranks from 0 to 7"),
         ("rehearse.ranks=[]", "rehearse.ranks=[]: must name a rank; would work: null, or [0]"),
         ("rehearse.steps=1", "rehearse.steps=1: must be at least 2"),
         ("rehearse.skew=1.0", "rehearse.skew=1.0: must be in [0, 1)"),
