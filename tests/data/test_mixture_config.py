@@ -112,7 +112,7 @@ def test_fields_of_sources_are_part_of_the_numerics() -> None:
 def test_errors_of_a_source_name_its_fields() -> None:
     """Shared fields, file names and commands stay."""
     command = "python -m harness.tokenize data=local_text 'data.paths=[a b]' 'tokenize.target=corpus/NAME'"
-    with pytest.raises(ConfigError) as raised, errors_of_source("web"):
+    with pytest.raises(ConfigError) as raised, errors_of_source(DataConfig(), "web"):
         works = f"{command} and then data=tokens 'data.paths=[corpus/NAME]', or data.cache_dir"
         raise ConfigError("data.prefetch", 0, "data.paths=[/x/data.jsonl, data.txt]", works)
     assert str(raised.value) == (
@@ -121,10 +121,10 @@ def test_errors_of_a_source_name_its_fields() -> None:
         "or data.cache_dir"
     )
     said = r"^data\.prefetch=0: data\.sources\.web: too few$"
-    with pytest.raises(ConfigError, match=said), errors_of_source("web"):
+    with pytest.raises(ConfigError, match=said), errors_of_source(DataConfig(), "web"):
         raise ConfigError("data.prefetch", 0, "too few")
     said = r"^data\.sources\.web: data\.jsonl, line 3: bad$"
-    with pytest.raises(DataError, match=said), errors_of_source("web"):
+    with pytest.raises(DataError, match=said), errors_of_source(DataConfig(), "web"):
         raise DataError("data.jsonl, line 3: bad")
 
 
