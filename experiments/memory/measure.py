@@ -16,6 +16,7 @@ Prints Markdown tables; the exit code is 1 if memory does not fall as it should.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -69,6 +70,7 @@ def measured(function: Callable[[], Any]) -> tuple[int, int]:
     """Bytes that torch's CPU allocator holds at most during a call, and after it, above those before it."""
     from torch.profiler import ProfilerActivity, profile
 
+    gc.collect()  # garbage of earlier calls that is freed meanwhile would count as less memory
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None

@@ -110,11 +110,7 @@ KNOWN = [
     ("plan", ["calibration=fifo"], "calibration=fifo: is not a file"),
     ("plan", ["calibration=list.json"], "calibration=list.json: it holds "),
     ("plan", ["--jsn"], "--jsn: no such flag; did you mean --json?"),
-    (
-        "plan",
-        ["-m", "training.steps=1,2"],
-        "-m: this verb takes one job; would work: ",
-    ),
+    ("parity", ["-m", "training.steps=1,2"], "-m: this verb takes one job; would work: "),
     (
         "plan",
         [
