@@ -65,8 +65,8 @@ def main() -> NoReturn:
     """Run the job; end with the run's exit code."""
     received = Received()
     received.install()
-    options = _parse()
-    run_dir = Path(options.run_dir or _run_dir_of_task(options.list))
+    options = parse_task("python -m harness.cluster.batch")
+    run_dir = Path(options.folder or folder_of_task(options.list))
     if options.setup_failed is not None:
         failed = SetupFailed(options.line, options.setup_failed)
         sys.stderr.write(f"error: {failed}\n")
@@ -84,19 +84,20 @@ def main() -> NoReturn:
         run_and_leave(run_dir, received)
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m harness.cluster.batch")
+def parse_task(prog: str) -> argparse.Namespace:
+    """Parse the arguments that the batch script gives to a task."""
+    parser = argparse.ArgumentParser(prog=prog)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("run_dir", nargs="?", help="the run folder")
-    where.add_argument("--list", help="file with a run folder in each line, for a job array")
+    where.add_argument("folder", nargs="?", help="the task's folder; for training, the run folder")
+    where.add_argument("--list", help="file with a folder in each line, for a job array")
     parser.add_argument("--code", help="folder that the harness must be imported from")
     parser.add_argument("--setup-failed", type=int, help="record that cluster.setup ended with this code")
     parser.add_argument("--line", help="the line of cluster.setup that failed")
     return parser.parse_args()
 
 
-def _run_dir_of_task(path: str) -> str:
-    """Return the run folder of this array task."""
+def folder_of_task(path: str) -> str:
+    """Return the folder of this array task."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     lines = Path(path).read_text().splitlines()
     if task is None or not 0 <= int(task) < len(lines):

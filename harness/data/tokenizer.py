@@ -86,8 +86,7 @@ class BytesTokenizer(Tokenizer):
 
 
 class NoTokenizer(Tokenizer):
-    """A tokenizer for data that are token ids: it knows which ids begin and end documents, and encodes
-    nothing."""
+    """No tokenizer: token ids without text, of which only bos and eos are known."""
 
     vocab_size = 0
     fingerprint = "none"

@@ -6,13 +6,13 @@ The task that finds all shards tokenized writes the manifest.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from harness.app import guarded
+from harness.cluster.batch import folder_of_task, parse_task
 from harness.config import from_dict
 from harness.data.build_lock import only_builder
 from harness.data.corpus import MANIFEST
@@ -27,17 +27,7 @@ def main() -> NoReturn:
     """Run the task, and exit."""
     # SLURM sends it before the time limit; the task works until it is killed, and finished units are kept.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    sys.exit(guarded(lambda: run(_parse())))
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m harness.tokenize.task")
-    parser.add_argument("folder", nargs="?", help="the task's folder")
-    parser.add_argument("--list", help="file with a folder in each line, for a job array")
-    parser.add_argument("--code", help="folder that the harness is imported from")
-    parser.add_argument("--setup-failed", type=int, help="exit code of a failed line of cluster.setup")
-    parser.add_argument("--line", help="the line of cluster.setup that failed")
-    return parser.parse_args()
+    sys.exit(guarded(lambda: run(parse_task("python -m harness.tokenize.task"))))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.setup_failed is not None:
         raise UserError(f"cluster.setup={options.line.strip()}: ended with exit code {options.setup_failed}")
-    folder = Path(options.folder or _folder_of_task(options.list))
+    folder = Path(options.folder or folder_of_task(options.list))
     plain = read_object(folder / JOB)
     job: TokenizeJob = from_dict(TokenizeJob, {name: value for name, value in plain.items() if name != "id"})
     writer, shard = writer_of(job), int(folder.name)
@@ -67,15 +57,6 @@ def run(options: argparse.Namespace) -> int:
         writer.remove_unfinished()
     sys.stdout.write(f"shard {shard} is tokenized{'' if manifest is None else '; the corpus is complete'}\n")
     return EXIT_OK
-
-
-def _folder_of_task(path: str) -> str:
-    """Return the folder of this array task."""
-    lines = Path(path).read_text().splitlines()
-    task = int(os.environ.get("SLURM_ARRAY_TASK_ID", "-1"))
-    if not 0 <= task < len(lines):
-        raise UserError(f"{path} lists {len(lines)} tasks, and SLURM_ARRAY_TASK_ID is {task}")
-    return lines[task]
 
 
 if __name__ == "__main__":
