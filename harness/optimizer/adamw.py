@@ -1,52 +1,32 @@
-"""AdamW with state or parameters in bfloat16, computed in float32."""
+"""AdamW and Adam with state or parameters in bfloat16, computed in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from harness.optimizer.base import OwnOptimizer, local
 from harness.precision.swap import plain
 
 
-class RoundedAdamW(torch.optim.Optimizer):
-    """AdamW that converts each parameter and its state to float32, updates them, and rounds them back.
+class RoundedAdamW(OwnOptimizer):
+    """AdamW (groups of kind adam: Adam) in float32, with parameters and state rounded back to their dtypes.
 
     torch's AdamW keeps the state in the parameter's dtype, and rounds every intermediate value to it unless
     it is fused. Here one parameter at a time is in float32. Rounding is to nearest: stochastic rounding would
     use different random numbers on every layout.
 
-    Attributes:
-        found_inf: device scalar; if it is 1, a step changes nothing, without the host knowing. The name is
-            that of torch's fused optimizers. None: every step is applied.
-
-    Args:
-        groups: parameter groups, each with a weight decay.
-        lr: learning rate.
-        betas: decay of the running means of gradients and of squared gradients.
-        eps: added to the root of the second moment.
-        state_dtype: dtype of both running means.
+    A parameter group has the keys of torch's AdamW: ``betas``, the decays of the running means of gradients
+    and of squared gradients, and ``eps``, added to the root of the second moment.
     """
-
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        state_dtype: torch.dtype,
-    ) -> None:
-        self.state_dtype = state_dtype
-        self.found_inf: Tensor | None = None
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        applied = None if self.found_inf is None else 1 - self.found_inf.double()
+        applied = self.applied
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
@@ -98,9 +78,11 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, factors: _Factors, divisor: Any, rate: Any) -> None:
         state = self.state[parameter]
-        targets = [_local(plain(each)) for each in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+        targets = [local(plain(each)) for each in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         value, mean, square = (each.float() for each in targets)
-        gradient = _local(parameter.grad).float()  # type: ignore[arg-type]
+        gradient = local(parameter.grad).float()  # type: ignore[arg-type]
+        if factors.penalty:
+            gradient = gradient.add(value, alpha=factors.penalty)
         if factors.skipped is not None:
             gradient = gradient.masked_fill(factors.skipped, 0.0)
         value.mul_(factors.decay)
@@ -122,6 +104,8 @@ class _Factors(NamedTuple):
 
     decay: Any
     """Factor of the parameter (1 - lr * weight_decay)."""
+    penalty: float
+    """Weight of the parameter in the gradient (Adam's weight decay; 0 for AdamW)."""
     mean_weight: Any
     """Weight of the gradient in the running mean (1 - beta1)."""
     square_decay: Any
@@ -136,12 +120,11 @@ class _Factors(NamedTuple):
     def of(cls, group: dict[str, Any], applied: Tensor | None) -> _Factors:
         """Factors of a parameter group; where ``applied`` is 0, they change nothing."""
         beta1, beta2 = group["betas"]
-        decay, mean_weight, square_weight = group["lr"] * group["weight_decay"], 1 - beta1, 1 - beta2
+        is_adam = group.get("kind") == "adam"
+        decay = 0.0 if is_adam else group["lr"] * group["weight_decay"]
+        penalty = group["weight_decay"] if is_adam else 0.0
+        mean_weight, square_weight, eps = 1 - beta1, 1 - beta2, group["eps"]
         if applied is None:
-            return cls(1 - decay, mean_weight, beta2, square_weight, group["eps"])
+            return cls(1 - decay, penalty, mean_weight, beta2, square_weight, eps)
         mean_weight, square_decay = (mean_weight * applied).float(), 1 - square_weight * applied
-        return cls(1 - decay * applied, mean_weight, square_decay, square_weight, group["eps"], applied == 0)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return cls(1 - decay * applied, penalty, mean_weight, square_decay, square_weight, eps, applied == 0)

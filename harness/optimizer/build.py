@@ -1,58 +1,113 @@
-"""AdamW and its learning-rate schedule for the model parts of a rank."""
+"""The optimizer and its learning-rate schedule for the model parts of a rank."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from harness.model.spec import is_expert
+from harness.model.spec import TensorSpec
 from harness.optimizer.adamw import RoundedAdamW
-from harness.optimizer.config import OptimizerConfig, ScheduleConfig
+from harness.optimizer.base import CombinedOptimizer
+from harness.optimizer.config import DECAYS, OptimizerConfig, ScheduleConfig
+from harness.optimizer.ema import keep_average
+from harness.optimizer.kinds import KINDS, lr_scale
+from harness.optimizer.lion import Lion
+from harness.optimizer.muon import Muon
+from harness.optimizer.settings import TensorSettings, tensor_settings
+from harness.registry import load_attribute
+
+Groups = list[dict[str, Any]]
 
 
 def build_optimizer(
-    config: OptimizerConfig, named_parameters: Iterable[tuple[str, Tensor]]
+    config: OptimizerConfig,
+    named_parameters: Iterable[tuple[str, Tensor]],
+    specs: Mapping[str, TensorSpec],
+    ranks: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """AdamW with one parameter group that decays and one that does not.
+    """One optimizer for all parameters, with a parameter group for each ``tensor_settings``.
 
     Args:
         config: hyperparameters and implementation.
         named_parameters: parameters by their names in the full model.
+        specs: descriptions of the full model's tensors by name.
+        ranks: the ranks that hold shards of these parameters; None for one rank.
     """
-    decaying: list[Tensor] = []
-    without_decay: list[Tensor] = []
+    by_settings: dict[TensorSettings, list[Tensor]] = {}
     for name, parameter in named_parameters:
-        (decaying if _decays(name, parameter, config) else without_decay).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((decaying, config.weight_decay), (without_decay, 0.0))
-        if parameters
-    ]
-    betas = (config.beta1, config.beta2)
-    state_dtype = getattr(torch, config.state_dtype or "float32")
-    if any(p.dtype != torch.float32 for p in (*decaying, *without_decay)) or state_dtype != torch.float32:
-        return RoundedAdamW(groups, config.lr, betas, config.eps, state_dtype)
+        by_settings.setdefault(tensor_settings(config, specs[name]), []).append(parameter)
+    by_kind: dict[str, Groups] = {}
+    for settings, parameters in by_settings.items():
+        made: dict[str, Any] = {
+            "params": parameters,
+            "kind": settings.kind,
+            "lr": config.lr * settings.lr_factor,
+            "weight_decay": settings.weight_decay,
+            "betas": settings.betas,
+            "eps": settings.eps,
+        }
+        by_kind.setdefault(settings.kind, []).append(made)
+    built = {kind: _build(kind, config, groups, ranks) for kind, groups in by_kind.items()}
+    optimizer = next(iter(built.values())) if len(built) == 1 else CombinedOptimizer(built)
+    if config.ema_decay:
+        keep_average(optimizer, config.ema_decay)
+    return optimizer
+
+
+def _build(
+    kind: str, config: OptimizerConfig, groups: Groups, ranks: dist.ProcessGroup | None
+) -> torch.optim.Optimizer:
+    build, options = load_attribute(KINDS[kind].build), KINDS[kind].options
+    # The options in the config are those of its own kind; groups may have others.
+    typed = [] if options is None else [options(**config.options if kind == config.kind else {})]
+    optimizer: torch.optim.Optimizer = build(config, groups, ranks, *typed)
+    return optimizer
+
+
+def adam(config: OptimizerConfig, groups: Groups, _: dist.ProcessGroup | None) -> torch.optim.Optimizer:
+    """Build torch's Adam or AdamW, or ours for parameters or state in bfloat16."""
+    state_dtype = _state_dtype(config)
+    dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+    if dtypes != {torch.float32} or state_dtype != torch.float32:
+        return RoundedAdamW(groups, config.lr, state_dtype, eps=config.eps)
     implementation = "fused" if config.implementation == "auto" else config.implementation
-    return torch.optim.AdamW(
+    made = torch.optim.Adam if groups[0]["kind"] == "adam" else torch.optim.AdamW
+    return made(
         groups,
         lr=config.lr,
-        betas=betas,
         eps=config.eps,
         fused=implementation == "fused",
         foreach=implementation == "foreach",
     )
 
 
-def _decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
-    # Biases of experts are stacked in one tensor, with a dimension more.
-    if parameter.ndim - is_expert(name) < 2:
-        return config.decay_vectors
-    return config.decay_embeddings or not name.startswith("tok_embeddings")
+def lion(config: OptimizerConfig, groups: Groups, _: dist.ProcessGroup | None) -> torch.optim.Optimizer:
+    """Build Lion."""
+    return Lion(groups, config.lr, _state_dtype(config))
+
+
+def muon(config: OptimizerConfig, groups: Groups, ranks: dist.ProcessGroup | None) -> torch.optim.Optimizer:
+    """Build Muon."""
+    return Muon(
+        groups,
+        config.lr,
+        _state_dtype(config),
+        momentum=config.momentum,
+        steps=config.newton_schulz_steps,
+        dtype=getattr(torch, config.newton_schulz_dtype or "float32"),
+        scale=lr_scale(config.lr_scale),
+        group=ranks,
+    )
+
+
+def _state_dtype(config: OptimizerConfig) -> torch.dtype:
+    return getattr(torch, config.state_dtype or "float32")
 
 
 def build_schedule(config: ScheduleConfig, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
@@ -68,11 +123,7 @@ def lr_factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
     """
     warmup = config.warmup_steps
     decay = steps - warmup if config.decay_ratio is None else round(config.decay_ratio * steps)
-    shape = {
-        "linear": lambda x: 1 - x,
-        "sqrt": lambda x: 1 - math.sqrt(x),
-        "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
-    }[config.decay_type]
+    shape = partial(DECAYS[config.decay_type], options=config.options)
 
     def factor(step: int) -> float:
         if step < warmup:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
+from harness.model.spec import tensors
 from harness.optimizer.build import build_optimizer
 from harness.optimizer.config import IMPLEMENTATIONS, OptimizerConfig
 
@@ -24,13 +25,17 @@ def model(tied: bool = False) -> Decoder:
     return Decoder(config, 8)
 
 
+def built_for(decoder: Decoder, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return build_optimizer(config, decoder.named_parameters(), tensors(decoder.config))
+
+
 def shrunk(config: OptimizerConfig, tied: bool = False) -> set[str]:
     """Names of the parameters that a step without gradients makes smaller; none may grow."""
     decoder = model(tied)
     before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    build_optimizer(config, decoder.named_parameters()).step()
+    built_for(decoder, config).step()
     decayed = set()
     for name, parameter in decoder.named_parameters():
         if not torch.equal(parameter, before[name]):
@@ -73,7 +78,7 @@ def test_no_decay_at_all() -> None:
 @pytest.mark.parametrize("decay_embeddings", [False, True])
 def test_every_parameter_is_in_one_group(tied: bool, decay_embeddings: bool) -> None:
     decoder = model(tied)
-    built = build_optimizer(OptimizerConfig(decay_embeddings=decay_embeddings), decoder.named_parameters())
+    built = built_for(decoder, OptimizerConfig(decay_embeddings=decay_embeddings))
     grouped = [parameter for group in built.param_groups for parameter in group["params"]]
     assert {id(p) for p in grouped} == {id(p) for p in decoder.parameters()}
     assert len(grouped) == len(list(decoder.parameters()))
@@ -82,13 +87,13 @@ def test_every_parameter_is_in_one_group(tied: bool, decay_embeddings: bool) -> 
 def test_a_part_with_vectors_only_makes_one_group() -> None:
     """A pipeline stage may hold nothing that decays; an empty group is refused by torch."""
     norm = torch.nn.Parameter(torch.ones(4))
-    built = build_optimizer(OptimizerConfig(), [("norm.weight", norm)])
+    built = build_optimizer(OptimizerConfig(), [("norm.weight", norm)], tensors(model().config))
     assert [group["weight_decay"] for group in built.param_groups] == [0.0]
 
 
 def train(config: OptimizerConfig, steps: int = 5) -> dict[str, Tensor]:
     decoder = model()
-    built = build_optimizer(config, decoder.named_parameters())
+    built = built_for(decoder, config)
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
         for parameter in decoder.parameters():
@@ -136,5 +141,5 @@ def test_every_implementation_follows_the_formula(implementation: str) -> None:
     ],
 )
 def test_the_configured_implementation_is_used(implementation: str, flags: tuple[bool, bool]) -> None:
-    built = build_optimizer(OptimizerConfig(implementation=implementation), model().named_parameters())
+    built = built_for(model(), OptimizerConfig(implementation=implementation))
     assert (built.defaults["fused"], built.defaults["foreach"]) == flags

@@ -7,16 +7,18 @@ import dataclasses
 import pytest
 import torch
 from equal import assert_equal
-from test_adamw import NORMS, by_formula, model, train
+from test_adamw import NORMS, built_for, by_formula, model, train
 from torch import Tensor
 from waits import waits
 
 from harness.compose import compose_job
 from harness.errors import ConfigError
+from harness.model.spec import tensors
 from harness.optimizer.adamw import RoundedAdamW
 from harness.optimizer.build import build_optimizer
 from harness.optimizer.config import LARGEST_BFLOAT16_BETA, OptimizerConfig
 
+SPECS = tensors(model().config)
 CONFIG = OptimizerConfig(lr=0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, state_dtype="bfloat16")
 
 
@@ -60,7 +62,7 @@ def test_one_step_by_hand(master: torch.dtype) -> None:
     torch.manual_seed(0)
     start = torch.randn(64, dtype=master)
     parameter = torch.nn.Parameter(start.clone())
-    built = build_optimizer(CONFIG, [("norm.weight", parameter)])
+    built = build_optimizer(CONFIG, [("norm.weight", parameter)], SPECS)
     mean = square = torch.zeros(64)
     value = start.float()
     for step in (1, 2, 3):
@@ -90,7 +92,7 @@ def test_a_mean_still_changes_at_the_largest_beta() -> None:
     for beta, moves in ((LARGEST_BFLOAT16_BETA, True), (0.999, False)):
         config = dataclasses.replace(CONFIG, beta2=beta)
         parameter = torch.nn.Parameter(torch.ones(1))
-        built = build_optimizer(config, [("norm.weight", parameter)])
+        built = build_optimizer(config, [("norm.weight", parameter)], SPECS)
         parameter.grad = torch.ones(1)
         built.step()
         built.state[parameter]["exp_avg_sq"].fill_(1.0)
@@ -106,7 +108,7 @@ def test_norms_do_not_decay() -> None:
     before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    build_optimizer(CONFIG, decoder.named_parameters()).step()
+    built_for(decoder, CONFIG).step()
     same = {name for name, parameter in decoder.named_parameters() if torch.equal(parameter, before[name])}
     assert same == NORMS
 
@@ -151,9 +153,9 @@ def three_steps(drop: list[bool] | None, master: torch.dtype, state: str) -> tup
     built = RoundedAdamW(
         [{"params": [parameter], "weight_decay": 0.2}],
         config.lr,
-        (config.beta1, config.beta2),
-        config.eps,
         getattr(torch, state),
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
     )
     gradients = iter(torch.randn(3, 64, 3))
     for dropped in drop or [False] * 3:
@@ -193,7 +195,7 @@ def test_a_dropped_step_changes_no_bit(master: torch.dtype, state: str) -> None:
 def test_the_host_does_not_wait_for_an_update(master: torch.dtype, state: str) -> None:
     parameter = torch.nn.Parameter(torch.empty(64, 3, device="meta", dtype=master))
     config = dataclasses.replace(CONFIG, state_dtype=state)
-    built = build_optimizer(config, [("output.weight", parameter)])
+    built = build_optimizer(config, [("output.weight", parameter)], SPECS)
     assert isinstance(built, RoundedAdamW)
     with waits() as found:
         for _ in range(2):

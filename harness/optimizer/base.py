@@ -1,0 +1,79 @@
+"""What our own optimizers share, and several kinds of optimizers as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """Base of our optimizers: they compute in float32, and a device can drop their update.
+
+    Attributes:
+        found_inf: device scalar; if it is 1, a step changes nothing, without the host knowing. The name is
+            that of torch's fused optimizers. None: every step is applied.
+
+    Args:
+        groups: parameter groups, with all settings but those of ``defaults``.
+        lr: learning rate of groups without one.
+        state_dtype: dtype of the state tensors of a parameter's shape.
+        defaults: settings of groups without them.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], lr: float, state_dtype: torch.dtype, **defaults: Any
+    ) -> None:
+        self.state_dtype = state_dtype
+        self.found_inf: Tensor | None = None
+        super().__init__(groups, {"lr": lr, **defaults})
+
+    @property
+    def applied(self) -> Tensor | None:
+        """Device scalar in float64: 1 if the step is applied, 0 if not; None if it is for certain."""
+        return None if self.found_inf is None else 1 - self.found_inf.double()
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one, with one state and the parameter groups of all.
+
+    Each updates the groups of its ``kind``. Checkpoints, schedules and updates in backward see one optimizer.
+
+    Args:
+        optimizers: an optimizer for each kind; every parameter group has the key ``kind``.
+    """
+
+    def __init__(self, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+        super().__init__([group for each in optimizers.values() for group in each.param_groups], {})
+        self.optimizers = optimizers
+        for each in optimizers.values():
+            each.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step every optimizer that has groups."""
+        for kind, optimizer in self.optimizers.items():
+            optimizer.param_groups = [group for group in self.param_groups if group["kind"] == kind]
+            if optimizer.param_groups:
+                optimizer.step()
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers that an optimizer consists of."""
+    return list(optimizer.optimizers.values()) if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+
+
+def drops_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether a device can drop the update of every parameter (``found_inf``), without the host."""
+    return all(
+        device.type != "cpu" if isinstance(part, OwnOptimizer) else bool(part.defaults.get("fused"))
+        for part in parts_of(optimizer)
+    )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the local shard of a DTensor, and a plain tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

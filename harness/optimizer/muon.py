@@ -1,0 +1,362 @@
+"""Muon on any layout: every matrix is orthogonalized once, by one of the ranks that hold pieces of it.
+
+Parameters, gradients and momentum stay sharded. For each matrix the ranks send their pieces of the update
+to its owner, which orthogonalizes the complete matrix and sends every rank its piece back. Both are one
+all-to-all for all matrices of a round. Per step a rank sends about (1 + 1/replicas) times the size of its
+shards: an all-gather on every rank would send as many times as much as there are ranks. Replicas share the
+matrices too. The orthogonalized matrix does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from harness.optimizer.assignment import Matrices, Unit, assign
+from harness.optimizer.base import OwnOptimizer, local
+from harness.optimizer.orthogonalize import orthogonalize
+from harness.parallelism.materialize import shard_ranges
+from harness.precision.swap import plain
+
+MOMENTUM = "momentum_buffer"
+
+
+class Muon(OwnOptimizer):
+    """Muon with Nesterov's momentum, for matrices and for stacks of matrices.
+
+    One process computes what torch.optim.Muon does. Momentum and parameters are updated in float32 and
+    rounded to their dtypes.
+
+    Args:
+        groups: parameter groups with ``lr`` and ``weight_decay``.
+        lr: learning rate of groups without one.
+        state_dtype: dtype of the momentum.
+        momentum: decay of the running mean of gradients.
+        steps: iterations of Newton-Schulz.
+        dtype: dtype of these iterations, and of the pieces that ranks send.
+        scale: factor of the learning rate, from the shape of a matrix (``lr_scale``).
+        group: the ranks that hold pieces of these parameters; None for one rank. All of them construct the
+            optimizer, and call ``step``, together.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        state_dtype: torch.dtype,
+        *,
+        momentum: float,
+        steps: int,
+        dtype: torch.dtype,
+        scale: Callable[[int, int], float],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(groups, lr, state_dtype)
+        self.momentum, self.steps, self.dtype = momentum, steps, dtype
+        self.group, self.ranks = group, 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        holders = _Holders(group)
+        self.tensors = [
+            _Held(parameter, index, scale, holders)
+            for index, each in enumerate(self.param_groups)
+            for parameter in each["params"]
+        ]
+        self.rounds: list[_Round] = []
+        self.local_rounds: list[list[Unit]] = []
+        for units in assign([held.matrices for held in self.tensors]):
+            if self.tensors[units[0].tensor].matrices.holders == 1:
+                self.local_rounds.append(units)
+            else:
+                self.rounds.append(_Round(units, self))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters; all of them must have gradients."""
+        for held in self.tensors:
+            if MOMENTUM not in self.state[held.parameter]:
+                zeros = torch.zeros_like(plain(held.parameter), dtype=self.state_dtype)
+                self.state[held.parameter][MOMENTUM] = zeros
+        applied = None if self.found_inf is None else self.applied.float()  # type: ignore[union-attr]
+        # The exchanges of the rounds before and after one run while it computes.
+        arriving = [each.gather(applied) for each in self.rounds[:1]]
+        for units in self.local_rounds:
+            self._update_local(units, applied)
+        apply_before: Callable[[Tensor | None], None] | None = None
+        for number, each in enumerate(self.rounds):
+            arriving += [later.gather(applied) for later in self.rounds[number + 1 : number + 2]]
+            apply_this = partial(each.apply, each.orthogonalize(arriving))
+            if apply_before is not None:
+                apply_before(applied)
+            apply_before = apply_this
+        if apply_before is not None:
+            apply_before(applied)
+
+    def _update_local(self, units: list[Unit], applied: Tensor | None) -> None:
+        """Update matrices that this rank holds alone."""
+        updates = {
+            unit: self.nesterov(unit, applied).to(self.tensors[unit.tensor].device, self.dtype)
+            for unit in units
+        }
+        for unit, update in self.orthogonalized(updates).items():
+            self.add(unit, update, applied)
+
+    def orthogonalized(self, updates: dict[Unit, Tensor]) -> dict[Unit, Tensor]:
+        """Orthogonalize complete matrices, on GPUs those of equal shapes at once; uses up ``updates``."""
+        together: dict[Any, list[Unit]] = defaultdict(list)
+        for unit in updates:
+            on_cpu = updates[unit].device.type == "cpu"
+            together[unit if on_cpu else updates[unit].shape[1:]].append(unit)
+        done: dict[Unit, Tensor] = {}
+        for units in together.values():
+            x_BOI = orthogonalize(_joined([updates.pop(unit) for unit in units]), self.steps)
+            done |= dict(zip(units, x_BOI.split([unit.count for unit in units]), strict=True))
+        return done
+
+    def nesterov(self, unit: Unit, applied: Tensor | None) -> Tensor:
+        """Update the momentum of a unit's local shard, and return the shard's update, in float32."""
+        held, at = self.tensors[unit.tensor], slice(unit.first, unit.stop)
+        stored = held.stacked(self.state[held.parameter][MOMENTUM])[at]
+        gradient = held.stacked(held.parameter.grad)[at].float()
+        weight: Any = 1 - self.momentum
+        if applied is not None:
+            gradient, weight = gradient.masked_fill(applied == 0, 0.0), weight * applied
+        mean = stored.float()
+        mean.lerp_(gradient, weight)
+        if stored.dtype != torch.float32:
+            stored.copy_(mean)
+        return gradient.lerp(mean, self.momentum)
+
+    def add(self, unit: Unit, update: Tensor, applied: Tensor | None) -> None:
+        """Apply an orthogonalized update to a unit's local shard."""
+        held, at = self.tensors[unit.tensor], slice(unit.first, unit.stop)
+        group = self.param_groups[held.group_index]
+        rate: Any = group["lr"] if applied is None else group["lr"] * applied
+        stored = held.stacked(held.parameter)[at]
+        update = update.to(stored.device)
+        value = stored.float()
+        value.mul_(1 - rate * group["weight_decay"])
+        if applied is None:
+            value.add_(update, alpha=-rate * held.scale)
+        else:
+            value.sub_(update * (rate * held.scale))
+        if stored.dtype != torch.float32:
+            stored.copy_(value)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """A rank that holds a piece of the same matrices."""
+
+    rank: int
+    """In the optimizer's group."""
+    replica: tuple[int, ...]
+    """Its coordinates on the axes that replicate the tensor."""
+    rows: range
+    columns: range
+
+
+class _Held:
+    """A parameter: its local shard as a stack of matrices' pieces, and the holders of the other pieces."""
+
+    def __init__(
+        self, parameter: Tensor, group_index: int, scale: Callable[[int, int], float], holders: _Holders
+    ) -> None:
+        self.parameter, self.group_index = parameter, group_index
+        outputs, inputs = parameter.shape[-2:]
+        self.scale = scale(outputs, inputs)
+        matrices, self.holders = holders.of(parameter)
+        self.matrices = Matrices(len(matrices), outputs, inputs, len(self.holders))
+        shard = local(parameter)
+        self.device = shard.device
+        if isinstance(parameter, DTensor) and shard.device.type != parameter.device_mesh.device_type:
+            # Offloaded to the host; exchanged and orthogonalized where the model computes.
+            self.device = torch.empty((), device=parameter.device_mesh.device_type).device
+
+    def stacked(self, tensor: Tensor | None) -> Tensor:
+        """Return the local shard of the parameter, its gradient or its state as [matrices, rows, columns]."""
+        assert tensor is not None, "a parameter of Muon has no gradient"
+        shard = local(plain(tensor))
+        return shard.unsqueeze(0) if shard.ndim == 2 else shard
+
+
+class _Holders:
+    """Finds the ranks that hold pieces of a parameter's matrices, once for equal shapes and placements."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.known: dict[Any, tuple[range, list[_Holder]]] = {}
+
+    def of(self, parameter: Tensor) -> tuple[range, list[_Holder]]:
+        """Return the matrices of a stack that this rank has a piece of, and all their holders by rank."""
+        if self.group is None or not isinstance(parameter, DTensor):
+            outputs, inputs = parameter.shape[-2:]
+            rank = 0 if self.group is None else self.group.rank()
+            count = 1 if parameter.ndim == 2 else parameter.shape[0]
+            return range(count), [_Holder(rank, (), range(outputs), range(inputs))]
+        key = parameter.shape, parameter.device_mesh, parameter.placements
+        if key not in self.known:
+            self.known[key] = self._find(*key)
+        return self.known[key]
+
+    def _find(
+        self, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    ) -> tuple[range, list[_Holder]]:
+        own = mesh.get_coordinate()
+        assert own is not None and self.group is not None, "this rank is outside the parameter's mesh"
+        stacked = len(shape) == 3
+        matrices = shard_ranges(shape, mesh, placements, own)[0] if stacked else range(1)
+        replicated = [axis for axis, each in enumerate(placements) if isinstance(each, Replicate)]
+        holders = []
+        coordinates = itertools.product(*(range(mesh.size(axis)) for axis in range(mesh.ndim)))
+        for rank, coordinate in zip(mesh_ranks(mesh), coordinates, strict=True):
+            ranges = shard_ranges(shape, mesh, placements, coordinate)
+            if not stacked or ranges[0] == matrices:
+                replica = tuple(coordinate[axis] for axis in replicated)
+                holders.append(_Holder(dist.get_group_rank(self.group, rank), replica, *ranges[-2:]))
+        return matrices, sorted(holders, key=lambda holder: holder.rank)
+
+
+def mesh_ranks(mesh: DeviceMesh) -> list[int]:
+    """Global ranks of a mesh, in the order of its coordinates."""
+    return mesh.mesh.flatten().tolist()
+
+
+@dataclass
+class _Exchange:
+    """An all-to-all in flight: what arrives, and the buffer sent, which must live until then."""
+
+    received: Tensor
+    sent: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        """Return what has arrived; a device waits, the host does not."""
+        self.work.wait()
+        return self.received
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece of a unit's matrices."""
+
+    unit: Unit
+    holder: _Holder
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return self.unit.count * len(self.holder.rows) * len(self.holder.columns)
+
+
+@dataclass
+class _Routes:
+    """The pieces that this rank sends to and receives from each rank of the group."""
+
+    sent: dict[int, list[_Piece]] = field(default_factory=lambda: defaultdict(list))
+    received: dict[int, list[_Piece]] = field(default_factory=lambda: defaultdict(list))
+
+
+class _Round:
+    """Units that are exchanged together, each rank with its own."""
+
+    def __init__(self, units: list[Unit], muon: Muon) -> None:
+        self.muon, self.units = muon, units
+        self.there, self.back = _Routes(), _Routes()
+        self.own: list[Unit] = []
+        for unit in units:
+            self._route(unit)
+
+    def _route(self, unit: Unit) -> None:
+        """Add the pieces of a unit: from one replica to the owner, from the owner to all holders."""
+        holders, me = self.muon.tensors[unit.tensor].holders, self.muon.rank
+        owner = holders[unit.owner]
+        if owner.rank == me:
+            self.own.append(unit)
+        for holder in holders:
+            piece = _Piece(unit, holder)
+            if owner.rank == me:
+                self.back.sent[holder.rank].append(piece)
+            if holder.rank == me:
+                self.back.received[owner.rank].append(piece)
+            if holder.replica != owner.replica:
+                continue
+            if holder.rank == me:
+                self.there.sent[owner.rank].append(piece)
+            if owner.rank == me:
+                self.there.received[holder.rank].append(piece)
+
+    def gather(self, applied: Tensor | None) -> _Exchange:
+        """Update the momentum of the round's matrices, and send its pieces to their owners."""
+        sent = {piece.unit for pieces in self.there.sent.values() for piece in pieces}
+        for unit in self.units:
+            # Another replica sends the piece; this one updates its momentum too.
+            if unit not in sent:
+                self.muon.nesterov(unit, applied)
+        return self._exchange(self.there, lambda piece: self.muon.nesterov(piece.unit, applied))
+
+    def orthogonalize(self, arriving: list[_Exchange]) -> _Exchange:
+        """Orthogonalize the matrices that this rank owns, and send the pieces to all holders.
+
+        Args:
+            arriving: exchanges, of which the first one is this round's. It is removed here, because an
+                argument can live until this returns: TorchDynamo's evaluator of frames keeps it.
+        """
+        received = arriving.pop(0).wait()
+        updates: dict[Unit, Tensor] = {}
+        for unit in self.own:
+            matrices = self.muon.tensors[unit.tensor].matrices
+            updates[unit] = received.new_empty(unit.count, matrices.rows, matrices.columns)
+        for piece, values in self._split(received, self.there):
+            updates[piece.unit][_slices(piece.holder)] = values
+        del received, values  # before the iterations allocate
+        done = self.muon.orthogonalized(updates)
+        return self._exchange(self.back, lambda piece: done[piece.unit][_slices(piece.holder)])
+
+    def apply(self, returning: _Exchange, applied: Tensor | None) -> None:
+        """Apply the orthogonalized updates to this rank's shards."""
+        for piece, update in self._split(returning.wait(), self.back):
+            self.muon.add(piece.unit, update, applied)
+
+    def _exchange(self, routes: _Routes, values: Callable[[_Piece], Tensor]) -> _Exchange:
+        """Start to send pieces to the ranks of the group."""
+        sizes = [
+            [sum(piece.size for piece in to.get(rank, ())) for rank in range(self.muon.ranks)]
+            for to in (routes.sent, routes.received)
+        ]
+        device = self.muon.tensors[self.units[0].tensor].device
+        sent = torch.empty(sum(sizes[0]), dtype=self.muon.dtype, device=device)
+        received = torch.empty(sum(sizes[1]), dtype=self.muon.dtype, device=device)
+        pieces = [piece for rank in sorted(routes.sent) for piece in routes.sent[rank]]
+        for piece, part in zip(pieces, sent.split([piece.size for piece in pieces]), strict=True):
+            value = values(piece)
+            part.view(value.shape).copy_(value)
+        work = dist.all_to_all_single(
+            received, sent, sizes[1], sizes[0], group=self.muon.group, async_op=True
+        )
+        return _Exchange(received, sent, work)
+
+    def _split(self, received: Tensor, routes: _Routes) -> Iterator[tuple[_Piece, Tensor]]:
+        """Yield the pieces that have arrived, as [matrices, rows, columns]."""
+        pieces = [piece for rank in sorted(routes.received) for piece in routes.received[rank]]
+        for piece, part in zip(pieces, received.split([piece.size for piece in pieces]), strict=True):
+            shape = piece.unit.count, len(piece.holder.rows), len(piece.holder.columns)
+            yield piece, part.view(shape)
+
+
+def _slices(holder: _Holder) -> tuple[slice, slice, slice]:
+    rows, columns = holder.rows, holder.columns
+    return slice(None), slice(rows.start, rows.stop), slice(columns.start, columns.stop)
