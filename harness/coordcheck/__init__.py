@@ -1,0 +1,1 @@
+"""The coordinate check: do activations depend on the width of the model?"""

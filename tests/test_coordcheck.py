@@ -1,0 +1,154 @@
+"""The coordinate check: power laws are found, muP passes, the standard parametrization and mistakes fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.app import Result
+from harness.compose import compose_job
+from harness.coordcheck.__main__ import EXIT_DRIFTS, coordcheck
+from harness.coordcheck.config import CoordCheckJob
+from harness.coordcheck.judge import GROWS, STEADY, UNDEFINED, VANISHES, judge, slope
+from harness.coordcheck.measure import Activation, recorded
+from harness.errors import EXIT_OK, ConfigError
+from harness.optimizer import settings
+
+SMALL = (
+    "model=llama3_tiny",
+    "model.n_layers=2",
+    "data=synthetic",
+    "tokenizer=bytes",
+    "cluster.device=cpu",
+    "training.seq_len=32",
+    "training.global_batch_size=1",
+    "training.steps=4",
+    "coordcheck.widths=[64,128,256]",
+)
+
+
+def composed(*overrides: str) -> Any:
+    return compose_job([*SMALL, *overrides], config_name="coordcheck", schema=CoordCheckJob)
+
+
+def checked(out: Path, *overrides: str) -> Result:
+    """The check of a small model."""
+    return coordcheck(composed(*overrides, f"coordcheck.out={out}"), [])
+
+
+def words(result: Result) -> dict[str, str]:
+    return {each["module"]: each["word"] for each in result.data["modules"]}
+
+
+def test_mup_passes_and_the_standard_parametrization_fails(tmp_path: Path) -> None:
+    found = checked(tmp_path / "mup", "model.mup.base_dim=64")
+    assert found.code == EXIT_OK, found.text
+    assert set(words(found).values()) == {STEADY} and len(words(found)) == 2 + 4 * 2
+    assert "10 of 10 modules are steady (muP, base width 64; bound 0.25)" in found.text
+    standard = checked(tmp_path / "standard")
+    assert standard.code == EXIT_DRIFTS
+    growing = {module for module, word in words(standard).items() if word == GROWS}
+    assert growing == words(standard).keys() - {"tok_embeddings"}
+    for folder in ("mup", "standard"):
+        assert (tmp_path / folder / "coordcheck.png").read_bytes().startswith(b"\x89PNG")
+    written = json.loads((tmp_path / "mup" / "coordcheck.json").read_text())
+    assert written["steady"] == 10 and len(written["activations"]) == 10 * 3 * 5
+
+
+def test_a_wrong_learning_rate_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_mup_factor", lambda *_: 1.0)
+    found = checked(tmp_path, "model.mup.base_dim=64", "coordcheck.widths=[64,256]")
+    assert found.code == EXIT_DRIFTS and words(found)["layers.1"] == GROWS
+
+
+def made(exponent: float, change: float, steps: int = 2) -> list[Activation]:
+    """Activations of a module that follow powers of the width; at step 0 there is no change."""
+    return [
+        Activation("layers.0", "residual stream", width, step, width**exponent, width**change * step)
+        for width in (64, 128, 256)
+        for step in range(steps + 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("exponent", "change", "word"),
+    [
+        (0.0, 0.0, STEADY),
+        (0.2, -0.2, STEADY),
+        (-0.5, 0.0, STEADY),  # initial logits may vanish
+        (0.5, 0.0, GROWS),
+        (0.0, 1.0, GROWS),
+        (0.0, -0.5, VANISHES),
+        (math.nan, 0.0, UNDEFINED),
+    ],
+)
+def test_power_laws_are_found(exponent: float, change: float, word: str) -> None:
+    [verdict] = judge(made(exponent, change), 0.25)
+    assert verdict.word == word
+    if not math.isnan(exponent):
+        assert verdict.slope == pytest.approx(exponent) and verdict.change_slope == pytest.approx(change)
+
+
+@pytest.mark.parametrize(("change", "word"), [(-0.7, STEADY), (-0.8, VANISHES), (0.3, GROWS)])
+def test_changes_of_logits_may_vanish_as_the_root_of_the_width(change: float, word: str) -> None:
+    activations = [dataclasses.replace(each, kind="logits") for each in made(0.0, change)]
+    assert judge(activations, 0.25)[0].word == word
+
+
+def test_growth_at_one_step_is_found() -> None:
+    activations = [
+        Activation("output", "logits", width, step, width if step == 1 else 1.0, 1.0)
+        for width in (64, 256)
+        for step in range(4)
+    ]
+    [verdict] = judge(activations, 0.25)
+    assert (verdict.word, verdict.step) == (GROWS, 1) and verdict.slope == pytest.approx(1)
+
+
+def test_a_value_without_logarithm_has_no_slope() -> None:
+    assert math.isnan(slope([(64, 0.0), (128, 1.0)])) and math.isnan(slope([(64, math.inf), (128, 1.0)]))
+
+
+def test_recorded_values_are_those_of_the_modules() -> None:
+    """Attention scores and router logits, which no module returns, against their definitions."""
+    from families_table import batch, changed, random_model
+
+    decoder = random_model(changed("qwen3_moe_debug", mup__base_dim=16))
+    tokens, _ = batch(decoder.config)
+    inputs: dict[str, tuple[torch.Tensor, ...]] = {}
+    attention, router = decoder.blocks[0].attention, decoder.mixtures[0].router
+    attention.inner.register_forward_hook(lambda _, given, __: inputs.update(scores=given))
+    router.register_forward_hook(lambda _, given, __: inputs.update(router=given))
+    with torch.no_grad(), recorded(decoder) as record:
+        logits = decoder(tokens)
+    q, k = inputs["scores"][:2]
+    head = q[:, :, 5] @ k[:, :, 2].transpose(1, 2) * 16**-0.5  # query head 5 of 8 reads key head 2 of 4
+    torch.testing.assert_close(record.values["layers.0.attention.scores"][0][:, 5], head)
+    expected = inputs["router"][0].flatten(0, 1) @ router.weight.T / 4
+    torch.testing.assert_close(record.values["layers.0.moe.router"][0], expected)
+    torch.testing.assert_close(record.values["output"][0], logits)
+    assert len(record.values) == 2 + 5 * decoder.config.n_layers
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("coordcheck.widths=[64]", "must be at least two widths"),
+        (
+            "coordcheck.widths=[64,70]",
+            "model.n_heads=8 x 70 / 64 is no integer; would work: a multiple of 16",
+        ),
+        ("parallelism=tp", "the check runs in one process"),
+        ("coordcheck.bound=0", "must be above 0"),
+    ],
+)
+def test_mistakes_get_one_line(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        coordcheck(composed(override), [])
+    assert expected in str(raised.value) and "\n" not in str(raised.value)
