@@ -1,0 +1,171 @@
+"""Fits of scaling laws: judged by the truth of made-up data, by how often intervals have it, and by scipy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiers import THOROUGH
+
+from harness.report.fit_plots import draw_isoflop
+from harness.report.isoflop import budgets, growth
+from harness.report.power_laws import CHINCHILLA, COMPUTE, HUBER, MANY, Estimate, Fit, fit
+
+# The refit of Chinchilla's data, arXiv:2404.10102, table 1.
+TRUTH = {"E": 1.8172, "A": 482.01, "B": 2085.43, "alpha": 0.3478, "beta": 0.3658}
+Data = tuple[Any, Any]
+
+
+def chinchilla(seed: int, count: int, noise: float) -> Data:
+    """Return sizes and tokens of the ranges of the paper, and their losses with normal noise."""
+    random = np.random.default_rng(seed)
+    sizes = 10 ** random.uniform(7.8, 10.2, count)
+    tokens = 10 ** random.uniform(18.8, 21.5, count) / 6 / sizes
+    losses = TRUTH["E"] + TRUTH["A"] / sizes ** TRUTH["alpha"] + TRUTH["B"] / tokens ** TRUTH["beta"]
+    return np.column_stack([sizes, tokens]), losses * np.exp(noise * random.standard_normal(count))
+
+
+def ladder(seed: int, sizes: int, noise: float) -> Data:
+    """Return compute and losses of a ladder, without and with noise."""
+    flops = np.geomspace(1e18, 1e21, sizes)[:, None]
+    losses = 1.7 + 600 / flops[:, 0] ** 0.15
+    return flops, losses * np.exp(noise * np.random.default_rng(seed).standard_normal(sizes))
+
+
+def coverage(made: Fit, truth: dict[str, float]) -> list[bool]:
+    return [value in made.estimate(name) for name, value in truth.items()]
+
+
+@pytest.mark.parametrize("count", [30, MANY])
+def test_without_noise_the_truth_is_found(count: int) -> None:
+    variables, losses = chinchilla(0, count, noise=0.0)
+    made = fit(CHINCHILLA, variables, losses, replicates=2)
+    for name, value in TRUTH.items():
+        assert made.values[name] == pytest.approx(value, rel=1e-3), name
+    assert made.rms < 1e-6
+
+
+def test_the_minimum_is_no_higher_than_scipys() -> None:
+    """The objective of arXiv:2203.15556, approach 3, by L-BFGS from a grid of starts, as there."""
+    optimize = pytest.importorskip("scipy.optimize")
+    variables, losses = chinchilla(1, 60, noise=0.01)
+    logs, targets = np.log(variables), np.log(losses)
+
+    def objective(values: Any) -> float:
+        a, b, e, alpha, beta = values
+        terms = [a - alpha * logs[:, 0], b - beta * logs[:, 1], np.full(len(logs), e)]
+        size = np.abs(targets - np.logaddexp.reduce(terms))
+        return float(np.where(size <= HUBER, size**2 / 2, HUBER * (size - HUBER / 2)).sum())
+
+    starts = product((5, 10), (5, 10), (0.5,), (0.3, 0.6), (0.3,))
+    found = [
+        optimize.minimize(objective, start, method="L-BFGS-B", options={"ftol": 1e-14}) for start in starts
+    ]
+    made = fit(CHINCHILLA, variables, losses, replicates=2)
+    assert made.objective <= min(each.fun for each in found) * (1 + 1e-6)
+    ours = [np.log(made.values[name]) for name in ("A", "B", "E")] + [
+        made.values["alpha"],
+        made.values["beta"],
+    ]
+    assert objective(ours) == pytest.approx(made.objective, rel=1e-9), "it is the same objective"
+
+
+def test_intervals_contain_the_published_truth() -> None:
+    seeds = range(60) if THOROUGH else range(3)
+    found = [
+        coverage(fit(CHINCHILLA, *chinchilla(seed, 80, noise=0.005), replicates=100), TRUTH) for seed in seeds
+    ]
+    # The chance of fewer at a true rate of 0.95 is below 1e-4 for each parameter of 60 sets.
+    least = 49 / 60 if THOROUGH else 0.5
+    assert (np.mean(found, axis=0) >= least).all() and np.mean(found) >= 0.8, np.mean(found, axis=0)
+
+
+def test_intervals_of_few_points_are_wide_enough() -> None:
+    """Seven sizes: the noise is estimated with four degrees of freedom. Predictions are of a new run."""
+    seeds, inside, predicted = range(200 if THOROUGH else 40), [], []
+    target = np.array([[1e22]])
+    for seed in seeds:
+        made = fit(COMPUTE, *ladder(seed, 7, noise=0.003), replicates=120)
+        inside.append(coverage(made, {"E": 1.7, "K": 600.0, "gamma": 0.15}))
+        new = (1.7 + 600 / 1e22**0.15) * np.exp(0.003 * np.random.default_rng(1000 + seed).standard_normal())
+        predicted.append(float(new) in made.predict(target, noise=True)[0])
+    # At a true rate of 0.95, 33 of 40 or fewer have a chance of 0.3 %, 179 of 200 of 0.1 %.
+    least = 0.89 if THOROUGH else 0.825
+    assert np.mean(inside, axis=0).min() >= least and np.mean(predicted) >= least
+    assert np.mean(predicted) <= 0.999 or not THOROUGH, (
+        "an interval that always contains the truth says nothing"
+    )
+
+
+def test_outliers_move_a_fit_of_many_points_little() -> None:
+    variables, losses = chinchilla(2, 100, noise=0.002)
+    spoilt = losses.copy()
+    spoilt[:5] *= 1.5
+    clean, made = (fit(CHINCHILLA, variables, each, replicates=2) for each in (losses, spoilt))
+    assert made.values["alpha"] == pytest.approx(clean.values["alpha"], rel=0.03)
+    assert made.values["E"] == pytest.approx(clean.values["E"], rel=0.02)
+
+
+def test_too_few_points_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 points do not determine 3 parameters"):
+        fit(COMPUTE, *ladder(0, 3, noise=0.0))
+
+
+def isoflop(noise: float, curvature: float = 0.03) -> tuple[list[float], list[float], list[float]]:
+    """Return compute, sizes and losses of exact parabolas, whose minima are at 0.1 C^0.5."""
+    random, rows = np.random.default_rng(0), []
+    for flops in (1e18, 1e19, 1e20):
+        best = np.log(0.1 * flops**0.5)
+        for away in (-1.5, -0.7, 0.0, 0.7, 1.5):
+            loss = 3 - 0.1 * np.log10(flops / 1e18) + curvature * away**2
+            rows.append(
+                (
+                    flops * (1 + 1e-3 * away),
+                    np.exp(best + away),
+                    loss * (1 + noise * random.normal()),
+                )
+            )
+    columns = zip(*rows, strict=True)
+    return tuple([float(value) for value in column] for column in columns)  # type: ignore[return-value]
+
+
+def test_minima_of_parabolas_and_their_growth() -> None:
+    flops, sizes, losses = isoflop(noise=2e-3)
+    assert [len(group) for group in budgets(flops)] == [5, 5, 5]
+    found = growth(flops, sizes, losses)
+    assert found is not None and found.exponent is not None and found.factor is not None
+    assert 0.5 in found.exponent and found.exponent.is_within(1.3)
+    for each in found.valleys:
+        assert each.best is not None and 0.1 * each.flops**0.5 in each.best
+    assert [each.lowest for each in found.valleys] == pytest.approx([3.0, 2.9, 2.8], rel=4e-3)
+
+
+def test_what_parabolas_do_not_determine_is_said() -> None:
+    flops, sizes, losses = isoflop(noise=0.0, curvature=-0.03)
+    found = growth(flops, sizes, losses)
+    assert found is not None and found.exponent is None
+    assert found.valleys[0].why_not == "the loss does not curve upwards"
+    assert found.why_not == "0 of 3 budgets have a minimum, and 3 are needed"
+    noisy = growth(*isoflop(noise=0.2))
+    assert noisy is not None and noisy.exponent is None
+    assert any("noise hides" in each.why_not or "outside" in each.why_not for each in noisy.valleys)
+    # Only the small sizes of each budget: the minimum is at larger ones.
+    kept = [index for index in range(15) if index % 5 < 4]
+    shifted = [sizes[index] for index in kept]
+    falling = [3 - 0.3 * np.log(size) + 0.005 * np.log(size) ** 2 for size in shifted]
+    outside = growth([flops[index] for index in kept], shifted, falling)
+    assert outside is not None
+    assert all(each.why_not.endswith("at larger values") for each in outside.valleys)
+    assert growth(flops[:3], sizes[:3], losses[:3]) is None
+
+
+def test_a_minimum_outside_of_its_interval_is_drawn(tmp_path: Path) -> None:
+    """As by rounding, if the losses have no noise: a bar has no negative length."""
+    found = growth(*isoflop(noise=2e-3))
+    assert found is not None and found.valleys[0].best is not None
+    found.valleys[0] = replace(found.valleys[0], best=Estimate(1e8, low=1e8 + 1e-6, high=2e8))
+    assert draw_isoflop(tmp_path / "isoflop.png", "exact", found) == "isoflop.png"
