@@ -1,0 +1,1 @@
+"""Flux: a diffusion transformer that makes pictures from captions."""

@@ -1,0 +1,1 @@
+"""Pictures with captions: their sources, encoders, latents, sampling and sample sheets."""

@@ -1,0 +1,258 @@
+"""Flux against diffusers' FluxTransformer2DModel: outputs, gradients, parameter counts and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from harness.compose import compose_job
+from harness.errors import UserError
+from harness.exchange.found import find_source, open_source
+from harness.exchange.from_config import model_from_config
+from harness.exchange.huggingface import HuggingFaceSource, write_huggingface
+from harness.exchange.source import TensorFacts
+from harness.flux.model import Flux, pack, unpack
+from harness.model.accounting import account
+from harness.model.config import ModelConfig
+from harness.model.spec import tensor_shapes
+
+diffusers = pytest.importorskip("diffusers")
+SMALL = (
+    *("model=flux_debug", "data=latents_synthetic", "training.seq_len=25", "model.flux.text_length=9"),
+    *("model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_hidden_dim=128"),
+    *("model.flux.axes_dims=[4,6,6]", "model.flux.time_dim=256", "model.flux.latent_channels=4"),
+)
+PUBLISHED = {"flux_schnell": 11_891_178_560, "flux_dev": 11_901_408_320}
+"""Parameters of diffusers' model built with the config.json of each repository."""
+
+
+def small(guidance: bool) -> ModelConfig:
+    job = compose_job([*SMALL, f"model.flux.guidance={str(guidance).lower()}"])
+    return job.model
+
+
+def theirs(model: ModelConfig) -> torch.nn.Module:
+    """diffusers' model with random weights, also where it starts with zeros or ones."""
+    flux = model.flux
+    torch.manual_seed(0)
+    built = diffusers.FluxTransformer2DModel(
+        in_channels=flux.token_width,
+        num_layers=flux.double_layers,
+        num_single_layers=model.n_layers - flux.double_layers,
+        attention_head_dim=model.head_width,
+        num_attention_heads=model.n_heads,
+        joint_attention_dim=flux.context_dim,
+        pooled_projection_dim=flux.pooled_dim,
+        guidance_embeds=flux.guidance,
+        axes_dims_rope=tuple(flux.axes_dims),
+    )
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.normal_(std=0.2)
+    return built
+
+
+def ours(folder: Path, model: ModelConfig) -> Flux:
+    part = Flux(model, 25)
+    source = open_source(find_source(str(folder)), model)
+    part.load_state_dict({name: source.read(name) for name in source.tensors})
+    return part
+
+
+def inputs(model: ModelConfig, grid: tuple[int, int]) -> dict[str, Tensor]:
+    flux, generator = model.flux, torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "image": draw(2, grid[0] * grid[1], flux.token_width),
+        "text": draw(2, flux.text_length, flux.context_dim),
+        "pooled": draw(2, flux.pooled_dim),
+        "times": torch.tensor([0.2, 0.85]),
+        "guidance": torch.tensor([3.5, 1.0]),
+        "target": draw(2, grid[0] * grid[1], flux.token_width),
+    }
+
+
+def image_ids(rows: int, columns: int) -> Tensor:
+    """diffusers' own position ids of a picture of latents twice as large (FluxPipeline)."""
+    return diffusers.FluxPipeline._prepare_latent_image_ids(
+        1, rows, columns, torch.device("cpu"), torch.float32
+    )
+
+
+class Gradients:
+    """The source of a model's gradients."""
+
+    def __init__(self, part: Flux) -> None:
+        self.found = {name: parameter.grad for name, parameter in part.named_parameters()}
+        self.tensors = {name: TensorFacts(tuple(g.shape), g.dtype) for name, g in self.found.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self.found[name].clone()
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+def test_output_and_gradients_equal_diffusers(guidance: bool, tmp_path: Path) -> None:
+    model, grid = small(guidance), (2, 8)  # not square
+    reference = theirs(model)
+    reference.save_pretrained(tmp_path)
+    part = ours(tmp_path, model)
+    part.set_grid(*grid)
+    x = inputs(model, grid)
+    guided = x["guidance"] if guidance else None
+    expected = reference(
+        hidden_states=x["image"],
+        encoder_hidden_states=x["text"],
+        pooled_projections=x["pooled"],
+        timestep=x["times"],
+        guidance=guided,
+        img_ids=image_ids(*grid),
+        txt_ids=torch.zeros(model.flux.text_length, 3),
+        return_dict=False,
+    )[0]
+    found = part(x["image"], x["text"], x["pooled"], x["times"], guided)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for output in (expected, found):
+        (output - x["target"]).square().mean().backward()
+
+    # Gradients have the names of their weights.
+    write_huggingface(Gradients(part), model, None, tmp_path / "gradients")
+    converted = load_file(tmp_path / "gradients" / "diffusion_pytorch_model.safetensors")
+    assert converted.keys() == dict(reference.named_parameters()).keys()
+    for name, parameter in reference.named_parameters():
+        difference = (converted[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert difference < 1e-4, (name, difference)
+
+
+def test_files_of_diffusers_both_ways(tmp_path: Path) -> None:
+    model = small(guidance=True)
+    reference = theirs(model)
+    reference.save_pretrained(tmp_path / "theirs")
+    read = model_from_config(str(tmp_path / "theirs"))
+    # What config.json does not have is assumed: lengths, and the width of the feed-forward.
+    assumed = {"name", "path", "max_seq_len"}
+    differing = {
+        field.name
+        for field in dataclasses.fields(ModelConfig)
+        if getattr(read, field.name) != getattr(model, field.name)
+    }
+    assert differing - assumed <= {"flux", "norm_eps"} and read.flux.text_length == 512
+    source = HuggingFaceSource(tmp_path / "theirs", model)
+    write_huggingface(source, model, None, tmp_path / "ours", max_shard_gb=1e-4)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+    again = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "ours")
+    for (name, value), (other, expected) in zip(
+        again.state_dict().items(), reference.state_dict().items(), strict=True
+    ):
+        assert name == other and value.equal(expected)
+    reread = HuggingFaceSource(tmp_path / "ours", model)
+    assert all(reread.read(name).equal(source.read(name)) for name in source.tensors)
+
+
+def test_a_model_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None:
+    reference = theirs(small(guidance=False))
+    reference.save_pretrained(tmp_path)
+    wide = dataclasses.replace(small(guidance=False), ffn_hidden_dim=96)
+    with pytest.raises(
+        Exception, match=r"model.ffn_hidden_dim=96: diffusers' Flux has 4 x model.dim; .* 128"
+    ):
+        HuggingFaceSource(tmp_path, wide)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"num_layers": 5}))
+    with pytest.raises(UserError, match=r"model.flux.double_layers=2: config.json has num_layers 5"):
+        HuggingFaceSource(tmp_path, small(guidance=False))
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+def test_original_file(guidance: bool, tmp_path: Path) -> None:
+    """diffusers' own conversion of the original format gives the same weights as ours."""
+    from diffusers.loaders import single_file_utils
+
+    model = small(guidance)
+    # It has the width of the published models written into it.
+    code = inspect.getsource(single_file_utils.convert_flux_transformer_checkpoint_to_diffusers)
+    assert code.count("inner_dim = 3072") == 1
+    names = {"torch": torch}
+    exec(code.replace("inner_dim = 3072", f"inner_dim = {model.dim}"), names)
+    convert = names["convert_flux_transformer_checkpoint_to_diffusers"]
+    generator = torch.Generator().manual_seed(2)
+    original = {
+        name: torch.randn(shape, generator=generator) for name, shape in original_shapes(model).items()
+    }
+    (tmp_path / "original").mkdir()
+    save_file(original, tmp_path / "original" / "flux1-dev.safetensors")
+    expected = convert(dict(original))
+    source = open_source(find_source(str(tmp_path / "original")), model)
+    write_huggingface(source, model, None, tmp_path / "converted")
+    found = load_file(tmp_path / "converted" / "diffusion_pytorch_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def original_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of Black Forest Labs' files, written down from their src/flux/modules/layers.py."""
+    flux, dim, hidden, head = model.flux, model.dim, model.ffn_hidden_dim, model.head_width
+    linears = {
+        "img_in": (flux.token_width, dim),
+        "txt_in": (flux.context_dim, dim),
+        "time_in.in_layer": (256, dim),
+        "time_in.out_layer": (dim, dim),
+        "vector_in.in_layer": (flux.pooled_dim, dim),
+        "vector_in.out_layer": (dim, dim),
+        "final_layer.linear": (dim, flux.token_width),
+        "final_layer.adaLN_modulation.1": (dim, 2 * dim),
+    }
+    if flux.guidance:
+        linears |= {"guidance_in.in_layer": (256, dim), "guidance_in.out_layer": (dim, dim)}
+    norms = []
+    for number in range(flux.double_layers):
+        for stream in ("img", "txt"):
+            at = f"double_blocks.{number}.{stream}"
+            linears |= {
+                f"{at}_mod.lin": (dim, 6 * dim),
+                f"{at}_attn.qkv": (dim, 3 * dim),
+                f"{at}_attn.proj": (dim, dim),
+                f"{at}_mlp.0": (dim, hidden),
+                f"{at}_mlp.2": (hidden, dim),
+            }
+            norms += [f"{at}_attn.norm.query_norm.scale", f"{at}_attn.norm.key_norm.scale"]
+    for number in range(model.n_layers - flux.double_layers):
+        at = f"single_blocks.{number}"
+        linears |= {
+            f"{at}.linear1": (dim, 3 * dim + hidden),
+            f"{at}.linear2": (dim + hidden, dim),
+            f"{at}.modulation.lin": (dim, 3 * dim),
+        }
+        norms += [f"{at}.norm.query_norm.scale", f"{at}.norm.key_norm.scale"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (of_inputs, of_outputs) in linears.items():
+        shapes |= {f"{name}.weight": (of_outputs, of_inputs), f"{name}.bias": (of_outputs,)}
+    return shapes | dict.fromkeys(norms, (head,))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_parameters(name: str) -> None:
+    """The count of the YAML is that of diffusers' model, and that of the modules."""
+    seq_len = {"flux_schnell": 256, "flux_dev": 512}[name] + 1024
+    job = compose_job([f"model={name}", "data=latents_synthetic", f"training.seq_len={seq_len}"])
+    with torch.device("meta"):
+        reference = diffusers.FluxTransformer2DModel(guidance_embeds=job.model.flux.guidance)
+        built = Flux(job.model, job.training.seq_len)
+    counts = [sum(p.numel() for p in each.parameters()) for each in (reference, built)]
+    assert {account(job.model, job.training.seq_len).parameters, *counts} == {PUBLISHED[name]}
+    assert {n: tuple(p.shape) for n, p in built.named_parameters()} == tensor_shapes(job.model)
+
+
+def test_packing_is_the_pipelines() -> None:
+    latents = torch.randn(2, 3, 4, 6)
+    packed = diffusers.FluxPipeline._pack_latents(latents, 2, 3, 4, 6)
+    assert pack(latents).equal(packed) and unpack(packed, (2, 3)).equal(latents)

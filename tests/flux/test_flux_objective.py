@@ -1,0 +1,186 @@
+"""The objective of flow matching, its randomness, and the jobs that are refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.compose import compose_job
+from harness.coordcheck.config import CoordCheckJob
+from harness.data.batch import ImageBatch
+from harness.errors import ConfigError, DataError
+from harness.evaluate.config import EvaluateJob
+from harness.flux.config import FlowConfig
+from harness.flux.model import unpack
+from harness.flux.objective import FlowLoss, shift_of, training_flow, validation_flow
+from harness.loop.batches import loader_of
+from harness.loop.engine import Engine
+from harness.loop.setup import process_group
+from harness.model.architecture import architecture_of
+
+GRID = 2, 2
+FIXED = FlowConfig(base_shift=0.0, max_shift=0.0)
+
+
+def batch_of(numbers: list[int], std: float | None = None) -> ImageBatch:
+    mean = torch.arange(float(len(numbers) * 16)).view(-1, 1, 4, 4)
+    stds = None if std is None else torch.full_like(mean, std)
+    text = torch.zeros(len(numbers), 3, 5)
+    return ImageBatch(mean, stds, text, torch.zeros(len(numbers), 5), torch.tensor(numbers))
+
+
+def test_inputs_and_target_are_on_the_straight_line_from_data_to_noise() -> None:
+    batch = batch_of([4, 9])
+    flow = training_flow(batch, FIXED, seed=1)
+    velocity, noisy = (unpack(each, GRID) for each in (flow.target_BIP, flow.noisy_BIP))
+    share = flow.times_B[:, None, None, None]
+    torch.testing.assert_close(noisy, batch.mean_BCHW + share * velocity)
+    noise = batch.mean_BCHW + velocity
+    assert abs(float(noise.mean())) < 1 and 0.5 < float(noise.std()) < 1.5
+
+
+def test_values_depend_on_the_seed_and_the_samples_number_only() -> None:
+    both = training_flow(batch_of([4, 9], std=0.5), FIXED, seed=1)
+    alone = training_flow(batch_of([4, 9], std=0.5).each(lambda tensor: tensor[1:]), FIXED, seed=1)
+    assert both.times_B[1:].equal(alone.times_B) and both.noisy_BIP[1:].equal(alone.noisy_BIP)
+    other = training_flow(batch_of([4, 10], std=0.5), FIXED, seed=1)
+    seeded = training_flow(batch_of([4, 9], std=0.5), FIXED, seed=2)
+    for changed in (other, seeded):
+        assert not changed.noisy_BIP[1].equal(both.noisy_BIP[1])
+    assert other.noisy_BIP[0].equal(both.noisy_BIP[0]) and not seeded.times_B.equal(both.times_B)
+
+
+def test_posterior_is_sampled_in_training_only() -> None:
+    def noise_free(flow: Any) -> Tensor:
+        """The latents that were mixed with noise: noisy - time * (noise - latents)."""
+        return flow.noisy_BIP - flow.times_B[:, None, None] * flow.target_BIP
+
+    exact = noise_free(training_flow(batch_of([7]), FIXED, seed=0))
+    sampled = noise_free(training_flow(batch_of([7], std=0.5), FIXED, seed=0))
+    assert 0.2 < float((sampled - exact).std()) < 1
+    validated = noise_free(validation_flow(batch_of([7], std=0.5), seed=0))
+    torch.testing.assert_close(validated, exact)
+
+
+def test_times_are_logit_normal_and_shifted() -> None:
+    numbers = list(range(4000))
+    batch = ImageBatch(torch.zeros(4000, 1, 2, 2), None, *torch.zeros(2, 4000, 1, 1), torch.tensor(numbers))
+    config = FlowConfig(time_mean=0.3, time_std=0.8, base_shift=0.0, max_shift=0.0)
+    logits = training_flow(batch, config, seed=0).times_B.logit()
+    assert float(logits.mean()) == pytest.approx(0.3, abs=0.05)
+    assert float(logits.std()) == pytest.approx(0.8, abs=0.05)
+    # t' / (1 - t') = e^s t / (1 - t)
+    shifted = training_flow(batch, FlowConfig(0.3, 0.8, base_shift=0.7, max_shift=0.7), seed=0).times_B
+    torch.testing.assert_close(shifted.logit(), logits + 0.7, rtol=1e-3, atol=1e-3)
+
+
+def test_shift_is_that_of_diffusers() -> None:
+    pipeline = pytest.importorskip("diffusers.pipelines.flux.pipeline_flux")
+    for tokens in (64, 256, 1024, 4096, 9216):
+        expected = pipeline.calculate_shift(tokens, 256, 4096, 0.5, 1.15)
+        assert shift_of(FlowConfig(), tokens) == pytest.approx(expected)
+
+
+def test_validation_has_eight_times() -> None:
+    flow = validation_flow(batch_of(list(range(10))), seed=0)
+    assert flow.times_B.tolist() == [*(number / 16 for number in range(1, 16, 2)), 1 / 16, 3 / 16]
+
+
+def test_loss_is_a_mean_over_values_and_the_denominators_tokens() -> None:
+    predicted, target = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    loss = FlowLoss()
+    loss.denominator = 6.0
+    expected = torch.nn.functional.mse_loss(predicted, target)
+    torch.testing.assert_close(loss(predicted, target), expected)
+
+
+SMALL = ("model=flux_debug", "data=latents_synthetic", "training.seq_len=32", "training.global_batch_size=4")
+
+
+def test_captions_are_dropped_by_the_samples_number() -> None:
+    job = compose_job([*SMALL, "training.flow.caption_dropout=0.5"])
+    loader = loader_of(job, None, range(4))  # type: ignore[arg-type]
+    texts = torch.cat([loader.next().text_BLD for _ in range(16)])
+    [empty] = {tuple(text.flatten().tolist()) for text in texts if (texts == text).all(-1).all(-1).sum() > 1}
+    dropped = [tuple(text.flatten().tolist()) == empty for text in texts]
+    assert 16 < sum(dropped) < 48
+    part = loader_of(job, None, range(2, 4))  # type: ignore[arg-type]
+    assert torch.cat([part.next().text_BLD for _ in range(2)]).equal(texts[[2, 3, 6, 7]])
+    validation = loader_of(job, None, range(4), "validation")  # type: ignore[arg-type]
+    assert not any(tuple(t.flatten().tolist()) == empty for t in validation.next().text_BLD)
+
+
+REFUSED = {
+    "training.seq_len=33": r"and the tokens of a square picture; would work: 32 \(64 x 64 pixels\)",
+    "training.attention=flex": "not possible with model.architecture=flux: attention is not causal",
+    "training.loss_chunks=2": "the loss has no vocabulary",
+    "parallelism=pp": "stages pass on one tensor",
+    "parallelism=cp": "cp_method=ring: its kernels support the causal mask only.*would work: ulysses",
+    "model.flux.axes_dims=[8,12,10]": r"whose sum is the width of a head, 32; would work: \[16,8,8\]",
+    "model.flux.double_layers=5": "must not exceed model.n_layers=4",
+    "model.n_kv_heads=2": "as many as model.n_heads=4",
+    "model.mtp.depth=1": "is a decoder's, and model.architecture is flux; would work: 0",
+    "model.rope.scaling=yarn": "is a decoder's, and model.architecture is flux; would work: none",
+    "training.flow.guidance=4": "only with model.flux.guidance=true, and model=flux_debug has no such input",
+    "data=synthetic": "model=flux_debug is a flux, which does not train on this data; would work:.*latents",
+    "model=llama3_debug": "is a decoder, which does not train on this data",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_does_not_compose_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[override]):
+        compose_job([*SMALL, "cluster.device=cpu", override])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"pooled_BP": (4, 64)},
+            "model.flux.pooled_dim is 32, and the data has 64; would work: model.flux.poo",
+        ),
+        (
+            {"text_BLD": (4, 8, 64), "mean_BCHW": (4, 16, 12, 8)},
+            "model.flux.text_length is 16, and the data has 8; would work: model.flux.text_length=8",
+        ),
+    ],
+)
+def test_data_of_another_shape_is_one_line(changed: dict[str, tuple[int, ...]], message: str) -> None:
+    job, device = compose_job([*SMALL, "cluster.device=cpu"]), torch.device("cpu")
+    with process_group(job, device):
+        engine = Engine(job, device)
+        batch = loader_of(job, None, engine.rows).next()  # type: ignore[arg-type]
+        other = batch._replace(**{name: torch.zeros(shape) for name, shape in changed.items()}, std_BCHW=None)
+        with pytest.raises(DataError, match=f"^{message}"):
+            engine.evaluate(other)
+
+
+@pytest.mark.parametrize("schema", [EvaluateJob, CoordCheckJob])
+def test_commands_for_text_refuse_pictures(schema: type) -> None:
+    with pytest.raises(ConfigError, match=r"model=flux_debug makes pictures, and this command .*would work"):
+        job = compose_job([*SMALL, "cluster.device=cpu", "tokenizer=bytes"], schema=schema)
+        job.coordcheck.validate(job)
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from harness.flux.model import Flux
+
+    job = compose_job(list(SMALL))
+    model, tokens = job.model, job.training.seq_len
+    with torch.device("meta"):
+        part = Flux(model, tokens)
+        image = torch.zeros(1, 16, model.flux.token_width)
+        text = torch.zeros(1, 16, model.flux.context_dim)
+        with FlopCounterMode(display=False) as counter:
+            part(image, text, torch.zeros(1, model.flux.pooled_dim), torch.zeros(1)).sum().backward()
+    counted = architecture_of(model).account(model, tokens).flops_per_token_full * tokens
+    # The inputs' gradients of the first linears are not computed; attention's backward recomputes scores.
+    assert counter.get_total_flops() == pytest.approx(counted, rel=0.02)
+    assert math.isfinite(counted)

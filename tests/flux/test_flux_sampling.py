@@ -1,0 +1,150 @@
+"""Sampling against diffusers' FluxPipeline: the same latents from the same noise and embeddings."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parent))
+from test_flux_exchange import ours, small, theirs
+
+from harness.cluster.pool import RankPool
+from harness.compose import compose_job
+from harness.flux.config import FlowConfig
+from harness.flux.sampling import Sampler, Sampling, noise_of, sampling_times, without_shift
+from harness.loop.engine import Engine
+from harness.pictures.encoder_base import Embeddings
+
+diffusers = pytest.importorskip("diffusers")
+NOISE = (2, 4, 4, 16)  # not square
+STEPS = 5
+
+
+class OneRank:
+    """The mesh of one process."""
+
+    def size(self, axis: str) -> int:
+        return 1
+
+
+def scheduler(shifted: bool) -> Any:
+    """The scheduler of FLUX.1-dev, or of FLUX.1-schnell (scheduler_config.json of the repositories)."""
+    return diffusers.FlowMatchEulerDiscreteScheduler(
+        shift=3.0 if shifted else 1.0,
+        use_dynamic_shifting=shifted,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+    )
+
+
+def inputs(model: Any) -> tuple[Tensor, Embeddings, Embeddings]:
+    generator = torch.Generator().manual_seed(2)
+    flux = model.flux
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    captions = Embeddings(draw(2, flux.text_length, flux.context_dim), draw(2, flux.pooled_dim))
+    empty = Embeddings(draw(1, flux.text_length, flux.context_dim), draw(1, flux.pooled_dim))
+    return draw(*NOISE), captions, empty
+
+
+@pytest.mark.parametrize(("guidance", "shifted", "cfg"), [(True, True, 1.0), (False, False, 2.5)])
+def test_latents_are_those_of_the_pipeline(guidance: bool, shifted: bool, cfg: float, tmp_path: Path) -> None:
+    model = small(guidance)
+    reference = theirs(model).eval()
+    reference.save_pretrained(tmp_path)
+    noise, captions, empty = inputs(model)
+    pipeline = diffusers.FluxPipeline(
+        scheduler=scheduler(shifted),
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=reference,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    expected = pipeline(
+        prompt_embeds=captions.text_BLD,
+        pooled_prompt_embeds=captions.pooled_BP,
+        negative_prompt_embeds=empty.text_BLD.expand(2, -1, -1),
+        negative_pooled_prompt_embeds=empty.pooled_BP.expand(2, -1),
+        true_cfg_scale=cfg,
+        latents=pipeline._pack_latents(noise, *noise.shape),
+        height=NOISE[2] * 8,
+        width=NOISE[3] * 8,
+        num_inference_steps=STEPS,
+        guidance_scale=3.5,
+        output_type="latent",
+    ).images
+    expected = pipeline._unpack_latents(expected, NOISE[2] * 8, NOISE[3] * 8, 8)
+    flow = FlowConfig() if shifted else without_shift(FlowConfig())
+    part = ours(tmp_path, model)
+    sampler = Sampler(part, OneRank(), flow)  # type: ignore[arg-type]
+    found = sampler.sample(noise, captions, empty, Sampling(STEPS, 3.5, cfg))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_times_are_those_of_the_scheduler(shifted: bool) -> None:
+    import numpy as np
+
+    theirs = scheduler(shifted)
+    shift = 0.5 + (1.15 - 0.5) / (4096 - 256) * (1024 - 256) if shifted else 0.0
+    theirs.set_timesteps(sigmas=np.linspace(1, 1 / 7, 7), mu=shift)
+    torch.testing.assert_close(torch.tensor(sampling_times(7, shift)), theirs.sigmas)
+
+
+SMALL = (
+    *("model=flux_debug", "model.dim=32", "model.n_layers=3", "model.ffn_hidden_dim=64"),
+    *("model.flux.axes_dims=[4,2,2]", "model.flux.text_length=8", "model.flux.context_dim=16"),
+    *("model.flux.pooled_dim=16", "model.flux.time_dim=16", "model.flux.zero_init=false"),
+    *("data=latents_synthetic", "training.seq_len=24", "training.global_batch_size=8"),
+)
+
+
+def sampled(job_json: str) -> list[list[float]]:
+    """Sample on this rank with initial weights."""
+    from harness.job import Job
+
+    job = Job.from_json(job_json)
+    engine = Engine(job, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    noise = noise_of(7, [4, 9], (16, 8, 8), torch.device("cpu"))
+    captions = Embeddings(torch.randn(2, 8, 16, generator=generator), torch.randn(2, 16, generator=generator))
+    sampler = Sampler(engine.parts[0], engine.mesh, job.training.flow)  # type: ignore[arg-type]
+    latents = sampler.sample(noise, captions, None, Sampling(3))
+    assert not any(p.isnan().any() for p in engine.parameters)
+    return latents.flatten(1).tolist()  # type: ignore[no-any-return]
+
+
+LAYOUTS = {
+    "fsdp": ("parallelism=fsdp", "parallelism.dp_shard=2"),
+    "tp_cp": (
+        *("parallelism=tp", "parallelism.tp=2", "parallelism.cp=2", "parallelism.cp_method=ulysses"),
+        "parallelism.sequence_parallel=true",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_sample_the_same(pool: RankPool, name: str) -> None:
+    job = compose_job([*SMALL, "cluster.device=cpu", *LAYOUTS[name]])
+    [alone] = pool.run(1, sampled, compose_job([*SMALL, "cluster.device=cpu"]).to_json())
+    for found in pool.run(job.world_size, sampled, job.to_json()):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_noise_depends_on_seed_and_number() -> None:
+    device = torch.device("cpu")
+    first, second = noise_of(1, [3, 5], (2, 4), device)
+    assert torch.equal(noise_of(1, [5], (2, 4), device)[0], second)
+    assert not torch.equal(first, second) and not torch.equal(first, noise_of(2, [3], (2, 4), device)[0])

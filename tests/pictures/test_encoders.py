@@ -1,0 +1,128 @@
+"""Encoders against diffusers' FluxPipeline, which uses the same models."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent))
+from tiny_encoders import LENGTH, POOLED, WIDTH, save_encoders
+
+from harness.cluster.pool import RankPool
+from harness.data.picture_config import EncodersConfig
+from harness.errors import ConfigError
+from harness.pictures.encoders import Patches, Words, as_bytes, as_floats, build_encoders, fingerprint_of
+
+pytest.importorskip("diffusers")
+CAPTIONS = ["a red circle", "", "a blue square above a green circle a a a a a a a"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_encoders(tmp_path_factory.mktemp("flux"))
+
+
+def config_of(folder: Path, **changed: Any) -> EncodersConfig:
+    config = EncodersConfig(
+        autoencoder=str(folder / "vae"),
+        text="t5_clip",
+        t5=str(folder / "text_encoder_2"),
+        clip=str(folder / "text_encoder"),
+        text_length=LENGTH,
+        dtype="float32",
+    )
+    return replace(config, **changed)
+
+
+def pipeline_of(folder: Path) -> Any:
+    """FluxPipeline with the encoders, and without a model."""
+    import diffusers
+    import transformers
+
+    return diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=diffusers.AutoencoderKL.from_pretrained(folder / "vae"),
+        text_encoder=transformers.CLIPTextModel.from_pretrained(folder / "text_encoder"),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        text_encoder_2=transformers.T5EncoderModel.from_pretrained(folder / "text_encoder_2"),
+        tokenizer_2=transformers.AutoTokenizer.from_pretrained(folder / "tokenizer_2"),
+        transformer=None,
+    )
+
+
+def test_encoders_are_those_of_the_pipeline(folder: Path) -> None:
+    encoders, pipeline = build_encoders(config_of(folder), torch.device("cpu")), pipeline_of(folder)
+    found = encoders.text.encode(CAPTIONS)
+    with torch.no_grad():
+        text, pooled, _ = pipeline.encode_prompt(CAPTIONS, CAPTIONS, max_sequence_length=LENGTH)
+    assert found.text_BLD.shape == (3, LENGTH, WIDTH) and found.pooled_BP.shape == (3, POOLED)
+    torch.testing.assert_close(found.text_BLD, text)
+    torch.testing.assert_close(found.pooled_BP, pooled)
+
+    pictures = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
+    moments, vae = encoders.autoencoder.encode(as_floats(pictures)), pipeline.vae
+    with torch.no_grad():
+        posterior = vae.encode(
+            pipeline.image_processor.preprocess(pictures.astype(np.float32) / 255)
+        ).latent_dist
+        scaled = [(each - 0.12) * 0.36 for each in (posterior.mean, posterior.mean + posterior.std)]
+        decoded = vae.decode(moments.mean_BCHW / 0.36 + 0.12).sample
+    assert moments.std_BCHW is not None and encoders.autoencoder.pixels == 2
+    torch.testing.assert_close(moments.mean_BCHW, scaled[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(moments.mean_BCHW + moments.std_BCHW, scaled[1], rtol=1e-4, atol=1e-5)
+    shown = pipeline.image_processor.postprocess(decoded, output_type="np")
+    written = as_bytes(encoders.autoencoder.decode(moments.mean_BCHW))
+    assert np.abs(written - shown * 255).max() <= 0.51  # rounded
+
+
+def encoded_shards(folder: str) -> tuple[list[torch.Tensor], int, int]:
+    config = config_of(Path(folder))
+    encoders = build_encoders.__wrapped__(config, torch.device("cpu"), shard=True)
+    blocks = encoders.text._models["t5"].encoder.block  # type: ignore[attr-defined]
+    weights = list(blocks.parameters())
+    embeddings = encoders.text.encode(CAPTIONS)
+    local = sum(each.to_local().numel() for each in weights)  # type: ignore[operator]
+    return list(embeddings), local, sum(each.numel() for each in weights)
+
+
+def test_ranks_share_the_weights_of_text_encoders(pool: RankPool, folder: Path) -> None:
+    expected = build_encoders(config_of(folder), torch.device("cpu")).text.encode(CAPTIONS)
+    for found, local, total in pool.run(2, encoded_shards, str(folder)):
+        assert local <= 0.6 * total
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_encoders_for_debugging() -> None:
+    pixels = torch.rand(2, 3, 8, 8) * 2 - 1
+    patches = Patches(4)
+    latents = patches.encode(pixels).mean_BCHW
+    assert latents.shape == (2, patches.channels, 2, 2)
+    # The latent of a square of pixels has its values and no others.
+    found, expected = latents[0, :, 1, 0].sort().values, pixels[0, :, 4:, :4].flatten().sort().values
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(patches.decode(latents), pixels)
+    text, pooled = Words(4, 32).encode(["red circle above", "circle red above", "red circle above the sun"])
+    assert torch.equal(text[0, :3], text[2, :3]) and not torch.equal(text[0, 3], text[2, 3])
+    assert not torch.equal(text[0, 0], text[1, 0])
+    # A word's vector and a position's are added.
+    torch.testing.assert_close(text[0, 0] + text[0, 1], text[1, 0] + text[1, 1])
+    torch.testing.assert_close(pooled, text.mean(1))
+    [again], _ = Words(4, 32).encode(["Red  circle above the sun"])
+    assert torch.equal(again, text[2])
+
+
+def test_folders_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^data.encoders.t5=.*: there is no such folder"):
+        build_encoders(config_of(folder, t5=str(tmp_path / "none")), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"^data.encoders.autoencoder=.*: cannot be loaded") as raised:
+        build_encoders(config_of(folder, autoencoder=str(tmp_path)), torch.device("cpu"))
+    assert "\n" not in str(raised.value)
+    first, second = fingerprint_of(config_of(folder)), fingerprint_of(config_of(folder, text_length=5))
+    assert first != second and first == fingerprint_of(config_of(folder))

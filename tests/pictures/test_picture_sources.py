@@ -1,0 +1,176 @@
+"""Pictures from files, tar files and datasets: the same pictures, splits, crops, and errors of one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from harness.data.config import DataConfig
+from harness.data.picture_config import ImagesConfig
+from harness.errors import DataError
+from harness.pictures.shapes import SHAPES, DrawnShapes, captions
+from harness.pictures.sources import PictureSource, RawSamples, decode, open_pictures
+
+NUMBER = 12
+
+
+def picture(number: int) -> Image.Image:
+    """Twice as wide as high: the left half has the number's color, the right half is black."""
+    pixels = np.zeros((16, 32, 3), np.uint8)
+    pixels[:, :16] = 20 * number
+    return Image.fromarray(pixels)
+
+
+def content(number: int) -> bytes:
+    file = io.BytesIO()
+    picture(number).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write_files() -> DataConfig:
+    for number in range(NUMBER):
+        Path(f"{number:02}.png").write_bytes(content(number))
+        if number % 2:
+            Path(f"{number:02}.txt").write_text(f"caption {number}\n")
+        else:
+            Path(f"{number:02}.json").write_text(json.dumps({"text": f"caption {number}"}))
+    return DataConfig("pictures", paths=["*"])
+
+
+def write_tars() -> DataConfig:
+    for shard in range(2):
+        with tarfile.open(f"{shard}.tar", "w") as file:
+            for number in range(shard * 6, shard * 6 + 6):
+                text, plain = f"caption {number}".encode(), json.dumps({"text": f"caption {number}"}).encode()
+                caption = {"txt": text} if number % 2 else {"json": plain}
+                for suffix, data in {"json": b"{}", **caption, "PNG": content(number)}.items():
+                    member = tarfile.TarInfo(f"folder.a/{number:02}.{suffix}")
+                    member.size = len(data)
+                    file.addfile(member, io.BytesIO(data))
+    return DataConfig("pictures", paths=["*.tar"], cache_dir="cache")
+
+
+def write_parquet() -> DataConfig:
+    import datasets
+
+    rows = {
+        "photo": [{"bytes": content(number), "path": None} for number in range(NUMBER)],
+        "alt": [f"caption {number}" for number in range(NUMBER)],
+    }
+    features = datasets.Features({"photo": datasets.Image(), "alt": datasets.Value("string")})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk("saved")
+    images = ImagesConfig(image_field="photo", caption_field="alt")
+    return DataConfig("hub_pictures", dataset="saved", images=images)
+
+
+def opened(data: DataConfig, split: str = "train", **changed: object) -> PictureSource:
+    return open_pictures(DataConfig(**{**vars(data), **changed}), split, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("write", [write_files, write_tars, write_parquet])
+def test_pictures_and_captions(write: object) -> None:
+    data = write()  # type: ignore[operator]
+    data = DataConfig(**{**vars(data), "images": ImagesConfig(**{**vars(data.images), "size": 8})})
+    source = opened(data)
+    assert source.num == NUMBER
+    for number in range(NUMBER):
+        pixels, caption = source.read(number, number)
+        assert caption == f"caption {number}" and pixels.shape == (8, 8, 3)
+        # The center of the picture: half of it has the color.
+        assert (pixels[:, 0] == 20 * number).all() and (pixels[:, -1] == 0).all()
+    train, held = (opened(data, split, validation_fraction=0.4) for split in ("train", "validation"))
+    found = [{each.read(i, i)[1] for i in range(each.num or 0)} for each in (train, held)]
+    assert found[0] | found[1] == {f"caption {i}" for i in range(NUMBER)} and not found[0] & found[1]
+    assert found[0] and found[1]
+
+
+def test_order_and_crops_are_functions_of_seed_and_number() -> None:
+    data = write_files()
+    images = ImagesConfig(size=8, crop="random")
+    samples = RawSamples(opened(data, images=images), seed=3, shuffle=True, skips=False)
+    epochs = [[samples.sample(epoch * NUMBER + i) for i in range(NUMBER)] for epoch in range(2)]
+    orders = [[caption for _, caption in epoch] for epoch in epochs]
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+    shares = {float((pixels[0] > 0).any(1).mean()) for pixels, caption in epochs[0] if caption != "caption 0"}
+    assert len(shares) > 3, "crops are at different places"
+    again = RawSamples(opened(data, images=images), seed=3, shuffle=True, skips=False)
+    for number in (17, 2):
+        assert np.array_equal(again.sample(number)[0], samples.sample(number)[0])
+
+
+def test_resizing_keeps_the_shorter_side() -> None:
+    high = Image.fromarray(np.arange(40 * 10 * 3, dtype=np.uint8).reshape(40, 10, 3))
+    file = io.BytesIO()
+    high.save(file, "PNG")
+    top, bottom = (decode(file.getvalue(), 5, place, "x") for place in (0.0, 1.0))
+    resized = np.asarray(high.resize((5, 20), Image.Resampling.BICUBIC))
+    assert np.array_equal(top, resized[:5]) and np.array_equal(bottom, resized[-5:])
+
+
+def test_a_damaged_picture_is_an_error_or_skipped() -> None:
+    data = write_files()
+    Path("03.png").write_bytes(content(3)[:60])
+    strict, skipping = (RawSamples(opened(data), seed=0, shuffle=False, skips=each) for each in (False, True))
+    with pytest.raises(DataError, match=r"03.png: is no picture .*would work: data.images.on_error=skip$"):
+        strict.sample(3)
+    assert skipping.sample(3)[1] == "caption 4"
+    for number in range(NUMBER):
+        Path(f"{number:02}.png").write_bytes(b"")
+    with pytest.raises(DataError, match="is no picture that can be decoded"):
+        skipping.sample(0)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda: Path("01.txt").unlink(), "01.png: has no caption; would work: a .txt or .json file"),
+        (
+            lambda: Path("00.json").write_text("{}"),
+            "no field 'text' among none; set data.images.caption_field",
+        ),
+        (lambda: Path("00.json").write_text("{"), "00.png: its caption cannot be read"),
+        (lambda: Path("01.txt").write_bytes(b"\xff"), "01.png: its caption cannot be read"),
+    ],
+)
+def test_captions_that_cannot_be_read(break_it: object, message: str) -> None:
+    data = write_files()
+    break_it()  # type: ignore[operator]
+    with pytest.raises(DataError) as raised:
+        for number in range(2):
+            opened(data).read(number, number)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_sources_that_cannot_be_opened() -> None:
+    with pytest.raises(DataError, match=r"data.paths=\[\*.jpg\]: no pictures match"):
+        opened(DataConfig("pictures", paths=["*.jpg"]))
+    Path("a.tar").write_bytes(b"no tar file" * 100)
+    with pytest.raises(DataError, match=r"a\.tar: not a readable tar file"):
+        opened(DataConfig("pictures", paths=["*.tar"], cache_dir="cache"))
+    data = write_parquet()
+    with pytest.raises(DataError, match=r"no column 'image' among alt, photo; set data\.images"):
+        opened(data, images=ImagesConfig())
+
+
+def test_drawn_shapes_hold_captions_out() -> None:
+    sources = {split: DrawnShapes(split, 16, seed=5) for split in ("train", "validation")}
+    drawn = {split: {source.read(i, i)[1] for i in range(400)} for split, source in sources.items()}
+    assert not drawn["train"] & drawn["validation"]
+    listed = {split: {str(each) for each in (*captions(split)[0], *captions(split)[1])} for split in sources}
+    assert len(listed["train"] | listed["validation"]) == 18 + 18 * 15 * 4
+    assert all(drawn[split] <= listed[split] for split in sources)
+    assert all(any(shape in caption for caption in drawn["train"]) for shape in SHAPES)
+    first, again = (DrawnShapes("train", 16, seed=5).read(7, 7) for _ in range(2))
+    assert np.array_equal(first[0], again[0]) and first[1] == again[1]
+    assert not np.array_equal(first[0], DrawnShapes("train", 16, seed=6).read(7, 7)[0])
