@@ -9,20 +9,22 @@ The same command continues after a kill. The corpus does not depend on the numbe
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import asdict
 
 from harness.app import Result, Verb
-from harness.data.build_lock import only_builder
-from harness.data.corpus import MANIFEST, Manifest, read_manifest
+from harness.data.corpus import Manifest, read_manifest
 from harness.data.sources import source_of
 from harness.data.tokenizer import build_tokenizer
 from harness.data.units import bytes_of
-from harness.errors import ConfigError, MachineError, UserError
+from harness.errors import ConfigError, UserError
 from harness.launched import launched_ranks
+from harness.shards.here import write_here
+from harness.shards.manifest import MANIFEST
 from harness.tokenize.config import TokenizeJob
-from harness.tokenize.writer import UNFINISHED, CorpusWriter
+from harness.tokenize.writer import CorpusWriter
+
+WORKERS = 8
+"""Default processes of a task of a SLURM array."""
 
 
 def tokenize(job: TokenizeJob, overrides: list[str]) -> int | Result:
@@ -36,33 +38,16 @@ def tokenize(job: TokenizeJob, overrides: list[str]) -> int | Result:
         return _result(writer, done, f"{writer.target} is complete")
     writer.check_target()
     if job.cluster.kind == "slurm":
-        from harness.tokenize.slurm import submit
+        from harness.shards.slurm import submit
 
-        return submit(job, writer)
+        workers = job.tokenize.workers or job.cluster.cpus_per_rank or WORKERS
+        return submit(job, writer, "harness.tokenize.task", workers)
     return _tokenize_here(job, writer)
 
 
 def _tokenize_here(job: TokenizeJob, writer: CorpusWriter) -> Result:
-    started, shards = time.monotonic(), range(len(writer.shards))
-    megabytes = sum(bytes_of(writer.missing(shard)) for shard in shards) / 1e6
-    try:
-        with only_builder(writer.target / UNFINISHED, (writer.target / MANIFEST).exists) as building:
-            if building is not None:
-                writer.begin()
-                writer.tokenize(shards, job.tokenize.workers)
-                writer.finish()
-                writer.remove_unfinished()
-                building.is_useless = True
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise MachineError(
-            f"tokenize.target={writer.target}: {error.strerror}; finished units are kept"
-        ) from error
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped; the same command continues\n")
-        raise
-    seconds = time.monotonic() - started
+    megabytes = sum(bytes_of(writer.missing(shard)) for shard in range(len(writer.shards))) / 1e6
+    seconds = write_here(writer, job.tokenize.workers)
     rate = f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s"
     return _result(writer, read_manifest(writer.target), f"{writer.target}: {rate}", seconds)
 

@@ -63,5 +63,7 @@ class TokenizeConfig:
 class TokenizeJob(Job):
     """A job's data and tokenizer, and the corpus to write."""
 
+    feeds_model = False
+
     tokenize: TokenizeConfig = part(TokenizeConfig)
     """Target and parts."""

@@ -22,26 +22,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from harness.data.build_lock import only_builder
 from harness.data.cache_check import SPLITS, files_of, read_meta
-from harness.data.corpus import FORMAT_VERSION, Counts, Manifest, describe_shard, write_manifest
+from harness.data.corpus import Counts, Manifest, describe_shard
 from harness.data.documents import Source
 from harness.data.tokenizer import Tokenizer
 from harness.data.tokenizing import TokenizedUnits, concatenate, count_documents, tokenize
 from harness.data.units import Unit, bytes_of, read_index, remove_unit, token_dtype, units_of
-from harness.errors import ConfigError, DataError
-from harness.files import write_atomically
-from harness.metrics.encoding import read_object
+from harness.errors import DataError
+from harness.shards.manifest import FORMAT_VERSION, write_manifest
+from harness.shards.writer import ShardWriter, cut_units
 from harness.tokenize.config import TokenizeConfig
 
-UNFINISHED, PLAN = ".unfinished", "plan.json"
 SHARD_BYTES = 16 << 30
 _SOURCE_DOCUMENTS = "source_documents"
 
 
-class CorpusWriter:
+class CorpusWriter(ShardWriter):
     """Writes the corpus of a source; several processes may write different shards at the same time.
 
     Args:
@@ -54,17 +51,18 @@ class CorpusWriter:
         DataError: the source cannot be read.
     """
 
+    verb, noun = "tokenize", "corpus"
+
     def __init__(self, config: TokenizeConfig, source: Source, tokenizer: Tokenizer, held_out: float) -> None:
         assert config.target is not None, "checked by validate"
         self.target, self.held_out, self._config = Path(config.target).expanduser(), held_out, config
         self._source, self._tokenizer = source, tokenizer
         self.source_name = source.name
         self._dtype = token_dtype(tokenizer)
-        self._work = self.target / UNFINISHED
-        self._units_folder = self._work / "units"
+        self._units_folder = self.work / "units"
         self.units = units_of(source, tokenizer, config.unit_bytes)
         wanted = config.shards or -(-bytes_of(self.units) // SHARD_BYTES)
-        self.shards = _cut(self.units, max(1, min(wanted, len(self.units))))
+        self.shards = cut_units(self.units, max(1, min(wanted, len(self.units))))
 
     def folder(self, shard: int) -> Path:
         """Folder of a shard."""
@@ -75,28 +73,8 @@ class CorpusWriter:
         """Hash of everything that determines the documents and their ids."""
         return _hash([FORMAT_VERSION, self._source.identity, self._tokenizer.fingerprint, self.held_out])
 
-    def check_target(self) -> None:
-        """Check that the target is new, or an unfinished corpus of the same job.
-
-        Raises:
-            ConfigError: the target has other files, or an unfinished corpus of something else.
-        """
-        path = self.target / PLAN
-        if path.exists():
-            found = read_object(path)
-            differing = [name for name, value in self._plan.items() if found.get(name) != value]
-            if differing:
-                raise ConfigError(
-                    "tokenize.target",
-                    self.target,
-                    f"has an unfinished corpus with another value of {', '.join(differing)}",
-                    "the values of its command, another folder, or to remove this one",
-                )
-        elif self.target.exists() and any(path.name != UNFINISHED for path in self.target.iterdir()):
-            raise ConfigError("tokenize.target", self.target, "has other files", "a new folder")
-
     @property
-    def _plan(self) -> dict[str, Any]:
+    def plan(self) -> dict[str, Any]:
         return {
             "data": [self._source.name, *self._source.reading],
             "tokenizer": self._tokenizer.fingerprint,
@@ -105,23 +83,8 @@ class CorpusWriter:
             "tokenize.unit_mib": self._config.unit_mib,
         }
 
-    def begin(self) -> None:
-        """Write the plan. If the source has changed, units of files that have not changed are kept.
-
-        Raises:
-            OSError: the target cannot be written.
-        """
-        path = self.target / PLAN
-        self._units_folder.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not self.is_same_source:  # shards may have documents of files that have changed
-            for shard in range(len(self.shards)):
-                shutil.rmtree(self.folder(shard), ignore_errors=True)
-        write_atomically(path, json.dumps({**self._plan, "key": self.key}).encode())
-
-    @property
-    def is_same_source(self) -> bool:
-        """Whether the source has not changed since the plan was written."""
-        return bool(read_object(self.target / PLAN).get("key") == self.key)
+    def forget(self, shard: int) -> None:
+        shutil.rmtree(self.folder(shard), ignore_errors=True)
 
     def missing(self, shard: int) -> list[Unit]:
         """Units of a shard that are not tokenized."""
@@ -131,7 +94,7 @@ class CorpusWriter:
             unit for unit in self.shards[shard] if read_index(self._units_folder, unit, self._dtype) is None
         ]
 
-    def tokenize(self, shards: Sequence[int], workers: int | None) -> None:
+    def write(self, shards: Sequence[int], workers: int | None) -> None:
         """Tokenize the units of shards.
 
         Raises:
@@ -168,14 +131,9 @@ class CorpusWriter:
         write_manifest(self.target, manifest)
         return manifest
 
-    def remove_unfinished(self) -> None:
-        """Remove what is not part of the complete corpus."""
-        for folder in (self._work, *self.target.glob(".shard-*")):
-            shutil.rmtree(folder, ignore_errors=True)
-
     def _write_shard(self, shard: int, first_document: int) -> None:
         folder, units = self.folder(shard), self.shards[shard]
-        with only_builder(self._work / folder.name, folder.exists) as building:
+        with only_builder(self.work / folder.name, folder.exists) as building:
             if building is None:
                 return
             building.is_useless = True  # the lock
@@ -228,18 +186,6 @@ class CorpusWriter:
             shards=[describe_shard(folder, each) for folder, each in zip(folders, counts, strict=True)],
             key=self.key,
         )
-
-
-def _cut(units: Sequence[Unit], count: int) -> list[list[Unit]]:
-    """Cut units into ``count`` contiguous ranges of about equal size in bytes."""
-    ends = np.cumsum([unit.nbytes for unit in units])
-    total = int(ends[-1]) if len(units) else 0
-    # A unit belongs to the range that its middle is in.
-    ranges: list[list[Unit]] = [[] for _ in range(count)]
-    for unit, end in zip(units, ends.tolist(), strict=True):
-        middle = end - unit.nbytes / 2
-        ranges[min(count - 1, int(middle * count / total)) if total else 0].append(unit)
-    return ranges
 
 
 def _counts(folder: Path) -> Counts:

@@ -1,9 +1,11 @@
-"""Submit the shards of a corpus as tasks of a SLURM array."""
+"""Submit the shards of a folder as tasks of a SLURM array."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from harness.cluster.queue import jobs, require_slurm
 from harness.cluster.slurm import Submission
@@ -13,40 +15,48 @@ from harness.errors import EXIT_OK, ConfigError
 from harness.files import write_atomically
 from harness.job import Job
 from harness.run.slurm_record import SlurmJobRecord
-from harness.tokenize.config import TokenizeJob
-from harness.tokenize.writer import CorpusWriter
+from harness.shards.writer import ShardWriter
 
-WORKERS = 8
-"""Default processes of a task."""
 TASKS, JOB = "tasks", "job.json"
+J = TypeVar("J", bound=Job)
 
 
-class TokenizeSubmission(Submission):
-    """An array of ``harness.tokenize.task``; the name of a task's folder is its shard."""
+class ShardSubmission(Submission):
+    """An array of ``module``; the name of a task's folder is its shard."""
 
-    module = "harness.tokenize.task"
+    def __init__(
+        self, module: str, jobs: Sequence[Job], folders: Sequence[Path], home: Path, name: str
+    ) -> None:
+        self.module = module
+        super().__init__(jobs, folders, home, name)
 
 
-def submit(job: TokenizeJob, writer: CorpusWriter) -> int:
-    """Submit a task for each shard that is not tokenized, or show the script; return the exit code.
+def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
+    """Submit a task for each shard that is not finished, or show the script; return the exit code.
+
+    Args:
+        job: the job, with the part ``writer.verb``.
+        writer: of the folder.
+        module: of a task.
+        workers: processes of a task.
 
     Raises:
         UserError: there is no SLURM here, it refuses the job, or its cost was not confirmed.
     """
     if job.cluster.wait:
-        rule = "follows a training job, and tasks of harness.tokenize write shards"
+        rule = f"follows a training job, and tasks of harness.{writer.verb} write shards"
         raise ConfigError("cluster.wait", True, rule, "false, and squeue")
-    workers = job.tokenize.workers or job.cluster.cpus_per_rank or WORKERS
-    job = with_value(job, "tokenize.workers", workers)
+    job = with_value(job, f"{writer.verb}.workers", workers)
     # All tasks have the shards of this process, whatever they can see of the source.
-    job = with_value(job, "tokenize.shards", len(writer.shards))
+    job = with_value(job, f"{writer.verb}.shards", len(writer.shards))
     job = with_value(job, "cluster.cpus_per_rank", job.cluster.cpus_per_rank or workers)
     home = writer.target.absolute()
     shards = [shard for shard in range(len(writer.shards)) if writer.missing(shard)]
-    shards = shards or [len(writer.shards) - 1]  # to write what is tokenized
+    shards = shards or [len(writer.shards) - 1]  # to write the manifest
     folders = [home / TASKS / f"{shard:05}" for shard in shards]
     tasks: list[Job] = [job] * len(shards)
-    submission = TokenizeSubmission(tasks, folders, home, f"tokenize.{home.name}.{writer.key[:12]}")
+    name = f"{writer.verb}.{home.name}.{writer.key[:12]}"
+    submission = ShardSubmission(module, tasks, folders, home, name)
     cost = f"{len(shards)} tasks with {workers} processes each, {cost_in_words(tasks)}"
     if job.cluster.dry_run:
         sys.stdout.write(f"{submission.script(planned=True)}\n# {cost}\n")
