@@ -1,0 +1,1 @@
+"""Extends the harness: one of each kind of thing that a package can add."""

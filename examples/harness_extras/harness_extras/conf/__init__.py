@@ -1,0 +1,1 @@
+"""Configurations that the harness finds beside those of its own conf/."""

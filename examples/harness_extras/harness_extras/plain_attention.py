@@ -1,0 +1,36 @@
+"""An attention kernel: attention written out, with the full square of scores in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.errors import ConfigError
+from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
+
+
+class PlainKernel(Kernel):
+    """softmax(scale q k^T + mask) v, in float32."""
+
+    def __init__(self, reach: AttentionSpec) -> None:
+        super().__init__(reach)
+        if reach.has_sinks:
+            raise ConfigError("training.attention", "plain", "does not support sinks", ["sdpa", "flex"])
+
+    def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+        visible = SdpaKernel(self.spec).mask(documents_BT, batch, length, device)
+        if visible is None:
+            visible = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+        return visible
+
+    def forward(
+        self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: Any | None, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        assert mask is not None
+        groups = q_BTHD.shape[2] // k_BTKD.shape[2]
+        keys, values = (each.repeat_interleave(groups, dim=2).float() for each in (k_BTKD, v_BTKE))
+        scores_BHTS = torch.einsum("bthd,bshd->bhts", q_BTHD.float(), keys) * self.spec.scale
+        weights_BHTS = scores_BHTS.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+        return torch.einsum("bhts,bshe->bthe", weights_BHTS, values).to(v_BTKE.dtype)

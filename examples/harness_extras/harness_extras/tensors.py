@@ -1,0 +1,19 @@
+"""``python -m harness tensors``: list the tensors of a model.
+
+python -m harness tensors model=arcee_debug
+"""
+
+from __future__ import annotations
+
+from harness.app import Result, Verb
+from harness.job import Job
+from harness.model.spec import tensor_shapes
+
+
+def tensors(job: Job, overrides: list[str]) -> Result:
+    """List names and shapes."""
+    shapes = tensor_shapes(job.model)
+    return Result(dict(shapes), "".join(f"{name} {list(shape)}\n" for name, shape in shapes.items()))
+
+
+VERB = Verb("tensors", tensors, job=Job, has_json=True)

@@ -1,0 +1,55 @@
+"""``python -m harness NAME``: run a verb of the harness, or of a package that extends it.
+
+    python -m harness train model=llama3_8b
+    python -m harness --help                          list all verbs
+
+A verb of the harness is also ``python -m harness.NAME``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from typing import NoReturn
+
+from harness.app import Verb, guarded
+from harness.errors import EXIT_OK, UserError
+from harness.startup import prepare_process, typed_arguments
+from harness.verbs import VERBS
+
+
+def main() -> NoReturn:
+    """Run the verb that the first argument names, and exit."""
+    prepare_process()
+    sys.exit(guarded(lambda: _run(typed_arguments())))
+
+
+def _run(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        sys.stdout.write(f"{(__doc__ or '').strip().replace('``', '`')}\n\n{_table()}")
+        return EXIT_OK
+    if name not in VERBS:
+        close = difflib.get_close_matches(name, list(VERBS), n=1)
+        works = f"did you mean {close[0]}?" if close else f"would work: {', '.join(VERBS)}"
+        raise UserError(f"{name}: no such verb; {works}")
+    return VERBS[name].run_line(arguments[1:])
+
+
+def _table() -> str:
+    """All verbs, each with the first line of its documentation."""
+    width = max(map(len, VERBS))
+    return "".join(f"  {name:<{width}}  {_purpose(name)}\n" for name in VERBS)
+
+
+def _purpose(name: str) -> str:
+    try:
+        verb: Verb = VERBS[name]
+    except UserError as error:
+        return str(error)
+    first = verb.documentation.split("\n\n")[0].replace("\n", " ")
+    return first.partition("`: ")[2] or first
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Installed packages with entry points, made of their metadata and a module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def install(folder: Path, name: str, entry_points: dict[str, dict[str, str]], module: str = "") -> None:
+    """Write the distribution ``name`` 1.0 and its module, which has the same name, into a folder of sys.path.
+
+    Args:
+        folder: the folder.
+        name: name of the distribution and the module.
+        entry_points: ``module:attribute`` by name, by group.
+        module: code of the module.
+    """
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = []
+    for group, names in entry_points.items():
+        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in names.items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    (folder / f"{name}.py").write_text(module)

@@ -1,0 +1,128 @@
+"""Names that installed packages add to a table: found, listed, and refused in one line."""
+
+from __future__ import annotations
+
+import fractions
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plugins import install
+
+from harness.config import check_rules, label, numerics
+from harness.errors import ConfigError, UserError
+from harness.registry import Registry, resolve_options
+
+
+def table(expects: str | None = None) -> Registry[Any]:
+    builtins = {"red": "fractions:Fraction.limit_denominator", "one": 1}
+    return Registry("colour", builtins, field="paint.colour", expects=expects)
+
+
+@dataclass
+class Paint:
+    colour: str = label("one", choices=table())
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_built_in_names_do_not_read_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", None)
+    colours = table()
+    assert "red" in colours and "one" in colours
+    assert colours["red"] is fractions.Fraction.limit_denominator
+    assert colours["one"] == 1
+
+
+def test_plugins_are_found_listed_and_imported_when_used(packages: Path) -> None:
+    install(packages, "many_colours", {"harness.colour": {"blue": "many_colours:BLUE", "azure": "none:None"}},
+            "BLUE = 450")  # fmt: skip
+    colours = table(expects="builtins:int")
+    assert list(colours) == ["red", "one", "azure", "blue"]
+    assert "blue" in colours and "green" not in colours and ["blue"] not in colours
+    assert "many_colours" not in sys.modules
+    assert colours["blue"] == 450
+    check_rules(Paint("blue"))
+
+
+def test_a_name_that_no_package_has_is_refused_in_one_line(packages: Path) -> None:
+    install(packages, "few_colours", {"harness.colour": {"blue": "few_colours:BLUE"}})
+    rule = "no installed package adds this name (entry points of group harness.colour)"
+    message = f"paint.colour=green: {rule}; would work: red, one, blue, or install the package that adds it"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        table()["green"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"red": "x:y"}, "paint.colour=red: the packages harness and paint_a 1.0 both have this name"),
+        ({"blue": "x:y"}, "paint.colour=blue: the packages paint_a 1.0 and paint_b 1.0 both have this name"),
+    ],
+)
+def test_two_packages_with_one_name_are_named(packages: Path, names: dict[str, str], message: str) -> None:
+    install(packages, "paint_a", {"harness.colour": names})
+    install(packages, "paint_b", {"harness.colour": {"blue": "x:y"}})
+    with pytest.raises(UserError, match=f"^{message} in group harness.colour; would work: uninstall paint_"):
+        list(table())
+
+
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [
+        (
+            "import does_not_exist",
+            "cannot be imported: ModuleNotFoundError: No module named 'does_not_exist'",
+        ),
+        ("", "cannot be imported: AttributeError: module 'broken_paint' has no attribute 'BLUE'"),
+        ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+        ("BLUE = 'blue'", "has broken_paint:BLUE, which is no builtins.int"),
+    ],
+)
+def test_a_package_that_does_not_work_is_named(packages: Path, module: str, problem: str) -> None:
+    sys.modules.pop("broken_paint", None)
+    install(packages, "broken_paint", {"harness.colour": {"blue": "broken_paint:BLUE"}}, module)
+    message = f"paint.colour=blue: the package broken_paint 1.0 {problem}"
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        table(expects="builtins:int")["blue"]
+
+
+def test_an_error_inside_of_the_harness_stays_a_bug() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        Registry("colour", {"red": "harness.does_not_exist:RED"}, field="paint.colour")["red"]
+
+
+@dataclass
+class Options:
+    momentum: float = numerics(0.9, least=0, below=1)
+    added: int = numerics(1, id_omits_default=True)
+
+
+def resolved(options: dict[str, Any], schema: type | None = Options) -> dict[str, Any]:
+    return resolve_options(options, schema, "paint.options", "paint.colour=blue")
+
+
+def test_options_get_their_defaults() -> None:
+    assert resolved({}) == {"momentum": 0.9}
+    assert resolved({"momentum": 0.5, "added": 2}) == {"momentum": 0.5, "added": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "schema", "message"),
+    [
+        ({"momentun": 0.5}, Options, "paint.options.momentun=0.5: no such field; did you mean "),
+        ({"momentum": "much"}, Options, "paint.options.momentum=much: must be a number"),
+        ({"momentum": 1}, Options, "paint.options.momentum=1: must be in [0, 1)"),
+        ({"a": 1}, None, "paint.options.a=1: paint.colour=blue has no options; would work: leave it out"),
+    ],
+)
+def test_options_are_checked_like_fields(options: dict[str, Any], schema: type | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        resolved(options, schema)
