@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from harness.run.state import BUSY, RunState, read_states
 from harness.sweep.registry import Point, Registry, labels, points_in
 from harness.sweep.run import log_table, states_of
 from harness.sweep.run import resume as resume_points
-from harness.sweep.table import rows_of, table_markdown, table_text, write_csv
+from harness.sweep.study_record import StudyRecord
+from harness.sweep.table import best_in_words, counted, rows_of, table_markdown, table_text, write_csv
 from harness.verify import verify_all
 
 
@@ -28,14 +29,16 @@ def status(folder: Path, *, verify: bool = False) -> Result:
     points = points_in(folder)
     seen = states_of(points)
     skipped = Registry(folder).skipped()
-    counts = Counter(each.state for each in seen)
-    summary = [f"{count} {state}" for state, count in counts.items()]
-    summary += [f"{len(skipped)} skipped"] if skipped else []
-    table = f"{table_text(rows_of(points, seen))}{', '.join(summary)}\n"
+    study = StudyRecord.read(folder)
+    table = table_text(rows_of(points, seen, study.objective if study else ())) + counted(seen, skipped)
+    table += best_in_words(study, points) if study else ""
     data: dict[str, Any] = {
         "points": [_as_dict(point, each) for point, each in zip(points, seen, strict=True)],
         "skipped": [{"overrides": each.overrides, "reason": each.reason} for each in skipped],
     }
+    if study is not None:
+        data["study"] = {"objective": study.objective, "direction": study.direction}
+        data["study"]["best"] = [point.overrides for point in study.best_of(points)]
     if not verify:
         return Result(data, table)
     sys.stdout.write(table)
@@ -53,6 +56,7 @@ def _as_dict(point: Point, each: RunState) -> dict[str, Any]:
         "steps": each.steps,
         "kind": each.kind,
         "reason": each.reason,
+        **({"slow": [asdict(slow) for slow in each.slow]} if each.slow else {}),
         **(each.facts or {}),
     }
 
@@ -74,6 +78,10 @@ def _verify(seen: Sequence[RunState]) -> tuple[list[dict[str, Any]], int]:
 
 def resume(folder: Path, *, out_of_memory: bool) -> int:
     """Start the points that are not complete."""
+    study = StudyRecord.read(folder)
+    if study is not None:
+        works = shlex.join(["python", "-m", "harness.train", "-m", *study.command])
+        raise UserError(f"{folder}: {study.sweeper} chooses its points; would work: {works}")
     return resume_points(Registry.open(folder), out_of_memory=out_of_memory)
 
 
@@ -82,12 +90,14 @@ def collect(folder: Path) -> int:
     registry = Registry.open(folder)
     points = registry.points()
     seen = states_of(points)
-    rows = rows_of(points, seen, full_reasons=True)
+    study = StudyRecord.read(folder)
+    rows = rows_of(points, seen, study.objective if study else (), full_reasons=True)
+    best = f"\n```text\n{best_in_words(study, points)}```\n" if study else ""
     results = [{**RunFolder(each.run_dir).row, **newest(each.run_dir)} for each in seen]
     write_csv(registry.path / "table.csv", points, seen, results)
     evaluated = evaluations_markdown([row["point"] for row in rows], results)
     (registry.path / "table.md").write_text(
-        f"# {registry.name}\n\n{table_markdown(rows)}{evaluated}{_skipped_in_words(registry)}"
+        f"# {registry.name}\n\n{table_markdown(rows)}{best}{evaluated}{_skipped_in_words(registry)}"
     )
     written = ["table.csv", "table.md", *(["plot.png"] if _draw(registry) else [])]
     log_table(registry, [(point, point.job) for point in points], seen)

@@ -1,10 +1,12 @@
-"""Remove duplicate points of a sweep, and refuse points that differ in labels only."""
+"""The run folders of a sweep's points: one for equal jobs, and one for each value of a swept label."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from harness.compose import Composed
 from harness.config import leaves
@@ -12,42 +14,83 @@ from harness.errors import UserError
 from harness.job import Job
 from harness.sweep.registry import Point
 
+OF_THE_COMMAND = tuple(
+    f"cluster.{name}" for name in ("confirm_gpu_hours", "dry_run", "max_running", "parsable", "wait")
+)
+"""Labels that configure the command that starts a sweep, not its runs."""
 
-def unique_points(composed: Sequence[Composed]) -> list[tuple[Point, Job]]:
+
+def unique_points(
+    composed: Sequence[Composed], swept: Sequence[str] | None = None
+) -> list[tuple[Point, Job]]:
     """Return the points that have a job, one per run folder.
 
+    Args:
+        composed: points with jobs.
+        swept: labels of which each value has a run of its own; None: those by which alone points differ.
+
     Raises:
-        UserError: points differ in labels only, so they would share a run folder.
+        UserError: points differ in a label that configures the command.
     """
+    swept = swept_labels([each.job for each in composed]) if swept is None else swept
     found: dict[Path, tuple[Point, Job]] = {}
     for each in composed:
         job: Job = each.job
-        if job.run_dir not in found:
-            found[job.run_dir] = Point(job.id, job.run_dir, each.overrides), job
-        elif job != found[job.run_dir][1]:
-            _refuse(found[job.run_dir], job, each.overrides)
+        path = run_dir_of(job, swept)
+        found.setdefault(path, (Point(job.id, path, each.overrides), job))
     return list(found.values())
 
 
-def _refuse(first: tuple[Point, Job], second: Job, overrides: Sequence[str]) -> NoReturn:
-    point, job = first
-    differing = _differing_labels(job, second)
-    typed = " and ".join(
-        " ".join(each.lstrip("+") for each in own if each not in other) or "the same without it"
-        for own, other in ((point.overrides, overrides), (overrides, point.overrides))
-    )
-    field = next((name for name in differing if not isinstance(_value(second, name), list)), None)
-    works = f"'name={job.name}-${{{field}}}', a folder for each" if field else "another name for each point"
-    raise UserError(
-        f"{', '.join(differing)}: labels do not change the run folder, so {typed} would share "
-        f"{job.run_dir}; would work: {works}"
-    )
+def swept_labels(jobs: Sequence[Job]) -> list[str]:
+    """Return the labels by which alone some jobs differ: dotted names, of mappings with the key.
+
+    Raises:
+        UserError: one of them configures the command.
+    """
+    first: dict[Path, Job] = {}
+    names: set[str] = set()
+    for job in jobs:
+        other = first.setdefault(job.run_dir, job)
+        if job != other:
+            names.update(_differing_labels(other, job))
+    return check_swept(names)
+
+
+def check_swept(names: Iterable[str]) -> list[str]:
+    """Return labels that are axes, in order.
+
+    Raises:
+        UserError: one of them configures the command.
+    """
+    for name in names:
+        if name in OF_THE_COMMAND:
+            raise UserError(
+                f"{name}: configures the command, not its runs; would work: one value for all points"
+            )
+    return sorted(names)
+
+
+def run_dir_of(job: Job, swept: Sequence[str]) -> Path:
+    """Return the run folder of a point: that of its job, with a digest of the swept labels added.
+
+    An earlier run of the job that had the same labels, without a sweep over them, keeps its folder.
+    """
+    if not swept:
+        return job.run_dir
+    values = [(name, _value(job, name)) for name in swept]
+    digest = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
+    own = job.run_dir.with_name(f"{job.run_dir.name}-{digest}")
+    if not own.exists() and (job.run_dir / "job.json").is_file():
+        earlier = Job.read(job.run_dir / "job.json")
+        if [(name, _value(earlier, name)) for name in swept] == values:
+            return job.run_dir
+    return own
 
 
 def _value(job: Job, name: str) -> Any:
     value: Any = job
     for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
     return value
 
 

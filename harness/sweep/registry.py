@@ -6,9 +6,10 @@ import functools
 import hashlib
 import json
 import os
+import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,12 @@ class Skipped:
     Attributes:
         overrides: its overrides.
         reason: the violated rule, in one line.
+        swept: its overrides of labels that are axes of the sweep.
     """
 
     overrides: list[str]
     reason: str
+    swept: tuple[str, ...] = ()
 
 
 class Registry:
@@ -139,7 +142,11 @@ class Registry:
             if self._relative(point) not in there
         ]
         rows += [
-            {"skipped": each.reason, "overrides": each.overrides}
+            {
+                "skipped": each.reason,
+                "overrides": each.overrides,
+                **({"swept": each.swept} if each.swept else {}),
+            }
             for each in skipped
             if _identity(each) not in known
         ]
@@ -157,7 +164,11 @@ class Registry:
 
     def skipped(self) -> list[Skipped]:
         """All skipped points, without duplicates."""
-        found = [Skipped(row["overrides"], row["skipped"]) for row in self._rows() if "skipped" in row]
+        found = [
+            Skipped(row["overrides"], row["skipped"], tuple(row.get("swept", ())))
+            for row in self._rows()
+            if "skipped" in row
+        ]
         return list({_identity(each): each for each in reversed(found)}.values())[::-1]
 
     def _relative(self, point: Point) -> str:
@@ -225,14 +236,17 @@ def typed_overrides(run_dir: Path) -> list[str]:
     return path.read_text().splitlines() if path.is_file() else []
 
 
+def command_of(overrides: Iterable[str]) -> str:
+    """Return the command that repeats a run."""
+    return shlex.join(["python", "-m", "harness.train", *overrides])
+
+
 def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] = ()) -> list[str]:
     """Name points by the overrides that not all of them, and ``others``, share.
 
     A label field with a single value is left out, if the names differ without it.
     """
-    everywhere = {each for point in (*overrides, *others) for each in point}
-    keys = Counter(_key(each) for each in everywhere)
-    constant = {each for each in everywhere if sets_label(each) and keys[_key(each)] == 1}
+    constant = constant_labels((*overrides, *others))
     shared = set.intersection(*(set(each) for each in (*overrides, *others))) if overrides else set()
     named = [" ".join(o for o in each if o not in shared | constant) for each in overrides]
     if len(set(named)) < len(named):
@@ -240,13 +254,21 @@ def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] =
     return [name or "the only point" for name in named]
 
 
+def constant_labels(overrides: Sequence[Sequence[str]]) -> set[str]:
+    """Return the overrides of labels that have one value in all points that set them."""
+    everywhere = {each for point in overrides for each in point}
+    keys = Counter(override_key(each) for each in everywhere)
+    return {each for each in everywhere if sets_label(each) and keys[override_key(each)] == 1}
+
+
 def sets_label(override: str) -> bool:
     """Whether an override sets a label field, or a key of one, and so does not change the job's id."""
-    key = _key(override)
+    key = override_key(override)
     return any(key == name or key.startswith(f"{name}.") for name in _label_fields())
 
 
-def _key(override: str) -> str:
+def override_key(override: str) -> str:
+    """Return the field or group that an override sets."""
     return override.lstrip("+~").partition("=")[0]
 
 
@@ -256,5 +278,6 @@ def _label_fields() -> frozenset[str]:
 
 
 def _identity(skipped: Skipped) -> tuple[tuple[str, ...], str]:
-    """Return a key that is equal for points that differ in labels only."""
-    return tuple(each for each in skipped.overrides if not sets_label(each)), skipped.reason
+    """Return a key that is equal for points that differ only in labels that are no axes."""
+    own = [each for each in skipped.overrides if each in skipped.swept or not sets_label(each)]
+    return tuple(own), skipped.reason

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.app import guarded
+from harness.cluster.config import CLUSTERS
 from harness.cluster.queue import SlurmError
 from harness.cluster.slurm import Submission, shape_of
 from harness.cluster.submit import confirm, cost_in_words, submit
@@ -25,7 +26,15 @@ from harness.run.slurm_record import SlurmJobRecord
 from harness.run.state import BUSY, RunState, read_states
 from harness.sweep.arrays import Array, arrays_of
 from harness.sweep.distinct import unique_points
-from harness.sweep.registry import Point, Registry, Skipped, folder_of, labels
+from harness.sweep.registry import (
+    Point,
+    Registry,
+    Skipped,
+    constant_labels,
+    folder_of,
+    labels,
+    sets_label,
+)
 from harness.sweep.table import rows_of, table_text
 
 SKIPPED_SHOWN = 10
@@ -38,16 +47,13 @@ Task = tuple[Point, Job]
 def sweep(composed: Sequence[Composed]) -> int:
     """Run a multirun; return the exit code: 0 if all valid points are complete or submitted."""
     legal = [each for each in composed if each.job is not None]
-    skipped = [Skipped(each.overrides, each.reason) for each in composed if each.job is None]
+    skipped = _skipped(composed)
     jobs = [each.job for each in legal if each.job is not None]
     if not jobs:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
         raise UserError(f"none of the {len(composed)} points is a valid job:\n{reasons}".rstrip())
     registry = Registry(folder_of(jobs))
-    tasks = [
-        (point, with_value(job, "metrics.wandb_group", job.metrics.wandb_group or registry.name))
-        for point, job in unique_points(legal)
-    ]
+    tasks = [(point, with_group(job, registry)) for point, job in unique_points(legal)]
     if jobs[0].cluster.dry_run:
         return _show_dry(registry, tasks, skipped)
     with registry.controlled():
@@ -57,6 +63,19 @@ def sweep(composed: Sequence[Composed]) -> int:
         # Start the jobs as composed now: labels such as the partition or the time limit may have changed.
         stopped, submitted_only = _start(registry, tasks, skipped, rerun=True)
     return _finish(registry, tasks, stopped, submitted_only)
+
+
+def _skipped(composed: Sequence[Composed]) -> list[Skipped]:
+    constant = constant_labels([each.overrides for each in composed])
+    return [
+        Skipped(
+            each.overrides,
+            each.reason,
+            tuple(o for o in each.overrides if sets_label(o) and o not in constant),
+        )
+        for each in composed
+        if each.job is None
+    ]
 
 
 def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
@@ -70,6 +89,11 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
         tasks = [(point, point.job) for point in registry.points()]
         stopped, submitted_only = _start(registry, tasks, [], out_of_memory=out_of_memory)
     return _finish(registry, tasks, stopped, submitted_only)
+
+
+def with_group(job: Job, registry: Registry) -> Job:
+    """Return the job with a group of W&B: the sweep's, if it has none."""
+    return with_value(job, "metrics.wandb_group", job.metrics.wandb_group or registry.name)
 
 
 def states_of(points: Sequence[Point]) -> list[RunState]:
@@ -115,14 +139,15 @@ def _start(
     seen = states_of([point for point, _ in tasks])
     wanted, oom = _select(tasks, seen, out_of_memory=out_of_memory, rerun=rerun)
     sys.stderr.write(_plan_in_words(registry, tasks, seen, wanted, oom, skipped))
-    remote, local = ([each for each in wanted if each[1].cluster.kind == kind] for kind in ("slurm", "local"))
+    remote = [each for each in wanted if each[1].cluster.kind == "slurm"]
+    others = [each for each in wanted if each not in remote]
     if remote:
         confirm([job for _, job in remote])
-        _submit(registry, remote, _busy(registry, tasks, seen))
-    return _run_here(local), not local and not oom
+        submit_points(registry, remote, busy_points(registry, tasks, seen))
+    return _run_here(others), not others and not oom
 
 
-def _busy(registry: Registry, tasks: Sequence[Task], seen: Sequence[RunState]) -> list[RunState]:
+def busy_points(registry: Registry, tasks: Sequence[Task], seen: Sequence[RunState]) -> list[RunState]:
     """Return the pending and running points, including those that other commands have added to the sweep."""
     typed = {os.path.normpath(point.run_dir) for point, _ in tasks}
     others = [each.run_dir for each in registry.points() if os.path.normpath(each.run_dir) not in typed]
@@ -173,6 +198,8 @@ def _plan_in_words(
 def _resources(job: Job) -> str:
     if job.cluster.kind == "slurm":
         return shape_of(job).describe()
+    if job.cluster.kind != "local":
+        return f"{job.world_size} rank{'s' if job.world_size > 1 else ''}, cluster.kind={job.cluster.kind}"
     return f"{job.world_size} rank{'s' if job.world_size > 1 else ''} here, one after another"
 
 
@@ -189,7 +216,7 @@ def _show_dry(registry: Registry, tasks: Sequence[Task], skipped: Sequence[Skipp
     wanted, oom = _select(tasks, seen, out_of_memory=False, rerun=True)
     sys.stderr.write(_plan_in_words(registry, tasks, seen, wanted, oom, skipped))
     remote = [each for each in wanted if each[1].cluster.kind == "slurm"]
-    arrays, first = _arrays(remote, _busy(registry, tasks, seen))
+    arrays, first = _arrays(remote, busy_points(registry, tasks, seen))
     for array in arrays:
         after = first if array.after is None else [f"ID_OF_ARRAY_{array.after + 1}"]
         script = _submission(registry, array, registry.name, after).script(planned=True)
@@ -216,7 +243,7 @@ def _submission(registry: Registry, array: Array, name: str, after: Sequence[str
     return Submission(array.jobs, run_dirs, registry.path, name, at_once=array.at_once, after=after)
 
 
-def _submit(registry: Registry, wanted: Sequence[Task], busy: Sequence[RunState]) -> None:
+def submit_points(registry: Registry, wanted: Sequence[Task], busy: Sequence[RunState]) -> None:
     """Submit points; those of equal shape form one array."""
     arrays, first = _arrays(wanted, busy)
     submitted: list[str] = []
@@ -243,17 +270,19 @@ def _run_here(tasks: Sequence[Task]) -> bool:
     names = labels([point.overrides for point, _ in tasks])
     for number, (name, (point, job)) in enumerate(zip(names, tasks, strict=True), start=1):
         sys.stderr.write(f"[{number}/{len(tasks)}] {name}\n")
-        if _run_point(job, point) in STOPPED:
+        if run_point(job, point) in STOPPED:
             return True
     return False
 
 
-def _run_point(job: Job, point: Point) -> int:
+def run_point(job: Job, point: Point) -> int:
     """Run one point in separate processes; return its exit code."""
     from harness.cluster.local import launch
 
     def run() -> int:
         folder = RunFolder(point.run_dir)
+        if job.cluster.kind != "local":
+            return CLUSTERS[job.cluster.kind].run(job, folder, point.overrides)
         # Points of a sweep are compared, so no point resumes from another's checkpoint.
         folder.begin(job, point.overrides)
         return launch(job, folder, apart=True)
@@ -261,13 +290,16 @@ def _run_point(job: Job, point: Point) -> int:
     return guarded(run)
 
 
-def _follow(points: Sequence[Point]) -> bool:
-    """Wait until the SLURM jobs of all points have ended; print changes of state.
+def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
+    """Wait until no point is pending or running; print changes of state.
+
+    Args:
+        points: the points.
+        names: their names.
 
     Returns:
         whether the user interrupted the wait.
     """
-    names = labels([point.overrides for point in points])
     shown: dict[Path, str] = {}
     wait = FOLLOW_SECONDS
     try:
@@ -300,7 +332,7 @@ def _finish(registry: Registry, tasks: Sequence[Task], stopped: bool, submitted_
         sys.stderr.write(f"python -m harness.sweep status {registry.path}\n")
         return EXIT_OK
     if waits and not stopped:
-        stopped = _follow(points)
+        stopped = follow_points(points, labels([point.overrides for point in points]))
     seen = read_states([point.run_dir for point in points])
     sys.stdout.write(table_text(rows_of(points, seen)))
     sys.stdout.flush()

@@ -88,8 +88,8 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
         return [f"88_{index}" for index in range(len(folders))]
 
     monkeypatch.setattr(run, "submit", submit)
-    run._submit(Registry(tmp_path), own[4:], waiting[:2])
-    run._submit(Registry(tmp_path), own[4:], waiting)
+    run.submit_points(Registry(tmp_path), own[4:], waiting[:2])
+    run.submit_points(Registry(tmp_path), own[4:], waiting)
     assert asked == [(2, [], 4), (4, ["77"], 4)]
 
 

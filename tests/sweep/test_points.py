@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 
 from harness.compose import compose_job, compose_points
 from harness.errors import UserError
+from harness.paths import using_folders
 
-ROOT = Path(__file__).parents[2]
 SPACE = """# @package _global_
 # Some points.
 name: listed
@@ -30,13 +30,13 @@ hydra:
 
 
 @pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A configuration tree with a sweep."""
-    shutil.copytree(ROOT / "conf", tmp_path / "conf")
-    monkeypatch.setenv("HARNESS_CONF_DIR", str(tmp_path / "conf"))
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of configurations with a sweep."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (tmp_path / "conf" / "sweep" / "listed.yaml").write_text(SPACE)
-    return tmp_path / "conf"
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "listed.yaml").write_text(SPACE)
+    with using_folders([tmp_path]):
+        yield tmp_path
 
 
 def facts(*typed: str) -> list[tuple[int, int, int, bool, int]]:

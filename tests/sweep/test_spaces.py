@@ -6,7 +6,6 @@ import functools
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,6 @@ from harness.errors import UserError
 from harness.job import Job
 from harness.overrides import groups, in_hydra_syntax, options_of
 from harness.parity import ParityJob
-from harness.paths import conf_dir
 
 ROOT = Path(__file__).parents[2]
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (\d+)", (ROOT / "sweeps" / "README.md").read_text(), re.MULTILINE))
@@ -97,11 +95,7 @@ def test_points_are_what_composing_each_of_them_gives() -> None:
 
 
 def options_by_group() -> dict[str, list[str]]:
-    return {
-        group: options_of(folder)
-        for group, folder in groups().items()
-        if group not in ("experiment", "sweep")
-    }
+    return {group: options_of(group) for group in groups() if group not in ("experiment", "sweep")}
 
 
 @pytest.mark.parametrize(
@@ -132,15 +126,14 @@ def test_hydra_composes_once_whatever_options_are_combined(monkeypatch: pytest.M
     assert counted.call_count == 1
 
 
-def test_a_changed_file_is_composed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(conf_dir(), tmp_path / "conf")
-    monkeypatch.setenv("HARNESS_CONF_DIR", str(tmp_path / "conf"))
+def test_a_changed_file_is_composed_again(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
     seeds = []
     for seed in (1, 23):
-        (tmp_path / "conf" / "experiment" / "own.yaml").write_text(
-            f"# @package _global_\ntraining:\n  seed: {seed}\n"
-        )
-        seeds.append(compose_job(["experiment=own", "model=llama3_tiny"]).training.seed)
+        text = f"# @package _global_\ntraining:\n  seed: {seed}\n"
+        (tmp_path / "experiment" / "own.yaml").write_text(text)
+        typed = [f"hydra.searchpath=[{tmp_path}]", "experiment=own", "model=llama3_tiny"]
+        seeds.append(compose_job(typed).training.seed)
     assert seeds == [1, 23]
 
 

@@ -1,0 +1,317 @@
+"""Points that Optuna's sampler chooses: values and failures in its storage, continuing, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from optuna.trial import TrialState
+from tiers import rest_is_thorough
+
+from harness import hydra_settings
+from harness.compose import compose_job
+from harness.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MachineError, UserError
+from harness.job import Job
+from harness.multirun import chooses_points
+from harness.run.folder import RunFolder
+from harness.sweep import study as study_module
+from harness.sweep.__main__ import collect, resume, status
+from harness.sweep.registry import Point
+from harness.sweep.study_record import StudyRecord, check_directions, check_objective
+from harness.sweep.sweepers import run_study
+from harness.train import VERB
+
+LOG_LR = "optimizer.lr=tag(log,interval(1e-5,1e-1))"
+# 3 does not divide the global batch of 4.
+LAYOUTS = "parallelism.dp_shard=1,2,3"
+OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.sampler.seed=3", "hydra.sweeper.n_jobs=1")
+
+
+def loss(lr: float, ranks: int) -> float:
+    """A loss whose best learning rate is 1e-3."""
+    return (math.log10(lr) + 3) ** 2 + 0.1 * ranks
+
+
+class Trainer:
+    """Stands for training: writes a row at once. High learning rates fail."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.interrupt_at: int | None = None
+
+    def __call__(self, job: Job, point: Point) -> int:
+        self.started.append(job.id)
+        if len(self.started) == self.interrupt_at:
+            raise KeyboardInterrupt
+        folder = RunFolder(point.run_dir)
+        folder.begin(job, point.overrides)
+        try:
+            if job.optimizer.lr > 1e-2:
+                folder.record_error(None, MachineError("too hot"))
+                folder.write_result(job, "failed", 3, {"loss": 9.0})
+                return 3
+            facts = {"step": 1, "loss": loss(job.optimizer.lr, job.world_size), "mfu": job.optimizer.lr}
+            folder.write_result(job, "completed", 0, {**facts, "skipped_steps": "nan"})
+            return 0
+        finally:
+            folder.release()
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    made = Trainer()
+    monkeypatch.setattr(study_module, "run_point", made)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return made
+
+
+@pytest.fixture
+def study(tmp_path: Path, trainer: Trainer) -> Callable[..., int]:
+    def run(*overrides: str, sweeper: tuple[str, ...] = OPTUNA) -> int:
+        fixed = ("training.global_batch_size=4", f"runs_dir={tmp_path}", "name=s")
+        return run_study([*sweeper, *fixed, *overrides], check=lambda point: point)
+
+    return run
+
+
+def trials(folder: Path) -> list[optuna.trial.FrozenTrial]:
+    """All trials, as Optuna has stored them."""
+    return optuna.load_study(study_name="s", storage=f"sqlite:///{folder}/s/study.db").trials
+
+
+def test_values_failures_and_invalid_points_reach_optuna(
+    study: Callable[..., int], trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert study(LOG_LR, LAYOUTS, "hydra.sweeper.n_trials=10") == EXIT_OK
+    seen, legal = trials(tmp_path), 0
+    assert len(seen) == 10
+    for trial in seen:
+        lr, ranks = trial.params["optimizer.lr"], trial.params["parallelism.dp_shard"]
+        good = lr <= 1e-2 and ranks < 3
+        assert trial.state == (TrialState.COMPLETE if good else TrialState.FAIL)
+        assert trial.values == ([pytest.approx(loss(lr, ranks))] if good else None)
+        legal += ranks < 3
+    assert len(trainer.started) == legal, "an invalid point starts nothing"
+    states = {trial.state for trial in seen}
+    assert states == {TrialState.COMPLETE, TrialState.FAIL}
+    shown = capsys.readouterr()
+    assert "s: minimize loss by optuna, 10 trials\n" in shown.err
+    assert "not a valid job: training.global_batch_size=4: must be a multiple of " in shown.err
+    assert "failed: machine: too hot\n" in shown.err
+    assert "Traceback" not in shown.err
+    best = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/s/study.db").best_trial
+    command = shlex.split(shown.out.splitlines()[-1])
+    assert compose_job(command[3:]).optimizer.lr == best.params["optimizer.lr"]
+    assert f"optimizer.lr={best.params['optimizer.lr']}" in shown.out.splitlines()[-2]
+    assert (tmp_path / "s" / "optimization_results.yaml").is_file()
+
+    shown_now = status(tmp_path / "s")
+    assert shown_now.text.splitlines()[-1] == shown.out.splitlines()[-1]
+    assert shown_now.data["study"]["objective"] == ["loss"]
+    assert collect(tmp_path / "s") == EXIT_OK
+    assert "best (minimize loss): " in (tmp_path / "s" / "table.md").read_text()
+    with pytest.raises(
+        UserError, match=r"optuna chooses its points; would work: python -m harness.train -m "
+    ):
+        resume(tmp_path / "s", out_of_memory=False)
+
+
+def test_a_study_continues_where_it_was_stopped(
+    study: Callable[..., int], trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped in the second point of a batch: the first has run, and Optuna does not know its value yet."""
+    typed = ("optimizer.lr=interval(1e-4,1e-2)", "hydra.sweeper.n_jobs=2")
+    trainer.interrupt_at = 4
+    assert study(*typed, "hydra.sweeper.n_trials=4") == EXIT_INTERRUPTED
+    before = trials(tmp_path)
+    assert [trial.state for trial in before] == [TrialState.COMPLETE] * 2 + [TrialState.RUNNING] * 2
+    assert study(*typed, "hydra.sweeper.n_trials=5") == EXIT_OK
+    assert "3 of 5 trials left\n" in capsys.readouterr().err
+    # The third is not started again, the fourth is.
+    assert len(trainer.started) == 6 and len(set(trainer.started)) == 5
+    assert trainer.started[3] == trainer.started[4]
+    after = [trial for trial in trials(tmp_path) if trial.state == TrialState.COMPLETE]
+    assert len(after) == 5
+    assert len({trial.params["optimizer.lr"] for trial in after}) == 5, "a new seed"
+    assert {trial.params["optimizer.lr"] for trial in before} <= {t.params["optimizer.lr"] for t in after}
+
+
+@pytest.mark.thorough
+def test_a_finished_study_runs_nothing(study: Callable[..., int], trainer: Trainer, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert study("optimizer.lr=interval(1e-4,1e-2)", "hydra.sweeper.n_trials=2") == EXIT_OK
+        assert len(trainer.started) == len(trials(tmp_path)) == 2
+
+
+def test_each_value_of_a_label_has_its_own_run(
+    study: Callable[..., int], trainer: Trainer, tmp_path: Path
+) -> None:
+    sampler = ("hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=1", "hydra.sweeper.n_trials=4")
+    assert study("cluster.threads_per_rank=1,2", *sampler) == EXIT_OK
+    chosen = {trial.params["cluster.threads_per_rank"] for trial in trials(tmp_path)}
+    assert chosen == {1, 2} and len(trainer.started) == 2
+
+
+def test_a_study_of_something_else_needs_another_name(study: Callable[..., int]) -> None:
+    typed = ("optimizer.lr=1e-3,1e-4", "hydra.sweeper.n_trials=1")
+    assert study(*typed) == EXIT_OK
+    with pytest.raises(UserError) as caught:
+        study(*typed, "training.steps=7", "hydra.launcher.objective=mfu")
+    assert str(caught.value).endswith(
+        "/s: has points of another study, this one is without minimize loss, with maximize mfu, with "
+        "training.steps=7; would work: another name=NAME"
+    )
+
+
+@pytest.mark.thorough
+def test_labels_do_not_make_another_study(study: Callable[..., int]) -> None:
+    assert study("optimizer.lr=1e-3,1e-4", "hydra.sweeper.n_trials=1") == EXIT_OK
+    assert study("optimizer.lr=1e-3,1e-4", "hydra.sweeper.n_trials=2", "metrics.log_interval=2") == EXIT_OK
+
+
+def test_nothing_valid_can_be_corrected(study: Callable[..., int], tmp_path: Path) -> None:
+    wrong = ("optimizer.lr=1e-3,1e-4", "parallelism.dp_shard=3", "hydra.sweeper.n_trials=2")
+    assert study(*wrong) == 1
+    assert [trial.state for trial in trials(tmp_path)] == [TrialState.FAIL] * 2
+    assert study(wrong[0], "parallelism.dp_shard=2", wrong[2]) == EXIT_OK
+    assert [trial.state for trial in trials(tmp_path)] == [TrialState.COMPLETE] * 2
+
+
+def test_a_failure_ends_the_study_or_has_a_value(study: Callable[..., int], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        study("optimizer.lr=0.05,0.02", "hydra.sweeper.max_failure_rate=0")
+    assert str(caught.value) == (
+        "hydra/sweeper=optuna: ends at a failed point: failed: machine: too hot; would work: "
+        "hydra.sweeper.max_failure_rate=1, or hydra.launcher.failed=VALUE, the value of a failed point"
+    )
+    assert study("optimizer.lr=0.05,0.02", "hydra.sweeper.n_trials=2", "hydra.launcher.failed=50") == 1
+    assert trials(tmp_path)[-1].values == [50.0]
+
+
+def test_several_objectives(
+    study: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ("optimizer.lr=interval(1e-4,1e-2)", "hydra.launcher.objective=[loss,mfu]")
+    typed = (*typed, "hydra/sweeper/sampler=nsgaii", "hydra.sweeper.n_trials=6")
+    assert study(*typed) == EXIT_OK
+    stored = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/s/study.db")
+    assert [each.name for each in stored.directions] == ["MINIMIZE", "MAXIMIZE"]
+    rows = [trial.values for trial in stored.trials]
+    front = [(a, b) for a, b in rows if not any(x <= a and y >= b and (x, y) != (a, b) for x, y in rows)]
+    assert capsys.readouterr().out.count("best (minimize loss, maximize mfu): ") == len(front)
+    assert {tuple(trial.values) for trial in stored.best_trials} == set(front)
+
+
+def test_the_launcher_is_a_plugin_of_hydra() -> None:
+    found = {each.__name__: each for each in Plugins.instance().discover(Launcher)}
+    assert found["HarnessLauncher"].__module__ == "hydra_plugins.hydra_harness_launcher"
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (
+            "hydra/launcher=joblib",
+            "hydra/launcher=joblib: jobs are started by hydra/launcher=harness; would ",
+        ),
+        ("hydra.sweeper.n_trials=3", "hydra.sweeper.n_trials=3: is for a sweeper that chooses points by "),
+        ("hydra.launcher.failed=3", "hydra.launcher.failed=3: is for a sweeper that chooses points by "),
+        ("hydra/sweeper=nope", "hydra/sweeper=nope (in hydra/config.yaml): no such option; options: "),
+    ],
+)
+def test_settings_without_a_sweeper(typed: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        chooses_points([typed, "training.seed=1,2"])
+    assert str(caught.value).startswith(message)
+
+
+def test_a_sweeper_is_chosen_by_its_name() -> None:
+    assert not chooses_points(["training.seed=1,2", "hydra/sweeper=basic"])
+    assert chooses_points(["training.seed=1,2", "hydra/sweeper=optuna"])
+
+
+MISTAKES = {
+    "hydra.sweeper.params={points:a}": "hydra.sweeper.params.points: is a list of points, so ",
+    "hydra.sweeper.storage=sqlite:////none/there.db": "hydra.sweeper.storage=sqlite:////none/there.db: ",
+    "cluster.dry_run=true": "cluster.dry_run=true: shows a sweep whose points are known before it starts; ",
+    "hydra.sweeper.direction=down": "hydra.sweeper.direction=down: must be a direction; would work: minimize",
+    "hydra.launcher.objective=los": "hydra.launcher.objective=los: must be a column of result.json with a ",
+    "hydra.sweeper.n_jobs=x": "hydra.sweeper.n_jobs",
+    "hydra.sweeper.nope=x": "hydra.sweeper.nope: no such field; ",
+    "name=../out": "name=../out: must name a folder inside runs_dir",
+    "training.steps=abc": "training.steps=abc: must be",
+    "hydra/sweeper/sampler=grid": "hydra/sweeper/sampler=grid: chooses nothing by results; would work: -m ",
+    "optimizer.lr=1e-3": "hydra/sweeper=optuna: there are no axes to choose from; would work: 'optimizer",
+}
+
+
+@pytest.mark.parametrize("typed", rest_is_thorough(MISTAKES, *list(MISTAKES)[:3]))
+def test_mistakes(study: Callable[..., int], typed: str) -> None:
+    with pytest.raises(UserError) as caught:
+        study("optimizer.lr=1e-3,1e-4", typed)
+    assert str(caught.value).startswith(MISTAKES[typed])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.thorough
+def test_other_choices_do_not_fit_a_stored_study(study: Callable[..., int]) -> None:
+    assert study("optimizer.lr=1e-3,1e-4", "hydra.sweeper.n_trials=1") == EXIT_OK
+    with pytest.raises(UserError, match=r"hydra/sweeper=optuna: CategoricalDistribution does not support"):
+        study("optimizer.lr=1e-3,1e-2", "hydra.sweeper.n_trials=2")
+
+
+def test_a_missing_package_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hydra_settings, "_is_installed", lambda module: False)
+    for sweeper, command in (
+        ("optuna", "pip install 'harness[optuna]'"),
+        ("ax", "pip install hydra-ax-sweeper"),
+    ):
+        with pytest.raises(UserError) as caught:
+            chooses_points([f"hydra/sweeper={sweeper}", "training.seed=1,2"])
+        rule = "its package is not installed; would work: "
+        assert str(caught.value) == f"hydra/sweeper={sweeper}: {rule}{command}"
+
+
+def test_a_sweeper_needs_several_jobs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "hydra/sweeper=optuna"])
+    with pytest.raises(SystemExit):
+        VERB.main()
+    assert capsys.readouterr().err == "error: hydra/sweeper=optuna: is for several jobs; would work: -m\n"
+
+
+def test_objectives_and_their_directions() -> None:
+    for name, direction in (
+        ("loss", "minimize"),
+        ("validation_loss.web", "minimize"),
+        ("window.tokens_per_second", "maximize"),
+        ("tokens_per_second_per_rank", "maximize"),
+        ("mfu", "maximize"),
+        ("memory_gib", "minimize"),
+    ):
+        assert check_objective(name) == [name]
+        assert check_directions(None, [name], "f") == [direction]
+    with pytest.raises(
+        ConfigError, match=r"tokens_per_second: must be .*; would work: .*window.tokens_per_second"
+    ):
+        check_objective("tokens_per_second")
+
+
+def test_the_best_of_several_objectives_by_brute_force() -> None:
+    record = StudyRecord("optuna", ["a", "b"], ["minimize", "maximize"], [], [])
+    values = list(itertools.product((1, 2, 3), repeat=2))
+    rows: list[dict[str, Any]] = [{"exit_reason": "completed", "a": a, "b": b} for a, b in values]
+    assert [values[index] for index in record.best(rows)] == [(1, 3)]
+    rows += [{"exit_reason": "failed", "a": 0, "b": 9}, {"exit_reason": "completed", "a": "nan", "b": 9}, {}]
+    rows.append({"exit_reason": "completed", "a": 0, "b": 0})
+    assert record.best(rows) == [2, len(rows) - 1]
