@@ -7,10 +7,11 @@ import time
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from harness.data.loader import Loader, build_loader
+from harness.data.batch import Loader
 from harness.data.tokenizer import Tokenizer
 from harness.job import Job
 from harness.loop.setup import local_rank
+from harness.model.architecture import architecture_of
 
 
 def loader_of(job: Job, tokenizer: Tokenizer, rows: range, split: str = "train") -> Loader:
@@ -22,18 +23,8 @@ def loader_of(job: Job, tokenizer: Tokenizer, rows: range, split: str = "train")
         rows: rows of the global batch.
         split: ``train`` or ``validation``.
     """
-    return build_loader(
-        job.data,
-        tokenizer,
-        seq_len=job.training.seq_len,
-        global_batch_size=job.global_batch_size,
-        seed=job.training.seed,
-        rows=rows,
-        split=split,
-        model_vocab_size=job.model.vocab_size,
-        wait_for_all=_wait_for_all,
-        is_builder=local_rank() == 0,
-        sizes=job.sizes if split == "train" else None,
+    return architecture_of(job.model).build_loader(
+        job, tokenizer, rows, split, wait_for_all=_wait_for_all, is_builder=local_rank() == 0
     )
 
 

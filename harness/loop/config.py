@@ -6,16 +6,32 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
+from typing import TYPE_CHECKING
 
-from harness.config import LARGEST_INTEGER, execution, label, numerics
+from harness.config import LARGEST_INTEGER, execution, label, numerics, part
 from harness.data import DataConfig
-from harness.data.config import WITHOUT_TEXT
+from harness.data.kind_fields import WITHOUT_TEXT
 from harness.data.sizes import Sizes
 from harness.errors import ConfigError, divisors
 from harness.evaluate.names import DATA, require_stride, require_tasks
+from harness.flux.config import FlowConfig
+from harness.registry import Registry
+
+if TYPE_CHECKING:
+    from harness.model.kernels import Kernel
 
 NON_FINITE = ("stop", "skip")
-ATTENTION = ("sdpa", "flex", "varlen")
+ATTENTION: Registry[type[Kernel]] = Registry(
+    "attention",
+    {
+        "sdpa": "harness.model.kernels:SdpaKernel",
+        "flex": "harness.model.kernels:FlexKernel",
+        "varlen": "harness.model.kernels:VarlenKernel",
+    },
+    field="training.attention",
+    expects="harness.model.kernels:Kernel",
+)
+"""Backends of the attention operation."""
 MATMUL_PRECISIONS = ("highest", "high")
 DEFAULT_STEPS = 100
 COUNT_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -50,6 +66,8 @@ class TrainingConfig:
     """Backend of attention: ``sdpa``, ``flex`` (FlexAttention) or ``varlen`` (flash attention over
     concatenated documents). All compute the same. The last two need a GPU, and skip the masked blocks between
     documents. flex needs a head dimension of at least 16."""
+    flow: FlowConfig = part(FlowConfig)
+    """With model.architecture=flux: noise, times and captions."""
     gc_interval: int = execution(50, least=0)
     """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to collect."""
 
@@ -139,6 +157,11 @@ class ValidationConfig:
     """Steps between validations (one more after the last step); 0 means none."""
     steps: int = label(10, least=1)
     """Global batches per validation."""
+    pictures: int = label(0, least=0)
+    """Models that make pictures: pictures of held-out captions that each validation samples, at most a global
+    batch, into ``samples/step-<step>.png`` of the run folder."""
+    picture_steps: int = label(28, least=1)
+    """Euler steps from noise to these pictures."""
 
 
 @dataclass(frozen=True)

@@ -5,29 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from harness.config import with_value
-from harness.data.loader import Batch
+from harness.data.batch import AnyBatch, Batch
 from harness.data.prefetch import count_valid, place
 from harness.errors import LostGradientError
 from harness.job import Job
 from harness.loop.outcome import HOST, StepOutcome
 from harness.loop.sources import LossSum, SourceLosses
 from harness.metrics.annotation import annotated
-from harness.model.decoder import Decoder
-from harness.optimizer.adamw import RoundedAdamW
+from harness.metrics.phases import SUMS
+from harness.model.architecture import architecture_of
+from harness.model.part import ModelPart
+from harness.model.spec import tensors
+from harness.optimizer.base import drops_on_device, parts_of
 from harness.optimizer.build import build_optimizer, build_schedule
 from harness.optimizer.in_backward import UpdateInBackward
+from harness.optimizer.settings import exchanges
 from harness.parallelism.balance import Balance
-from harness.parallelism.chunked_loss import build_loss
 from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
-from harness.parallelism.execute import build_executor, computes_loss, set_length
+from harness.parallelism.execute import Executor, computes_loss, set_length
 from harness.parallelism.fsdp import reshard
-from harness.parallelism.mesh import Mesh, build_mesh
+from harness.parallelism.mesh import Mesh, build_mesh, stage_group
 from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
 
@@ -45,24 +49,27 @@ class Engine:
     """
 
     def __init__(
-        self, job: Job, device: torch.device, built: tuple[Mesh, list[Decoder]] | None = None
+        self, job: Job, device: torch.device, built: tuple[Mesh, list[ModelPart]] | None = None
     ) -> None:
         self.job, self.device = job, device
         if built is None:
             mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
             built = mesh, build_model_parts(job, mesh, device)
         self.mesh, self.parts = built
-        self.loss = build_loss(job, self.mesh, self.parts)
+        self.architecture = architecture_of(job.model)
+        self.loss = self.architecture.build_loss(job, self.mesh, self.parts)
         self.sources = SourceLosses(job, self.loss)
         self.balance = Balance(job, self.parts, device)
         self.length = job.training.seq_len
-        self.executor = build_executor(job, self.mesh, self.parts, self.loss, device)
+        self.executor = self._build_executor(job)
         self._executors = {self.length: self.executor}
         self._parameters = [list(part.parameters()) for part in self.parts]
         self.parameters: list[Tensor] = [
             parameter for parameters in self._parameters for parameter in parameters
         ]
-        self.optimizer = build_optimizer(job.optimizer, self.named_parameters())
+        specs = tensors(job.model)
+        group = stage_group(self.mesh) if exchanges(job.optimizer, specs.values()) else None
+        self.optimizer = build_optimizer(job.optimizer, self.named_parameters(), specs, group)
         in_backward = job.optimizer.in_backward
         self.updater = (
             UpdateInBackward(self.optimizer, self.parameters, self.mesh, device) if in_backward else None
@@ -104,8 +111,8 @@ class Engine:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update."""
-        return self.optimizer.param_groups[0]["lr"]
+        """Learning rate of the next update, before the factors of parameter groups."""
+        return self.job.optimizer.lr * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
 
     def set_schedule(self, steps: int) -> None:
         """Move the schedule to its state after ``steps`` updates, with the learning rates of this job."""
@@ -116,22 +123,26 @@ class Engine:
             group["lr"] = rate
         self.schedule._last_lr = rates
 
-    def gradients(self, batch: Batch, *, stop_requested: bool = False) -> StepOutcome:
+    def gradients(
+        self, batch: AnyBatch, *, stop_requested: bool = False, beside: Sequence[float] = ()
+    ) -> StepOutcome:
         """Compute the gradients of one global batch; with optimizer.in_backward, also update.
 
         Args:
             batch: this rank's rows of it, in host memory; their number and length follow the schedule.
             stop_requested: whether this rank was asked to stop; summed together with the token counts.
+            beside: more values to sum over the world; their sums are the outcome's.
         """
         self._scale_weights()
-        num_rows, length = batch.inputs_BT.shape
+        num_rows, length = batch.shape
         self._set_length(length)
         self.balance.set_size(num_rows * self.job.parallelism.data_parallel, length)
         local_tokens = count_valid(batch)
         # Summed in host memory: on the device this would wait for the previous step.
         counted = [local_tokens, *self.sources.tokens(batch)]
         tokens = counted if self.counts_tokens else [0] * len(counted)
-        stops, valid_tokens, *source_tokens = self.world_sum([float(stop_requested), *tokens], HOST)
+        summed = self.world_sum([float(stop_requested), *tokens, *beside], HOST)
+        (stops, valid_tokens, *source_tokens), beside = summed[: 1 + len(tokens)], summed[1 + len(tokens) :]
         # The loss of a batch without valid tokens is 0, not 0/0.
         self.loss.denominator = max(1.0, valid_tokens)
         with annotated("forward_backward"):
@@ -158,7 +169,11 @@ class Engine:
             source_tokens=list(map(int, source_tokens)),
             local_weight=self.loss.denominator / local_tokens if reports_loss else None,
             stop_requested=stops > 0,
+            beside=beside,
         )
+
+    def _build_executor(self, job: Job) -> Executor:
+        return self.architecture.build_executor(job, self.mesh, self.parts, self.loss, self.device)
 
     def _set_length(self, length: int) -> None:
         """Make the parts compute sequences of another length, and choose the executor for it."""
@@ -172,7 +187,7 @@ class Engine:
             job = with_value(self.job, "training.seq_len", length)
             self._executors = {
                 longest: self._executors[longest],
-                length: build_executor(job, self.mesh, self.parts, self.loss, self.device),
+                length: self._build_executor(job),
             }
         self.executor = self._executors[length]
 
@@ -181,8 +196,7 @@ class Engine:
         """Whether the device drops an update that is not finite, without the host."""
         if self.job.parallelism.cpu_offload:
             return False
-        ours = isinstance(self.optimizer, RoundedAdamW) and self.device.type != "cpu"
-        return ours or bool(self.optimizer.defaults.get("fused"))
+        return drops_on_device(self.optimizer, self.device)
 
     @property
     def asks_for_norm(self) -> bool:
@@ -211,8 +225,10 @@ class Engine:
             return self._end_step()
         if self.skips_on_device:
             norm = torch.full((), norm, device=self.device) if isinstance(norm, float) else norm
-            # Attribute of fused optimizers: if it is 1, the kernel changes nothing.
-            self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+            found_inf = (~norm.isfinite()).float()
+            for part in parts_of(self.optimizer):
+                # Attribute of fused optimizers: if it is 1, the kernel changes nothing.
+                part.found_inf = found_inf  # type: ignore[attr-defined]
         elif self.asks_for_norm:
             norm = float(norm)
             if not math.isfinite(norm):
@@ -231,10 +247,10 @@ class Engine:
         self.schedule.step()
         self.optimizer.zero_grad()
 
-    def evaluate(self, batch: Batch) -> list[LossSum]:
+    def evaluate(self, batch: AnyBatch) -> list[LossSum]:
         """Return the loss of one global batch, and of a mixture that of each source; no gradients."""
         self._scale_weights()
-        self._set_length(batch.inputs_BT.shape[1])
+        self._set_length(batch.shape[1])
         self.loss.denominator = 1.0
         loss = torch.zeros((), device=self.device)
         batch = place(batch, self.device)
@@ -278,9 +294,10 @@ class Engine:
     def _reduce(
         self, values: Sequence[Tensor | float], operation: dist.ReduceOp.RedOpType, device: torch.device
     ) -> Tensor:
-        packed = torch.stack([_scalar(value, device) for value in values])
-        if self.job.world_size > 1:
-            dist.all_reduce(packed, op=operation)
+        with annotated(SUMS):
+            packed = torch.stack([_scalar(value, device) for value in values])
+            if self.job.world_size > 1:
+                dist.all_reduce(packed, op=operation)
         return packed
 
     def _squares(self) -> Tensor:
@@ -311,7 +328,8 @@ class Engine:
         if self.job.parallelism.cp == 1 or not self.has_loss:
             return loss
         loss = loss.double()
-        dist.all_reduce(loss, group=self.mesh.group("cp"))
+        with annotated("cp.all_reduce"):
+            dist.all_reduce(loss, group=self.mesh.group("cp"))
         return loss
 
     def _scale_weights(self) -> None:
@@ -334,6 +352,6 @@ def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-def split_batch(batch: Batch, rows: int) -> list[Batch]:
+def split_batch(batch: AnyBatch, rows: int) -> list[Any]:
     """Split a batch into pieces of ``rows`` rows."""
-    return [batch.each(itemgetter(slice(i, i + rows))) for i in range(0, len(batch.inputs_BT), rows)]
+    return [batch.each(itemgetter(slice(i, i + rows))) for i in range(0, batch.shape[0], rows)]

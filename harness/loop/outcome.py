@@ -26,6 +26,7 @@ class StepOutcome:
         local_weight: factor from ``loss`` to the mean loss of this rank's tokens; None on ranks that compute
             no loss.
         stop_requested: whether any rank was asked to stop.
+        beside: sums of the values that were summed beside these.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class StepOutcome:
         source_tokens: Sequence[int],
         local_weight: float | None,
         stop_requested: bool,
+        beside: Sequence[float] = (),
     ) -> None:
-        self.valid_tokens, self.stop_requested = valid_tokens, stop_requested
+        self.valid_tokens, self.stop_requested, self.beside = valid_tokens, stop_requested, beside
         self.source_tokens = source_tokens
         self.squares, self._local_weight = squares, local_weight
         square_sum, *loss_sums = sums.unbind()

@@ -28,7 +28,8 @@ class Progress:
     evaluation: dict[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0
     first_step_seconds: float | None = None
-    memory_gib: float | None = None
+    memory: dict[str, float | None] = field(default_factory=lambda: {"memory_gib": None})
+    """Columns of memory, maxima over all ranks."""
 
     def saved(self) -> dict[str, Any]:
         """Return the values that a checkpoint keeps: those of the run, not those of this process."""
@@ -54,13 +55,14 @@ def device_peak(job: Job, device: torch.device) -> Peak:
     For float8 jobs it is the bfloat16 peak, as in torchtitan: attention and head multiply in bfloat16, and
     with the same peak the MFU shows what float8 gains. It can exceed 1.
     """
+    name = device_name(device)
+    cluster = job.cluster.with_device(name)
+    accelerator = None if cluster is None else cluster.gpu
     if job.precision.linear != "none":
-        peak = peak_of(device_name(device), "bfloat16")
+        peak = peak_of(name, "bfloat16", accelerator)
         convention = f"; {job.precision.linear} is measured against the bfloat16 peak, as in torchtitan"
         return peak if peak.flops is None else replace(peak, origin=peak.origin + convention)
-    if device.type != "cuda":
-        return peak_of(device_name(device), job.precision.param_dtype)
     dtype = job.precision.param_dtype
-    if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
+    if device.type == "cuda" and dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
         dtype = "tf32"
-    return peak_of(torch.cuda.get_device_name(device), dtype)
+    return peak_of(name, dtype, accelerator)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.data.loader import Batch
+from harness.data.batch import AnyBatch, Batch
 from harness.data.prefetch import valid_by_source
 from harness.job import Job
-from harness.parallelism.loss import TokenLoss
+from harness.parallelism.loss import Loss
 
 
 class LossSum(NamedTuple):
@@ -38,11 +38,11 @@ class SourceLosses:
     Without a mixture all lists are empty and nothing is computed.
     """
 
-    def __init__(self, job: Job, loss: TokenLoss) -> None:
+    def __init__(self, job: Job, loss: Loss) -> None:
         self.names, self._loss = job.data.source_names, loss
 
     @contextmanager
-    def recorded(self, batch: Batch) -> Iterator[list[Tensor]]:
+    def recorded(self, batch: AnyBatch) -> Iterator[list[Tensor]]:
         """Context manager for the passes of a batch; the list receives the losses of rows."""
         if batch.sources_B is None:
             yield []
@@ -50,7 +50,7 @@ class SourceLosses:
         with self._loss.recording() as rows:
             yield rows
 
-    def losses(self, batch: Batch, rows: Sequence[Tensor]) -> list[Tensor]:
+    def losses(self, batch: AnyBatch, rows: Sequence[Tensor]) -> list[Tensor]:
         """Add up recorded losses of rows by source, on the device; 0 on ranks that compute no loss."""
         if batch.sources_B is None:
             return []
@@ -59,9 +59,10 @@ class SourceLosses:
             by_source.index_add_(0, batch.sources_B, torch.cat(list(rows)).double())
         return list(by_source)
 
-    def tokens(self, batch: Batch) -> list[int]:
+    def tokens(self, batch: AnyBatch) -> list[int]:
         """Return the valid tokens of each source."""
         if batch.sources_B is None:
             return []
+        assert isinstance(batch, Batch)
         found = valid_by_source(batch)
         return [found.get(index, 0) for index in range(len(self.names))]

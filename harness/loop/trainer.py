@@ -23,18 +23,20 @@ from harness.loop.engine import Engine
 from harness.loop.evidence import NonFinitePolicy
 from harness.loop.finite import FiniteWatch, unwrap_non_finite
 from harness.loop.flight_recorder import StepWatch
+from harness.loop.phases import PhaseLog
 from harness.loop.process import garbage_collection
 from harness.loop.progress import Progress, device_name, device_peak
+from harness.loop.rank_metrics import RankMetrics
 from harness.loop.setup import set_timeouts
 from harness.loop.signals import StopRequest, ignore_stop_signals
 from harness.loop.sources import add_up
 from harness.loop.steps import Step, StepQueue
 from harness.metrics.annotation import annotated
-from harness.metrics.memory import peak_memory_gib
+from harness.metrics.memory import allocator, peak_memory_gib
 from harness.metrics.mfu import describe_inputs
 from harness.metrics.profiler import Profiler
 from harness.metrics.recorder import Recorder
-from harness.metrics.rows import Efficiency, Row, result_row, step_row
+from harness.metrics.rows import Efficiency, Row, rank_row, result_row, step_row
 from harness.metrics.window import StepTimer, Window
 from harness.parallelism.compile import CompileWatch
 from harness.precision.linears import sort_linears, warning_of_eager
@@ -65,24 +67,34 @@ class Trainer:
         self.compiler = CompileWatch()
         device = engine.device
         self.device_name = device_name(device)
-        self.timer = StepTimer(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
+        synchronize = torch.cuda.synchronize if device.type == "cuda" else None
+        self.timer = StepTimer(synchronize, annotated=annotated)
         self.efficiency = Efficiency(
             job.model, job.training.seq_len, device_peak(job, device), job.world_size
         )
         tokenizer = build_tokenizer(job.tokenizer)
         loader, ahead = loader_of(job, tokenizer, engine.rows), job.data.prefetch
-        self.loader = Prefetcher(loader, ahead, device) if ahead else loader
+        self.loader = Prefetcher(loader, ahead, device) if ahead and not loader.runs_in_loop else loader
         self.validation_loader = (
             loader_of(job, tokenizer, engine.rows, "validation") if job.validation.interval else None
         )
         self.notes = [each.note for each in (loader, self.validation_loader) if each and each.note]
         self.evaluation = EvaluationInLoop(engine, tokenizer) if job.evaluation.interval else None
         self.ranks = RankGroup(job.checkpoint.timeout_seconds)
+        self.sheet = (
+            engine.architecture.build_sheet(job, engine, self.validation_loader, self.ranks, self.folder.path)
+            if self.validation_loader is not None
+            else None
+        )
         self.saver = Saver(job, folder.path, engine, self.loader, self.ranks, self._message)
         rank = dist.get_rank() if dist.is_initialized() else 0
         watching = job.world_size > 1 and job.debug.flight_recorder > 0
         self.watch = StepWatch(folder.path, rank, enabled=watching)
         self.finite = FiniteWatch(engine.parts) if job.debug.nan else None
+        self.phases = (
+            PhaseLog(folder.path, engine, job.metrics.warmup_steps) if job.profiling.phases else None
+        )
+        self.own_metrics = RankMetrics(folder.path, engine)
         self.profiler = Profiler(job.profiling, folder.path, rank, device, self._message)
         self.non_finite = NonFinitePolicy(job.debug, folder.path, engine)
 
@@ -109,6 +121,9 @@ class Trainer:
                     # A launcher sends them when a rank has failed; they would hide the error.
                     ignore_stop_signals()
                 self.watch.close()
+                if self.phases is not None:
+                    self.phases.close()
+                self.own_metrics.close()
                 self.profiler.close()
                 self.loader.close()
                 if self.validation_loader is not None:
@@ -134,6 +149,8 @@ class Trainer:
 
     def _loop(self, request: StopRequest, collect: Callable[[int], None]) -> str:
         self.profiler.start(self.progress.step)
+        if self.phases is not None:
+            self.phases.start(self.progress.step)
         self.timer.restart()
         for number in range(self.progress.step + 1, self.job.steps + 1):
             self.profiler.begin_step(number)
@@ -160,14 +177,18 @@ class Trainer:
 
     def _launch(self, number: int, request: StopRequest) -> Step:
         """Launch the passes and the update of the next batch."""
-        with annotated("data"), self.timer.section("data"):
+        with self.timer.section("data"):
             batch = self.loader.next()
         if self.job.optimizer.in_backward:
             self._wait_for_staging()
         self._watch(number)
         with unwrap_non_finite(number):
             stop_requested = request.signal is not None or self.saver.asks_to_stop
-            outcome = self.engine.gradients(batch, stop_requested=stop_requested)
+            beside = [] if self.phases is None else self.phases.beside(number)
+            outcome = self.engine.gradients(batch, stop_requested=stop_requested, beside=beside)
+        if self.phases is not None:
+            for warning in self.phases.observe(outcome.beside, number):
+                self._message(warning)
         step = Step(number, batch, outcome, self.engine.lr)
         self._wait_for_staging()
         self.engine.update(outcome.norm)
@@ -212,8 +233,9 @@ class Trainer:
                 self._message(message)
             self.resumed_from = resumed.path
             self.progress.resume(resumed.state)
+        step = self.progress.step
+        self.own_metrics.begin(step)
         if self.recorder is not None:
-            step = self.progress.step
             self.recorder.begin(step, has_curve=self.saver.folder.path_of(step) == self.resumed_from)
 
     def _save_seed(self) -> str:
@@ -303,6 +325,8 @@ class Trainer:
 
     def _record_time(self, step: int) -> None:
         lap, phase, changes = self.timer.lap(), self.sizes.at(step), self._changes_length(step)
+        if self.phases is not None:
+            self.phases.end_step(step, logged=self._is_logged(step))
         self.window.add(
             lap.seconds,
             phase.tokens,
@@ -328,11 +352,12 @@ class Trainer:
 
     def _log(self, step: Step) -> None:
         """Write one row of metrics; loss_max and memory are maxima over all ranks."""
-        local = float("-inf") if step.outcome.local_loss is None else step.outcome.local_loss
-        loss_max, self.progress.memory_gib = self.engine.world_max(
-            [local, peak_memory_gib(self.engine.device.type)]
-        )
+        loss, device = step.outcome.local_loss, self.engine.device.type
+        memory = {"memory_gib": peak_memory_gib(device), **allocator(device)}
+        loss_max, *most = self.engine.world_max([float("-inf") if loss is None else loss, *memory.values()])
+        self.progress.memory = dict(zip(memory, most, strict=True))
         row = step_row(step, self, loss_max)
+        self.own_metrics.log(rank_row(row, loss, memory, {} if self.phases is None else self.phases.last))
         if self.recorder is not None:
             self.recorder.log(row)
 
@@ -348,6 +373,8 @@ class Trainer:
                 for name, found in zip(self.engine.sources.names, by_source, strict=True)
                 if found.tokens
             }
+            if self.sheet is not None:
+                self._message(self.sheet.write(step))
             self.compiler.mark_expected()  # compiling a graph without gradients is expected
         if self.recorder is not None:
             losses = {"validation_loss": self.progress.validation_loss, **self.progress.source_validation}

@@ -27,11 +27,18 @@ class Column:
 
 
 _UTILIZATION = (
+    Column("images_per_second", "images/s", "Pictures of all ranks.", "`model.architecture=flux`"),
     Column("tokens_per_second_per_rank", "tokens/s", "`tokens_per_second` divided by the number of ranks."),
     Column("tflops_per_device", "TFLOP/s", "Model FLOPs per second and rank, attention counted in full."),
     Column("mfu", "0 to 1", "Model FLOPs utilization, attention counted in full; null without a known peak."),
     Column("mfu_causal", "0 to 1", "Model FLOPs utilization with half of attention, as a causal mask needs."),
     Column("memory_gib", "GiB", "Peak memory of the fullest rank since the process started."),
+    Column("memory.active_gib", "GiB", "Peak memory in use by tensors, on the fullest rank.", "GPUs"),
+    Column("memory.reserved_gib", "GiB", "Peak memory reserved by the allocator.", "GPUs"),
+    Column(
+        "memory.retries", "count", "Allocations that first had to free cached memory, most of a rank.", "GPUs"
+    ),
+    Column("memory.out_of_memory", "count", "Allocations that failed, most of a rank.", "GPUs"),
 )
 
 METRICS = (
@@ -66,6 +73,7 @@ METRICS = (
     Column("moe.load_min.*", "ratio", "The same for one layer; the name ends in its number.", "mixtures"),
     Column("moe.unused", "count", "Experts without a token, over all layers.", "mixtures"),
     Column("moe.dropped", "count", "Choices of an expert that were not computed: always 0.", "mixtures"),
+    Column("slow_ranks", "count", "Ranks that compute longer than others.", "`profiling.phases=true`"),
     Column("time", "s", "Unix time at which the row was written."),
     Column(
         "validation_loss",
@@ -80,6 +88,24 @@ METRICS = (
         "Metric of a task, `evaluation.<task>.<metric>`; a row of its own with `step`.",
         "evaluation",
     ),
+)
+
+OF_RANK = (
+    Column("step", "count", "Optimizer step, from 1."),
+    Column("rank", "number", "The rank."),
+    Column("stage", "number", "Its pipeline stage."),
+    Column("host", "text", "Name of its node."),
+    Column("device", "text", "Name of its device."),
+    Column("loss", "nats/token", "Mean loss of the tokens that it counts; null if another rank does."),
+    Column("step_seconds", "s", "Mean time of its steps since the last row, warm-up included."),
+    Column("data_share", "0 to 1", "Share of its time spent waiting for data, without warm-up."),
+    Column("memory_gib", "GiB", "Its peak memory since the process started."),
+    Column("memory.active_gib", "GiB", "Its peak memory in use by tensors.", "GPUs"),
+    Column("memory.reserved_gib", "GiB", "Its peak memory reserved by the allocator.", "GPUs"),
+    Column("memory.retries", "count", "Its allocations that first had to free cached memory.", "GPUs"),
+    Column("memory.out_of_memory", "count", "Its allocations that failed.", "GPUs"),
+    Column("phase.*", "s", "Mean time of a phase in the steps done last.", "`profiling.phases=true`"),
+    Column("time", "s", "Unix time at which the row was written."),
 )
 
 _ERROR = (

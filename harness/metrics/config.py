@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from harness.config import label
 from harness.errors import ConfigError
+from harness.registry import Registry, resolve_options
 
+
+@dataclass(frozen=True)
+class MlflowOptions:
+    """Options of the view ``mlflow``."""
+
+    tracking_uri: str | None = label(None)
+    """Server or database, such as ``sqlite:///mlflow.db``; null: MLFLOW_TRACKING_URI, or MLflow's default."""
+    experiment: str | None = label(None)
+    """MLflow experiment of the run; null: MLFLOW_EXPERIMENT_NAME, or else ``harness``."""
+    tags: dict[str, str] = label(factory=dict)
+    """Tags of the MLflow run."""
+
+
+@dataclass(frozen=True)
+class ViewKind:
+    """A view of metrics.jsonl.
+
+    Attributes:
+        view: ``module:class`` of a ``harness.metrics.views.View``, which is called with a ``ShownRun``.
+        options: dataclass of ``metrics.views.NAME``; None: there are none.
+    """
+
+    view: str
+    options: type | None = None
+
+
+VIEWS: Registry[ViewKind] = Registry(
+    "metrics",
+    {
+        "wandb": ViewKind("harness.metrics.views:WandbView"),
+        "tensorboard": ViewKind("harness.metrics.views:TensorBoardView"),
+        "mlflow": ViewKind("harness.metrics.mlflow_view:MlflowView", MlflowOptions),
+    },
+    field="metrics.views",
+    expects="harness.metrics.config:ViewKind",
+)
+"""Views of metrics.jsonl."""
 CONSOLES = ("auto", "rich", "plain", "none")
 WANDB_MODES = ("online", "offline", "disabled")
+_SWITCHES = ("wandb", "tensorboard")
+"""Views with a field of their own that switches them on."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +61,9 @@ class MetricsConfig:
 
     warmup_steps: int = label(3, least=0)
     """First steps of this process that throughput excludes: they compile, allocate and connect."""
+
+    all_ranks: bool = label(False)
+    """Also write the own values of every rank (memory, times, loss) into ``metrics/rank<r>.jsonl``."""
 
     console: str = label("auto", choices=CONSOLES)
     """auto: a progress bar on a terminal and plain lines elsewhere; rich, plain or none choose one."""
@@ -44,6 +88,32 @@ class MetricsConfig:
 
     tensorboard: bool = label(False)
     """Also write TensorBoard event files into the ``tensorboard`` folder of the run."""
+
+    views: dict[str, Any] = label(factory=dict)
+    """More views, each by its name with its options: {mlflow: {experiment: my_experiment}}. Packages can add
+    views."""
+
+    def resolve(self) -> MetricsConfig:
+        """Return the config with the defaults of the views' options.
+
+        Raises:
+            ConfigError: no such view, or no such option of it.
+        """
+        views = {}
+        for name, options in self.views.items():
+            field = f"metrics.views.{name}"
+            if name in _SWITCHES or name not in VIEWS:
+                works = [f"metrics.{name}=true"] if name in _SWITCHES else sorted({*VIEWS} - {*_SWITCHES})
+                raise ConfigError(field, options, "no such view", works)
+            if not isinstance(options, dict):
+                raise ConfigError(field, options, "must be a mapping of the view's options", f"{field}={{}}")
+            views[name] = resolve_options(options, VIEWS[name].options, field, f"the view {name}")
+        return replace(self, views=views)
+
+    @property
+    def shown(self) -> dict[str, dict[str, Any]]:
+        """The options of all views that are on, by name."""
+        return {**{name: {} for name in _SWITCHES if getattr(self, name)}, **self.views}
 
 
 @dataclass(frozen=True)
@@ -70,6 +140,9 @@ class ProfilingConfig:
 
     ranks: list[int] = label(factory=lambda: [0])
     """Ranks that write traces."""
+
+    phases: bool = label(False)
+    """Write the time of each phase of a step on each rank (``phases/``), and warn about slow ranks."""
 
     memory_snapshot: bool = label(False)
     """Also write snapshots of GPU memory by source line: with each trace, and when memory runs out."""

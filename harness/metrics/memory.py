@@ -27,6 +27,27 @@ def peak_memory_gib(device_type: str) -> float:
     return _peak_resident_bytes() / GIB
 
 
+ALLOCATOR = {
+    "memory.active_gib": "active_bytes.all.peak",
+    "memory.reserved_gib": "reserved_bytes.all.peak",
+    "memory.retries": "num_alloc_retries",
+    "memory.out_of_memory": "num_ooms",
+}
+"""Columns about the caching allocator, and their keys in ``torch.cuda.memory_stats``."""
+
+
+def allocator(device_type: str) -> dict[str, float]:
+    """Return the values of ``ALLOCATOR`` on the current GPU since the process started; empty on a CPU."""
+    if device_type != "cuda":
+        return {}
+    import torch
+
+    found = torch.cuda.memory_stats()
+    return {
+        name: found.get(key, 0) / (GIB if name.endswith("_gib") else 1) for name, key in ALLOCATOR.items()
+    }
+
+
 def _peak_resident_bytes() -> int:
     """Return VmHWM if the system has it, else ru_maxrss.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.hardware import find_accelerator
+from harness.hardware import Accelerator, find_accelerator
 from harness.model.accounting import Accounting
 
 
@@ -26,14 +26,15 @@ class Peak:
     origin: str
 
 
-def peak_of(device_name: str, dtype: str) -> Peak:
+def peak_of(device_name: str, dtype: str, accelerator: Accelerator | None = None) -> Peak:
     """Return the peak for the MFU of a device.
 
     Args:
         device_name: from ``torch.cuda.get_device_name()``; for a CPU any other text.
         dtype: format of the matrix products: bfloat16, float16, float8, tf32 or float32.
+        accelerator: the device, if the job describes it (``cluster.hardware``).
     """
-    accelerator = find_accelerator(device_name)
+    accelerator = accelerator or find_accelerator(device_name)
     if accelerator is None:
         return Peak(None, f"no known peak for {device_name!r}")
     if dtype not in accelerator.peak_flops:

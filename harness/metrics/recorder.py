@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.metrics.config import MetricsConfig
+from harness.metrics.config import VIEWS, MetricsConfig
 from harness.metrics.console import PlainConsole, SilentConsole, make_console
 from harness.metrics.jsonl import MetricsFile
-from harness.metrics.views import TensorBoardView, View, WandbView
+from harness.metrics.views import ShownRun, View
+from harness.registry import load_attribute
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -63,10 +64,8 @@ class Recorder:
             self._file.expect_rows_up_to(start_step, config.log_interval)
         self._show_notes()
         self._tell(lambda console: console.start_at(start_step))
-        if config.wandb:
-            self._add_view("wandb", lambda: WandbView(config, run_dir, self._run_id, self._name, self._job))
-        if config.tensorboard:
-            self._add_view("tensorboard", lambda: TensorBoardView(run_dir, self._job, start_step))
+        for name, options in config.shown.items():
+            self._add_view(name, options, start_step)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write the row of a step or a validation; it has a ``step``. Views leave out None, which is unknown.
@@ -111,9 +110,14 @@ class Recorder:
             self._console = SilentConsole(0)
             self._switched_off("console", error)
 
-    def _add_view(self, name: str, make: Callable[[], View]) -> None:
+    def _add_view(self, name: str, options: dict[str, Any], start_step: int) -> None:
         try:
-            self._views.append(make())
+            kind = VIEWS[name]
+            typed = None if kind.options is None else kind.options(**options)
+            run = ShownRun(
+                self._config, typed, self._run_dir, self._run_id, self._name, self._job, start_step
+            )
+            self._views.append(load_attribute(kind.view)(run))
         except Exception as error:  # see _switched_off
             self._switched_off(name, error)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.metrics.mfu import Peak, utilization
 from harness.model.accounting import Accounting, account
+from harness.model.architecture import architecture_of
 from harness.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -31,13 +32,16 @@ class Efficiency:
 
     def __init__(self, model: ModelConfig, seq_len: int, peak: Peak, world_size: int) -> None:
         self.accounting, self.peak = account(model, seq_len), peak
-        self._model, self._world_size = model, world_size
+        self._model, self._seq_len, self._world_size = model, seq_len, world_size
+        self._has_images = architecture_of(model).takes_pictures
         self._known = {seq_len: self.accounting}
 
     def fields(self, tokens_per_second: float | None, lengths: Mapping[int, int]) -> Row:
         """Return the fields for a throughput of all ranks; None is unknown. ``lengths`` as in ``mean``."""
         per_rank = None if tokens_per_second is None else tokens_per_second / self._world_size
+        images = None if tokens_per_second is None else tokens_per_second / self._seq_len
         return {
+            **({"images_per_second": images} if self._has_images else {}),
             "tokens_per_second_per_rank": per_rank,
             **utilization(per_rank, self.mean(lengths), self.peak),
         }
@@ -77,11 +81,31 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
         **_source_progress(trainer),
         **interval,
         **trainer.efficiency.fields(interval["tokens_per_second"], trainer.window.interval_lengths),
-        "memory_gib": progress.memory_gib,
+        **progress.memory,
         "skipped_steps": progress.skipped_steps,
         **_scheduled_sizes(step.number, trainer),
         **trainer.engine.balance.metrics(),
+        **({} if trainer.phases is None else {"slow_ranks": len(trainer.phases.slow.slow)}),
         "time": time.time(),
+    }
+
+
+def rank_row(row: Row, loss: float | None, memory: Row, phases: Mapping[str, float]) -> Row:
+    """Return the row of a rank's own values.
+
+    Args:
+        row: the row of the step on this rank; its times are the rank's own.
+        loss: mean loss of the rank's tokens; None without any.
+        memory: its columns of memory.
+        phases: mean seconds of each phase; empty without ``profiling.phases``.
+    """
+    return {
+        "step": row["step"],
+        "loss": loss,
+        "step_seconds": row["step_seconds"],
+        "data_share": row["data_share"],
+        **memory,
+        **{f"phase.{name}": seconds for name, seconds in phases.items()},
     }
 
 
@@ -123,7 +147,7 @@ def result_row(trainer: Trainer) -> Row:
         "device": trainer.device_name,
         "window": window,
         **trainer.efficiency.fields(window["tokens_per_second"], trainer.window.lengths),
-        "memory_gib": progress.memory_gib,
+        **progress.memory,
     }
 
 

@@ -1,4 +1,4 @@
-"""Views of ``metrics.jsonl``: the same rows, for W&B and for TensorBoard.
+"""Views of ``metrics.jsonl``: the same rows, for W&B, TensorBoard and others.
 
 Keys are those of ``metrics.jsonl``, so a metric has one name everywhere. A view may raise from any method;
 ``harness.metrics.recorder`` then switches it off and the run continues.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import netrc
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -20,6 +21,30 @@ from harness.metrics.result import flatten
 _DEFAULT_PROJECT = "harness"
 _UPLOAD_SECONDS = 300.0
 _EVENT_FLUSH_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class ShownRun:
+    """A run that a view shows.
+
+    Attributes:
+        config: the configuration of all views.
+        options: those of the view in ``metrics.views``, as its own dataclass; None: it has none.
+        run_dir: the run folder, for local files of the view.
+        run_id: the id of the run; a resumed run continues under it.
+        name: the name to show.
+        job: the resolved job as plain values.
+        start_step: the last step already done; rows of later steps that an earlier attempt has logged come
+            again.
+    """
+
+    config: MetricsConfig
+    options: Any
+    run_dir: Path
+    run_id: str
+    name: str
+    job: dict[str, Any]
+    start_step: int
 
 
 class View(Protocol):
@@ -35,17 +60,13 @@ class View(Protocol):
 
 
 class WandbView:
-    """Weights & Biases, on rank 0 only.
+    """Weights & Biases, on rank 0 only. The local copy of the run is in the run folder's ``wandb``.
 
     Rows have their own ``step`` and are logged without ``step=``: W&B drops a row whose step is below the
     last one, as after a resume from an older checkpoint.
 
     Args:
-        config: project, entity, group, tags and mode.
-        run_dir: the local copy of the run is written into its ``wandb`` folder.
-        run_id: the id of the run; a resumed run continues under it.
-        name: the name shown for the run.
-        job: the resolved job, shown as the run's config.
+        run: the run to show.
 
     Raises:
         Exception: anything that wandb raises when it is missing, misused or cannot reach its server.
@@ -53,11 +74,10 @@ class WandbView:
 
     name = "wandb"
 
-    def __init__(
-        self, config: MetricsConfig, run_dir: Path, run_id: str, name: str, job: dict[str, Any]
-    ) -> None:
+    def __init__(self, run: ShownRun) -> None:
         import wandb
 
+        config = run.config
         # Capturing stdout interferes with srun and with the progress bar.
         settings: dict[str, Any] = {"console": "off"}
         if "finish_timeout" in wandb.Settings.model_fields:
@@ -65,16 +85,16 @@ class WandbView:
             # was not uploaded stays in the run folder, for `wandb sync`.
             settings["finish_timeout"] = _UPLOAD_SECONDS
         self._run = wandb.init(
-            dir=run_dir,
-            id=run_id,
+            dir=run.run_dir,
+            id=run.run_id,
             resume="allow",
-            name=name,
+            name=run.name,
             project=config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
             entity=config.wandb_entity,
             group=config.wandb_group,
             tags=list(config.wandb_tags) or None,
             mode=wandb_mode(config.wandb_mode),  # type: ignore[arg-type]
-            config=job,
+            config=run.job,
             settings=wandb.Settings(**settings),
         )
         self._run.define_metric("step")
@@ -143,12 +163,10 @@ def has_wandb_key() -> bool:
 
 
 class TensorBoardView:
-    """TensorBoard event files in the run folder.
+    """TensorBoard event files in the run folder's ``tensorboard``.
 
     Args:
-        run_dir: the files are written into its ``tensorboard`` folder.
-        job: the resolved job, shown as text.
-        start_step: the last step already done; later events of an earlier attempt are purged.
+        run: the run to show; events of an earlier attempt after its start_step are purged.
 
     Raises:
         ImportError: tensorboard is not installed.
@@ -157,13 +175,15 @@ class TensorBoardView:
 
     name = "tensorboard"
 
-    def __init__(self, run_dir: Path, job: dict[str, Any], start_step: int) -> None:
+    def __init__(self, run: ShownRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(
-            log_dir=str(run_dir / "tensorboard"), purge_step=start_step + 1, flush_secs=_EVENT_FLUSH_SECONDS
+            log_dir=str(run.run_dir / "tensorboard"),
+            purge_step=run.start_step + 1,
+            flush_secs=_EVENT_FLUSH_SECONDS,
         )
-        self._writer.add_text("job", f"```json\n{dumps(job, indent=2)}\n```", start_step)
+        self._writer.add_text("job", f"```json\n{dumps(run.job, indent=2)}\n```", run.start_step)
 
     def log(self, row: Mapping[str, Any]) -> None:
         for key, value in row.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 
@@ -56,12 +56,16 @@ class StepTimer:
         synchronize: waits for the device. Kernels run asynchronously; without this wait at the start and end
             of validation and saving, their times would include kernels of earlier steps.
         clock: monotonic clock, in seconds.
+        annotated: context manager around sections, by their names.
     """
 
     def __init__(
-        self, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        synchronize: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        annotated: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._synchronize, self._clock = synchronize, clock
+        self._synchronize, self._annotated, self._clock = synchronize, annotated, clock
         self._open: str | None = None
         self.restart()
 
@@ -85,7 +89,8 @@ class StepTimer:
         self._open = name
         started = self._edge(name)
         try:
-            yield
+            with self._annotated(name):
+                yield
         finally:
             self._spent[name] += self._edge(name) - started
             self._open = None

@@ -17,6 +17,7 @@ from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
 from harness.loop.engine import Engine
 from harness.loop.outcome import StepOutcome
+from harness.model.spec import tensors
 from harness.optimizer.build import build_optimizer
 from harness.parallelism.clip import copy_async
 
@@ -179,7 +180,8 @@ def test_when_the_host_needs_the_norm(overrides: list[str], device: str, skips: 
     engine.job = Job.from_json(job_of(*overrides))
     engine.device = torch.device(device)
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=getattr(torch, engine.job.precision.master_dtype)))
-    engine.optimizer = build_optimizer(engine.job.optimizer, [("output.weight", parameter)])
+    specs = tensors(engine.job.model)
+    engine.optimizer = build_optimizer(engine.job.optimizer, [("output.weight", parameter)], specs)
     assert (engine.skips_on_device, engine.asks_for_norm) == (skips, asks)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.metrics import recorder as recorder_module
+from harness.metrics import views
 from harness.metrics.config import MetricsConfig
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
@@ -88,7 +88,7 @@ def test_a_view_that_fails_later_is_switched_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     view = BrokenView()
-    monkeypatch.setattr(recorder_module, "WandbView", lambda *args: view)
+    monkeypatch.setattr(views, "WandbView", lambda run: view)
     recorder = record(tmp_path, wandb=True, tensorboard=True)
     for step in (1, 2, 3):
         recorder.log({"step": step, "loss": 2.0})
@@ -105,7 +105,7 @@ def test_a_view_that_fails_later_is_switched_off(
 
 
 def test_close_survives_a_failing_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "WandbView", BrokenView)
+    monkeypatch.setattr(views, "WandbView", BrokenView)
     record(tmp_path, wandb=True).close({})
 
 

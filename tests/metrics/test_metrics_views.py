@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from harness.metrics.config import MetricsConfig
-from harness.metrics.views import TensorBoardView, WandbView, has_wandb_key, wandb_mode
+from harness.metrics.views import ShownRun, TensorBoardView, WandbView, has_wandb_key, wandb_mode
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +20,12 @@ def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def shown(
+    run_dir: Path, job: dict[str, Any], *, config: MetricsConfig | None = None, start_step: int = 0
+) -> ShownRun:
+    return ShownRun(config or MetricsConfig(), None, run_dir, "abc123", "my run", job, start_step)
 
 
 def test_offline_without_a_key() -> None:
@@ -74,7 +80,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
 
 def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     config = MetricsConfig(wandb=True, wandb_group="sweep", wandb_tags=["tp2"])
-    view = WandbView(config, tmp_path, "abc123", "my run", {"training": {"steps": 2}})
+    view = WandbView(shown(tmp_path, {"training": {"steps": 2}}, config=config))
     view.log({"step": 7, "loss": 3.5, "mfu": None})
     view.log({"step": 5, "loss": 3.25})  # after a resume from an older checkpoint
     view.close({"exit_code": 0, "window": {"steps": 2}})
@@ -107,7 +113,7 @@ def events(folder: Path) -> EventAccumulator:
 
 
 def test_tensorboard_writes_what_can_be_read_back(tmp_path: Path) -> None:
-    view = TensorBoardView(tmp_path, {"training": {"steps": 2}}, start_step=0)
+    view = TensorBoardView(shown(tmp_path, {"training": {"steps": 2}}))
     view.log({"step": 1, "loss": 3.5, "mfu": None, "note": "text"})
     view.log({"step": 2, "loss": 3.0, "tokens": 128})
     view.close({"exit": "done"})
@@ -118,11 +124,11 @@ def test_tensorboard_writes_what_can_be_read_back(tmp_path: Path) -> None:
 
 
 def test_tensorboard_purges_what_a_resume_repeats(tmp_path: Path) -> None:
-    first = TensorBoardView(tmp_path, {}, start_step=0)
+    first = TensorBoardView(shown(tmp_path, {}))
     for step in range(1, 6):
         first.log({"step": step, "loss": 1.0})
     first.close({})
-    again = TensorBoardView(tmp_path, {}, start_step=3)
+    again = TensorBoardView(shown(tmp_path, {}, start_step=3))
     again.log({"step": 4, "loss": 2.0})
     again.close({})
     assert [(e.step, e.value) for e in events(tmp_path).Scalars("loss")] == [(1, 1), (2, 1), (3, 1), (4, 2)]
