@@ -8,7 +8,7 @@ from a similar name.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Accelerator:
         link_bandwidth: bytes per second to other devices of the node, in one direction (both directions run
             at once): NVLink, Infinity Fabric, else PCIe. Datasheets print the sum of both directions.
         units: streaming multiprocessors (compute units), among which a kernel's tiles are distributed.
+        power_w: the datasheet's maximum power, in W (TDP); None if unknown.
+        link: name of the links that ``link_bandwidth`` is of.
+        achieved: fields of ``harness.plan.achieved.Achieved`` that are known of this device.
     """
 
     name: str
@@ -38,6 +41,15 @@ class Accelerator:
     source: str
     link_bandwidth: float
     units: int
+    power_w: float | None = None
+    link: str = "NVLink"
+    achieved: dict[str, float] = field(default_factory=dict)
+
+
+POWER_SHARE = 0.85
+"""Power of a device while it trains, as a fraction of ``power_w``: "fluctuating between ~15% and ~85% of our
+hardware's maximum power draw", the former while checkpoints are written (arXiv:2503.05804, abstract). A whole
+node with eight H100 draws 76 to 82 % of its rating (arXiv:2506.14551, arXiv:2412.08602)."""
 
 
 def _peaks(
@@ -66,31 +78,49 @@ _B200_PEAKS = _peaks(half=2250, tf32=1100, float32=75, float8=4500, mxfp8=4500)
 _GB200_PEAKS = _peaks(half=2500, tf32=1250, float32=80, float8=5000, mxfp8=5000)
 _MI300X_PEAKS = _peaks(half=1307.4, tf32=653.7, float32=163.4, float8=2614.9)
 
-A100_SXM_40 = Accelerator("A100 SXM 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 300e9, 108)
-A100_SXM_80 = Accelerator("A100 SXM 80GB", _A100_PEAKS, 80, 2.039e12, _A100_SHEET, 300e9, 108)
-A100_PCIE_40 = Accelerator("A100 PCIe 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 31.5e9, 108)
-A100_PCIE_80 = Accelerator("A100 PCIe 80GB", _A100_PEAKS, 80, 1.935e12, _A100_SHEET, 31.5e9, 108)
-H100_SXM = Accelerator("H100 SXM", _HOPPER_SXM_PEAKS, 80, 3.35e12, _H100_PAPER, 450e9, 132)
+A100_SXM_40 = Accelerator("A100 SXM 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 300e9, 108, 400)
+A100_SXM_80 = Accelerator("A100 SXM 80GB", _A100_PEAKS, 80, 2.039e12, _A100_SHEET, 300e9, 108, 400)
+A100_PCIE_40 = Accelerator("A100 PCIe 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 31.5e9, 108, 250, "PCIe")
+A100_PCIE_80 = Accelerator("A100 PCIe 80GB", _A100_PEAKS, 80, 1.935e12, _A100_SHEET, 31.5e9, 108, 300, "PCIe")
+H100_SXM = Accelerator("H100 SXM", _HOPPER_SXM_PEAKS, 80, 3.35e12, _H100_PAPER, 450e9, 132, 700)
 # The device of torchtitan's published tables: SXM with 96 GB of HBM2e, "2.4 TB/sec peak memory bandwidth",
 # limited to 500 W (benchmarks/llama3_h100_202412_torchtitan.md). The peak is the datasheet's, at 700 W; those
 # tables compute MFU against it too.
-H100_96GB = Accelerator("H100 96GB", _HOPPER_SXM_PEAKS, 96, 2.4e12, _H100_PAPER, 450e9, 132)
+H100_96GB = Accelerator("H100 96GB", _HOPPER_SXM_PEAKS, 96, 2.4e12, _H100_PAPER, 450e9, 132, 500)
 H100_PCIE = Accelerator(
-    "H100 PCIe", _peaks(half=756, tf32=378, float32=51.2, float8=1513), 80, 2.0e12, _H100_PAPER, 63e9, 114
+    "H100 PCIe",
+    _peaks(half=756, tf32=378, float32=51.2, float8=1513),
+    80,
+    2.0e12,
+    _H100_PAPER,
+    63e9,
+    114,
+    350,
+    "PCIe",
 )
-H100_NVL = Accelerator("H100 NVL", _HOPPER_NVL_PEAKS, 94, 3.9e12, _H100_SHEET, 63e9, 132)
+H100_NVL = Accelerator("H100 NVL", _HOPPER_NVL_PEAKS, 94, 3.9e12, _H100_SHEET, 63e9, 132, 400, "PCIe")
 # The H200 has the H100's peak FLOP/s (its sheet rounds to 1,979 and 3,958); only its memory differs.
-H200_SXM = Accelerator("H200 SXM", _HOPPER_SXM_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132)
-H200_NVL = Accelerator("H200 NVL", _HOPPER_NVL_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132)
-B200 = Accelerator("B200", _B200_PEAKS, 180, 7.7e12, _BLACKWELL_SHEET + ", HGX B200", 900e9, 148)
-GB200 = Accelerator("GB200", _GB200_PEAKS, 186, 8.0e12, _BLACKWELL_SHEET + ", GB200", 900e9, 148)
-MI300X = Accelerator("MI300X", _MI300X_PEAKS, 192, 5.3e12, _MI300X_SHEET, 448e9, 304)
+H200_SXM = Accelerator("H200 SXM", _HOPPER_SXM_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132, 700)
+H200_NVL = Accelerator("H200 NVL", _HOPPER_NVL_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132, 600, "PCIe")
+B200 = Accelerator("B200", _B200_PEAKS, 180, 7.7e12, _BLACKWELL_SHEET + ", HGX B200", 900e9, 148, 1000)
+GB200 = Accelerator("GB200", _GB200_PEAKS, 186, 8.0e12, _BLACKWELL_SHEET + ", GB200", 900e9, 148, 1200)
+MI300X = Accelerator("MI300X", _MI300X_PEAKS, 192, 5.3e12, _MI300X_SHEET, 448e9, 304, 750, "Infinity Fabric")
 L40S = Accelerator(
-    "L40S", _peaks(half=362.05, tf32=183, float32=91.6, float8=733), 48, 0.864e12, _L40S_SHEET, 31.5e9, 142
+    "L40S",
+    _peaks(half=362.05, tf32=183, float32=91.6, float8=733),
+    48,
+    0.864e12,
+    _L40S_SHEET,
+    31.5e9,
+    142,
+    350,
+    "PCIe",
 )
-A10 = Accelerator("A10", _peaks(half=125, tf32=62.5, float32=31.2), 24, 0.6e12, _A10_SHEET, 31.5e9, 72)
+A10 = Accelerator(
+    "A10", _peaks(half=125, tf32=62.5, float32=31.2), 24, 0.6e12, _A10_SHEET, 31.5e9, 72, 150, "PCIe"
+)
 L4 = Accelerator(
-    "L4", _peaks(half=121, tf32=60, float32=30.3, float8=242.5), 24, 0.3e12, _L4_SHEET, 31.5e9, 58
+    "L4", _peaks(half=121, tf32=60, float32=30.3, float8=242.5), 24, 0.3e12, _L4_SHEET, 31.5e9, 58, 72, "PCIe"
 )
 
 # Match full device names: a partial match would take an "A100" for an "A10", a "GH200" for an "H200", and

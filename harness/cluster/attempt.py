@@ -34,6 +34,7 @@ from harness.errors import (
 )
 from harness.failures import VICTIMS, kind_of_text
 from harness.job import Job
+from harness.metrics.slow import slow_ranks
 from harness.rank import leave
 from harness.run.end import finish_run
 from harness.run.errors import last_lines
@@ -54,7 +55,7 @@ SRUN_LOG = "srun.err"
 
 SUPERSEDED = "SUPERSEDED"
 # In these states SLURM takes the nodes away; exit codes of the processes then mean nothing.
-_TAKEN = {"PENDING", "REQUEUED", "COMPLETING", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "CANCELLED", SUPERSEDED}
+_TAKEN = {*queue.REQUEUED, "PREEMPTED", "TIMEOUT", "NODE_FAIL", "CANCELLED", SUPERSEDED}
 
 
 def run_and_leave(run_dir: Path, received: Received) -> NoReturn:
@@ -129,6 +130,8 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
         code = folder.record_error(None, error)["exit_code"]
     except Exception as error:
         code = folder.record_error(None, error)["exit_code"]
+    if code in STOPPED:
+        _exclude_slow_nodes(job, folder, allocation)
     if allocation.state() == SUPERSEDED:
         return code  # the run folder now belongs to another attempt
     code = finish_run(job, folder, code)
@@ -258,14 +261,41 @@ def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float
         folder.set_status("interrupted", exit_code=EXIT_RESUMABLE, reason=reason)
         sys.stderr.write(f"{reason}\n")
         return EXIT_RESUMABLE
-    folder.set_status("requeued", restarts=allocation.restarts + 1)
+    slow = _slow_nodes(job, folder)
+    folder.set_status("requeued", restarts=allocation.restarts + 1, **({"excluded": slow} if slow else {}))
     folder.release()
     try:
-        queue.requeue(allocation.job_id)
+        if slow:
+            queue.requeue_without(allocation.job_id, slow)
+        else:
+            queue.requeue(allocation.job_id)
     except queue.SlurmError as error:
         folder.set_status("interrupted", exit_code=EXIT_RESUMABLE)
         sys.stderr.write(f"WARNING cannot requeue this job: {error}\n")
     return EXIT_RESUMABLE
+
+
+def _slow_nodes(job: Job, folder: RunFolder) -> list[str]:
+    """Return the nodes to exclude: those of ranks that were slow when the attempt ended."""
+    if not job.cluster.exclude_slow:
+        return []
+    return sorted({each.host for each in slow_ranks(folder.path) if each.until is None})
+
+
+def _exclude_slow_nodes(job: Job, folder: RunFolder, allocation: Allocation) -> None:
+    """Exclude nodes with slow ranks from a job that SLURM has put back into its queue.
+
+    A job that waits can be changed, and one that was started again cannot.
+    """
+    slow = _slow_nodes(job, folder)
+    if not slow:
+        return
+    try:
+        if queue.is_requeued(allocation.job_id):
+            queue.exclude(allocation.job_id, slow)
+            sys.stderr.write(f"excluded {', '.join(slow)}, where ranks are slow\n")
+    except queue.SlurmError as error:
+        sys.stderr.write(f"WARNING cannot exclude {', '.join(slow)} from this job: {error}\n")
 
 
 def _requeue_without(unfit: UnfitNodes, job: Job, folder: RunFolder, allocation: Allocation) -> int:

@@ -138,8 +138,9 @@ def _record(run_dir: Path, error: Exception, kind: str, code: int) -> NoReturn:
     now = {"time": time.time(), "host": socket.gethostname()}
     shown = {"kind": kind, "type": type(error).__name__, "rank": None, "step": None, "message": str(error)}
     trace = "".join(traceback.format_exception(error))
-    earlier = _read(run_dir / "result.json") or {"name": _read(run_dir / "job.json").get("name")}
-    row = {**earlier, "id": run_dir.name, "exit_reason": "failed", "exit_code": code}
+    job = _read(run_dir / "job.json")
+    earlier = _read(run_dir / "result.json") or {"name": job.get("name")}
+    row = {**earlier, "id": job.get("id"), "exit_reason": "failed", "exit_code": code}
     files = {
         "errors/controller.json": {**now, **shown, "where": None, "exit_code": code, "traceback": trace},
         "result.json": {**row, **{f"error.{key}": value for key, value in shown.items()}},

@@ -6,16 +6,54 @@ import os
 import re
 import shlex
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from harness.cluster.hardware import HardwareConfig, described
 from harness.cluster.options import check_sbatch, check_srun
-from harness.config import execution, label
+from harness.config import execution, label, part
 from harness.errors import ConfigError
-from harness.hardware import ACCELERATORS
+from harness.hardware import Accelerator, find_accelerator
+from harness.registry import Registry, load_attribute, resolve_options
 
-KINDS = ("local", "slurm")
+if TYPE_CHECKING:
+    from harness.job import Job
+    from harness.run.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class ClusterKind:
+    """A way to start the ranks of a job.
+
+    Attributes:
+        start: ``module:function`` that is called with a job, its ``RunFolder`` and its overrides, starts the
+            job, and returns the exit code.
+        is_here: whether the ranks run on this machine and use its GPUs; else on nodes of
+            ``cluster.ranks_per_node`` ranks.
+        options: dataclass of ``cluster.options``; None: there are none.
+    """
+
+    start: str
+    is_here: bool
+    options: type | None = None
+
+    def run(self, job: Job, folder: RunFolder, overrides: list[str]) -> int:
+        """Start a job; return the exit code."""
+        code: int = load_attribute(self.start)(job, folder, overrides)
+        return code
+
+
+CLUSTERS: Registry[ClusterKind] = Registry(
+    "cluster",
+    {
+        "local": ClusterKind("harness.cluster.local:start", is_here=True),
+        "slurm": ClusterKind("harness.cluster.submit:submit_one", is_here=False),
+    },
+    field="cluster.kind",
+    expects="harness.cluster.config:ClusterKind",
+)
+"""Ways to start the ranks of a job."""
 DEVICES = ("auto", "cpu", "cuda")
 NODE_CHECKS = ("off", "fail", "exclude")
 
@@ -24,8 +62,10 @@ NODE_CHECKS = ("off", "fail", "exclude")
 class ClusterConfig:
     """Where a job runs: on this machine, or on nodes of a SLURM cluster."""
 
-    kind: str = label("local", choices=KINDS)
+    kind: str = label("local", choices=CLUSTERS)
     """How ranks are started: ``local`` on this machine, ``slurm`` by a submitted job."""
+    options: dict[str, Any] = label(factory=dict)
+    """Options of a kind that another package has added."""
     ranks: int | None = label(None, least=1)
     """Total number of ranks; null means the product of the layout's degrees."""
     nodes: int | None = label(None, least=1)
@@ -34,10 +74,27 @@ class ClusterConfig:
     """Ranks per node, one per GPU if the node has any; null (local only): as many as the layout needs."""
     device: str = execution("auto", choices=DEVICES)
     """Device of every rank: cpu, cuda, or auto (cuda if available)."""
-    accelerator: str | None = label(None, choices=tuple(ACCELERATORS))
-    """Accelerator of the nodes: a name in harness/hardware.py (``H100 SXM``); null means unknown."""
+    accelerator: str | None = label(None)
+    """Accelerator of the nodes: a name in harness/hardware.py (``H100 SXM``), or any name with the numbers of
+    ``hardware``; null means unknown."""
+    hardware: HardwareConfig = part(HardwareConfig)
+    """Numbers of an accelerator of the user's own."""
     network_gbps: float | None = label(None, above=0)
-    """Network bandwidth between nodes per device, in Gbit/s; null means unknown."""
+    """Bandwidth of a network adapter in Gbit/s; null means unknown."""
+    network_adapters: int | None = label(None, least=1)
+    """Network adapters of a node, which its ranks share evenly; null means one for each."""
+    link_nodes: int = label(1, least=1)
+    """Neighbouring nodes whose accelerators are joined like those of one node: 18 in a GB200 NVL72."""
+    leaf_nodes: int | None = label(None, least=1)
+    """Neighbouring nodes under the same leaf switches; null: the network is as fast between all nodes."""
+    oversubscription: float | None = label(None, least=1)
+    """Bandwidth of the nodes under a leaf switch divided by that of its links to other leaves; with
+    leaf_nodes."""
+    dollars_per_gpu_hour: float | None = label(None, above=0)
+    """Price, for the cost of plans and submissions; null shows none."""
+    pue: float | None = label(None, least=1)
+    """Power usage effectiveness: the site's energy divided by the energy of its computers, for the energy of
+    plans; null leaves it out."""
     threads_per_rank: int | None = label(None, least=1)
     """CPU threads per rank (OMP_NUM_THREADS); null divides the cores evenly among ranks."""
     start_timeout_seconds: int = label(1800, least=1)
@@ -79,6 +136,8 @@ class ClusterConfig:
     node_check: str = label("off", choices=NODE_CHECKS)
     """Check of each node's GPUs, memory and run folder before ranks start. off: none; fail: a bad node ends
     the job; exclude: the job is requeued without the bad node."""
+    exclude_slow: bool = label(False)
+    """Requeue the job without the nodes of ranks that profiling.phases found slow."""
     exclusive: bool = label(False)
     """SLURM's --exclusive: do not share nodes with other jobs."""
     sbatch: dict[str, Any] = label(factory=dict)
@@ -111,19 +170,29 @@ class ClusterConfig:
     confirm_gpu_hours: float = label(100.0)
     """Ask before submitting jobs of more GPU-hours than this (ranks x time limit; on CPU rank-hours)."""
 
+    def resolve(self) -> ClusterConfig:
+        """Return the cluster with the defaults of its options."""
+        schema, owner = CLUSTERS[self.kind].options, f"cluster.kind={self.kind}"
+        return replace(self, options=resolve_options(self.options, schema, "cluster.options", owner))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the ranks run on this machine."""
+        return CLUSTERS[self.kind].is_here
+
     @property
     def world_size(self) -> int | None:
         """Total number of ranks, if the cluster fields alone determine it."""
         if self.ranks is not None:
             return self.ranks
-        if self.kind == "slurm":
+        if not self.is_here:
             return None if self.nodes is None else self.nodes * self._ranks_per_node
         return self.ranks_per_node
 
     @property
     def default_world_size(self) -> int | None:
-        """Ranks of a layout that does not determine them: one node's on SLURM; None: the machine decides."""
-        return self._ranks_per_node if self.kind == "slurm" else None
+        """Ranks of a layout that does not determine them: one node's; None: this machine decides."""
+        return None if self.is_here else self._ranks_per_node
 
     @property
     def _ranks_per_node(self) -> int:
@@ -141,14 +210,36 @@ class ClusterConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other or that SLURM would not accept."""
+        if self.ranks_per_node is None and not self.is_here:
+            rule = f"must be set with cluster.kind={self.kind}"
+            raise ConfigError("cluster.ranks_per_node", None, rule, "8, GPUs of a node")
+        self.hardware.validate(self.accelerator)
+        self._validate_network()
         if self.kind == "slurm":
             self._validate_slurm()
-        elif self.nodes not in (None, 1):
+        elif self.is_here and self.nodes not in (None, 1):
             raise ConfigError("cluster.nodes", self.nodes, "this machine is one node", "1, or cluster=slurm")
 
+    def _validate_network(self) -> None:
+        if self.link_nodes > 1 and self.is_here:
+            raise ConfigError("cluster.link_nodes", self.link_nodes, "this machine is one node", "1")
+        if self.network_adapters is not None and self.network_gbps is None:
+            rule = "needs the bandwidth of an adapter, cluster.network_gbps"
+            raise ConfigError(
+                "cluster.network_adapters", self.network_adapters, rule, "cluster.network_gbps=400"
+            )
+        for name, other, works in (
+            ("leaf_nodes", "oversubscription", 2),
+            ("oversubscription", "leaf_nodes", 32),
+        ):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                rule = f"has no effect without cluster.{other}"
+                raise ConfigError(f"cluster.{name}", getattr(self, name), rule, f"cluster.{other}={works}")
+        if self.leaf_nodes is not None and self.leaf_nodes % self.link_nodes:
+            rule = f"must be a multiple of cluster.link_nodes={self.link_nodes}"
+            raise ConfigError("cluster.leaf_nodes", self.leaf_nodes, rule, f"{self.link_nodes}")
+
     def _validate_slurm(self) -> None:
-        if self.ranks_per_node is None:
-            raise ConfigError("cluster.ranks_per_node", None, "must be set for SLURM", "8, GPUs of a node")
         if self.minutes is not None and self.signal_seconds >= self.minutes * 60:
             raise ConfigError(
                 "cluster.signal_seconds",
@@ -178,7 +269,7 @@ class ClusterConfig:
         Raises:
             ConfigError: the ranks do not fill the nodes evenly.
         """
-        if self.kind == "local":
+        if self.is_here:
             return 1, world_size
         per_node = self._ranks_per_node
         if self.nodes is None and world_size <= per_node:
@@ -193,6 +284,41 @@ class ClusterConfig:
                 f"degrees that multiply to {below or per_node} or {below + per_node}",
             )
         return nodes, world_size // nodes
+
+    def linked_ranks(self, world_size: int) -> int:
+        """Return the number of neighbouring ranks that the accelerators' own links join."""
+        return min(self.nodes_for(world_size)[1] * self.link_nodes, world_size)
+
+    def leaf_ranks(self, world_size: int) -> int | None:
+        """Return the number of neighbouring ranks under the same leaf switches; None if all are equal."""
+        return None if self.leaf_nodes is None else self.nodes_for(world_size)[1] * self.leaf_nodes
+
+    @property
+    def rank_gbps(self) -> float | None:
+        """Network bandwidth of a rank of a full node, in Gbit/s; None if unknown."""
+        if self.network_gbps is None or self.network_adapters is None or self.ranks_per_node is None:
+            return self.network_gbps
+        return self.network_gbps * self.network_adapters / self.ranks_per_node
+
+    @property
+    def gpu(self) -> Accelerator | None:
+        """The accelerator of the nodes; None if it is unknown."""
+        return None if self.accelerator is None else described(self.accelerator, self.hardware)
+
+    def with_device(self, device_name: str) -> ClusterConfig | None:
+        """Return the cluster with the accelerator that the driver reports; None if it is unknown.
+
+        Args:
+            device_name: the result of ``torch.cuda.get_device_name()``.
+        """
+        if self.gpu is not None and device_name.strip() == self.hardware.device_name:
+            return self
+        found = find_accelerator(device_name)
+        if found is None:
+            return None
+        if found.name == self.accelerator:
+            return self
+        return replace(self, accelerator=found.name, hardware=HardwareConfig())
 
     def validate_gpus(self, gpus: int, ranks: int) -> None:
         """Raise ConfigError if this machine has fewer GPUs than the ranks need, one each."""

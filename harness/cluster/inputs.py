@@ -13,8 +13,10 @@ import tempfile
 from pathlib import Path
 
 from harness.checkpoint.catalog import is_url
-from harness.data.config import ASSET_PREFIX, FORMATS_OF, DataConfig
+from harness.data.config import ASSET_PREFIX, DataConfig
+from harness.data.kind_fields import FORMATS_OF
 from harness.data.mixture_config import sources_of
+from harness.data.picture_config import PATCHES
 from harness.data.size_limit import is_small, too_large
 from harness.data.sources import expand, source_of
 from harness.errors import ConfigError, DataError
@@ -42,6 +44,13 @@ def require_inputs(job: Job) -> None:
 
 
 def _require_files(data: DataConfig) -> None:
+    encoders = data.encoders
+    autoencoder = None if encoders.autoencoder == PATCHES else encoders.autoencoder
+    for name, folder in (("autoencoder", autoencoder), ("t5", encoders.t5), ("clip", encoders.clip)):
+        if folder and _is_missing(os.path.expanduser(folder)):
+            raise ConfigError(
+                f"data.encoders.{name}", folder, "there is no such folder", "the model's folder"
+            )
     if data.kind not in FORMATS_OF:
         return
     for name in ("paths", "validation_paths"):
@@ -52,20 +61,27 @@ def _require_files(data: DataConfig) -> None:
             raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
 
 
-def require_tokenized(job: Job) -> None:
+def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
     """Check that a job need not tokenize more than data.tokenize_limit_gib, as far as this machine can tell.
 
     Datasets of the hub are checked by the ranks, when their size is known.
 
+    Args:
+        job: the job.
+        passed: sources that other points of the sweep have checked; those of this job are added.
+
     Raises:
         ConfigError: it would have to.
     """
-    if job.cluster.kind != "local" and not _is_visible(os.path.expanduser(job.data.cache_dir)):
+    if not job.cluster.is_here and not _is_visible(os.path.expanduser(job.data.cache_dir)):
         return
     for data, errors in sources_of(job.data):
-        if data.kind in ("local", "chat"):
+        source = repr((data, job.tokenizer, job.validation.interval > 0))
+        if data.kind in ("local", "chat") and source not in (passed or ()):
             with errors:
                 _require_tokenized(data, job)
+        if passed is not None:
+            passed.add(source)
 
 
 def _require_tokenized(data: DataConfig, job: Job) -> None:

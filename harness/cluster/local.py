@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from harness.cluster.died import RankDied, count_memory_kills, record_dead
 from harness.cluster.ranks import openmp_environment, rank_environment, rendezvous_store
-from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED
+from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED, ConfigError
 from harness.job import Job
 from harness.loop.process import importing_torch
 from harness.loop.signals import (
@@ -38,6 +38,19 @@ POLL_SECONDS = 0.05
 # Time that ranks have after one has failed, to notice it and to record their progress. A rank that hangs in a
 # collective never notices.
 LEAVING_SECONDS = 2.0
+
+
+def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
+    """Run a job as the work of this process; return the exit code.
+
+    Raises:
+        ConfigError: the job is only to be shown.
+    """
+    if job.cluster.dry_run:
+        rule = "shows a job for SLURM, and cluster.kind is local"
+        raise ConfigError("cluster.dry_run", True, rule, "cluster=slurm, or false with --cfg job")
+    folder.begin(job, overrides, adopt=True)
+    return launch(job, folder, ends_process=True)
 
 
 def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bool = False) -> int:

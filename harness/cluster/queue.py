@@ -5,6 +5,7 @@ A job id here is as ``squeue`` prints it: ``123``, or ``123_4`` for a task of an
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import getpass
 import os
@@ -13,9 +14,10 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from harness.cluster.config import minutes_of
 from harness.errors import MachineError, UserError
@@ -23,9 +25,12 @@ from harness.errors import MachineError, UserError
 COMMAND_SECONDS = 60
 # sbatch tries for a minute to reach a scheduler that does not answer.
 ANSWER_SECONDS = 5
-UPDATE_ATTEMPTS = 5
+ATTEMPTS = 5
 LONGEST_COMMAND = 200  # characters of a command that an error message shows
 _SEPARATOR = "|"
+# States of a job that was running and is in the queue again, or will be when its processes have ended.
+REQUEUED = {"PENDING", "REQUEUED", "COMPLETING"}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -252,7 +257,21 @@ def requeue(job_id: str) -> None:
     Raises:
         SlurmError: the job cannot be requeued.
     """
-    _run("scontrol", "requeue", job_id)
+    try:
+        _run("scontrol", "requeue", job_id)
+    except SlurmError:
+        # SLURM's signal to the job's processes may have ended scontrol after it was obeyed.
+        if not is_requeued(job_id):
+            raise
+
+
+def is_requeued(job_id: str) -> bool:
+    """Return whether SLURM has put a job that ran back into its queue.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    return _retried(lambda: describe(job_id)).get("JobState") in REQUEUED
 
 
 def own_nodes() -> list[str]:
@@ -267,23 +286,42 @@ def own_nodes() -> list[str]:
 def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
     """Requeue the job that this process belongs to, and exclude nodes from it.
 
-    SLURM changes the excluded nodes of waiting jobs only. It does not start the job again before its
-    processes have ended.
+    SLURM does not start the job again before its processes have ended.
 
     Raises:
         SlurmError: the job cannot be requeued, or the nodes cannot be excluded.
     """
-    before = describe(job_id).get("ExcNodeList", "(null)")
-    excluded = ",".join([*nodes] if before == "(null)" else [before, *nodes])
+    # Read first: SLURM's signal to the job's processes may end a later scontrol.
+    excluded = _excluded_with(job_id, nodes)
     requeue(job_id)
-    for attempt in range(UPDATE_ATTEMPTS):
-        try:
-            _run("scontrol", "update", f"jobid={job_id}", f"excnodelist={excluded}")
-            return
-        except SlurmError:  # SLURM's signal to the job's processes has ended scontrol
-            if attempt == UPDATE_ATTEMPTS - 1:
-                raise
-            time.sleep(1.0)
+    _exclude(job_id, excluded)
+
+
+def exclude(job_id: str, nodes: Sequence[str]) -> None:
+    """Exclude nodes from a job that waits; SLURM refuses it for others.
+
+    Raises:
+        SlurmError: the nodes cannot be excluded.
+    """
+    _exclude(job_id, _excluded_with(job_id, nodes))
+
+
+def _excluded_with(job_id: str, nodes: Sequence[str]) -> str:
+    before = describe(job_id).get("ExcNodeList", "(null)")
+    return ",".join([*nodes] if before == "(null)" else [before, *nodes])
+
+
+def _exclude(job_id: str, nodes: str) -> None:
+    _retried(lambda: _run("scontrol", "update", f"jobid={job_id}", f"excnodelist={nodes}"))
+
+
+def _retried(call: Callable[[], T]) -> T:
+    """Call again if a command failed: SLURM's signal to the job's processes ends commands too."""
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(SlurmError):
+            return call()
+        time.sleep(1.0)
+    return call()
 
 
 def cancel(job_ids: Sequence[str]) -> None:

@@ -37,6 +37,7 @@ class Shape:
         options: sbatch options, sorted.
         exports: shell lines that set the job's environment.
         setup: the user's shell lines before the job.
+        snapshot: whether the job runs a copy of the code.
     """
 
     nodes: int
@@ -44,6 +45,7 @@ class Shape:
     options: tuple[tuple[str, Any], ...]
     exports: tuple[str, ...]
     setup: tuple[str, ...]
+    snapshot: bool
 
     def describe(self) -> str:
         """Return the shape as text, e.g. ``2 nodes x 8 ranks``."""
@@ -84,6 +86,7 @@ def shape_of(job: Job) -> Shape:
         tuple(sorted((name, value) for name, value in options.items() if value is not None)),
         tuple(f"export {name}={shlex.quote(str(value))}" for name, value in _environment(config).items()),
         tuple(config.setup),
+        config.snapshot,
     )
 
 
@@ -191,7 +194,7 @@ class Submission:
         several = len(self.jobs) > 1
         command = [sys.executable, "-u", "-m", self.module]
         command += ["--list", str(self._list_path)] if several else [str(self.run_dirs[0])]
-        if self.jobs[0].cluster.snapshot:
+        if self.shape.snapshot:
             command += ["--code", str(snapshot_path(self.home))]
         return shlex.join(command)
 
@@ -204,7 +207,7 @@ class Submission:
         """
         require_slurm()
         check_shell(self.shape.setup)
-        if self.jobs[0].cluster.snapshot:
+        if self.shape.snapshot:
             take_snapshot(self.home)
         self.folder.mkdir(parents=True, exist_ok=True)
         several = len(self.jobs) > 1
@@ -265,7 +268,7 @@ class Submission:
             *self.shape.exports,
         ]
         code = ""
-        if self.jobs[0].cluster.snapshot:
+        if self.shape.snapshot:
             path = shlex.quote(str(snapshot_path(self.home)))
             # Without PYTHONSAFEPATH `python -m` would import from the working folder first.
             code = f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1"

@@ -15,6 +15,7 @@ from harness.run.folder import RunFolder
 from harness.run.lost import close_run
 from harness.run.slurm_record import SlurmJobRecord
 from harness.run.state import read_state
+from harness.tables import dollars, summed
 
 
 def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
@@ -133,20 +134,30 @@ def _reset_to_planned(folders: list[RunFolder]) -> None:
 
 
 def cost_in_words(jobs: list[Job]) -> str:
-    """Describe the maximum cost of jobs until their time limit, e.g. ``at most 16 GPU-hours (H100 SXM)``."""
+    """Describe the maximum cost of jobs until their time limit: ``at most 16 GPU-hours (H100 SXM), $40.00``.
+
+    There is no price if one job has none, or if the ranks are on CPUs.
+    """
     unit = "rank-hours" if jobs[0].cluster.device == "cpu" else "GPU-hours"
     kinds = sorted({job.cluster.accelerator for job in jobs if job.cluster.accelerator})
     of = f" ({', '.join(kinds)})" if kinds else ""
     hours = _hours(jobs)
     if hours is None:
         return f"{unit} up to the partition's time limit, which is not known here{of}"
-    return f"at most {hours:.4g} {unit}{of}"
+    price = None if unit == "rank-hours" else summed(map(_dollars, jobs))
+    return f"at most {hours:.4g} {unit}{of}{'' if price is None else f', {dollars(price)}'}"
 
 
 def _hours(jobs: list[Job]) -> float | None:
     """Return the maximum device-hours of jobs; None if a time limit is unknown."""
-    hours = [device_hours(job) for job in jobs]
-    return sum(each for each in hours if each is not None) if None not in hours else None
+    return summed(map(device_hours, jobs))
+
+
+def _dollars(job: Job) -> float | None:
+    """Return the maximum price of a job; None if it or the time limit is unknown."""
+    price = job.cluster.dollars_per_gpu_hour
+    hours = None if price is None else device_hours(job)
+    return None if price is None or hours is None else price * hours
 
 
 def confirm(jobs: list[Job]) -> None:

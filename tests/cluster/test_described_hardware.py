@@ -1,0 +1,187 @@
+"""An accelerator that the user describes: plan, search, precision and MFU read the one description."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.cluster.config import ClusterConfig
+from harness.cluster.hardware import HardwareConfig
+from harness.compose import compose_job
+from harness.config import leaves, with_value
+from harness.errors import ConfigError, UserError
+from harness.hardware import ACCELERATORS, find_accelerator
+from harness.job import Job
+from harness.metrics.mfu import peak_of
+from harness.paths import using_folders
+from harness.plan.achieved import achieved_by
+from harness.plan.calibrate import START, Measured, calibrate, predicted_rate
+from harness.plan.config import PlanJob
+from harness.plan.constants import Calibration, Constants
+from harness.plan.machine import device_of, machine_of
+from harness.plan.make import make_plan, planned
+from harness.plan.search import search
+from harness.plan.space import Space
+from harness.report.predict import machine_of as machine_of_row
+from harness.report.predict import predicted
+
+H20 = """
+defaults: [slurm, _self_]
+accelerator: H20
+network_gbps: 200
+hardware:
+  device_name: NVIDIA H20
+  half_tflops: 148
+  float32_tflops: 44
+  float8_tflops: 296
+  memory_gib: 96
+  memory_tb_s: 4.0
+  link_gb_s: 450
+  tf32_tflops: 74
+  units: 78
+  power_w: 400
+  achieved_half: 0.9
+"""
+JOB = ["model=llama3_8b", "data=synthetic", "tokenizer=bytes", "precision=bf16", "parallelism.dp_shard=8"]
+SAME = [
+    *("half_tflops=989.4", "tf32_tflops=494.7", "float32_tflops=66.9", "float8_tflops=1978.9"),
+    *("memory_gib=80", "memory_tb_s=3.35", "link_gb_s=450", "units=132"),
+    *(
+        f"achieved_{name}={getattr(achieved_by('H100 SXM'), name)}"
+        for name in ("half", "float8", "attention")
+    ),
+]
+TYPED = ["parallelism.tp=1", "parallelism.pp=1", "parallelism.cp=1", "activation_checkpoint.mode=none"]
+
+
+@pytest.fixture(scope="module")
+def on_h20(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job on the user's cluster, composed from a file of the user."""
+    folder = tmp_path_factory.mktemp("my_conf")
+    (folder / "cluster").mkdir()
+    (folder / "cluster" / "h20.yaml").write_text(H20)
+    with using_folders([folder]):
+        return compose_job([*JOB, "cluster=h20"])
+
+
+def test_a_file_of_the_user_describes_an_accelerator(on_h20: Job) -> None:
+    device = on_h20.cluster.gpu
+    assert device is not None and device.name == "H20" and device.source == "cluster.hardware"
+    assert device.peak_flops == {
+        "bfloat16": 148e12,
+        "float16": 148e12,
+        "float32": 44e12,
+        "tf32": 74e12,
+        "float8": 296e12,
+    }
+    assert (device.memory_bandwidth, device.link_bandwidth, device.link) == (4e12, 450e9, "in-node")
+    plan = make_plan(on_h20)
+    assert plan.speed is not None and plan.speed.mfu is not None and plan.fits is not None
+    rate = plan.speed.tokens_per_second_per_rank
+    assert plan.speed.mfu == pytest.approx(rate * plan.accounting.flops_per_token_full / 148e12)
+    machine = machine_of(on_h20)
+    assert machine is not None and machine.achieved.half == 0.9 and machine.network_bandwidth == 25e9
+    # The job is the same on any hardware.
+    assert on_h20.id == compose_job([*JOB, "cluster=slurm"]).id
+    assert {role for name, role, _ in leaves(on_h20) if name.startswith("cluster.hardware")} == {"label"}
+    assert Job.from_json(on_h20.to_json()).cluster == on_h20.cluster
+
+
+def test_an_h100_described_by_its_numbers_is_planned_as_an_h100() -> None:
+    known = make_plan(compose_job([*JOB, "cluster=slurm_h100", "compile=on"]))
+    described = make_plan(
+        compose_job(
+            [
+                *(*JOB, "cluster=slurm_h100", "compile=on", "cluster.accelerator=Mine"),
+                *(f"cluster.hardware.{each}" for each in SAME),
+            ]
+        )
+    )
+    assert described.speed is not None and known.speed is not None
+    assert described.speed.step_seconds == pytest.approx(known.speed.step_seconds, rel=1e-9)
+    assert described.memory_limit == known.memory_limit and described.kwh is None
+
+
+def test_single_numbers_of_a_known_accelerator_change() -> None:
+    job = compose_job([*JOB, "cluster=slurm_h100", "cluster.hardware.memory_gib=94"])
+    device = job.cluster.gpu
+    table = ACCELERATORS["H100 SXM"]
+    assert device == replace(table, memory_gib=94.0, source=f"{table.source}, changed by cluster.hardware")
+    assert device_of(job) == device
+
+
+def test_a_search_fits_layouts_into_the_described_memory(on_h20: Job) -> None:
+    """A model that no layout of eight H100 holds fits into eight devices of 500 GiB."""
+    base = replace(on_h20, training=replace(on_h20.training, global_batch_size=8, local_batch_size=None))
+    base = with_value(with_value(base, "model", compose_job(["model=llama3_70b"]).model), "cluster.ranks", 8)
+
+    def peak(memory_gib: float) -> float:
+        job = with_value(base, "cluster.hardware.memory_gib", memory_gib)
+        plan = search(Space.of(job, ["parallelism.dp_shard=8", *TYPED]), 1).best[0].plan
+        assert plan.memory_limit is not None and plan.peak <= plan.memory_limit < memory_gib * 2**30
+        return plan.peak
+
+    assert peak(500.0) > 96 * 2**30
+    with pytest.raises(UserError, match=r"none of the .* fits"):
+        peak(96.0)
+
+
+def test_the_accelerator_of_a_calibration_limits_memory(on_h20: Job, tmp_path: Path) -> None:
+    """A calibration may describe the device too; a search and a report know its memory."""
+    path = tmp_path / "mine.json"
+    Calibration(Constants(), replace(ACCELERATORS["H100 SXM"], name="Mine", memory_gib=20.0)).write(str(path))
+    unknown = ["cluster=slurm", "cluster.device=auto", f"calibration={path}"]
+    asked = compose_job([*JOB, *unknown], config_name="plan", schema=PlanJob)
+    job, calibration = planned(asked)
+    plan = make_plan(job, calibration)
+    assert plan.memory_limit is not None and plan.memory_limit < 20 * 2**30 and plan.fits is False
+    assert predicted(asked.plain, None, calibration)["fits"] is False
+    with pytest.raises(UserError, match=r"none of the .* fits"):
+        search(Space.of(job, ["parallelism.dp_shard=8", *TYPED]), 1, calibration)
+
+
+def test_formats_are_those_of_the_description(on_h20: Job) -> None:
+    linears = compose_job(["cluster=slurm_h100", "precision=float8_tensorwise"]).precision
+    float8 = replace(on_h20, precision=linears)
+    without = with_value(float8, "cluster.hardware.float8_tflops", None)
+    assert make_plan(float8.resolve()).speed is not None
+    with pytest.raises(ConfigError, match="H20 does not multiply in float8"):
+        without.resolve()
+
+
+def test_runs_are_compared_with_the_described_peaks(on_h20: Job) -> None:
+    cluster = on_h20.cluster
+    assert cluster.with_device("NVIDIA H20") == cluster and cluster.with_device("NVIDIA H20-3e") is None
+    other = cluster.with_device("NVIDIA H200")
+    assert other is not None and (other.accelerator, other.hardware) == ("H200 SXM", HardwareConfig())
+    assert peak_of("NVIDIA H20", "bfloat16", cluster.gpu).flops == 148e12
+    assert find_accelerator("NVIDIA H20") is None
+    # A device that drivers do not tell from others is recognized where the user says so.
+    named = replace(
+        ClusterConfig(accelerator="H100 96GB"), hardware=HardwareConfig(device_name="NVIDIA H100")
+    )
+    found = named.with_device("NVIDIA H100")
+    assert found is not None and found.gpu is not None and found.gpu.memory_gib == 96
+
+
+def test_rows_are_predicted_on_the_device_that_they_were_measured_on(on_h20: Job) -> None:
+    row = {"device": "NVIDIA H20", **{f"job.{name}": value for name, _, value in leaves(on_h20)}}
+    here = machine_of_row(row)
+    assert here == on_h20.cluster
+    h100 = compose_job([*JOB, "cluster=slurm_h100"])
+    there = predicted(h100, here)["tokens_per_second_per_rank"]
+    assert there == predicted(on_h20)["tokens_per_second_per_rank"]
+    assert there < predicted(h100)["tokens_per_second_per_rank"]
+
+
+def test_constants_are_fitted_on_the_described_accelerator(on_h20: Job, tmp_path: Path) -> None:
+    """Of runs that name no accelerator, the command's cluster describes it."""
+    truth = Calibration(replace(START, matmul=0.5))
+    unnamed = on_h20.on_accelerator_of(ClusterConfig())
+    rows = [Measured(unnamed, predicted_rate(on_h20, truth), "NVIDIA H20")]
+    found, runs = calibrate(rows, tmp_path, on_h20.cluster)
+    assert found.constants.matmul == pytest.approx(0.5, rel=0.03) and runs[0].job == on_h20
+    with pytest.raises(UserError, match=r"unknown hardware; would work: .*device_name='NVIDIA H20'"):
+        calibrate(rows, tmp_path)
