@@ -5,6 +5,7 @@ An illegal job is refused with the error of ``harness.train``.
     python -m harness.plan model=llama3_8b parallelism=fsdp_tp cluster=slurm_h100
     python -m harness.plan ... --json                        the plan as JSON
     python -m harness.plan -m parallelism.tp=1,2,4 ...       one table of several jobs
+    python -m harness.plan ... against="parallelism.tp=8"    line by line beside the job with these
     python -m harness.plan ... picture=plan.png              memory by stage, and the pipeline's timeline
     python -m harness.plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
     python -m harness.plan ... verify=true                   compared with the job on a fake process group
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 from harness.app import Result, Verb
+from harness.cluster.config import ClusterConfig
 from harness.compose import Composed
 from harness.errors import HarnessError, UserError
 from harness.launched import launched_ranks
@@ -31,13 +34,18 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
     if launched_ranks() is not None:
         raise UserError("harness.plan is one process; start it without torchrun")
     if job.calibrate is not None:
-        return _calibrate(Path(job.calibrate), job.calibration)
+        return _calibrate(Path(job.calibrate), job.calibration, job.cluster)
     if job.search:
         return _search(job, overrides)
     from harness.plan.make import make_plan, planned
     from harness.plan.render import as_dict, render
 
     made = make_plan(*planned(job))
+    if job.against is not None:
+        from harness.plan.differences import differences_as_dict, job_against, render_differences
+
+        other = make_plan(*planned(job_against(job, overrides)))
+        return Result(differences_as_dict(made, other), render_differences(made, other))
     if job.picture is not None:
         from harness.plan.picture import draw
 
@@ -46,18 +54,34 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
         return _verify(made, step=job.verify_step)
     if job.rehearse:
         return _rehearse(made)
-    return Result(as_dict(made), render(made))
+    return _with_remedies(Result(as_dict(made), render(made)), made, overrides)
+
+
+def _with_remedies(result: Result, made: Plan, overrides: list[str]) -> Result:
+    """Add the changes that make a job fit, if it does not."""
+    if made.fits is not False:
+        return replace(result, data=result.data | {"remedies": []})
+    from harness.plan.remedies import remedies, remedies_as_dict, render_remedies
+
+    found = remedies(made, overrides)
+    text = f"{result.text}\n{render_remedies(made, found)}"
+    return replace(result, data=result.data | {"remedies": remedies_as_dict(found)}, text=text)
 
 
 def _search(job: PlanJob, overrides: list[str]) -> Result:
     """Find the best layouts, and write the sweep that measures them."""
     from harness.plan.found import found_as_dict, render_found, sweep_path, write_sweep
     from harness.plan.make import planned
-    from harness.plan.search import search
+    from harness.plan.search import NothingFits, search
     from harness.plan.space import Space
 
     plain, calibration = planned(job)
-    found = search(Space.of(plain, overrides), job.top, calibration, job.headroom)
+    try:
+        found = search(Space.of(plain, overrides), job.top, calibration, job.headroom)
+    except NothingFits as failed:
+        from harness.plan.nothing_fits import what_would_fit
+
+        return what_would_fit(failed, job, overrides)
     path = sweep_path(job.name, job.sweep_file)
     if job.picture is not None:
         from harness.plan.picture import draw
@@ -78,7 +102,7 @@ def compare_points(points: list[Composed]) -> Result:
     return compare(points)
 
 
-def _calibrate(folder: Path, target: str | None) -> Result:
+def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Result:
     """Fit constants to measured runs, and write the constants."""
     from harness.plan.calibrate import Measured, calibrate, render_fit
     from harness.report.rows import job_of, load
@@ -86,7 +110,7 @@ def _calibrate(folder: Path, target: str | None) -> Result:
     rows = load(folder)
     found = [(job_of(row), row.get("measured.tokens_per_second_per_rank"), row) for row in rows]
     measured = [Measured(job, rate, row["device"]) for job, rate, row in found if job and rate is not None]
-    calibration, runs = calibrate(measured, folder)
+    calibration, runs = calibrate(measured, folder, cluster)
     path = target or str(folder / "calibration.json")
     calibration.write(path)
     left_out = f"{len(rows) - len(runs)} rows without a throughput left out"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from harness.config import with_value
+from harness.cluster.config import ClusterConfig
 from harness.errors import UserError
-from harness.hardware import find_accelerator
 from harness.job import Job
 from harness.plan.constants import Calibration, Constants
 from harness.plan.cpu import measure_cpu
@@ -63,8 +62,7 @@ def fit(
     """Fit constants to measured rows.
 
     Minimizes the sum over rows of (log(predicted / measured) / ``noise``)^2 plus the sum over constants of
-    (log(constant / start) / ``prior``)^2, a maximum a posteriori estimate, by coordinate descent. The step
-    is halved when no coordinate improves.
+    (log(constant / start) / ``prior``)^2, a maximum a posteriori estimate.
 
     Args:
         rows: measured jobs.
@@ -75,13 +73,23 @@ def fit(
     """
 
     def cost_of(logs: dict[str, float]) -> float:
-        calibration = _moved(start, logs)
+        calibration = moved(start, logs)
         misses = sum(
             math.log(predicted_rate(row.job, calibration) / row.tokens_per_second_per_rank) ** 2
             for row in rows
         )
         return misses / noise**2 + sum(log**2 for log in logs.values()) / prior**2
 
+    return moved(start, descend(cost_of, names))
+
+
+def descend(cost_of: Callable[[dict[str, float]], float], names: Sequence[str]) -> dict[str, float]:
+    """Minimize a cost by coordinate descent from zero. The step is halved when no coordinate improves.
+
+    Args:
+        cost_of: the cost of logarithms of constants, relative to their start.
+        names: names of the coordinates.
+    """
     logs = dict.fromkeys(names, 0.0)
     cost = cost_of(logs)
     step = 0.2
@@ -96,10 +104,11 @@ def fit(
                     break
         if not improved:
             step /= 2
-    return _moved(start, logs)
+    return logs
 
 
-def _moved(start: Calibration, logs: dict[str, float]) -> Calibration:
+def moved(start: Calibration, logs: dict[str, float]) -> Calibration:
+    """Multiply constants by the exponentials of ``logs``, up to their limits."""
     values = {
         name: min(getattr(start.constants, name) * math.exp(log), MOST.get(name, math.inf))
         for name, log in logs.items()
@@ -128,7 +137,9 @@ def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-def calibrate(measured: Sequence[Measured], folder: Path) -> tuple[Calibration, list[Measured]]:
+def calibrate(
+    measured: Sequence[Measured], folder: Path, cluster: ClusterConfig | None = None
+) -> tuple[Calibration, list[Measured]]:
     """Fit constants to measured runs.
 
     For runs on CPUs the cores of this machine are measured first (``cpu.py``), so it must be the machine of
@@ -137,6 +148,7 @@ def calibrate(measured: Sequence[Measured], folder: Path) -> tuple[Calibration, 
     Args:
         measured: the runs.
         folder: where they come from.
+        cluster: may describe their accelerator; else their own clusters do, or harness/hardware.py.
 
     Returns:
         The constants and their hardware; the runs, on nodes with this hardware.
@@ -151,15 +163,22 @@ def calibrate(measured: Sequence[Measured], folder: Path) -> tuple[Calibration, 
         raise UserError(f"calibrate={folder}: runs are from several devices: {', '.join(sorted(devices))}")
     [device] = devices
     source = f"{len(measured)} runs of {folder}, {device}"
-    known = find_accelerator(device)
-    if known is not None:
-        named = [with_value(one.job, "cluster.accelerator", known.name) for one in measured]
-        measured = [replace(one, job=job) for one, job in zip(measured, named, strict=True)]
+    described = None if cluster is None else cluster.with_device(device)
+    known = [described or one.job.cluster.with_device(device) for one in measured]
+    if None not in known:
+        measured = [
+            replace(one, job=one.job.on_accelerator_of(own))
+            for one, own in zip(measured, known, strict=True)
+            if own is not None
+        ]
         start, names, expected = Calibration(START, source=source), FITTED, (PRIOR, NOISE)
     elif "CPU" in device:
         on_cores = replace(CPU_START, cores=len(os.sched_getaffinity(0)))
         start, names = Calibration(on_cores, measure_cpu(), source=source), CPU_FITTED
         expected = (CPU_PRIOR, CPU_NOISE)
     else:
-        raise UserError(f"calibrate={folder}: runs are from {device}, which is unknown hardware")
+        raise UserError(
+            f"calibrate={folder}: runs are from {device}, which is unknown hardware; would work: a cluster "
+            f"with its numbers and cluster.hardware.device_name='{device}'"
+        )
     return fit(measured, start, names, *expected), list(measured)

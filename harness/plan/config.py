@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +11,7 @@ from harness.config import check_rules, label
 from harness.errors import ConfigError
 from harness.hardware import CUDA_DEVICES
 from harness.job import Job
+from harness.overrides import with_quoted_text
 
 DEFAULT = "H100 SXM"
 """Accelerator of rehearsed jobs that do not name one."""
@@ -31,7 +33,7 @@ class PlanJob(Job):
     """With search: fraction of the usable memory that a layout must leave free."""
     sweep_file: str | None = label(None)
     """With search: file of the sweep that measures the best; null: sweeps/search/<name>.yaml,
-    or <name>-search.yaml in the current folder if the former cannot be written."""
+    or sweep/<name>-search.yaml in the current folder if the former cannot be written."""
     verify: bool = label(False)
     """Build the job on a fake process group, in this process, and compare its tensors with the plan."""
     verify_step: bool = label(False)
@@ -44,15 +46,23 @@ class PlanJob(Job):
     calibrate: str | None = label(None)
     """Folder of measured runs: fit the constants to them, and write the constants to ``calibration``; null:
     to calibration.json in that folder."""
+    against: str | None = label(None)
+    """Overrides, separated by spaces, of a second job to compare with line by line: this job with them."""
     picture: str | None = label(None)
     """PNG file to draw: memory by stage, and the pipeline's timeline; with search, of the best layout."""
+
+    @classmethod
+    def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
+        """Return overrides with quotes around the overrides of ``against``."""
+        return [with_quoted_text(each, "against") for each in overrides]
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> PlanJob:
         """Resolve the job; with search or calibrate only check the options."""
         check_rules(self)
         self._validate_plan()
         if self.search or self.calibrate is not None:
-            return self
+            self.cluster.validate()
+            return self.scaled()
         job = self
         if self.rehearse:
             job, gpus = put_on_virtual_gpus(self)
@@ -71,6 +81,10 @@ class PlanJob(Job):
             if self.calibrate is not None and getattr(self, name):
                 rule = "fits constants to runs and plans no job"
                 raise ConfigError("calibrate", self.calibrate, rule, f"calibrate alone, then {name} without")
+        for name in ("search", "verify", "rehearse", "calibrate", "picture"):
+            if self.against is not None and getattr(self, name):
+                rule = f"compares the plans of two jobs, and {name} works on one"
+                raise ConfigError("against", self.against or "''", rule, f"against without {name}")
         if self.headroom and not self.search:
             raise ConfigError("headroom", self.headroom, "is read by a search only", "search=true")
         if self.verify_step and not self.verify:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,20 @@ from harness.config import from_dict
 from harness.errors import ConfigError, UserError
 from harness.hardware import Accelerator
 from harness.metrics.encoding import parse_object
+from harness.plan.achieved import KERNELS
 
 
 @dataclass(frozen=True)
 class Constants:
     """Achieved fractions of peaks, and fixed costs."""
 
-    matmul: float = 0.775
+    matmul: float = 0.825
     """Speed of products of 16- or 32-bit matrices in training, as a fraction of the best that the device
     achieves (``achieved.py``), in addition to wave quantization of tiles. Fitted; 0.74 to 0.81 for typical
     products on an MI325X (rocm.blogs.amd.com/artificial-intelligence/taf-blog)."""
-    float8: float = 0.751
-    """The same for 8-bit products. Fitted."""
+    float8: float = 0.766
+    """The same for 8-bit products. Fitted, as ``matmul``, to 113 published rows by
+    experiments/published/held_out.py."""
     rowwise: float = 0.8
     """Speed of float8 products with a scale for each row, as a fraction of those with one for each tensor:
     CUTLASS in place of cuBLAS; assumed, 0.75 to 0.9 (torchao/float8/README.md has tokens/s of both)."""
@@ -50,16 +52,38 @@ class Constants:
     """Fraction of the network's bandwidth for NCCL's collectives; assumed."""
     latency: float = 20e-6
     """Minimum seconds of a collective; assumed."""
-    async_tp: float = 0.5
-    """Fraction of tensor parallel's collectives that asynchronous tensor parallel hides; assumed."""
+    contention: float = 0.15
+    """Fraction of computing that is lost while a collective runs beside it: NCCL's blocks take
+    multiprocessors (24 of an H100's 132, forums.developer.nvidia.com/t/337991) and memory bandwidth;
+    assumed, 0.1 to 0.4 (there, of a product that fills the device exactly)."""
+    async_tp: float = 0.3
+    """Fraction of tensor parallel's collectives that asynchronous tensor parallel hides: 0.15 to 0.5 by the
+    gains of 5 to 12 % in torchtitan's tables."""
     launch: float = 3e-6
     """Minimum seconds of a kernel, or of an operation on a CPU; assumed."""
+    host: float = 20e-6
+    """Seconds of the host for each kernel, with the Python around it; assumed, 10e-6 to 40e-6 (rehearsals
+    took 35e-6 and more on a shared machine). A step takes as long as the host needs to start it."""
     cores: int | None = None
     """Cores that all ranks of a node share (CPU). None: each rank has its own device."""
 
 
+@dataclass(frozen=True)
+class Software:
+    """What a trainer ran where it differs from this harness on torch 2.13; for published rows."""
+
+    attention: str = ""
+    """Kernel of fused attention, a name of ``achieved.py``; empty: the one that torch chooses."""
+    fused_norm: bool = True
+    """Whether an eager norm is one kernel, as an RMSNorm is since torch 2.9."""
+    speed: float = 1.0
+    """Speed of computing as a multiple of torch's kernels', of a trainer with other libraries."""
+
+
 # Constants that are never divisors.
-_MAY_BE_ZERO = ("constants.latency", "constants.async_tp", "constants.launch", "constants.spread")
+_MAY_BE_ZERO = tuple(
+    f"constants.{name}" for name in ("latency", "async_tp", "launch", "spread", "contention", "host")
+)
 _LARGEST = 1e30
 
 
@@ -72,6 +96,7 @@ class Calibration:
     """Measured hardware, if it is not in the table: a CPU."""
     source: str = ""
     """Runs that the constants were fitted on."""
+    software: Software = field(default_factory=Software)
 
     @property
     def has_gpu(self) -> bool:
@@ -115,6 +140,9 @@ class Calibration:
             if not is_number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
                 kind = "a number of at least 0" if name in _MAY_BE_ZERO else "a positive number"
                 raise ConfigError(name, value, f"must be {kind}")
+        if self.software.attention and self.software.attention not in KERNELS:
+            rule = f"must be one of: {', '.join(sorted(KERNELS))}"
+            raise ConfigError("software.attention", self.software.attention, rule)
         if self.constants.async_tp > 1:
             raise ConfigError("constants.async_tp", self.constants.async_tp, "must be at most 1")
 
@@ -123,6 +151,7 @@ class Calibration:
         for name, value in asdict(self.constants).items():
             if name != "cores" or value is not None:
                 yield f"constants.{name}", value
+        yield "software.speed", self.software.speed
         if self.accelerator is not None:
             for name in ("memory_gib", "memory_bandwidth", "link_bandwidth", "units"):
                 yield f"accelerator.{name}", getattr(self.accelerator, name)

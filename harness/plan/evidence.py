@@ -1,6 +1,6 @@
-"""Published throughput as a multiple of the planned one, by class of job: how far a plan can be trusted.
+"""Classes of jobs, and the evidence for their plans.
 
-``python experiments/published/errors.py --classes`` prints the table from the published rows.
+``evidence_table.py`` has the values.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.job import Job
+from harness.model.architecture import architecture_of
 
 GENERATIONS = {
     "A100 SXM 40GB": "Ampere",
@@ -32,27 +33,35 @@ class Evidence:
     """Published rows of a class of jobs."""
 
     rows: int
-    tables: int
+    sources: int
+    """Documents that the rows come from, each about one cluster."""
     low: float
-    """Published throughput over planned: the 10th percentile of the rows, or their least with fewer than
-    20."""
+    """Published figure over planned: the 10th percentile."""
     high: float
-    """The 90th percentile, or their greatest."""
+    """The 90th percentile."""
+    pooled: bool
+    """Whether ``low`` and ``high`` are those of all classes, since this one has few sources."""
 
 
-EVIDENCE = {
-    "dense models on Ampere": Evidence(rows=8, tables=1, low=1.06, high=1.12),
-    "dense models on Blackwell": Evidence(rows=11, tables=3, low=0.52, high=1.11),
-    "dense models on CDNA 3": Evidence(rows=4, tables=1, low=0.66, high=0.81),
-    "dense models on Hopper": Evidence(rows=75, tables=12, low=0.89, high=1.33),
-    "mixtures of experts on Hopper": Evidence(rows=7, tables=2, low=0.78, high=1.41),
-}
-"""By class of job; the classes without published rows are not here."""
+@dataclass(frozen=True)
+class Resolution:
+    """Error of the planned speed of one layout relative to another of the same table."""
+
+    off: float
+    """The largest error in four of five pairs, as a fraction."""
+    pairs: int
+    tables: int
+
+
+def kind_of(job: Job) -> str:
+    """Return the kind of model: "dense models", "mixtures of experts" or "models of pictures"."""
+    if architecture_of(job.model).takes_pictures:
+        return "models of pictures"
+    return "mixtures of experts" if job.model.moe.enabled else "dense models"
 
 
 def class_of(job: Job, accelerator: str) -> str | None:
     """Return the class of a job on an accelerator, such as "dense models on Hopper"; None without a
     generation."""
     generation = GENERATIONS.get(accelerator)
-    kind = "mixtures of experts" if job.model.moe.enabled else "dense models"
-    return None if generation is None else f"{kind} on {generation}"
+    return None if generation is None else f"{kind_of(job)} on {generation}"

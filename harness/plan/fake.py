@@ -22,9 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from harness.errors import UserError
 from harness.job import Job
 from harness.loop.engine import Engine
-from harness.model.attention import Attention, LatentAttention
-from harness.model.decoder import Decoder
 from harness.model.kernels import Kernel, SdpaKernel
+from harness.model.part import ModelPart
+from harness.optimizer import muon
 from harness.optimizer.adamw import RoundedAdamW
 from harness.parallelism import clip
 from harness.parallelism.context import RingAttention, UlyssesAttention
@@ -90,6 +90,7 @@ def fake_tensors() -> Iterator[None]:
             if hasattr(mesh, name):
                 undo.enter_context(patch.object(mesh, name, _with_real_tensors(getattr(mesh, name))))
         undo.enter_context(patch.object(mesh, "mesh", property(_with_real_tensors(mesh.mesh.fget))))
+        undo.enter_context(patch.object(muon, "mesh_ranks", _with_real_tensors(muon.mesh_ranks)))
         # It must not cache fake tensors.
         clip._device_constant.cache_clear()
         undo.callback(clip._device_constant.cache_clear)
@@ -119,14 +120,13 @@ def stages_in(schedule: Any) -> list[Any]:
     return getattr(schedule, "_stages", None) or [schedule._stage]
 
 
-def replace_modules(part: Decoder) -> None:
+def replace_modules(part: ModelPart) -> None:
     """Replace modules of a model part that need values or a GPU kernel."""
-    for module in part.modules():
-        if isinstance(module, Attention | LatentAttention):
-            if isinstance(module.inner, UlyssesAttention):
-                module.inner.inner = _kernel(module.inner.inner, part.seq_len)
-            elif not isinstance(module.inner, RingAttention):
-                module.inner = _kernel(module.inner, part.seq_len)
+    for module in part.kernels:
+        if isinstance(module.inner, UlyssesAttention):
+            module.inner.inner = _kernel(module.inner.inner, part.seq_len)
+        elif not isinstance(module.inner, RingAttention):
+            module.inner = _kernel(module.inner, part.seq_len)
     for moe in part.mixtures.values():
         if isinstance(moe.exchange, ExpertExchange):
             moe.exchange = EvenExchange(moe.exchange.group)
@@ -155,11 +155,13 @@ class FakeKernel(Kernel):
         q, k, v = q_BTHD.transpose(1, 2), k_BTKD[:, keys].transpose(1, 2), v_BTKE[:, keys].transpose(1, 2)
         scale = self.spec.scale
         if q.shape[-1] == v.shape[-1]:
-            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, self.spec.causal, scale=scale
+            )
         else:
             # The only GPU kernel that all versions have and that takes values of another width.
             out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-                q, k, v, None, True, 0.0, True, scale=scale
+                q, k, v, None, True, 0.0, self.spec.causal, scale=scale
             )
         if sinks_H is not None:
             out = out * torch.sigmoid(lse.detach().view(out.shape[:3]) - sinks_H[:, None])[..., None].to(out)

@@ -11,7 +11,6 @@ import gc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -20,10 +19,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from harness.data.loader import Batch
-from harness.data.prefetch import DeviceBatch
 from harness.job import Job
 from harness.loop.engine import Engine
-from harness.model.decoder import Decoder
+from harness.model.architecture import architecture_of
+from harness.model.part import ModelPart
+from harness.model.spec import tensors
+from harness.optimizer.settings import exchanges
 from harness.parallelism.context import local_positions_of
 from harness.parallelism.execute import Executor, PipelineExecutor
 from harness.parallelism.materialize import allocate
@@ -196,7 +197,7 @@ def _kind(job: Job, layer: int) -> tuple[Any, ...]:
     """Properties in which blocks differ."""
     model, recompute = job.model, job.activation_checkpoint
     recomputed = recompute.mode == "selective_layer" and layer % recompute.every_nth_layer == 0
-    return model.has_experts(layer), model.span(layer), model.attention.is_rotated(layer), recomputed
+    return architecture_of(model).block_kind(model, layer), recomputed
 
 
 # A step.
@@ -222,7 +223,8 @@ def statistics_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) 
         mesh = build_mesh(layout, CPU, has_experts=job.model.moe.enabled)
         parts = build_on_meta(job, mesh, CPU)
         indices = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
-        with fake_tensors(), Meter(mesh) as meter:
+        values = architecture_of(job.model).without_values()
+        with fake_tensors(), values, Meter(mesh) as meter:
             for place, (index, part) in enumerate(zip(indices, parts, strict=True)):
                 replace_modules(part)
                 allocate(part, CPU, CPU)
@@ -230,12 +232,14 @@ def statistics_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) 
             engine = Engine(job, CPU, (mesh, parts))
             engine.executor = passes = _Passes(job, mesh, engine.executor, meter)
             # The first step creates persistent tensors: optimizer state and FSDP's buffers.
-            _run_step(engine, 1, meter)
+            _run_step(engine, 1, meter, updates=True)
             gc.collect()
             meter.reset()
             rest = meter.live
             # All passes over local batches but the last are equal.
-            _run_step(engine, min(2, job.accumulation_steps), meter)
+            # What an update exchanges is not linear in the number of blocks; ``verify.py`` measures it.
+            updates = exchanges(job.optimizer, tensors(job.model).values()) is None
+            _run_step(engine, min(2, job.accumulation_steps), meter, updates=updates)
             return {
                 ("rest",): float(rest),
                 ("flops",): meter.flops,
@@ -250,7 +254,7 @@ def _deeper(names: list[str], depth: int | None) -> set[str]:
     return set() if depth is None else {f"layers.{layer}" for layer in _layers(names)[depth:]}
 
 
-def _mark_phases(meter: Meter, part: Decoder, place: int, cycle: Cycle) -> None:
+def _mark_phases(meter: Meter, part: ModelPart, place: int, cycle: Cycle) -> None:
     """Make a model part report the phases of its passes to the meter."""
 
     def begin(phase: str) -> None:
@@ -272,14 +276,13 @@ def _mark_phases(meter: Meter, part: Decoder, place: int, cycle: Cycle) -> None:
         dividing.register_forward_hook(lambda *_: begin(FORWARD[1]))
 
 
-def _run_step(engine: Engine, local_batches: int, meter: Meter) -> None:
+def _run_step(engine: Engine, local_batches: int, meter: Meter, *, updates: bool) -> None:
     job = engine.job
-    shape = local_batches * job.local_batch_size, job.training.seq_len
-    batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
-    batch.num_valid = prod(shape)
+    batch = engine.architecture.fake_batch(job, local_batches * job.local_batch_size)
     engine.gradients(batch)
-    meter.begin("update")
-    engine.update(1.0)
+    if updates:
+        meter.begin("update")
+        engine.update(1.0)
 
 
 class _Passes:
@@ -389,6 +392,6 @@ class _Passes:
         if tensor is not None and to not in own:
             self.meter.sent["pp"] += self.meter.times * tensor.numel() * tensor.element_size()
 
-    def _boundary(self, part: Decoder, index: int, *, entering: bool) -> Tensor:
+    def _boundary(self, part: ModelPart, index: int, *, entering: bool) -> Tensor:
         meta = boundary(self.job, self.mesh, part, index, entering=entering)
         return torch.empty(meta.shape, dtype=meta.dtype, requires_grad=meta.requires_grad)

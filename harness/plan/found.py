@@ -11,7 +11,9 @@ from typing import Any
 import harness
 from harness.errors import ConfigError
 from harness.files import write_atomically
-from harness.paths import conf_dir
+from harness.paths import conf_dir, config_folders
+from harness.plan.cost import budget_in_words
+from harness.plan.evidence_table import RESOLUTION
 from harness.plan.plan import Plan
 from harness.plan.render import (
     as_dict,
@@ -58,7 +60,29 @@ def render_found(found: SearchResult) -> str:
     head += f"kept as typed: {', '.join(kept)}\n" if kept else ""
     rows = [_row(number, each, unit) for number, each in enumerate(found.best, start=1)]
     left = {"layout", "recompute", "schedule"}
-    return f"{head}\n{aligned(rows, left)}\nwhy the others lose\n{_losers(found)}"
+    table = aligned(rows, left) + _distinguished(found)
+    cost = f"with the first, {budget_in_words(plan)}\n"
+    return f"{head}\n{table}{cost}\nwhy the others lose\n{_losers(found)}"
+
+
+def _alike(found: SearchResult) -> int | None:
+    """Return how many of the best layouts are too close to the first to rank; None without published rows."""
+    first = found.best[0]
+    if first.plan.accelerator is None or first.plan.is_calibrated:
+        return None
+    return sum(each.seconds <= first.seconds * (1 + RESOLUTION.off) for each in found.best)
+
+
+def _distinguished(found: SearchResult) -> str:
+    alike = _alike(found)
+    if alike is None:
+        return ""
+    which = "all" if alike == len(found.best) else f"the first {alike}"
+    claim = f"{which} cannot be distinguished" if alike > 1 else "the first differs from the others"
+    return (
+        f"{claim}: the planned ratio of two layouts is off by {RESOLUTION.off:.1%} or less "
+        f"in four of five published pairs ({RESOLUTION.pairs} pairs, {RESOLUTION.tables} tables)\n"
+    )
 
 
 _SEARCHED = ("parallelism.", "training.local_batch_size", "activation_checkpoint.mode")
@@ -126,6 +150,7 @@ def found_as_dict(found: SearchResult) -> dict[str, Any]:
         "planned": found.planned,
         "seconds": found.seconds,
         "kept": sorted(found.space.typed),
+        "alike": _alike(found),
         "best": [
             {
                 "overrides": each.point.overrides(found.space.base.parallelism),
@@ -158,20 +183,15 @@ def _without_timeline(plan: Plan) -> dict[str, Any]:
 def sweep_path(name: str, asked: str | None) -> Path:
     """Return the path of the sweep file: ``asked``, or in sweeps/search, for ``sweep=search/NAME``.
 
-    If the harness is an installed package, or that folder is not writable: in the current folder.
+    If the harness is an installed package, or that folder is not writable: in ``sweep/`` of this folder.
     """
     if asked is not None:
         return Path(asked)
-    folder = _sweeps()
+    folder = (Path(conf_dir()) / "sweep").resolve()
     is_installed = Path(conf_dir()).is_relative_to(Path(harness.__file__).resolve().parent)
     if is_installed or not os.access(folder, os.W_OK):
-        return Path(f"{name}-search.yaml")
+        return Path("sweep", f"{name}-search.yaml")
     return folder / "search" / f"{name}.yaml"
-
-
-def _sweeps() -> Path:
-    """The folder in which ``sweep=NAME`` is found."""
-    return (Path(conf_dir()) / "sweep").resolve()
 
 
 def write_sweep(found: SearchResult, path: Path, overrides: Sequence[str]) -> str:
@@ -199,14 +219,22 @@ def write_sweep(found: SearchResult, path: Path, overrides: Sequence[str]) -> st
         raise ConfigError(
             "sweep_file", path, f"cannot be written: {error.strerror}", "another path"
         ) from error
-    folder = _sweeps()
-    if path.resolve().is_relative_to(folder):
-        name = path.resolve().relative_to(folder).with_suffix("")
-        return shlex.join(["python", "-m", "harness.train", "-m", f"sweep={name}", *job])
-    return (
-        f"to start it: put it into {folder}, or into sweep/ of a copy of {conf_dir()} that HARNESS_CONF_DIR "
-        f"names, and type {shlex.join(['python', '-m', 'harness.train', '-m', f'sweep={path.stem}', *job])}"
-    )
+    return _command(path.resolve(), job)
+
+
+def _command(path: Path, job: Sequence[str]) -> str:
+    """Return the command that starts a sweep file."""
+    start = ["python", "-m", "harness.train", "-m"]
+    for folder in config_folders().paths:
+        if (folder / "sweep").resolve() in path.parents:
+            name = path.relative_to((folder / "sweep").resolve()).with_suffix("")
+            return shlex.join([*start, f"sweep={name}", *job])
+    for parent in path.parents:
+        if parent.name == "sweep":
+            name = path.relative_to(parent).with_suffix("")
+            return shlex.join([*start, "--config-dir", str(parent.parent), f"sweep={name}", *job])
+    typed = shlex.join([*start, "--config-dir", "FOLDER", f"sweep={path.stem}", *job])
+    return f"to start it: put it into FOLDER/sweep/, and type {typed}"
 
 
 def _sweep(found: SearchResult, typed: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from harness.errors import ConfigError
 from harness.job import Job
 from harness.job_rules import check_torch
 from harness.parallelism.config import AXES
-from harness.plan.space import Point
+from harness.plan.space import Point, gpus_of
 from harness.precision.linears import check_layout, sort_linears
 
 
@@ -24,11 +24,13 @@ class Legality:
 
     def __init__(self, base: Job) -> None:
         self.base = base
+        base.precision.validate()
         # Sorting the linears is the slowest part, and no layout changes it.
-        self._plain = replace(base, precision=replace(base.precision, linear="none"))
+        self._plain = replace(base, precision=base.precision.without_format())
         linear = base.precision.linear
         self._linears = None if linear == "none" else sort_linears(base.model, base.precision)
         self._known: dict[tuple[Any, ...], ConfigError | None] = {}
+        self._passed = False
 
     def broken(self, point: Point) -> ConfigError | None:
         """The rule that a point breaks; None if it is legal."""
@@ -86,8 +88,11 @@ class Legality:
         check_torch(replace(self.base, parallelism=layout))
 
     def _check_all(self, point: Point) -> None:
-        """Check all rules except those of formats."""
-        point.job(self._plain)
+        """Check all rules except those of formats; once those that no layout has an effect on."""
+        if not self._passed:
+            point.job(self._plain)
+            self._passed = True
+        point.job_unchecked(self._plain).resolve_layout(gpus=gpus_of(self.base))
 
     def _check_format(self, point: Point) -> None:
         """Check that the shapes a rank multiplies are legal in the format."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.config import with_value
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.model.accounting import account
 from harness.plan.config import PlanJob
 from harness.plan.constants import Calibration
-from harness.plan.machine import Machine, device_of, machine_of
+from harness.plan.machine import Machine, device_of, machine_of, on_hardware_of
 from harness.plan.memory import memory_limit, rank_memory
 from harness.plan.memory_activations import on_cpu
 from harness.plan.parameters import parameters_of_ranks
@@ -32,9 +31,7 @@ def planned(job: PlanJob) -> tuple[Job, Calibration | None]:
     if read.accelerator is not None and named is not None:
         rule = f"was fitted on {read.accelerator.name}, and cluster.accelerator is {named}"
         raise ConfigError("calibration", job.calibration, rule, "null, or cluster.accelerator=null")
-    if read.has_gpu and plain.cluster.device == "auto":
-        plain = with_value(plain, "cluster.device", "cuda")
-    return plain, read
+    return on_hardware_of(plain, read), read
 
 
 def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
@@ -58,6 +55,7 @@ def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
         accelerator=None if device is None or on_cpu(job) else device,
         notes=_notes(job),
         phases=_phases(job, machine),
+        is_calibrated=calibration is not None,
     )
 
 
@@ -86,5 +84,7 @@ def _notes(job: Job) -> list[str]:
         notes.append("assumes attention across documents")
     if len(job.sizes.phases) > 1:
         notes.append("speed and memory are those of the full batch size and sequence length")
+    if job.parallelism.cpu_offload:
+        notes.append("the time of copies from and to the host, and of the update there, is not counted")
     casts = warning_of_eager(job.precision, compiled=job.compile.blocks)
     return notes if casts is None else [*notes, casts]

@@ -13,21 +13,21 @@ from collections.abc import Iterator, Sequence
 
 from harness.hardware import Accelerator
 from harness.job import Job
-from harness.parallelism.config import ParallelismConfig
+from harness.model.architecture import architecture_of
 from harness.plan.memory_activations import ActivationBytes, on_cpu
 from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus
 from harness.plan.order import pipeline_order
 from harness.plan.parameters import RankParameters, parameters_of_ranks
 from harness.plan.plan import KINDS, Action, RankMemory
+from harness.plan.update import planned_update
 from harness.tables import GIB
 
 MIB = 2**20
 
-FRAGMENTATION, FRAGMENTATION_OF_PIPELINES = 0.10, 0.02
-"""Memory that CUDA's caching allocator reserves beyond the peak of allocated memory, as a fraction of that
-peak: free blocks that are too small for later requests. Fitted to the reserved memory in rehearsals of
-full-size jobs (experiments/rehearsal). Pipelines gather a stage once instead of block after block, which
-fragments less."""
+FRAGMENTATION = 0.03
+"""Memory that CUDA's caching allocator reserves for free blocks that are too small for later requests, as a
+fraction of the rest: allocated memory, memory of other streams, and what the loss leaves unusable. Fitted to
+rehearsals of full-size jobs (experiments/rehearsal); 0.00 to 0.07 for most."""
 CUBLAS_WORKSPACE = 32 * MIB
 """Workspace of cuBLAS on Hopper, per stream with matrix products (docs.nvidia.com/cuda/cublas,
 cublasSetWorkspace)."""
@@ -59,11 +59,6 @@ def rank_memory(job: Job, parameters: Sequence[RankParameters] | None = None) ->
     ]
 
 
-def fragmentation(layout: ParallelismConfig) -> float:
-    """Fraction of memory that fragmentation adds for a layout."""
-    return FRAGMENTATION_OF_PIPELINES if layout.pp > 1 else FRAGMENTATION
-
-
 def memory_limit(job: Job, device: Accelerator | None) -> float | None:
     """Bytes of a device that a run can allocate; None for an unknown device and for CPUs.
 
@@ -77,6 +72,19 @@ def memory_limit(job: Job, device: Accelerator | None) -> float | None:
     communicators = 1 + sum(degree > 1 for degree in axes) if job.world_size > 1 else 0
     total = device.memory_gib * GIB * HBM_LEFT
     return total - CUDA_CONTEXT - communicators * NCCL_COMMUNICATOR
+
+
+def _stages(job: Job, parameters: RankParameters, prices: ActivationBytes) -> dict[int, StageMemory]:
+    """The memory of a rank's stages; those with equal modules share it."""
+    stages: dict[int, StageMemory] = {}
+    made: dict[object, StageMemory] = {}
+    by_layer = job.activation_checkpoint.mode == "selective_layer"
+    for stage, modules in parameters.modules.items():
+        equal = stage if by_layer else (stage > 0, *modules.values())
+        if equal not in made:
+            made[equal] = StageMemory(job, parameters, stage, prices)
+        stages[stage] = made[equal]
+    return stages
 
 
 class RankStep:
@@ -93,17 +101,20 @@ class RankStep:
         self, job: Job, parameters: RankParameters, prices: ActivationBytes, actions: Sequence[Action]
     ) -> None:
         self.job, self.parameters, self.actions = job, parameters, actions
-        self.stages = {stage: StageMemory(job, parameters, stage, prices) for stage in parameters.stages}
+        self.stages = _stages(job, parameters, prices)
         self.cpu, self.fsdp = on_cpu(job), job.uses_fsdp
         self.pipelined = job.parallelism.pp > 1
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
 
     def memory(self) -> RankMemory:
         """Memory of the rank at its peak."""
-        fullest = heaviest(self._as_reserved(moment) for moment in self._moments())
+        moments = list(self._moments())
+        fullest = heaviest(self._as_reserved(moment) for moment in moments)
         kinds = {kind: float(fullest.get(kind, 0.0)) for kind in KINDS}
         kinds["runtime"] += self._runtime(kinds)
-        return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds)
+        allocated = max(sum(moment.values()) - moment.get("unusable", 0.0) for moment in moments)
+        allocated += 0 if self.cpu else 2 * CUBLAS_WORKSPACE  # tensors of torch
+        return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds, allocated)
 
     def _as_reserved(self, moment: Bytes) -> Bytes:
         """Convert a moment to the displayed kinds, with the memory that CUDA's allocator reserves per stream.
@@ -117,7 +128,8 @@ class RankStep:
             shards = self._gradients()
             buffers = max(stage.buffers for stage in self.stages.values())
         displayed = {kind: size for kind, size in moment.items() if kind in KINDS}
-        return plus(displayed, {"gradients": shards, "gathered": buffers})
+        unusable = moment.get("unusable", 0.0)
+        return plus(displayed, {"gradients": shards, "gathered": buffers, "runtime": unusable})
 
     def _moments(self) -> Iterator[Bytes]:
         always = self._always()
@@ -138,9 +150,10 @@ class RankStep:
         }
 
     def _batch(self) -> float:
-        """Bytes of tokens and labels, int64, of complete sequences, for all passes of a step."""
+        """Bytes of the batch, of complete sequences, for all passes of a step."""
         rows = self.job.global_batch_size // self.job.parallelism.data_parallel
-        return 2.0 * 8 * rows * self.job.training.seq_len
+        model = self.job.model
+        return rows * architecture_of(model).sample_bytes(model, self.job.training.seq_len)
 
     def _rotation_table(self) -> float:
         """Bytes of cosines and sines of this rank's positions, float32, one table per stage."""
@@ -179,7 +192,8 @@ class RankStep:
                 continue
             kept = plus(kept, {kind: -size for kind, size in waiting.pop(key).items()})
             there = sharded_before > 0 if reduces else accumulated[action.stage] > 0
-            yield plus(between, kept, stage.backward(gradients_there=there, accumulates=not reduces))
+            for peak in stage.backward(gradients_there=there, accumulates=not reduces):
+                yield plus(between, kept, peak)
             if action.kind == "I":
                 waiting[key] = stage.kept_for_weights
                 kept = plus(kept, stage.kept_for_weights)
@@ -221,7 +235,13 @@ class RankStep:
 
     def _update(self) -> Bytes:
         """Temporary memory of the optimizer's update."""
-        largest = max(t.held_elements for t in self.parameters.tensors)
+        update = planned_update(self.job, self.parameters)
+        exchanged = {} if update is None else {"communication": update.buffers}
+        return max(self._rounding(), exchanged, key=lambda kinds: sum(kinds.values()))
+
+    def _rounding(self) -> Bytes:
+        """Temporary memory of torch's updates, and of ours in float32."""
+        largest = self.parameters.largest
         how = self.job.optimizer.implementation
         if "bfloat16" in (self.job.precision.master_dtype, self.job.optimizer.state_dtype):
             return {"runtime": 5 * 4 * largest}  # optimizer/adamw.py: value, means, gradient and root
@@ -233,4 +253,4 @@ class RankStep:
         if self.cpu:
             return CPU_PROCESS
         own = self._gradients() if self.fsdp else 0.0
-        return fragmentation(self.job.parallelism) * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE
+        return FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE

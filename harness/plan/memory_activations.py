@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from harness.job import Job
@@ -11,10 +11,9 @@ from harness.model.activations import (
     PartActivations,
     SavedBy,
     SavedTensor,
-    block_activations,
-    head_activations,
     prediction_activations,
 )
+from harness.model.architecture import architecture_of
 from harness.plan.parameters import BYTES
 from harness.precision.linears import sort_linears
 
@@ -59,7 +58,8 @@ class ActivationBytes:
             ActivationSplit.ROUTED: routed,
             ActivationSplit.ROUTED_INNER: layout.tp if layout.splits_experts else routed,
         }
-        self.blocks: dict[tuple[bool, bool, bool], PartBytes] = {}
+        self.architecture = architecture_of(job.model)
+        self.blocks: dict[tuple[Hashable, bool], PartBytes] = {}
         precision = job.precision
         converted = (
             sort_linears(job.model, precision).converted if precision.enable_fsdp_float8_all_gather else ()
@@ -91,7 +91,7 @@ class ActivationBytes:
     def block(self, layer: int) -> PartBytes:
         """Bytes of a decoder block, under the job's recomputation and compiler."""
         model = self.job.model
-        key = model.has_experts(layer), model.attention.is_rotated(layer), self._is_recomputed(layer)
+        key = self.architecture.block_kind(model, layer), self._is_recomputed(layer)
         if key not in self.blocks:
             self.blocks[key] = self._block(layer)
         return self.blocks[key]
@@ -101,7 +101,10 @@ class ActivationBytes:
         return how.mode != "none" and not (how.mode == "selective_layer" and layer % how.every_nth_layer)
 
     def _block(self, layer: int) -> PartBytes:
-        declared = block_activations(self.job.model, layer, on_cpu=self.cpu)
+        job = self.job
+        declared = self.architecture.block_activations(
+            job.model, layer, job.training.seq_len, on_cpu=self.cpu
+        )
         # Blocks with experts on other ranks are compiled in pieces (compile.py), which save the same tensors.
         compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
         everything = self.total(declared.kept, compiled=compiled)
@@ -163,14 +166,16 @@ class ActivationBytes:
         return sums
 
     def embedding(self) -> PartBytes:
-        """Bytes of the embedding: it saves nothing but the batch; its output is the first block's input."""
+        """Bytes of the modules before the blocks; their output is the first block's input."""
         stream = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
         summand = self.bytes_of(SavedTensor("summand", self.job.model.dim, ActivationSplit.PARTIAL))
-        return PartBytes(0.0, stream + summand, summand, 0.0)
+        declared = self.architecture.entry_activations(self.job.model, self.job.training.seq_len)
+        kept = self.total(declared.kept)
+        return PartBytes(kept, kept + stream + summand, kept + summand, 0.0)
 
     def head(self) -> PartBytes:
         """Bytes of the final norm and the output projection's input, without logits."""
-        declared = head_activations(self.job.model)
+        declared = self.architecture.head_activations(self.job.model, self.job.training.seq_len)
         kept = self.total(declared.kept) * (1 + self.job.model.mtp.depth)
         return PartBytes(kept, kept, kept + self.total(declared.backward), kept)
 

@@ -10,9 +10,11 @@ backward_maybe_with_nosync and perform_reduce_grad).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from harness.job import Job
 from harness.parallelism.stages import split_modules
@@ -22,7 +24,12 @@ from harness.plan.parameters import BYTES, HeldTensor, RankParameters
 
 Bytes = dict[str, float]
 """Bytes by kind of memory. Two kinds are separate because they belong to other CUDA streams: ``shards``, the
-gradients of shards, and ``buffers``, FSDP's gather buffers."""
+gradients of shards, and ``buffers``, FSDP's gather buffers. A third one, ``unusable``, is free memory that
+the allocator cannot use."""
+
+
+IN_ATTENTION = re.compile(r"\.(attention|attn|img_attn|txt_attn)\.")
+"""Names of tensors whose gradients are computed last in a block's backward."""
 
 
 def plus(*parts: Bytes) -> Bytes:
@@ -55,8 +62,8 @@ class ModuleParameters:
     """Unsharded gradients that exist in backward of attention."""
     accumulated: float
     """Unsharded gradients, as they are accumulated over passes."""
-    reduced: float
-    """Input of the reduce-scatter."""
+    reduced: tuple[float, ...]
+    """Inputs of the reduce-scatters: one, or that of the experts too."""
     sharded: float
     """Gradients of the shards."""
 
@@ -90,7 +97,8 @@ class StageMemory:
         groups = parameters.groups(stage)
         self.has_head = "output" in self.names
         self.logits = LogitBytes(job, self.activations) if self.has_head else None
-        self._backward: dict[tuple[bool, bool], Bytes] = {}
+        self._backward: dict[tuple[bool, bool], list[Bytes]] = {}
+        self._held = parameters.modules[stage]
         self.modules = [self._module(name, part, groups) for name, part in self._parts()]
 
     def _parts(self) -> list[tuple[str, PartBytes]]:
@@ -108,13 +116,19 @@ class StageMemory:
         return parts
 
     def _module(self, name: str, part: PartBytes, groups: dict[str, list[HeldTensor]]) -> Module:
-        tensors = [tensor for group in (name, f"{name}.experts") for tensor in groups.get(group, [])]
-        if name == "head":
-            tensors += groups.get("root", [])
-        return Module(name, part, self._parameters(tensors), self.job.parallelism.frees(name))
+        own = [*groups.get(name, []), *(groups.get("root", []) if name == "head" else [])]
+        held = own, groups.get(f"{name}.experts", [])
+        block = self._held.get(name) if name.startswith("layers.") else None
+        if block is None:
+            parameters = self._parameters(*held)
+        else:
+            key = self.fsdp, self.job.parallelism.cpu_offload
+            parameters = block.once(key, lambda: self._parameters(*held))
+        return Module(name, part, parameters, self.job.parallelism.frees(name))
 
-    def _parameters(self, tensors: list[HeldTensor]) -> ModuleParameters:
+    def _parameters(self, *groups: list[HeldTensor]) -> ModuleParameters:
         layout, precision = self.job.parallelism, self.job.precision
+        tensors = [tensor for group in groups for tensor in group]
         compute, reduce = BYTES[precision.param_dtype], BYTES[precision.reduce_dtype]
         master = BYTES[precision.master_dtype]
         # FSDP pads shards to the first one's length.
@@ -127,10 +141,10 @@ class StageMemory:
         offloaded = layout.cpu_offload and not self.activations.cpu
         sharded = 0.0 if offloaded else float(master * sum(tensor.held_elements for tensor in tensors))
         first = sum(t.gathered_elements for t in tensors if t.name.endswith((".w2", ".w2.weight")))
-        late = sum(t.gathered_elements for t in tensors if ".attention." not in t.name)
+        late = sum(t.gathered_elements for t in tensors if not IN_ATTENTION.search(t.name))
         if not self.fsdp:
             own = master * elements
-            return ModuleParameters(0, 0, own, master * first, master * late, own, 0, sharded)
+            return ModuleParameters(0, 0, own, master * first, master * late, own, (), sharded)
         gathered = sum(self._gathered_size(t, compute) * padded[t.name] for t in tensors)
         return ModuleParameters(
             gathered=gathered,
@@ -139,7 +153,7 @@ class StageMemory:
             first_gradients=compute * first,
             late_gradients=compute * late,
             accumulated=reduce * elements,
-            reduced=reduce * sum(padded.values()),
+            reduced=tuple(reduce * sum(padded[t.name] for t in group) for group in groups if group),
             sharded=sharded,
         )
 
@@ -214,8 +228,9 @@ class StageMemory:
             )
         return heaviest(moments)
 
-    def backward(self, *, gradients_there: bool, accumulates: bool) -> Bytes:
-        """Peak of a backward pass, including this microbatch's saved activations.
+    def backward(self, *, gradients_there: bool, accumulates: bool) -> list[Bytes]:
+        """Peaks of a backward pass, with and without unusable memory, including this microbatch's saved
+        activations.
 
         Args:
             gradients_there: whether gradients of earlier passes exist (the caller counts them).
@@ -223,7 +238,9 @@ class StageMemory:
         """
         how = gradients_there, accumulates
         if how not in self._backward:
-            self._backward[how] = heaviest(self._backward_moments(*how))
+            moments = self._backward_moments(*how)
+            peaks = [heaviest(moments), heaviest({**each, "unusable": 0.0} for each in moments)]
+            self._backward[how] = peaks if peaks[0].get("unusable") else peaks[:1]
         return self._backward[how]
 
     def _backward_moments(self, gradients_there: bool, accumulates: bool) -> list[Bytes]:
@@ -234,7 +251,8 @@ class StageMemory:
         # Gradients of later modules, unsharded and sharded; input of the reduce-scatter in flight.
         unsharded = shards = reducing = 0.0
         if self.logits is not None:
-            moments.append({"activations": held, "gathered": gathered, "logits": self.logits.backward})
+            loss = {"activations": held, "gathered": gathered, "logits": self.logits.backward}
+            moments.append(loss | {"unusable": self.logits.unusable})
         for index in range(len(self.modules) - 1, -1, -1):
             module = self.modules[index]
             part, own = module.part, module.parameters
@@ -266,7 +284,7 @@ class StageMemory:
                     moments.append(plus(base, {"gradients": unsharded + own.gradients + own.accumulated}))
                 unsharded += 0.0 if gradients_there or at_once else own.accumulated
             else:
-                base["communication"] = reducing = own.reduced
+                base["communication"] = reducing = sum(own.reduced)
                 moments.append(plus(base, {"gradients": own.gradients, "shards": own.sharded}))
                 shards += 0.0 if gradients_there or at_once else own.sharded
         return moments
@@ -278,6 +296,6 @@ class StageMemory:
 
     @cached_property
     def reduction(self) -> float:
-        """The two largest inputs of reduce-scatters: one in flight, and the next."""
-        sizes = sorted((module.parameters.reduced for module in self.modules), reverse=True)
-        return sum(sizes[:2]) if self.fsdp else 0.0
+        """Largest inputs of two reduce-scatters that follow each other: one is in flight."""
+        sizes = [size for module in self.modules for size in module.parameters.reduced]
+        return max(map(sum, pairwise([0.0, *sizes])), default=0.0)

@@ -52,8 +52,8 @@ class Meter(TorchDispatchMode):
         flops: of matrix products and attention, counted as in ``harness/model/accounting.py``: attention in
             full, not its causal half, and its backward pass as four products, without the scores that kernels
             recompute. Recomputation by activation checkpointing counts.
-        sent: bytes that this rank sends by axis (``dp``, ``tp``, ``cp``, ``ep``, ``pp``, ``world``), by the
-            algorithms of ``sent_by``.
+        sent: bytes that this rank sends by axis (``dp``, ``tp``, ``cp``, ``ep``, ``pp``, ``optimizer``,
+            ``world``), by the algorithms of ``sent_by``.
         times: how many times each operation counts in ``flops`` and ``sent``.
     """
 
@@ -119,7 +119,9 @@ class Meter(TorchDispatchMode):
             return args[0]  # as with real tensors; on fake tensors it would create another one
         result = func(*args, **(kwargs or {}))
         self.flops += self.times * _FLOPS.get(name, _nothing)(*args)
-        if name in _SENT:
+        if name == "c10d.alltoall_base_":
+            self._send_pieces(*args[1:5])
+        elif name in _SENT:
             group, size = _SENT[name](*args)
             self._send(group.group_name, size, exchange="all_to_all" in name)
         elif name.startswith(("c10d", "_c10d")):
@@ -134,6 +136,11 @@ class Meter(TorchDispatchMode):
         axis = "ep" if exchange and group in self._experts else self._axis_of_group[group]
         if size:
             self.sent[axis] += self.times * size
+
+    def _send_pieces(self, sent: Tensor, group: Any, _: Any, sizes: list[int]) -> None:
+        """Count an all-to-all of the optimizer: pieces of different sizes, without the rank's own."""
+        own = sizes[ProcessGroup.unbox(group).rank()]
+        self.sent["optimizer"] += self.times * (sent.numel() - own) * sent.element_size()
 
     def _book(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)

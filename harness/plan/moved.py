@@ -6,7 +6,7 @@ writes its output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,12 @@ class ElementWise:
     residual: float
     rotation: float
     gate: float
+    clamped: float
+    """Of a gate that is clamped (``swiglu_clamped``), more."""
+    bias: float
+    """Per output of an expert with biases: each row's is looked up and added."""
+    router: float
+    """Per value of the residual stream, which routers read in 32 bits."""
     sort: float
     """Per value of a row of an expert: rows are copied in the experts' order, back, and added up in 32 bits
     (``model/moe.py``)."""
@@ -24,15 +30,48 @@ class ElementWise:
     """The same, more: rows that came from other ranks are sorted by expert, and back
     (``parallelism/expert.py``)."""
     kernels: int
-    """Kernels of a block in forward, for their fixed cost."""
+    """Kernels of a block in forward other than products, for their fixed cost; backward has twice as many."""
+    expert_kernels: int
+    """The same, more, if the block has experts: routing, sorting and counting."""
 
 
-# A norm casts up, squares, averages, scales, casts down and multiplies by the weight (30), a sum of two
-# streams takes 6, a rotation casts up, multiplies complex numbers and casts down (20), a gate is SiLU (4)
-# and a product (6). Experts' rows are copied twice (8), cast (6) and read by the product that adds them up
-# (4).
-EAGER = ElementWise(norm=30, residual=6, rotation=20, gate=10, sort=18, exchanged=8, kernels=60)
-COMPILED = ElementWise(norm=4, residual=4, rotation=4, gate=6, sort=10, exchanged=8, kernels=25)
+# A norm reads and writes; a sum of two streams takes 6; a rotation casts up, multiplies complex numbers and
+# casts down (20); a gate is SiLU (4) and a product (6); a clamped one has two clamps, a factor, a sigmoid, a
+# sum and two products (32). Experts' rows are copied twice (8), cast (6) and read by the product that adds
+# them up (4). Kernels are those of rehearsals (experiments/rehearsal/TABLES.md: 1,900 and 992 for 32 blocks
+# with half of a forward recomputed); those of compiled experts are assumed.
+EAGER = ElementWise(
+    norm=4,
+    residual=6,
+    rotation=20,
+    gate=10,
+    clamped=22,
+    bias=10,
+    router=6,
+    sort=18,
+    exchanged=8,
+    kernels=15,
+    expert_kernels=31,
+)
+COMPILED = ElementWise(
+    norm=4,
+    residual=4,
+    rotation=4,
+    gate=6,
+    clamped=0,
+    bias=4,
+    router=4,
+    sort=10,
+    exchanged=8,
+    kernels=8,
+    expert_kernels=15,
+)
+# Before torch 2.9 (github.com/pytorch/pytorch/pull/153666), and on CPUs, an eager norm casts up, squares,
+# averages, scales, casts down and multiplies by the weight, one kernel each. A CPU's operations are counted
+# with those that its calibrations were fitted with.
+UNFUSED = replace(EAGER, norm=30)
+EAGER_ON_CPU = replace(UNFUSED, kernels=60, expert_kernels=0)
+COMPILED_ON_CPU = replace(COMPILED, kernels=25, expert_kernels=0)
 
 # Logits, forward and backward: cast to 32 bits, softmax, the loss, its gradient, the cast back.
 EAGER_LOGIT, COMPILED_LOGIT = 34.0, 14.0

@@ -2,7 +2,8 @@
 
 Importing torch's pipelines takes two to three seconds, more than the rest of a plan. So orders are cached in
 ``~/.cache/harness`` (or under ``XDG_CACHE_HOME``), by torch's version, and only the first plan of a schedule
-imports torch.
+imports torch. An order is a text with one line per rank, like ``0F0 0F1 0B0``; a search of layouts reads the
+beginning of two lines of most orders.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +30,9 @@ from harness.plan.plan import Action
 _FORMAT = 1
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_ORDER = re.compile(r"(?:[0-9]+[FBIW][0-9]+[ \n])*")
+_Pass = tuple[int, str, int]
+"""Stage, kind and microbatch."""
 
 
 def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) -> list[list[Action]]:
@@ -41,12 +43,21 @@ def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) 
         n_layers: layers of the model.
         microbatches: microbatches of one pass over a local batch.
     """
+    return [list(passes_of_rank(layout, n_layers, microbatches, rank)) for rank in range(layout.pp)]
+
+
+def passes_of_rank(
+    layout: ParallelismConfig, n_layers: int, microbatches: int, rank: int
+) -> Iterator[Action]:
+    """Yield the passes of one pipeline rank, in order; arguments as of ``pipeline_order``."""
     if layout.pp == 1:
-        return [[Action(0, kind, i) for i in range(microbatches) for kind in ("F", "B")]]
+        return (Action(0, kind, i) for i in range(microbatches) for kind in ("F", "B"))
     if layout.pp_schedule_csv is not None:
         rows = read_csv_schedule(layout.pp_schedule_csv, layout.pp).passes_of_rank
-        return [[Action(stage, kind, microbatch) for stage, kind, microbatch in row] for row in rows]
-    return _of_torch(layout.pp_schedule, layout.pp, num_stages(layout, n_layers), microbatches)
+        return (Action(stage, kind, microbatch) for stage, kind, microbatch in rows[rank])
+    lines = _of_torch(layout.pp_schedule, layout.pp, num_stages(layout, n_layers), microbatches)
+    cells = (_CELL.fullmatch(cell) for cell in lines[rank].split())
+    return (Action(int(cell[1]), cell[2], int(cell[3])) for cell in cells if cell is not None)
 
 
 def gathering_passes(actions: Sequence[Action]) -> set[Action]:
@@ -64,16 +75,15 @@ def gathering_passes(actions: Sequence[Action]) -> set[Action]:
 
 
 @lru_cache(maxsize=512)
-def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[Action]]:
-    """Return the order of one of torch's schedules, from the cache if it is there."""
-    if "torch.distributed.pipelining" in sys.modules:
-        return _made_by_torch(name, pp, stages, microbatches)
+def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[str]:
+    """Return the lines of one of torch's schedules, from the cache if it is there."""
     path = _folder() / f"{name}-{pp}-{stages}-{microbatches}"
-    order = _read(path)
-    if order is None or not _is_complete(order, pp, stages * microbatches):
-        order = _made_by_torch(name, pp, stages, microbatches)
-        _write(path, order)
-    return order
+    text = _read(path)
+    if text is None or not _is_complete(text, pp, stages * microbatches):
+        ranks = _made_by_torch(name, pp, stages, microbatches)
+        text = "".join(" ".join(f"{s}{kind}{i}" for s, kind, i in passes) + "\n" for passes in ranks)
+        _write(path, text)
+    return text.splitlines()
 
 
 def _folder() -> Path:
@@ -81,25 +91,23 @@ def _folder() -> Path:
     return Path(caches) / "harness" / f"pipeline_orders-{_FORMAT}" / f"torch-{version('torch')}"
 
 
-def _read(path: Path) -> list[list[Action]] | None:
-    """Read the order from a file with one line per rank, like ``0F0 0F1 0B0``; None if there is no file."""
+def _read(path: Path) -> str | None:
+    """Read the text of an order; None if there is no file."""
     try:
-        lines = path.read_text().splitlines()
-    except OSError:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
         return None
-    cells = [[_CELL.fullmatch(cell) for cell in line.split()] for line in lines]
-    return [[Action(int(c[1]), c[2], int(c[3])) for c in row if c is not None] for row in cells]
 
 
-def _is_complete(order: list[list[Action]], pp: int, passes: int) -> bool:
+def _is_complete(text: str, pp: int, passes: int) -> bool:
     """Whether no pass is missing, as in a truncated file."""
-    kinds = Counter(action.kind for row in order for action in row)
-    return len(order) == pp and kinds["F"] == kinds["B"] + kinds["I"] == kinds["B"] + kinds["W"] == passes
+    forwards, whole, inputs, weights = (text.count(kind) for kind in "FBIW")
+    counts = forwards == whole + inputs == whole + weights == passes
+    return counts and text.count("\n") == pp and _ORDER.fullmatch(text) is not None
 
 
-def _write(path: Path, order: list[list[Action]]) -> None:
-    """Write the order to the cache; ignore errors, because the cache is optional."""
-    text = "".join(" ".join(f"{a.stage}{a.kind}{a.microbatch}" for a in row) + "\n" for row in order)
+def _write(path: Path, text: str) -> None:
+    """Write an order to the cache; ignore errors, because the cache is optional."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +118,7 @@ def _write(path: Path, order: list[list[Action]]) -> None:
             temporary.unlink()
 
 
-def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[Action]]:
+def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[_Pass]]:
     from torch.distributed.pipelining import schedules
 
     # torch logs the arguments of every schedule.
@@ -122,23 +130,23 @@ def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[l
     bare = type("Bare", (schedules.get_schedule_class(name),), {"_prepare_schedule_with_comms": _nothing})
     schedule: Any = bare(ours[0] if of_one else ours, n_microbatches=microbatches)
     order = schedule._get_pipeline_order() if of_one else schedule.pipeline_order
-    ranks = [[action for step in order[rank] for action in _passes(step)] for rank in range(pp)]
-    return [_numbered(actions) for actions in ranks] if of_one else ranks
+    ranks = [[each for step in order[rank] for each in _passes(step)] for rank in range(pp)]
+    return [_numbered(passes) for passes in ranks] if of_one else ranks
 
 
 def _nothing(schedule: Any, order: Any, *more: Any, **others: Any) -> None: ...
 
 
-def _numbered(actions: list[Action]) -> list[Action]:
+def _numbered(passes: list[_Pass]) -> list[_Pass]:
     """Number microbatches in the order in which the schedule runs them.
 
     The order that torch 2.13 gives for 1F1B starts with microbatch 1 on the last rank, and has no number 0.
     """
     seen: Counter[str] = Counter()
     numbered = []
-    for action in actions:
-        numbered.append(replace(action, microbatch=seen[action.kind]))
-        seen[action.kind] += 1
+    for stage, kind, _ in passes:
+        numbered.append((stage, kind, seen[kind]))
+        seen[kind] += 1
     return numbered
 
 
@@ -158,12 +166,12 @@ class _Stage(SimpleNamespace):
         )
 
 
-def _passes(step: Any) -> list[Action]:
+def _passes(step: Any) -> list[_Pass]:
     """The passes in one entry of a schedule: none, one, or the two of an overlapped pair."""
     if step is None:
         return []
     if step.sub_actions is not None:
-        return [action for part in step.sub_actions for action in _passes(part)]
+        return [each for part in step.sub_actions for each in _passes(part)]
     # A search calls this a million times; the descriptor ``name`` takes ten times as long.
     kind = _KINDS.get(step.computation_type._name_)
-    return [] if kind is None else [Action(step.stage_index, kind, step.microbatch_index)]
+    return [] if kind is None else [(step.stage_index, kind, step.microbatch_index)]

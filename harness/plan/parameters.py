@@ -9,19 +9,27 @@ collectives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Any, TypeVar
 
 from harness.job import Job
+from harness.model.architecture import architecture_of
 from harness.model.config import ModelConfig
+from harness.model.operations import block_kinds
 from harness.model.spec import TensorSpec, fsdp_groups, tensors
+from harness.optimizer.config import OptimizerConfig
+from harness.optimizer.kinds import KINDS
+from harness.optimizer.settings import kind_of
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import split_modules, stages_of_rank
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 """Bytes per value of each format."""
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,6 @@ class HeldTensor:
     """A parameter, or a saved buffer, on the fullest rank."""
 
     spec: TensorSpec
-    stage: int
-    """Its pipeline stage."""
     group: str
     """The FSDP group (``fsdp_groups``): ``layers.7``, ``layers.7.experts``, ``head`` ..."""
     gathered: tuple[int, ...]
@@ -61,105 +67,218 @@ class HeldTensor:
         return self.spec.is_buffer
 
 
-@dataclass(frozen=True)
-class RankParameters:
-    """Parameters, gradients and optimizer state of the fullest rank of a pipeline rank."""
+@dataclass(frozen=True, eq=False)
+class HeldModule:
+    """The parameters and buffers of a module on the fullest rank; equal blocks share it, with the first
+    one's names."""
 
-    pp_rank: int
-    stages: tuple[int, ...]
+    name: str
     tensors: tuple[HeldTensor, ...]
-    """Parameters and buffers of all its stages, in the model's order."""
-    master_bytes: int
-    """Bytes per value of a parameter, and of its gradient."""
-    state_bytes: int
-    """Bytes per value of the optimizer's running means."""
+    optimizer: OptimizerConfig
+    _known: dict[Hashable, Any] = field(default_factory=dict)
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Compute something from the tensors once for each key: the options of a job that it depends on."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]  # type: ignore[no-any-return]
 
     @cached_property
     def held(self) -> int:
         """Number of parameters in its shards, without buffers."""
         return sum(tensor.held_elements for tensor in self.tensors if not tensor.is_buffer)
 
+    @cached_property
+    def largest(self) -> int:
+        """Number of values in its largest shard."""
+        return max(tensor.held_elements for tensor in self.tensors)
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of the balancing biases of experts: float32, replicated."""
+        return sum(4 * tensor.held_elements for tensor in self.tensors if tensor.is_buffer)
+
+    @cached_property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state: tensors like the parameter, and the float32 step of some kinds."""
+        total, state_bytes = 0, BYTES[self.optimizer.state_dtype or "float32"]
+        for tensor in self.tensors:
+            if not tensor.is_buffer:
+                kind = KINDS[kind_of(self.optimizer, tensor.spec)]
+                total += len(kind.state) * tensor.held_elements * state_bytes + 4 * kind.counts_steps
+                total += 4 * tensor.held_elements * (self.optimizer.ema_decay > 0)
+        return total
+
+    @cached_property
+    def groups(self) -> dict[str, list[HeldTensor]]:
+        """The parameters by FSDP group."""
+        groups: dict[str, list[HeldTensor]] = {}
+        for tensor in self.tensors:
+            if not tensor.is_buffer:
+                groups.setdefault(tensor.group, []).append(tensor)
+        return groups
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters, gradients and optimizer state of the fullest rank of a pipeline rank."""
+
+    pp_rank: int
+    modules: dict[int, dict[str, HeldModule]]
+    """The modules of each of its stages by name, in the model's order."""
+    master_bytes: int
+    """Bytes per value of a parameter, and of its gradient."""
+    specs: Mapping[str, list[TensorSpec]]
+    """The model's tensors by module."""
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Its stages."""
+        return tuple(self.modules)
+
+    @cached_property
+    def held_modules(self) -> list[HeldModule]:
+        """The modules of all its stages, with the names of the first of equal blocks."""
+        return [module for modules in self.modules.values() for module in modules.values()]
+
+    @cached_property
+    def tensors(self) -> tuple[HeldTensor, ...]:
+        """Parameters and buffers of all its stages, in the model's order."""
+        named = [pair for modules in self.modules.values() for pair in modules.items()]
+        return tuple(
+            replace(tensor, spec=spec, group=_renamed(tensor.group, module.name, name))
+            for name, module in named
+            for tensor, spec in zip(module.tensors, self.specs[name], strict=True)
+        )
+
+    @cached_property
+    def held(self) -> int:
+        """Number of parameters in its shards, without buffers."""
+        return sum(module.held for module in self.held_modules)
+
+    @cached_property
+    def largest(self) -> int:
+        """Number of values in its largest shard."""
+        return max(module.largest for module in self.held_modules)
+
     @property
     def parameter_bytes(self) -> int:
         """Bytes of the parameters."""
         return self.held * self.master_bytes
 
-    @property
+    @cached_property
     def buffer_bytes(self) -> int:
         """Bytes of the balancing biases of experts: float32, replicated."""
-        return sum(4 * tensor.held_elements for tensor in self.tensors if tensor.is_buffer)
+        return sum(module.buffer_bytes for module in self.held_modules)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of all gradients, which have the dtype and sharding of the parameters."""
         return self.parameter_bytes
 
-    @property
+    @cached_property
     def optimizer_bytes(self) -> int:
-        """Bytes of AdamW's state: two running means, and one float32 step per tensor."""
-        tensors = sum(not tensor.is_buffer for tensor in self.tensors)
-        return 2 * self.held * self.state_bytes + 4 * tensors
+        """Bytes of the optimizer's state."""
+        return sum(module.optimizer_bytes for module in self.held_modules)
 
     def groups(self, stage: int) -> dict[str, list[HeldTensor]]:
-        """The parameters of a stage by FSDP group, in the order of forward."""
+        """The parameters of a stage by FSDP group, in the order of forward; equal blocks share a list."""
         groups: dict[str, list[HeldTensor]] = {}
-        for tensor in self.tensors:
-            if tensor.stage == stage and not tensor.is_buffer:
-                groups.setdefault(tensor.group, []).append(tensor)
+        for name, module in self.modules[stage].items():
+            for group, held in module.groups.items():
+                own = _renamed(group, module.name, name)
+                groups[own] = [*groups[own], *held] if own in groups else held
         return groups
+
+
+def _renamed(group: str, old: str, new: str) -> str:
+    """The FSDP group of a block's tensors, by that of an equal block."""
+    return group if old == new else new + group.removeprefix(old)
 
 
 def tensors_by_module(model: ModelConfig) -> dict[str, list[TensorSpec]]:
     """Tensors by the modules that pipeline stages consist of (``layers.7`` ...), and ``mtp``."""
     modules: dict[str, list[TensorSpec]] = {}
+    architecture = architecture_of(model)
     for tensor in tensors(model).values():
         first, rest = tensor.name.split(".", 1)
-        module = f"{first}.{rest.split('.', 1)[0]}" if first == "layers" else first
+        inside = first == "layers"
+        module = f"{first}.{rest.split('.', 1)[0]}" if inside else architecture.stage_module(first)
         modules.setdefault(module, []).append(tensor)
     return modules
 
 
+class HeldModules:
+    """The modules of a model on the fullest rank of any layout, computed once for each way to shard them.
+
+    Args:
+        job: a job; others may differ from it in their layouts and batches.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.specs = tensors_by_module(job.model)
+        self._model, self._known = job.model, dict[tuple[object, ...], HeldModule]()
+        self._optimizer = job.optimizer.resolve(job.precision.master_dtype, job.precision.param_dtype)
+        self._first: dict[str, str] = {}
+        kinds: dict[object, str] = {}
+        for layer, kind in enumerate(block_kinds(job.model)):
+            name = f"layers.{layer}"
+            named = tuple(_selected(job, spec) for spec in self.specs.get(name, ()))
+            self._first[name] = kinds.setdefault((kind, named), name)
+
+    def of(self, name: str, layout: ParallelismConfig) -> HeldModule:
+        """The shards of a module."""
+        first = self._first.get(name, name)
+        key = (first, layout.parameter_shards, layout.tp, layout.ep, layout.expert_tensor_parallel)
+        if key not in self._known:
+            groups = fsdp_groups(self._model, experts_apart=layout.has_expert_mesh)
+            tensors = [_held(spec, _group_of(spec.name, groups), layout) for spec in self.specs[first]]
+            self._known[key] = HeldModule(first, tuple(tensors), self._optimizer)
+        return self._known[key]
+
+
+def _selected(job: Job, spec: TensorSpec) -> tuple[bool, ...]:
+    """Which options that select tensors by their names select this one."""
+    parts = job.precision.filter_fqns if job.precision.enable_fsdp_float8_all_gather else ()
+    patterns = [group["match"] for group in job.optimizer.groups]
+    return *(part in spec.module for part in parts), *(bool(re.search(each, spec.name)) for each in patterns)
+
+
 def parameters_of_ranks(job: Job) -> list[RankParameters]:
     """The shards of the fullest rank of every pipeline rank."""
-    specs = tensors_by_module(job.model)
-    return [parameters_of(job, rank, specs) for rank in range(job.parallelism.pp)]
+    modules = HeldModules(job)
+    return [parameters_of(job, rank, modules) for rank in range(job.parallelism.pp)]
 
 
-def parameters_of(
-    job: Job, pp_rank: int, by_module: Mapping[str, list[TensorSpec]] | None = None
-) -> RankParameters:
+def parameters_of(job: Job, pp_rank: int, modules: HeldModules | None = None) -> RankParameters:
     """The shards of the fullest rank of a pipeline rank.
 
     Args:
         job: the resolved job.
         pp_rank: the pipeline rank.
-        by_module: a precomputed ``tensors_by_module``, to reuse across ranks.
+        modules: modules of a similar job, to compute shards once.
     """
     model, layout = job.model, job.parallelism
-    stages = tuple(stages_of_rank(layout, model.n_layers, pp_rank))
-    modules = split_modules(layout, model.n_layers)
-    specs = tensors_by_module(model) if by_module is None else by_module
-    groups = fsdp_groups(model, experts_apart=layout.has_expert_mesh)
-    held = []
-    for stage in stages:
-        for module in (*modules[stage], *(("mtp",) if len(modules) == 1 else ())):
-            held += [
-                _held(spec, stage, _group_of(spec.name, groups), layout) for spec in specs.get(module, [])
-            ]
-    state_dtype = job.optimizer.state_dtype or job.precision.master_dtype
-    return RankParameters(pp_rank, stages, tuple(held), BYTES[job.precision.master_dtype], BYTES[state_dtype])
+    known = modules or HeldModules(job)
+    names = split_modules(layout, model.n_layers)
+    whole = ("mtp",) if len(names) == 1 else ()
+    held = {
+        stage: {name: known.of(name, layout) for name in (*names[stage], *whole) if name in known.specs}
+        for stage in stages_of_rank(layout, model.n_layers, pp_rank)
+    }
+    return RankParameters(pp_rank, held, BYTES[job.precision.master_dtype], known.specs)
 
 
-def _held(spec: TensorSpec, stage: int, group: str, layout: ParallelismConfig) -> HeldTensor:
+def _held(spec: TensorSpec, group: str, layout: ParallelismConfig) -> HeldTensor:
     if spec.is_buffer:
-        return HeldTensor(spec, stage, group, spec.shape, spec.shape, 0)
+        return HeldTensor(spec, group, spec.shape, spec.shape, 0)
     shards, dim, local = layout.parameter_shards, 0, spec.shape
     if spec.is_expert:
         shards, dim = layout.expert_shards, layout.expert_shard_dim(spec.experts)
         local = _cut(local, 0, layout.ep)
     if spec.split_dim is not None:
         local = _cut(local, spec.split_dim, layout.tp_of(spec))
-    return HeldTensor(spec, stage, group, local, _cut(local, dim, shards), dim)
+    return HeldTensor(spec, group, local, _cut(local, dim, shards), dim)
 
 
 def _group_of(name: str, groups: Mapping[str, str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from harness.hardware import Accelerator
+from harness.hardware import POWER_SHARE, Accelerator
 from harness.job import Job
 from harness.model.accounting import Accounting
 
@@ -33,11 +33,13 @@ class RankMemory:
     stages: tuple[int, ...]
     """Indices of their stages."""
     kinds: dict[str, float]
-    """Bytes of each of ``KINDS``."""
+    """Bytes of each of ``KINDS``, as the allocator reserves them."""
+    allocated: float = 0.0
+    """Peak bytes of tensors that exist at once (``torch.cuda.max_memory_allocated``)."""
 
     @property
     def peak(self) -> float:
-        """Total bytes."""
+        """Total bytes reserved (``torch.cuda.max_memory_reserved``)."""
         return sum(self.kinds.values())
 
 
@@ -46,7 +48,7 @@ class Traffic:
     """Traffic of one kind of collective in a step, on the busiest rank."""
 
     axis: str
-    """``dp``, ``tp``, ``cp``, ``ep`` or ``pp``."""
+    """``dp``, ``tp``, ``cp``, ``ep`` or ``pp``; ``optimizer`` for Muon's pieces of matrices."""
     collective: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``send``."""
     ranks: int
@@ -122,11 +124,18 @@ class Plan:
     """What the predictions leave out."""
     phases: list[PlannedPhase] = field(default_factory=list)
     """All steps of the job, if it schedules their sizes; speed, traffic and memory are those of full size."""
+    is_calibrated: bool = False
+    """Whether the constants were fitted to other runs than published ones."""
 
     @property
     def peak(self) -> float:
         """Peak bytes of the rank with the most."""
         return max(rank.peak for rank in self.memory)
+
+    @property
+    def allocated(self) -> float:
+        """Peak bytes of tensors of the rank with the most."""
+        return max(rank.allocated for rank in self.memory)
 
     @property
     def fits(self) -> bool | None:
@@ -142,3 +151,19 @@ class Plan:
         if self.phases:
             total = sum(phase.steps * (phase.step_seconds or 0.0) for phase in self.phases)
         return total * self.job.world_size / 3600
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of ``gpu_hours``; None without ``cluster.dollars_per_gpu_hour``, and on CPUs."""
+        price = self.job.cluster.dollars_per_gpu_hour
+        if price is None or self.accelerator is None or self.gpu_hours is None:
+            return None
+        return price * self.gpu_hours
+
+    @property
+    def kwh(self) -> float | None:
+        """Energy of the GPUs during all steps, times ``cluster.pue``; None if their power is unknown."""
+        power = None if self.accelerator is None else self.accelerator.power_w
+        if power is None or self.gpu_hours is None:
+            return None
+        return self.gpu_hours * power * POWER_SHARE / 1000 * (self.job.cluster.pue or 1.0)

@@ -6,9 +6,9 @@ A search computes them before it plans a point. What depends on few of the searc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, TypeVar
 
 from harness.hardware import Accelerator
@@ -19,8 +19,8 @@ from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.plan.machine import Machine
 from harness.plan.memory import RankStep, memory_limit
 from harness.plan.memory_activations import ActivationBytes
-from harness.plan.order import pipeline_order
-from harness.plan.parameters import parameters_of, tensors_by_module
+from harness.plan.order import passes_of_rank
+from harness.plan.parameters import HeldModules, parameters_of
 from harness.plan.plan import Action
 from harness.plan.space import Point
 from harness.plan.traffic import Pass
@@ -42,11 +42,14 @@ class MemoryBounds:
 
     def __init__(self, base: Job, device: Accelerator | None, headroom: float = 0.0) -> None:
         self._base, self._device, self._headroom = base, device, headroom
-        self._specs = tensors_by_module(base.model)
+        self._modules = HeldModules(base)
         self._known: dict[Key, Any] = {}
 
     def persistent_shortfall(self, point: Point) -> float:
         """Least bytes by which a legal point exceeds the limit without activations; 0 if it may fit."""
+        return self._once(_layout_of(point), lambda: self._persistent_shortfall(point))
+
+    def _persistent_shortfall(self, point: Point) -> float:
         job = point.job_unchecked(self._base)
         empty = replace(job, training=replace(job.training, seq_len=0))
 
@@ -60,12 +63,12 @@ class MemoryBounds:
     def shortfall(self, point: Point) -> float:
         """Least bytes by which a legal point exceeds the limit with its own microbatches; 0 if it may fit."""
         job = point.job_unchecked(self._base)
-        order = pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)
-        found = 0.0
         for rank in _ranks(job):
-            passes = _first_passes(order[rank], self._stages(job.parallelism, rank))
-            found = found or self._over_limit(job, self._peak(job, rank, passes))
-        return found
+            order = passes_of_rank(job.parallelism, job.model.n_layers, job.microbatches, rank)
+            passes = _first_passes(order, self._stages(job.parallelism, rank))
+            if found := self._over_limit(job, self._peak(job, rank, passes)):
+                return found
+        return 0.0
 
     def _over_limit(self, job: Job, peak: float) -> float:
         layout = job.parallelism
@@ -80,7 +83,7 @@ class MemoryBounds:
     def _peak(self, job: Job, rank: int, passes: Sequence[Action]) -> float:
         """Memory of a pipeline rank, if these are its first passes."""
         key = ("parameters", rank, *self._held_by(job.parallelism))
-        parameters = self._once(key, lambda: parameters_of(job, rank, self._specs))
+        parameters = self._once(key, lambda: parameters_of(job, rank, self._modules))
         return RankStep(job, parameters, ActivationBytes(job), passes).memory().peak
 
     def _held_by(self, layout: ParallelismConfig) -> Key:
@@ -98,18 +101,25 @@ class MemoryBounds:
         return self._known[key]  # type: ignore[no-any-return]
 
 
+def _layout_of(point: Point) -> Key:
+    """The fields that determine a point's layout, up to the size of microbatches."""
+    return point.degrees, point.ep, point.schedule, point.layers_per_stage
+
+
 def _ranks(job: Job) -> range:
     return range(min(2, job.parallelism.pp))
 
 
-def _first_passes(order: Sequence[Action], stages: Sequence[int]) -> Sequence[Action]:
+def _first_passes(order: Iterator[Action], stages: Sequence[int]) -> list[Action]:
     """The first passes of a rank, until every stage has gradients; most microbatches are in flight then."""
-    waiting = set(stages)
-    for number, action in enumerate(order):
-        waiting -= {action.stage} if action.kind in "BW" else set()
+    waiting, first = set(stages), []
+    for action in order:
+        first.append(action)
+        if action.kind in "BW":
+            waiting.discard(action.stage)
         if not waiting:
-            return order[: number + 1 + 2 * len(stages)]
-    return order
+            break
+    return [*first, *islice(order, 2 * len(stages))]
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,7 @@ class TimeBounds:
         self._loads: dict[Key, dict[Any, _Load]] = {}
         self._model_seconds: dict[Key, float] = {}
         self._of_ranks: dict[Key, list[_Rank]] = {}
+        self._of_points: dict[Key, tuple[list[_Rank], Key]] = {}
         self._parts: dict[tuple[int, int], list[Counter[Any]]] = {}
         linear = base.precision.linear
         converted = () if linear == "none" else sort_linears(base.model, base.precision).converted
@@ -186,10 +197,13 @@ class TimeBounds:
 
     def _of(self, point: Point) -> tuple[int, list[_Rank], dict[Any, _Load]]:
         """Return the number of microbatches, the pipeline ranks, and the loads of the model's parts."""
-        layout = point.layout(self._base.parallelism)
-        times = self._base.global_batch_size // layout.data_parallel // point.rows
-        key = self._load(point)
-        return times, self._ranks(key, layout), self._loads[key]
+        key = (_layout_of(point), point.rows, point.mode)
+        if key not in self._of_points:
+            loads = self._load(point)
+            self._of_points[key] = self._ranks(loads, point.layout(self._base.parallelism)), loads
+        ranks, loads = self._of_points[key]
+        times = self._base.global_batch_size // point.data_parallel // point.rows
+        return times, ranks, self._loads[loads]
 
     @staticmethod
     def _key(point: Point) -> Key:

@@ -8,9 +8,11 @@ from typing import Any
 
 from harness.hardware import ACCELERATORS
 from harness.job import Job
+from harness.model.architecture import architecture_of
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages
-from harness.plan.evidence import EVIDENCE, class_of
+from harness.plan import bands
+from harness.plan.cost import cost_in_words
 from harness.plan.plan import KINDS, PARTS, Plan, RankMemory, Traffic
 from harness.tables import aligned, aligned_facts, counted, degrees_in_words, figure, gib, seconds
 
@@ -61,17 +63,17 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "speed": None if plan.speed is None else dataclasses.asdict(plan.speed),
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
-        "budget": {"steps": job.steps, "tokens": tokens_of(job), "gpu_hours": plan.gpu_hours},
-        "evidence": _evidence(plan),
+        "budget": {
+            "steps": job.steps,
+            "tokens": tokens_of(job),
+            "gpu_hours": plan.gpu_hours,
+            "dollars": plan.dollars,
+            "kwh": plan.kwh,
+        },
+        "bands": bands.as_dict(plan),
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,
     }
-
-
-def _evidence(plan: Plan) -> dict[str, Any] | None:
-    name = None if plan.accelerator is None else class_of(plan.job, plan.accelerator.name)
-    found = EVIDENCE.get(name or "")
-    return None if found is None else {"class": name, **dataclasses.asdict(found)}
 
 
 def tokens_of(job: Job) -> int:
@@ -114,6 +116,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     job, counts = plan.job, plan.accounting
     nodes, per_node = job.cluster.nodes_for(job.world_size)
     where = f", {nodes} nodes of {per_node}" if nodes > 1 else ""
+    if job.cluster.link_nodes > 1 and nodes > 1 and plan.accelerator is not None:
+        where += f", {plan.accelerator.link} joins {job.cluster.link_nodes} nodes"
     active = counts.active_parameters
     most, least = max(plan.parameters_per_rank), min(plan.parameters_per_rank)
     held = counted(most) if counted(most) == counted(least) else f"{counted(least)} to {counted(most)}"
@@ -128,13 +132,15 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     how = [f"activation checkpointing {recompute}", "compiled" if job.compile.blocks else "eager"]
     linear = job.precision.linear
     how.append(job.precision.param_dtype if linear == "none" else f"linears in {linear}")
+    has_images = architecture_of(job.model).takes_pictures
+    image = f"; {counts.flops_per_token_full * job.training.seq_len / 1e12:,.4g} TFLOP an image"
     facts += [
         ("execution", ", ".join(how)),
         ("parameters", f"{counted(counts.parameters)} in all, {counted(active)} active, {held} a rank"),
         (
             "FLOPs",
             f"{counts.flops_per_token_full / 1e9:,.4g} GFLOP a token (full attention), "
-            f"{counts.flops_per_token_causal / 1e9:,.4g} (causal half)",
+            f"{counts.flops_per_token_causal / 1e9:,.4g} (causal half){image if has_images else ''}",
         ),
     ]
     return facts
@@ -254,14 +260,18 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
     else:
         rate = speed.tokens_per_second_per_rank
         model = rate * plan.accounting.flops_per_token_full
+        images = figure(rate * job.world_size / job.training.seq_len)
+        also = f", {images} images/s" if architecture_of(job.model).takes_pictures else ""
         facts.append(
-            ("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(rate * job.world_size)} in all")
+            ("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(rate * job.world_size)} in all{also}")
         )
-        if (believed := _believed(plan)) is not None:
-            facts.append(("", believed))
+        if (band := bands.throughput_band(plan)) is not None:
+            facts.append(("", band))
         mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
         facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (full attention)"))
     facts.append(("fits", _fits(plan)))
+    if (band := bands.memory_band(plan)) is not None:
+        facts.append(("", band))
     total = f"{job.steps:,} steps, {counted(tokens_of(job))} tokens"
     if plan.gpu_hours is not None:
         hours = plan.gpu_hours / job.world_size
@@ -274,19 +284,9 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         )
         total += f": {figure(plan.gpu_hours)} {unit}-hours, {took} on {devices(plan, job.world_size)}"
     facts.append(("budget", total))
+    if cost := cost_in_words(plan):
+        facts.append(("", cost))
     return facts
-
-
-def _believed(plan: Plan) -> str | None:
-    """How published throughput of the job's class compares with the plan; None on CPUs."""
-    if plan.accelerator is None:
-        return None
-    name = class_of(plan.job, plan.accelerator.name)
-    found = EVIDENCE.get(name or "")
-    if found is None:
-        return f"no published rows of {name or 'this device'} to compare the plan with"
-    many = f"{found.rows} rows of {found.tables} table{'s' * (found.tables > 1)}"
-    return f"published for {name}: {found.low:.2f} to {found.high:.2f} times the plan ({many})"
 
 
 def _what_to_set(plan: Plan) -> str:
@@ -296,7 +296,10 @@ def _what_to_set(plan: Plan) -> str:
     if plan.job.cluster.device == "cpu":
         return f"unknown CPU; set {measured}"
     known = ", ".join(ACCELERATORS)
-    return f"unknown hardware; set {measured}, or cluster.accelerator to one of {known}"
+    return (
+        f"unknown hardware; set {measured}, or cluster.accelerator to one of {known}, or to a new name with "
+        "the numbers of cluster.hardware"
+    )
 
 
 def _fits(plan: Plan) -> str:

@@ -101,6 +101,20 @@ class SearchResult:
     """Duration of the search."""
 
 
+class NothingFits(UserError):
+    """No legal point fits."""
+
+    def __init__(self, space: Space, rejected: Rejected) -> None:
+        assert rejected.closest is not None, "a point that does not fit has a shortfall"
+        self.space, self.rejected = space, rejected
+        shortfall, self.closest = rejected.closest
+        layout = mesh_of(self.closest.layout(space.base.parallelism))
+        super().__init__(
+            f"none of the {rejected.too_large:,} legal ways to run {space.world} ranks fits; the closest is "
+            f"at least {gib(shortfall)} GiB too large on its fullest rank ({layout}, {self.closest.mode})"
+        )
+
+
 def rounded(seconds: float) -> float:
     """Round to three digits: the plan cannot tell smaller differences."""
     return float(f"{seconds:.3g}")
@@ -139,7 +153,7 @@ def search(
     ranking = Ranking(space, legal, top, rejected, calibration, headroom)
     ranking.run()
     if not ranking.best:
-        raise _none_fits(space, rejected)
+        raise NothingFits(space, rejected) if rejected.closest else _none_is_legal(space, rejected)
     return SearchResult(
         space, ranking.best, rejected, points, len(layouts), ranking.planned, time.perf_counter() - began
     )
@@ -291,16 +305,4 @@ def _none_is_legal(space: Space, rejected: Rejected) -> UserError:
     return UserError(
         f"none of the {points:,} ways to run {space.world} ranks is legal, for most of them ({count:,}): "
         f"{rejected.rules[field]}"
-    )
-
-
-def _none_fits(space: Space, rejected: Rejected) -> UserError:
-    if rejected.closest is None:
-        return _none_is_legal(space, rejected)
-    shortfall, point = rejected.closest
-    layout = mesh_of(point.layout(space.base.parallelism))
-    return UserError(
-        f"none of the {rejected.too_large:,} legal ways to run {space.world} ranks fits; "
-        f"the closest is at least {gib(shortfall)} GiB too large on its fullest rank ({layout}, "
-        f"{point.mode}); would work: more ranks, precision=bf16_full, a shorter training.seq_len"
     )

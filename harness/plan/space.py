@@ -89,7 +89,7 @@ class Point:
         Raises:
             ConfigError: the job is not legal.
         """
-        return self.job_unchecked(base).resolve(gpus=_gpus(base))
+        return self.job_unchecked(base).resolve(gpus=gpus_of(base))
 
     def job_unchecked(self, base: Job) -> Job:
         """Like ``job``, for a legal point: its rules are not checked again."""
@@ -139,7 +139,7 @@ class Space:
                 batch size is unknown.
         """
         base.cluster.validate()
-        optimizer = base.optimizer.resolve(base.precision.master_dtype)
+        optimizer = base.optimizer.resolve(base.precision.master_dtype, base.precision.param_dtype)
         base = replace(base, model=base.model.resolve(), optimizer=optimizer)
         base.model.validate()
         if base.training.global_batch_size is None:
@@ -151,11 +151,11 @@ class Space:
 
     @property
     def per_node(self) -> int:
-        """Ranks per node."""
-        return self.base.cluster.nodes_for(self.world)[1]
+        """Ranks of a node, or of the nodes that the accelerators' links join."""
+        return self.base.cluster.linked_ranks(self.world)
 
     def layouts(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield all meshes: degrees of ``AXES``, and ep; tp stays within a node."""
+        """Yield all meshes: degrees of ``AXES``, and ep; tp stays within a node or its linked neighbours."""
         for degrees in _products(self.world, [self._degrees(axis) for axis in AXES]):
             of = dict(zip(AXES, degrees, strict=True))
             if "parallelism.tp" in self.typed or self.per_node % of["tp"] == 0:
@@ -220,7 +220,7 @@ def _world_of(base: Job) -> int:
     """Number of ranks to search layouts for."""
     layout, cluster = base.parallelism, base.cluster
     used = prod(max(degree, 1) for degree in layout.degrees.values())
-    world = cluster.world_size or (used if used > 1 else None) or cluster.default_world_size or _gpus(base)
+    world = cluster.world_size or (used if used > 1 else None) or cluster.default_world_size or gpus_of(base)
     if not world or world == 1:
         rule = "a search needs the number of ranks"
         raise ConfigError("cluster.ranks", cluster.ranks, rule, "8, or cluster=slurm_h100 cluster.nodes=4")
@@ -262,5 +262,6 @@ def _products(number: int, choices: Sequence[Sequence[int]]) -> Iterator[tuple[i
         yield from ((factor, *others) for others in _products(number // factor, rest))
 
 
-def _gpus(base: Job) -> int:
-    return count_gpus() if base.cluster.kind == "local" and base.cluster.device != "cpu" else 0
+def gpus_of(base: Job) -> int:
+    """GPUs that the ranks of a job find on this machine."""
+    return count_gpus() if base.cluster.is_here and base.cluster.device != "cpu" else 0

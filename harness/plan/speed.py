@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TypeVar
 
 from harness.job import Job
 from harness.metrics.mfu import mfu
 from harness.model.accounting import account, block_weights
 from harness.model.operations import block_kinds
-from harness.model.spec import block_tensors
+from harness.model.spec import block_tensors, tensors
+from harness.optimizer.kinds import KINDS
+from harness.optimizer.settings import exchanges, kinds_of
 from harness.parallelism.stages import split_modules, stages_of_rank
 from harness.plan.machine import DTYPE_BYTES, Group, Machine, expert_groups, group_of
 from harness.plan.order import gathering_passes, pipeline_order
+from harness.plan.parameters import parameters_of, tensors_by_module
 from harness.plan.plan import PARTS, Action, Speed, Traffic
 from harness.plan.timeline import sends_of_rank, simulate
 from harness.plan.traffic import Collective, Pass, added
+from harness.plan.update import planned_update
 from harness.plan.work import Block, Worker
 
-# Memory traffic of the update per 32-bit parameter, in bytes: the norm reads the gradient (4), clipping reads
-# and writes it (8), fused AdamW reads four tensors and writes three (28).
-UPDATE_BYTES = 40
+# Memory traffic of norm and clipping per 32-bit parameter, in bytes: the norm reads the gradient, clipping
+# reads and writes it.
+CLIP_BYTES = 12
 
 Made = TypeVar("Made")
 
@@ -58,6 +63,12 @@ class StepModel:
     def __init__(self, job: Job, machine: Machine) -> None:
         self.job, self.machine, self.layout = job, machine, job.parallelism
         self.worker = Worker(job, machine)
+        self._exchanges = exchanges(job.optimizer, tensors(job.model).values())
+        by_module = tensors_by_module(job.model)
+        self.tables = {
+            name: sum(tensor.size for tensor in by_module.get(name, ()))
+            for name in ("tok_embeddings", "output")
+        }
         of = job.activation_checkpoint
         thinned = of.mode == "selective_layer"
         kinds = enumerate(block_kinds(job.model))
@@ -90,7 +101,8 @@ class StepModel:
         tables = {"tok_embeddings": self.worker.table, "output": self.worker.head}
         held = [tables[name]() for name in tables if name in names]
         if held:
-            sharing += [self._share_table()] * (1 if model.tied_embeddings else len(held))
+            named = [name for name in tables if name in names]
+            sharing += [self._share_table(name) for name in named[: 1 if model.tied_embeddings else None]]
         forward += [table_forward for table_forward, _ in held]
         inputs += [table_backward for _, table_backward in held]
         always, gathers, once = self._around(blocks, sharing, has_head="output" in names)
@@ -120,8 +132,8 @@ class StepModel:
             shared.held + of_experts.held,
         )
 
-    def _share_table(self) -> Sharing:
-        values = self.job.model.vocab_size * self.job.model.dim / self.layout.tp
+    def _share_table(self, name: str) -> Sharing:
+        values = self.tables[name] / self.layout.tp
         return self._share_values(values, self._shards)
 
     @property
@@ -203,7 +215,8 @@ class StepModel:
             room = computing(blocks[i - 1]) if 0 < i <= len(blocks) else 0.0
             if self.machine.shares_cores:
                 room = 0.0
-            exposed = max(0.0, taken - room) / taken if taken else 0.0
+            hidden = min(taken, room)
+            exposed = 1 - hidden * (1 - self.machine.constants.contention) / taken if taken else 0.0
             collectives += [
                 Collective(m.axis, m.collective, m.group, m.bytes, m.seconds, m.seconds * exposed)
                 for m in mine
@@ -222,7 +235,38 @@ class StepModel:
         """Seconds of the norm, clipping and the optimizer on a rank with these stages."""
         held = sum(shared.held for stage in stages for shared in stage.sharing)
         width = DTYPE_BYTES[self.job.precision.master_dtype] / 4
-        return self.machine.pass_seconds(held * UPDATE_BYTES * width)
+        return self.machine.pass_seconds(held * (CLIP_BYTES + self._moved) * width)
+
+    @cached_property
+    def _moved(self) -> float:
+        """Bytes that the update moves per 32-bit parameter, the mean over the model."""
+        found = kinds_of(self.job.optimizer, tensors(self.job.model).values())
+        sizes = {kind: sum(tensor.size for tensor in own) for kind, own in found.items()}
+        moved = sum(KINDS[kind].moved_bytes * size for kind, size in sizes.items())
+        return moved / sum(sizes.values())
+
+    def _orthogonalization(self, rank: int) -> Pass:
+        """Muon's iterations and exchanges on a pipeline rank. Exchanges overlap the iterations of other
+        rounds, except for the first one and the last one."""
+        update = planned_update(self.job, parameters_of(self.job, rank)) if self._exchanges else None
+        if update is None:
+            return Pass()
+        dtype = self.job.optimizer.newton_schulz_dtype or self.job.precision.param_dtype
+        product = partial(self.machine.product_seconds, dtype=dtype, value_bytes=DTYPE_BYTES[dtype])
+        computing = self.job.optimizer.newton_schulz_steps * sum(
+            count * (product(short, long, short) + product(short, short, short) + product(short, short, long))
+            for (short, long), count in update.shapes.items()
+        )
+        group = group_of(self.job, self.machine.ranks_per_node, "dp_replicate", "dp_shard", "cp", "tp")
+        if not update.exchanges:
+            return Pass(computing)
+        size = update.sent / update.exchanges * group.ranks / (group.ranks - 1)
+        seconds = self.machine.collective_seconds("all_to_all", size, group)
+        between = (update.exchanges - 2) * seconds
+        hidden = 0.0 if self.machine.shares_cores else min(between, computing)
+        exposed = seconds - hidden / update.exchanges
+        one = Collective("optimizer", "all_to_all", group, size, seconds, exposed)
+        return Pass(computing, (one,) * update.exchanges)
 
     def timeline(self) -> list[list[Action]]:
         """The passes of every pipeline rank with their times, in one pass over a local batch."""
@@ -237,8 +281,7 @@ class StepModel:
     @property
     def _send(self) -> Collective:
         size = self.worker.stream_rows * self.job.model.dim * self.worker.value_bytes
-        group = group_of(self.job, self.machine.ranks_per_node, "pp")
-        neighbours = Group(2, 2 if group.per_node >= 2 else 1)
+        neighbours = group_of(self.job, self.machine.ranks_per_node, "pp").pair
         seconds = self.machine.collective_seconds("send", size, neighbours)
         return Collective("pp", "send", neighbours, size, seconds, 0.0)
 
@@ -283,7 +326,9 @@ class StepModel:
         parts["bubble"] = makespan * self.passes - busy
         for stage in stages:
             add(stage.once, self.passes)
-        parts["optimizer"] = self.update_seconds(stages)
+        orthogonalization = self._orthogonalization(rank)
+        parts["optimizer"] = self.update_seconds(stages) + orthogonalization.seconds
+        collectives += [(item, 1) for item in orthogonalization.collectives]
         if self.layout.pp > 1:
             sends = sends_of_rank(self.order, rank) * self.passes
             collectives.append((self._send, sends))

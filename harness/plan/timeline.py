@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from harness.plan.plan import Action
 
@@ -41,7 +40,7 @@ def simulate(
                     break
                 start = max(clocks[rank], ready)
                 end = start + seconds(action)
-                timed[rank].append(replace(action, start=start, end=end))
+                timed[rank].append(Action(action.stage, action.kind, action.microbatch, start, end))
                 kind = "B" if action.kind == "I" else action.kind
                 ended[kind, action.stage, action.microbatch] = clocks[rank] = end
                 positions[rank] += 1

@@ -19,22 +19,36 @@ from torch.distributed.tensor import DTensor
 from harness.job import Job
 from harness.loop.setup import silence_known_noise
 from harness.metrics.memory import peak_memory_gib
-from harness.model.decoder import Decoder
-from harness.model.spec import parameter_shapes
+from harness.model.part import ModelPart
+from harness.model.spec import parameter_shapes, tensors
 from harness.optimizer.build import build_optimizer
+from harness.optimizer.kinds import KINDS
+from harness.optimizer.settings import exchanges, kind_of
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.materialize import allocate
-from harness.parallelism.mesh import EXPERT, EXPERT_SHARD, EXPERT_TENSOR, SHARD, Mesh, build_mesh
+from harness.parallelism.mesh import (
+    EXPERT,
+    EXPERT_SHARD,
+    EXPERT_TENSOR,
+    SHARD,
+    Mesh,
+    build_mesh,
+    stage_group,
+)
 from harness.parallelism.parallelize import build_on_meta
 from harness.parallelism.pipeline import build_schedule
 from harness.parallelism.stages import stages_of_rank
 from harness.plan.fake import CPU, cpu_version, fake_process_group, fake_tensors, stages_in
 from harness.plan.fake_step import FakeStep, fake_steps
-from harness.plan.meter import WORLD
+from harness.plan.meter import WORLD, Meter
 from harness.plan.parameters import HeldTensor, RankParameters, parameters_of
 from harness.plan.plan import Plan
+from harness.plan.update import planned_update
 from harness.precision.swap import plain
 from harness.tables import GIB, aligned
+
+UPDATE_TOLERANCE = 1.1
+"""How many times what the plan says the first rank may exchange and compute in an update."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +128,14 @@ def render_verified(verified: Verified, plan: Plan) -> list[str]:
     axes = sorted({axis for rank in verified.ranks if rank.step for axis in rank.step.sent} - {WORLD})
     header = ["pipeline rank", "stages", "parameters", "gradients", "optimizer"]
     if any(rank.step for rank in verified.ranks):
-        header += ["between steps", "peak alive", "planned peak", "TFLOPs"]
+        header += ["between steps", "peak alive", "planned", "TFLOPs"]
         header += [f"{axis} sent" for axis in axes]
-    rows = [_row(rank, said.peak, axes) for rank, said in zip(verified.ranks, plan.memory, strict=True)]
+    rows = [_row(rank, said.allocated, axes) for rank, said in zip(verified.ranks, plan.memory, strict=True)]
     lines += aligned([dict(zip(header, row, strict=True)) for row in rows]).splitlines()
     if axes:
-        lines.append("  a step on fake tensors; planned peaks have what an allocator and a process add")
+        lines.append(
+            "  a step on fake tensors; memory at its peak, above, has what an allocator adds to planned"
+        )
     return [*lines, "  in GiB", *(f"  note: {note}" for note in verified.notes)]
 
 
@@ -175,16 +191,18 @@ def _build(job: Job, pp_rank: int) -> tuple[VerifiedRank, list[str]]:
         if job.parallelism.pp > 1:
             problems += _schedule_problems(job, mesh, parts)
         # With a wrong layout the optimizer may fail.
-        optimizer_bytes, gradient_bytes, found = (0, 0, []) if problems else _optimizer_state(job, parts)
+        built: tuple[int, int, list[str]] = (0, 0, [])
+        if not problems:
+            built = _optimizer_state(job, mesh, parts, said)
         rank = VerifiedRank(
             pp_rank,
             tuple(stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)),
             parameter_bytes=sum(_bytes(parameter) for _, parameter in named),
             buffer_bytes=sum(_bytes(buffer) for part in parts for buffer in part.buffers()),
-            gradient_bytes=gradient_bytes,
-            optimizer_bytes=optimizer_bytes,
+            gradient_bytes=built[1],
+            optimizer_bytes=built[0],
             dtensors=sum(isinstance(parameter, DTensor) for _, parameter in named),
-            problems=[*problems, *found],
+            problems=[*problems, *built[2]],
         )
     if not problems:
         rank.problems.extend(_byte_problems(rank, said))
@@ -283,7 +301,7 @@ def _own_shape(
     return tuple(shape)
 
 
-def _schedule_problems(job: Job, mesh: Mesh, parts: list[Decoder]) -> list[str]:
+def _schedule_problems(job: Job, mesh: Mesh, parts: list[ModelPart]) -> list[str]:
     """Build torch's schedule, which validates itself, and compare its stages."""
     schedule = build_schedule(job, mesh, parts, TokenLoss(job.model.vocab_size, None), CPU)
     built = [stage.stage_index for stage in stages_in(schedule)]
@@ -291,18 +309,22 @@ def _schedule_problems(job: Job, mesh: Mesh, parts: list[Decoder]) -> list[str]:
     return [] if built == expected else [f"torch's schedule has stages {built}, expected {expected}"]
 
 
-def _optimizer_state(job: Job, parts: list[Decoder]) -> tuple[int, int, list[str]]:
+def _optimizer_state(
+    job: Job, mesh: Mesh, parts: list[ModelPart], said: RankParameters
+) -> tuple[int, int, list[str]]:
     """Let the optimizer create its state, from gradients as FSDP produces them.
 
     Returns:
         Bytes of the state, bytes of the gradients, and problems.
     """
     problems = []
-    with fake_tensors():
+    with fake_tensors(), Meter(mesh) as meter:
         for part in parts:
             allocate(part, CPU, CPU)
         named = [pair for part in parts for pair in part.named_parameters()]
-        optimizer = build_optimizer(job.optimizer, named)
+        specs = tensors(job.model)
+        group = stage_group(mesh) if exchanges(job.optimizer, specs.values()) else None
+        optimizer = build_optimizer(job.optimizer, named, specs, group)
         for _, parameter in named:
             parameter.grad = torch.empty_like(plain(parameter))
         gradient_bytes = sum(_bytes(p.grad) for _, p in named if p.grad is not None)
@@ -311,12 +333,32 @@ def _optimizer_state(job: Job, parts: list[Decoder]) -> tuple[int, int, list[str
         for name, parameter in named:
             state = optimizer.state[parameter]
             state_bytes += sum(map(_bytes, state.values()))
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in KINDS[kind_of(job.optimizer, specs[name])].state:
                 if key not in state:
                     problems.append(f"{name}: the optimizer has made no {key}")
                 elif _is_like(state[key], parameter) != (True, dtype):
                     problems.append(f"{name}: {key} is not placed as the parameter is, or not {dtype}")
+        if group is not None:
+            problems += _update_problems(job, said, optimizer, meter)
     return state_bytes, gradient_bytes, problems
+
+
+def _update_problems(
+    job: Job, said: RankParameters, optimizer: torch.optim.Optimizer, meter: Meter
+) -> Iterator[str]:
+    """Run another update, and compare its buffers, FLOPs and sent bytes with the plan's."""
+    planned, before = planned_update(job, said), meter.live
+    assert planned is not None, "the optimizer exchanges nothing"
+    meter.reset()
+    optimizer.step()
+    for what, built, expected in (
+        ("FLOPs", meter.flops, planned.flops),
+        ("bytes sent", meter.sent["optimizer"], planned.sent),
+        ("bytes of buffers", max(meter.peaks.values()) - before, planned.buffers),
+    ):
+        # The plan is that of the busiest rank; shards may have different sizes.
+        if built > UPDATE_TOLERANCE * expected:
+            yield f"an update has {built:,.0f} {what}, the plan says {expected:,.0f}"
 
 
 def _is_like(state: Tensor, parameter: Tensor) -> tuple[bool, torch.dtype]:

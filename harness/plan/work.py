@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from harness.job import Job
-from harness.model.operations import Operations, block_operations
+from harness.model.architecture import architecture_of
+from harness.model.operations import Operations
 from harness.model.spec import Split, TensorSpec
+from harness.plan import moved
 from harness.plan.context import ContextParallel
 from harness.plan.machine import DTYPE_BYTES, Machine, expert_groups, group_of
-from harness.plan.moved import ALONG_SEQUENCE, CASTS, COMPILED, COMPILED_LOGIT, EAGER, EAGER_LOGIT, Casts
+from harness.plan.moved import ALONG_SEQUENCE, CASTS, COMPILED_LOGIT, EAGER_LOGIT, Casts, ElementWise
 from harness.plan.traffic import Collective, Pass
 from harness.precision.linears import sort_linears
 
@@ -41,14 +43,17 @@ class Worker:
 
     def __post_init__(self) -> None:
         job, layout = self.job, self.job.parallelism
+        self.architecture = architecture_of(job.model)
         if job.precision.linear != "none" and not self.converted:
             self.converted = frozenset(sort_linears(job.model, job.precision).converted)
         self.rows = job.microbatch_size * job.training.seq_len // layout.cp
         self.stream_rows = self.rows // layout.tp if layout.uses_sequence_parallel else self.rows
         self.value_bytes = DTYPE_BYTES[job.precision.param_dtype]
         self.dtype = job.precision.param_dtype
-        self.compiled = job.compile.blocks
+        self.costs = self._costs(compiled=job.compile.blocks)
         narrow = "mxfp8" if job.precision.linear == "mxfp8" else "float8"
+        has_tf32 = job.training.matmul_precision != "highest" and "tf32" in self.machine.device.peak_flops
+        self.router_dtype = "tf32" if has_tf32 else "float32"
         # Emulated products are computed in float32.
         self.narrow = "float32" if job.precision.emulate else narrow
         self.casts = CASTS.get(job.precision.linear, Casts(0, 0, 0))
@@ -57,7 +62,7 @@ class Worker:
 
     def block(self, layer: int) -> Block:
         """The passes of one block of the model."""
-        operations = block_operations(self.job.model, layer, self.job.training.seq_len)
+        operations = self.architecture.block_operations(self.job.model, layer, self.job.training.seq_len)
         forward = self._forward(operations)
         collectives = self._tensor(operations, recompute=False)
         context = self._context(operations)
@@ -66,18 +71,23 @@ class Worker:
         weights = [self._product(product, of_weights=True) for product in operations.products]
         passes, attention = self._passes(operations), self._attention_seconds(operations)
         adding = self._gradient_sums(operations)
+        host = self._host_seconds(operations)
+        for_weights = sum(weights) + adding
+        for_inputs = (
+            sum(products)
+            + self._cast_gradients(operations)
+            + 2 * passes
+            + 2.5 * attention
+            + context.adding_seconds()
+        )
         return Block(
-            forward=Pass(forward, (*collectives, *context.forward(), *experts)),
+            forward=Pass(max(forward, host), (*collectives, *context.forward(), *experts)),
             recompute=self._recompute(operations, layer),
             inputs=Pass(
-                sum(products)
-                + self._cast_gradients(operations)
-                + 2 * passes
-                + 2.5 * attention
-                + context.adding_seconds(),
+                max(for_inputs, 2 * host - for_weights),
                 (*collectives, *context.backward(), *self._rows_to_experts(operations)),
             ),
-            weights=Pass(sum(weights) + adding),
+            weights=Pass(for_weights),
         )
 
     def table(self) -> tuple[Pass, Pass]:
@@ -89,7 +99,7 @@ class Worker:
     def head(self) -> tuple[Pass, Pass]:
         """Forward and backward of the head with the loss."""
         job, layout = self.job, self.job.parallelism
-        vocabulary = job.model.vocab_size / (layout.tp if layout.loss_parallel else 1)
+        vocabulary = self.architecture.outputs(job.model) / (layout.tp if layout.loss_parallel else 1)
         times = 1 + job.model.mtp.depth
         float8 = "output" in self.converted
         product = self.machine.product_seconds(
@@ -114,7 +124,7 @@ class Worker:
     def _recompute(self, operations: Operations, layer: int) -> Pass:
         """What backward recomputes, by the mode of activation checkpointing."""
         ac = self.job.activation_checkpoint
-        whole = self._forward(operations)
+        whole = max(self._forward(operations), self._host_seconds(operations))
         collectives = self._tensor(operations, recompute=True)
         others = (*self._context(operations).forward(), *self._experts(operations))
         if ac.mode == "none":
@@ -133,7 +143,7 @@ class Worker:
 
     def _product(self, product: TensorSpec, *, of_weights: bool = False) -> float:
         """Seconds of one product in forward, which are those of the inputs' gradient, or of the weights'."""
-        layout, constants = self.job.parallelism, self.machine.constants
+        job, layout, constants = self.job, self.job.parallelism, self.machine.constants
         float8 = self._is_float8(product) and not (of_weights and self.job.precision.linear == HIGH_PRECISION)
         dtype, width = (self.narrow, 1) if float8 else (self.dtype, self.value_bytes)
         share = constants.rowwise if float8 and self.job.precision.linear in ROWWISE else 1.0
@@ -142,8 +152,12 @@ class Worker:
             inputs //= layout.tp_of(product)
         else:
             outputs //= layout.tp_of(product)
+        if product.split is Split.ROUTER:
+            dtype, width = self.router_dtype, DTYPE_BYTES["float32"]
         if not product.is_expert:
+            share_of_rows = self.architecture.row_share(job.model, product, job.training.seq_len)
             rows = self.stream_rows if product.split is Split.ROUTER else self.rows
+            rows = max(1, round(rows * share_of_rows))
             return self.machine.product_seconds(rows, inputs, outputs, dtype, width, share=share)
         local = product.experts // layout.ep
         rows = max(self._expert_rows(product.top_k) // local, 1)
@@ -166,18 +180,41 @@ class Worker:
 
     def _passes(self, operations: Operations) -> float:
         """Seconds of element-wise operations in forward."""
-        layout, costs = self.job.parallelism, COMPILED if self.compiled else EAGER
+        layout, costs = self.job.parallelism, self.costs
         sort = costs.sort + (costs.exchanged if layout.ep > 1 else 0.0)
         experts = layout.tp if layout.splits_experts else 1
+        gate = costs.gate + (costs.clamped if self.job.model.activation == "swiglu_clamped" else 0.0)
         traffic = (
             self.stream_rows * operations.norm_width * (costs.norm + costs.residual)
             + self.rows * operations.rotated_width / layout.tp * costs.rotation
-            + self.rows * operations.gate_width / layout.tp * costs.gate
-            + self._expert_rows(1) * operations.expert_gate_width / experts * costs.gate
+            + self.rows * operations.gate_width / layout.tp * gate
+            + self._expert_rows(1) * operations.expert_gate_width / experts * gate
             + self._expert_rows(1) * operations.expert_width * sort
         )
-        launches = self.machine.constants.launch * costs.kernels
+        if operations.expert_width:
+            traffic += self.stream_rows * self.job.model.dim * costs.router
+        if self.job.model.moe.expert_bias:
+            biased = 2 * operations.expert_gate_width / experts + operations.expert_width
+            traffic += self._expert_rows(1) * biased * costs.bias
+        launches = self.machine.constants.launch * self._kernels(operations)
         return self.machine.pass_seconds(traffic * self.value_bytes / 2) + launches
+
+    def _costs(self, *, compiled: bool) -> ElementWise:
+        if self.machine.shares_cores:
+            return moved.COMPILED_ON_CPU if compiled else moved.EAGER_ON_CPU
+        if compiled:
+            return moved.COMPILED
+        return moved.EAGER if self.machine.software.fused_norm else moved.UNFUSED
+
+    def _kernels(self, operations: Operations) -> int:
+        """Kernels of a block in forward other than products."""
+        return self.costs.kernels + (self.costs.expert_kernels if operations.expert_width else 0)
+
+    def _host_seconds(self, operations: Operations) -> float:
+        """Seconds in which the host starts a block's forward; the device waits for it if it is faster."""
+        if self.machine.shares_cores:
+            return 0.0
+        return self.machine.constants.host * (self._kernels(operations) + len(operations.products) + 1)
 
     # -- float8 ----
 

@@ -45,10 +45,10 @@ def peak(job: Job) -> float:
 
 
 def test_published_runs_are_met() -> None:
-    """Runs without a pipeline are within 12 %, the median within 6 %; ``pytest -s`` shows the table.
+    """Runs without a pipeline are within 12 %, the median within 5 %; ``pytest -s`` shows the table.
 
     torchtitan's pipelines took up to a third more than the plan predicts for our code. A rehearsal of the
-    first row of table 5, without async_tp, reserves 64.0 GiB; the plan predicts 62.8, torchtitan took 82.5.
+    first row of table 5, without async_tp, reserves 64.0 GiB; the plan predicts 64.9, torchtitan took 82.5.
     """
     errors, lines, pipelined = {}, [], {}
     for row in all_rows():
@@ -61,8 +61,8 @@ def test_published_runs_are_met() -> None:
     sys.stdout.write("\n".join(["", "planned GiB, published GiB, error", *lines, ""]))
     assert len(all_rows()) == 18
     assert max(sizes) <= 0.12, errors
-    assert median(sizes) <= 0.06
-    assert all(-0.25 <= error <= -0.14 for error in pipelined.values()), pipelined
+    assert median(sizes) <= 0.05
+    assert all(-0.25 <= error <= -0.12 for error in pipelined.values()), pipelined
 
 
 REHEARSED = Path(__file__).parents[2] / "experiments/rehearsal/results.jsonl"
@@ -87,14 +87,14 @@ def errors_of(rows: list[dict[str, Any]]) -> list[float]:
 
 @pytest.mark.parametrize("name", rest_is_thorough(rehearsed_ranks(), *FEW))
 def test_reserved_memory_of_rehearsals_is_predicted(name: str) -> None:
-    assert max(map(abs, errors_of(rehearsed_ranks()[name]))) <= 0.12
+    assert max(map(abs, errors_of(rehearsed_ranks()[name]))) <= 0.08
 
 
 @pytest.mark.thorough
 def test_median_error_against_rehearsals() -> None:
     errors = [error for rows in rehearsed_ranks().values() for error in errors_of(rows)]
     assert len(rehearsed_ranks()) >= 40
-    assert median(map(abs, errors)) <= 0.05
+    assert median(map(abs, errors)) <= 0.02
 
 
 def saved_by_autograd(job: Job, layer: int) -> int:
@@ -121,7 +121,12 @@ def saved_by_autograd(job: Job, layer: int) -> int:
     return sum(saved.values())
 
 
-DEBUG = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "model").glob("*_debug.yaml"))
+# Only files of other models than decoders name their architecture; those of Flux are in test_flux_plan.py.
+DEBUG = sorted(
+    file.stem
+    for file in (Path(__file__).parents[2] / "conf" / "model").glob("*_debug.yaml")
+    if "\narchitecture:" not in file.read_text()
+)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

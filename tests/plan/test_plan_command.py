@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,8 +20,10 @@ from harness.hardware import ACCELERATORS
 from harness.metrics.encoding import dumps, loads
 from harness.model.accounting import account
 from harness.parallelism.config import ParallelismConfig
+from harness.plan import bands
 from harness.plan.__main__ import VERB
 from harness.plan.config import PlanJob
+from harness.plan.evidence import Evidence
 from harness.plan.make import make_plan
 from harness.plan.order import _is_complete, _read, pipeline_order
 from harness.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed, Traffic
@@ -39,7 +42,7 @@ JOB_405B = [
 
 def run(*arguments: str) -> int:
     """Run the command in this process; return its exit code."""
-    return guarded(lambda: VERB._run(arguments))
+    return guarded(lambda: VERB.run_line(arguments))
 
 
 def memory(rank: int, **kinds: float) -> RankMemory:
@@ -79,7 +82,10 @@ def plan_405b() -> Plan:
     )
 
 
-def test_every_line() -> None:
+def test_every_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Evidence(75, 7, 0.8, 1.5, pooled=False)
+    monkeypatch.setattr(bands, "EVIDENCE", {"dense models on Hopper": rows})
+    monkeypatch.setattr(bands, "MEMORY", {"dense models": replace(rows, rows=52)})
     assert (
         render(plan_405b())
         == """\
@@ -111,15 +117,55 @@ a step, predicted: 16.0 s
   update                       100 ms    0.6%
 
 throughput  256 tokens/s a GPU, 131,072 in all
-            published for dense models on Hopper: 0.89 to 1.33 times the plan (75 rows of 12 tables)
+            10 to 90 %: 205 to 384 tokens/s a GPU, by 75 published rows of dense models on Hopper (7 sources)
 MFU         45.7%, 672.1 TFLOP/s a GPU (full attention)
 fits        yes: the fullest rank takes 57.25 of 75.00 GiB, 17.75 GiB left
+            10 to 90 %: 45.80 to 85.88 GiB, by 52 published rows of dense models (7 sources); it may not fit
 budget      3,000 steps, 6.291 B tokens: 6,827 GPU-hours, 13.3 h on 512 x H100 SXM
+            4,062 kWh of the GPUs alone (85% of 700 W each)
 
 notes
   buckets of c10d's reducer are not counted
 """
     )
+
+
+def test_dollars_are_the_users_and_energy_is_that_of_the_gpus() -> None:
+    plan = plan_405b()
+    assert plan.gpu_hours is not None and plan.dollars is None
+    cluster = replace(plan.job.cluster, dollars_per_gpu_hour=2.5, pue=1.2)
+    priced = replace(plan, job=replace(plan.job, cluster=cluster))
+    assert priced.dollars == pytest.approx(2.5 * plan.gpu_hours)
+    assert priced.kwh == pytest.approx(1.2 * 0.85 * 0.7 * plan.gpu_hours)
+    line = "$17,067 at $2.5 a GPU-hour; 4,874 kWh of the GPUs alone (85% of 700 W each x PUE 1.2)\n"
+    assert f"512 x H100 SXM\n            {line}" in render(priced)
+    # Without its hours, or on CPUs, nothing has a price.
+    assert (replace(priced, speed=None).dollars, replace(priced, accelerator=None).dollars) == (None, None)
+
+
+def test_points_and_searches_have_their_price(capsys: pytest.CaptureFixture[str]) -> None:
+    job = [
+        "model=llama3_debug",
+        "cluster=slurm_h100",
+        "cluster.dollars_per_gpu_hour=2",
+        "parallelism.dp_shard=8",
+    ]
+    assert run("-m", "--json", *job, "training.steps=100,200") == 0
+    data = json.loads(capsys.readouterr().out)
+    hours, prices = ([each[name] for each in data["points"]] for name in ("gpu_hours", "dollars"))
+    assert prices == pytest.approx([2 * each for each in hours])
+    assert data["total"]["dollars"] == pytest.approx(sum(prices))
+    run("-m", *job, "training.steps=10000,20000")
+    head, first, *_, total, _ = capsys.readouterr().out.splitlines()
+    assert head.split()[-3:] == ["GPU-hours", "price", "kWh"] and re.search(r"\$\d+\.\d\d ", first)
+    assert re.search(r"GPU-hours, \$[\d.]+, [\d.]+ kWh", total)
+    # With a price it is shown for points of one size too.
+    run("-m", *job, "cluster.dollars_per_gpu_hour=2,3")
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[-3:] == ["GPU-hours", "price", "kWh"] and len(rows) == 2
+    # A point without a price leaves the total unknown.
+    run("-m", "--json", *job, "cluster.dollars_per_gpu_hour=2,null", "training.steps=100")
+    assert json.loads(capsys.readouterr().out)["total"]["dollars"] is None
 
 
 def test_a_rank_too_full() -> None:
@@ -158,7 +204,9 @@ def test_json_has_all_of_it() -> None:
         [{"stage": 0, "kind": "F", "microbatch": 0, "start": 0.0, "end": 1.0}]
     ]
     tokens = 3000 * 256 * 8192
-    assert plain["budget"] == {"steps": 3000, "tokens": tokens, "gpu_hours": 3000 * 16 * 512 / 3600}
+    hours = 3000 * 16 * 512 / 3600
+    assert plain["budget"].pop("kwh") == pytest.approx(hours * 0.7 * 0.85)
+    assert plain["budget"] == {"steps": 3000, "tokens": tokens, "gpu_hours": hours, "dollars": None}
     assert plain["notes"] == plan.notes
 
 
@@ -307,7 +355,11 @@ def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(first: Any, tmp
 
 def test_a_truncated_order_is_not_used(first: Any) -> None:
     [kept] = first[0].rglob("1F1B-2-2-8")
-    assert pipeline_order(ParallelismConfig(pp=2), 6, 8) == _read(kept)
+    assert pipeline_order(ParallelismConfig(pp=2), 6, 8) == [
+        [Action(int(cell[0]), cell[1], int(cell[2:])) for cell in line.split()]
+        for line in kept.read_text().splitlines()
+    ]
+    assert _is_complete(kept.read_text(), 2, 16)
     for text in ("", "0F0", kept.read_text()[:-4], kept.read_text().replace("0B7", "0B?")):
         kept.with_name("part").write_text(text)
         order = _read(kept.with_name("part"))
@@ -358,6 +410,35 @@ def test_points_are_compared_in_one_table(capsys: pytest.CaptureFixture[str]) ->
     points = json.loads(capsys.readouterr().out)["points"]
     assert [point["legal"] for point in points] == [True, False, True]
     assert points[2]["step_seconds"] == alone.speed.step_seconds
+
+
+def test_a_ladder_is_priced_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of different sizes have their cost in the table, with the total of those that are legal."""
+    job = ["sweep=ladder", "model=llama3_8b", "cluster=slurm_h100", "data=synthetic", "precision=bf16"]
+    run("-m", *job, "scale.parameters=100M,1000,1B")
+    head, small, illegal, large, total, flops = capsys.readouterr().out.splitlines()
+    assert head.split()[-6:] == ["parameters", "non-emb.", "tokens", "FLOPs", "GPU-hours", "kWh"]
+    assert "illegal: scale.parameters=1000: no model" in illegal
+    alone = make_plan(compose_job([*job[1:], "scale.parameters=1B", "scale.tokens_per_parameter=20",
+                                   "scale.warmup_ratio=0.02"]))  # fmt: skip
+    assert alone.gpu_hours is not None
+    hours, kwh = (float(cell.replace(",", "")) for cell in large.split()[-2:])
+    assert hours == pytest.approx(alone.gpu_hours, rel=0.01)
+    assert kwh == pytest.approx(hours * 0.7 * 0.85, rel=0.01)
+    assert counted(alone.accounting.parameters) in large
+    both = hours + float(small.split()[-2].replace(",", ""))
+    found = re.fullmatch(
+        r"all 2: .* ([\d.,]+) GPU-hours, ([\d.,]+) kWh of the GPUs alone \(85% of .*\)", total
+    )
+    assert found is not None
+    amounts = [float(amount.replace(",", "")) for amount in found.groups()]
+    assert amounts == pytest.approx([both, both * 0.7 * 0.85], rel=0.01)
+    assert flops.startswith("FLOPs: those of MFU")
+    run("-m", "--json", *job, "scale.parameters=100M,1B")
+    found = json.loads(capsys.readouterr().out)
+    assert found["total"]["flops"] == sum(point["flops"] for point in found["points"])
+    size = found["points"][1]["non_embedding_parameters"]
+    assert found["points"][1]["tokens"] == pytest.approx(20 * size, rel=1e-3)
 
 
 @pytest.mark.parametrize(

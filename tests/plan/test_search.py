@@ -28,14 +28,15 @@ from harness.parallelism.stages import num_stages
 from harness.plan import found as found_module
 from harness.plan.__main__ import plan
 from harness.plan.config import PlanJob
-from harness.plan.constants import Calibration
+from harness.plan.constants import Calibration, Constants
+from harness.plan.evidence import Resolution
 from harness.plan.found import sweep_path
 from harness.plan.legality import Legality
 from harness.plan.machine import device_of, machine_of
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.plan.prune import MemoryBounds, TimeBounds
-from harness.plan.search import search
+from harness.plan.search import NothingFits, search
 from harness.plan.space import SCHEDULES_TRIED, Point, Space
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,6 +216,16 @@ def test_bounds_of_ranks_that_share_cores() -> None:
     assert statistics.median(ratios) > 0.6
 
 
+def test_options_of_a_format_are_legal_in_a_search() -> None:
+    options = ["precision.enable_fsdp_float8_all_gather=true", "precision.filter_fqns=[output,wq]"]
+    space = space_of(*COMPILED, *options, "parallelism.pp=1", "parallelism.cp=1", "parallelism.tp=1")
+    legality = Legality(space.base)
+    legal = [point for point in points_of(space) if legality.broken(point) is None]
+    assert legal and all(point.job(space.base) for point in legal)
+    with pytest.raises(ConfigError, match=r"^precision.enable_fsdp_float8_all_gather=true: needs one scale"):
+        search(space_of(*LONG, "precision=float8_rowwise", options[0]), 1)
+
+
 def test_a_search_keeps_the_numerics() -> None:
     space = space_of(*BRUTE)
     for candidate in search(space, 3).best:
@@ -296,8 +307,8 @@ def test_without_legal_points_the_most_frequent_error_is_shown() -> None:
 
 def test_if_nothing_fits_the_closest_point_is_shown() -> None:
     space = space_of(*RANKS, "model=llama3_405b", "parallelism=fsdp_tp")
-    message = r"fits; the closest is at least [\d,.]+ GiB too large on its fullest rank .*more ranks"
-    with pytest.raises(UserError, match=message):
+    message = r"fits; the closest is at least [\d,.]+ GiB too large on its fullest rank \(.*, full\)$"
+    with pytest.raises(NothingFits, match=message):
         search(space, 10)
 
 
@@ -317,7 +328,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_from_the_command_line_to_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:
     """The result as text and JSON, and the sweep: its points are the planned jobs."""
     file = tmp_path / "found.yaml"
     pair = [*LONG, "parallelism=fsdp_tp", "top=3", f"sweep_file={file}"]
@@ -332,20 +343,32 @@ def test_from_the_command_line_to_a_sweep(tmp_path: Path, monkeypatch: pytest.Mo
     assert plain["sweep_file"] == str(file) and len(plain["best"]) == 3
     by_order = [each["plan"]["speed"]["step_seconds"] for each in plain["best"]]
     assert by_order == sorted(by_order)
-    jobs = points_in(file, [*LONG, "parallelism=fsdp_tp"], monkeypatch)
+    jobs = points_in(file, [*LONG, "parallelism=fsdp_tp"])
     assert [job.id for job in jobs] == [each["plan"]["job"]["id"] for each in plain["best"]]
     assert {job.name for job in jobs} == {"llama3_debug-search"}
 
 
-def points_in(file: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """The jobs of a sweep file, composed from a copy of conf/ that contains it."""
-    conf = file.parent / "conf"
-    shutil.copytree(ROOT / "conf", conf, ignore=shutil.ignore_patterns("experiment", "sweep"))
-    (conf / "experiment").symlink_to(ROOT / "experiments")
-    (conf / "sweep").mkdir()
-    shutil.copy(file, conf / "sweep" / "found.yaml")
-    monkeypatch.setenv("HARNESS_CONF_DIR", str(conf))
-    composed = compose_points(["sweep=found", *overrides])
+def test_what_a_search_cannot_distinguish(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(*LONG, "parallelism.pp=1", "parallelism.cp=1")
+    best = search(space, 4)
+    times = [each.seconds for each in best.best]
+    claims = {1: "the first differs from the others", 3: "the first 3 cannot be distinguished"}
+    for alike, claim in (claims | {4: "all cannot be distinguished"}).items():
+        off = times[alike - 1] / times[0] - 1 + 1e-9
+        monkeypatch.setattr(found_module, "RESOLUTION", Resolution(off, 40, 8))
+        assert found_module.found_as_dict(best)["alike"] == alike
+        text = found_module.render_found(best)
+        assert f"\n{claim}: the planned ratio" in text and "(40 pairs, 8 tables)\n" in text
+    own = search(space, 2, Calibration(Constants()))
+    assert found_module.found_as_dict(own)["alike"] is None
+    assert "distinguished" not in found_module.render_found(own)
+
+
+def points_in(file: Path, overrides: list[str]) -> list[Job]:
+    """The jobs of a sweep file, composed from a folder of one's own that contains it."""
+    (file.parent / "own" / "sweep").mkdir(parents=True)
+    shutil.copy(file, file.parent / "own" / "sweep" / "found.yaml")
+    composed = compose_points([f"hydra.searchpath=[{file.parent}/own]", "sweep=found", *overrides])
     assert not [each.reason for each in composed if each.reason]
     return [each.job for each in composed]
 
@@ -355,9 +378,9 @@ def test_the_sweep_goes_where_it_can_be_written(monkeypatch: pytest.MonkeyPatch)
     assert sweep_path("n", None) == ROOT / "sweeps" / "search" / "n.yaml"
     with monkeypatch.context() as context:
         context.setattr(os, "access", lambda *_: False)
-        assert sweep_path("n", None) == Path("n-search.yaml")
+        assert sweep_path("n", None) == Path("sweep/n-search.yaml")
     monkeypatch.setattr(found_module, "conf_dir", lambda: str(ROOT / "harness" / "_conf"))
-    assert sweep_path("n", None) == Path("n-search.yaml"), "not into an installed package"
+    assert sweep_path("n", None) == Path("sweep/n-search.yaml"), "not into an installed package"
 
 
 def test_there_is_a_result_if_the_sweep_cannot_be_written(tmp_path: Path) -> None:

@@ -1,0 +1,242 @@
+"""What would make a job fit: legal changes, planned as typed, no larger than needed; and more ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.cluster.config import ClusterConfig
+from harness.compose import compose_job
+from harness.errors import UserError
+from harness.metrics.encoding import dumps, loads
+from harness.plan import remedies as module
+from harness.plan.__main__ import plan
+from harness.plan.config import PlanJob
+from harness.plan.make import make_plan
+from harness.plan.nothing_fits import what_would_fit
+from harness.plan.plan import Plan
+from harness.plan.remedies import Remedy, grown, remedies, render_remedies
+from harness.plan.search import NothingFits, search
+from harness.plan.space import Space
+
+GIB = 2**30
+JOB = [
+    *("model=llama3_debug", "model.max_seq_len=2048", "cluster=slurm_h100", "parallelism.dp_shard=4"),
+    *("training.seq_len=2048", "training.global_batch_size=64"),
+]
+UNPIPELINED = [*JOB, "model.tied_embeddings=true"]
+"""No pipeline is legal, and none imports torch."""
+Limit = Callable[[float], None]
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
+    """Set the memory of every device, in GiB."""
+
+    def set_limit(gib: float) -> None:
+        for where in ("make", "prune"):
+            monkeypatch.setattr(f"harness.plan.{where}.memory_limit", lambda job, device: gib * GIB)
+
+    return set_limit
+
+
+def planned(*overrides: str) -> Plan:
+    return make_plan(compose_job(overrides, config_name="plan", schema=PlanJob).plain)
+
+
+def found(limit: Limit, gib: float, *overrides: str) -> list[Remedy]:
+    job = [*(overrides or UNPIPELINED)]
+    limit(gib)
+    return remedies(planned(*job), job)
+
+
+def typed(found: Sequence[Remedy]) -> list[str]:
+    return [each.typed for each in found if each.plan.fits]
+
+
+def test_changes_that_fit(limit: Limit) -> None:
+    """On the same ranks first, by speed; then on more ranks, then with other numbers."""
+    changes = found(limit, 3.5)
+    assert typed(changes) == [
+        "training.local_batch_size=8",
+        "activation_checkpoint.mode=selective_op",
+        "parallelism.dp_shard=2 parallelism.tp=2 training.local_batch_size=16",
+        "parallelism.dp_shard=8",
+        "precision.param_dtype=bfloat16 precision.master_dtype=bfloat16",
+        "precision.param_dtype=bfloat16",
+    ]
+    fit = [each for each in changes if each.plan.fits]
+    assert [each.takes_more for each in fit] == [False] * 3 + [True] + [False] * 2
+    assert [each.changes_numbers for each in fit] == [False] * 4 + [True] * 2
+    assert not any(len(each.changes) > 1 for each in changes)
+
+
+@pytest.mark.parametrize("gib", [3.5, 0.35])
+def test_what_is_typed_gives_what_is_planned(limit: Limit, gib: float) -> None:
+    """No override is needless: without one, the job is illegal or another one."""
+    for each in found(limit, gib):
+        made = planned(*UNPIPELINED, *each.overrides)
+        assert (made.memory, made.speed) == (each.plan.memory, each.plan.speed)
+        for left_out in each.overrides:
+            fewer = [other for other in each.overrides if other != left_out]
+            with contextlib.suppress(UserError):
+                assert planned(*UNPIPELINED, *fewer).memory != made.memory
+
+
+def test_no_change_is_larger_than_needed(limit: Limit) -> None:
+    changes = typed(found(limit, 1.5))
+    assert set(changes[:2]) == {"activation_checkpoint.mode=full", "training.local_batch_size=4"}
+    for smaller in ("training.local_batch_size=8", "activation_checkpoint.mode=selective_op"):
+        assert planned(*UNPIPELINED, smaller).fits is False
+
+
+def test_a_smaller_pipeline_is_found_if_a_larger_one_does_not_fit(limit: Limit) -> None:
+    assert "parallelism.pp=2 parallelism.dp_shard=2" in typed(found(limit, 0.5, *JOB))
+    assert planned(*JOB, "parallelism.pp=4", "parallelism.dp_shard=1").fits is False
+
+
+def test_two_changes_if_none_is_enough(limit: Limit) -> None:
+    changes = found(limit, 0.35)
+    pairs = [each for each in changes if each.plan.fits]
+    assert pairs and all(len(each.changes) == 2 for each in pairs)
+    assert {each.overrides[0] for each in pairs} == {"training.local_batch_size=1"}
+    text = render_remedies(planned(*UNPIPELINED), changes)
+    assert text.startswith("no single change makes it fit, but each of these pairs; cheapest first\n")
+
+
+def test_if_nothing_fits_the_closest_are_shown(limit: Limit) -> None:
+    changes = found(limit, 0.01)
+    peaks = [each.plan.peak for each in changes]
+    assert peaks == sorted(peaks) and not typed(changes)
+    first, *rows, last = render_remedies(planned(*UNPIPELINED), changes).splitlines()
+    assert first == "no change makes it fit; the closest are" and len(rows) == 4
+    assert last == "search=true tries every layout of these ranks"
+
+
+def test_offloading_has_no_known_speed(limit: Limit) -> None:
+    """The plan does not know the time of copies to the host; it says so where it plans the job itself."""
+    small = [
+        *UNPIPELINED,
+        "training.seq_len=64",
+        "training.global_batch_size=4",
+        "activation_checkpoint=full",
+    ]
+    [offloaded] = [each for each in found(limit, 0.1, *small) if each.offloads]
+    assert offloaded.plan.fits and offloaded.rate is None
+    assert any("host" in note for note in offloaded.plan.notes)
+
+
+def test_few_jobs_are_planned(limit: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(module, "make_plan", lambda *job: made.append(job) or make_plan(*job))
+    found(limit, 1.5)
+    assert 8 < len(made) <= 20
+
+
+def test_context_is_split_for_long_sequences_only(limit: Limit) -> None:
+    long = ["model.max_seq_len=16384", "training.seq_len=16384", "training.global_batch_size=4"]
+    changes = found(limit, 1.6, *UNPIPELINED, *long)
+    assert "parallelism.dp_shard=2 parallelism.cp=2 training.local_batch_size=1" in typed(changes)
+    assert not any("cp=" in each.typed for each in found(limit, 1.5))
+
+
+def of_command(*overrides: str) -> Any:
+    return plan(compose_job(overrides, config_name="plan", schema=PlanJob), list(overrides))
+
+
+def test_from_the_command_line(limit: Limit) -> None:
+    """A job that fits is planned only."""
+    fits = of_command(*UNPIPELINED)
+    assert fits.data["remedies"] == [] and "fit; cheapest" not in fits.text
+    limit(3.5)
+    result = of_command(*UNPIPELINED)
+    plain = loads(dumps(result.data))["remedies"]
+    assert plain[0]["overrides"] == ["training.local_batch_size=8"] and plain[0]["fits"]
+    assert plain[0]["tokens_per_second_per_rank"] > 0 and not plain[0]["changes_numbers"]
+    table = result.text.partition("\neach of these makes it fit; cheapest first\n")[2].splitlines()
+    assert table[1].split()[:2] == ["training.local_batch_size=8", "2.45"]
+    assert table[4].endswith("8 GPUs") and table[6].endswith("changes the numbers")
+    assert table[7].startswith("not enough alone: training.loss_chunks=8 (")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "world", "change"),
+    [
+        (ClusterConfig("slurm", ranks_per_node=8), 16, ("cluster.nodes=4",)),
+        (ClusterConfig("slurm", ranks_per_node=8, nodes=2), 16, ("cluster.nodes=4",)),
+        (ClusterConfig("slurm", ranks_per_node=8), 4, ("cluster.ranks=8",)),
+        (
+            ClusterConfig("slurm", ranks_per_node=8, ranks=8, nodes=2),
+            8,
+            ("cluster.ranks=16", "cluster.nodes=4"),
+        ),
+        (ClusterConfig("local"), 4, ("cluster.ranks=8",)),
+        (ClusterConfig("local"), 8, None),
+    ],
+)
+def test_more_ranks_of_a_cluster(cluster: ClusterConfig, world: int, change: tuple[str, ...] | None) -> None:
+    assert grown(cluster, world, 2) == change
+    if change is not None:
+        typed = {
+            each.partition("=")[0].removeprefix("cluster."): int(each.partition("=")[2]) for each in change
+        }
+        assert replace(cluster, **typed).nodes_for(2 * world)
+
+
+SEARCH = [
+    *("model=llama3_debug", "cluster=slurm_h100", "cluster.nodes=1", "training.global_batch_size=64"),
+    "parallelism=fsdp_tp",
+]
+
+
+def failed(*overrides: str) -> tuple[NothingFits, PlanJob, list[str]]:
+    """A search in which nothing fits."""
+    typed = [*SEARCH, "search=true", *overrides]
+    job = compose_job(typed, config_name="plan", schema=PlanJob)
+    with pytest.raises(NothingFits) as caught:
+        search(Space.of(job.plain, typed), 10, None, job.headroom)
+    return caught.value, job, typed
+
+
+def test_a_search_in_which_nothing_fits_says_how_many_ranks_would_do(limit: Limit) -> None:
+    """With half of them nothing fits, of all points; the layout has the memory that its own plan has."""
+    limit(0.07)
+    result = what_would_fit(*failed())
+    more = loads(dumps(result.data))["more_ranks"]
+    assert (more["fits"], more["tried"], more["overrides"]) == (True, 32, ["cluster.nodes=4"])
+    assert "; would work: cluster.nodes=4 (32 ranks: dp_shard 4 x tp 8, full, 0.07 GiB, " in str(result.error)
+    failed("cluster.nodes=2")
+    assert planned(*SEARCH, *more["overrides"], *more["layout"]).peak == more["memory_peak"] <= 0.07 * GIB
+
+
+def test_a_failed_search_tries_what_a_search_does_not() -> None:
+    """70B in bf16 has 1.1 TB of parameters, gradients and state: 16 GPUs of 80 GB are the fewest."""
+    result = what_would_fit(*failed("model=llama3_70b", "precision=bf16", "training.seq_len=8192"))
+    tried = {each["overrides"][0].partition("=")[0]: each for each in result.data["remedies"]}
+    assert tried["parallelism.cpu_offload"]["fits"] and not any("activation" in name for name in tried)
+    assert result.data["best"] == []
+    assert "; would work: cluster.nodes=2 (16 ranks: " in str(result.error)
+    assert ", or parallelism.cpu_offload=true (the closest layout then takes " in str(result.error)
+
+
+def test_the_number_of_ranks_that_are_too_few(limit: Limit) -> None:
+    limit(0.001)
+    error = str(what_would_fit(*failed()).error)
+    assert error.endswith(", full); up to 512 ranks are too few") and "would work" not in error
+
+
+def test_an_unknown_network_limits_the_ranks(limit: Limit) -> None:
+    limit(0.01)
+    result = what_would_fit(*failed("cluster.network_gbps=null"))
+    assert result.data["more_ranks"]["tried"] == 8 and "too few" not in str(result.error)
+
+
+def test_headroom_counts(limit: Limit) -> None:
+    limit(0.14)
+    result = what_would_fit(*failed("headroom=0.5"))
+    assert result.data["closest"]["memory_limit"] == pytest.approx(0.07 * GIB)
+    assert result.data["more_ranks"]["tried"] == 32
