@@ -1,9 +1,10 @@
-"""Parameters and FLOPs of a decoder, computed from its config (no torch)."""
+"""Parameters and FLOPs of a model, computed from its config (no torch)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.model.architecture import architecture_of
 from harness.model.config import ModelConfig
 from harness.model.spec import block_tensors, tensors
 
@@ -40,7 +41,12 @@ def attention_flops(model: ModelConfig, reach: float) -> float:
 
 
 def account(model: ModelConfig, seq_len: int) -> Accounting:
-    """Count parameters and FLOPs.
+    """Count parameters and FLOPs of a model of any architecture."""
+    return architecture_of(model).account(model, seq_len)
+
+
+def account_decoder(model: ModelConfig, seq_len: int) -> Accounting:
+    """Count parameters and FLOPs of a decoder.
 
     FLOPs per token are 6 per multiplied parameter (2 forward, 4 backward) plus attention's
     6 * L * H * (d_qk + d_v) * T, the convention of PaLM (arXiv:2204.02311, appendix B) that torchtitan

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from harness.model.blocks import block_of
 from harness.model.config import ModelConfig
 from harness.model.spec import Split, block_tensors
 
@@ -88,11 +89,16 @@ def block_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartA
         layer: number of the block.
         on_cpu: whether kernels are those of CPUs.
     """
+    return block_of(config).activations(config, layer, on_cpu=on_cpu)
+
+
+def pre_norm_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
+    """Activations of one pre-norm block, its input included."""
     dim = config.dim
     attention = _latent(config, layer, on_cpu) if config.attention.is_latent else _attention(config, layer)
     mixed = config.has_experts(layer)
     inner = _mixture(config) if mixed else _feed_forward(config.ffn_hidden_dim, dim, "feed_forward")
-    norm_1, norm_2 = _norm("attention_norm", dim), _norm("ffn_norm", dim)
+    norm_1, norm_2 = norm_activations("attention_norm", dim), norm_activations("ffn_norm", dim)
     # A mixture copies rows and saves its router's input; only shared experts save the input itself.
     needs_whole = not mixed or config.moe.shared_hidden_dim > 0
     gathered = (
@@ -118,7 +124,7 @@ def head_activations(config: ModelConfig) -> PartActivations:
     """The final norm and the output projection's input; logits are counted separately."""
     out = SavedTensor("norm.out", config.dim, ActivationSplit.WHOLE)
     return PartActivations(
-        (*_norm("norm", config.dim), out),
+        (*norm_activations("norm", config.dim), out),
         backward=(SavedTensor("grad of norm.out", config.dim, ActivationSplit.WHOLE),),
     )
 
@@ -129,16 +135,16 @@ def prediction_activations(config: ModelConfig) -> PartActivations:
     return PartActivations(
         kept=(
             SavedTensor("embedded", dim, ActivationSplit.STREAM),
-            *_norm("mtp.embedding_norm", dim),
-            *_norm("mtp.hidden_norm", dim),
+            *norm_activations("mtp.embedding_norm", dim),
+            *norm_activations("mtp.hidden_norm", dim),
             SavedTensor("mtp.both", 2 * dim, ActivationSplit.STREAM),
-            *_norm("mtp.norm", dim),
+            *norm_activations("mtp.norm", dim),
             SavedTensor("mtp.out", dim, ActivationSplit.STREAM),
         )
     )
 
 
-def _norm(
+def norm_activations(
     name: str, width: int, cut: ActivationSplit = ActivationSplit.STREAM, heads: float = 1
 ) -> tuple[SavedTensor, ...]:
     """RMSNorm: its input and the reciprocal root mean squares; its output is counted with its consumer.
@@ -159,7 +165,7 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
     extra: tuple[SavedTensor, ...] = ()
     is_rotated = of.is_rotated(layer)
     if of.qk_norm == "learned":
-        extra += _norm("q_norm", width, ActivationSplit.INNER, heads) + _norm(
+        extra += norm_activations("q_norm", width, ActivationSplit.INNER, heads) + norm_activations(
             "k_norm", width, ActivationSplit.INNER, groups
         )
     elif of.qk_norm == "l2" and is_rotated:
@@ -228,13 +234,13 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
     kept: tuple[SavedTensor, ...] = ()
     if of.q_lora_rank is not None:
         kept += (
-            *_norm("q_norm", of.q_lora_rank, ActivationSplit.WHOLE),
+            *norm_activations("q_norm", of.q_lora_rank, ActivationSplit.WHOLE),
             SavedTensor("q_norm.out", of.q_lora_rank, ActivationSplit.WHOLE),
         )
     # The norm's input is a view of the latents and the rotated key together.
     kept += (
         SavedTensor("latents", down, ActivationSplit.WHOLE),
-        *_norm("kv_norm", rank, ActivationSplit.WHOLE)[1:],
+        *norm_activations("kv_norm", rank, ActivationSplit.WHOLE)[1:],
         SavedTensor("kv_norm.out", rank, ActivationSplit.WHOLE),
         SavedTensor("q", wide, ActivationSplit.INNER),
         SavedTensor("k", wide, ActivationSplit.INNER),

@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.normed_eps = config.norm_eps if of.qk_norm == "l2" and self.is_rotated else None
         self.temperature = 0.0 if self.is_rotated else of.nope_temperature
         self.temperature_floor = of.nope_temperature_floor
-        self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), width**-0.5, of.sinks))
+        self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), config.score_scale, of.sinks))
 
     def forward(
         self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
@@ -114,7 +114,8 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(of.kv_lora_rank, eps=LATENT_EPS)
         self.wkv_b = nn.Linear(of.kv_lora_rank, heads * (self.nope + self.value), bias=False)
         self.wo = nn.Linear(heads * self.value, config.dim, bias=False)
-        self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), width**-0.5 * config.rope.score_scale))
+        scale = config.score_scale * config.rope.score_scale
+        self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), scale))
         self.cache: CachedKernel | None = None
 
     def forward(

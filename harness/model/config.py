@@ -1,47 +1,69 @@
-"""Config of a decoder; a new decoder of a known kind is a new YAML of these fields."""
+"""Config of a model; a new model of a known kind is a new YAML of these fields."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from harness.config import label, numerics, part
-from harness.errors import ConfigError, divisors
+from harness.config import label, numerics, part, with_value
+from harness.errors import ConfigError
+from harness.flux.config import FluxConfig
+from harness.model.architecture import ARCHITECTURES, architecture_of
 from harness.model.attention_config import AttentionConfig, Span
+from harness.model.blocks import BLOCKS
 from harness.model.moe_config import MoEConfig
 from harness.model.mtp_config import MTPConfig
+from harness.model.mup_config import HEAD_WIDTHS, LATENT_HEAD_WIDTHS, PROPORTIONAL, MupConfig
 from harness.model.rope_config import RopeConfig
+from harness.registry import Registry
 
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mistral",
-    "mixtral",
-    "deepseek_v2",
-    "deepseek_v3",
-    "gpt_oss",
-    "llama4",
+if TYPE_CHECKING:
+    from harness.exchange.families.core import Family
+
+_FILES = "harness.exchange.families"
+FAMILIES: Registry[Family] = Registry(
+    "family",
+    {
+        "llama": f"{_FILES}.llama:LLAMA",
+        "qwen2": f"{_FILES}.qwen2:QWEN2",
+        "qwen3": f"{_FILES}.qwen3:QWEN3",
+        "qwen3_moe": f"{_FILES}.qwen3:QWEN3_MOE",
+        "mistral": f"{_FILES}.mistral:MISTRAL",
+        "mixtral": f"{_FILES}.mistral:MIXTRAL",
+        "deepseek_v2": f"{_FILES}.deepseek:DEEPSEEK_V2",
+        "deepseek_v3": f"{_FILES}.deepseek:DEEPSEEK_V3",
+        "gpt_oss": f"{_FILES}.gpt_oss:GPT_OSS",
+        "llama4": f"{_FILES}.llama4:LLAMA4",
+        "flux": f"{_FILES}.flux:FLUX",
+    },
+    field="model.family",
+    expects=f"{_FILES}.core:Family",
 )
+"""Families of models at Hugging Face."""
 ACTIVATIONS = ("swiglu", "swiglu_clamped")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder: attention and a feed-forward, dense or a mixture of experts, in every block."""
+    """A model. The fields describe a pre-norm decoder: attention and a feed-forward, dense or a mixture of
+    experts, in every block. Another architecture uses some of them, and a part of its own."""
 
     name: str = label("???")
     """Name of the model: the name of its file under conf/model."""
     path: str | None = label(None)
     """With model=from_config: the config.json to read, or its folder."""
+    architecture: str = numerics("decoder", choices=ARCHITECTURES, id_omits_default=True)
+    """Kind of model: ``decoder``, or ``flux``, a diffusion transformer that makes pictures."""
     family: str = label("llama", choices=FAMILIES)
     """Family of checkpoints to exchange with, by transformers' name of the model type."""
     vocab_size: int = numerics("???", least=1)
-    """Rows of the embedding table."""
+    """Rows of the embedding table; 1 for a model without one."""
     dim: int = numerics("???", least=1)
     """Width of the residual stream."""
     n_layers: int = numerics("???", least=1)
-    """Number of decoder blocks."""
+    """Number of blocks."""
     n_heads: int = numerics("???", least=1)
     """Query heads."""
     n_kv_heads: int = numerics("???", least=1)
@@ -52,6 +74,10 @@ class ModelConfig:
     """Width of the dense feed-forward's hidden layer."""
     activation: str = numerics("swiglu", choices=ACTIVATIONS)
     """Activation of the feed-forward: ``swiglu`` (arXiv:2002.05202), or ``swiglu_clamped`` (GPT-OSS)."""
+    block: str = numerics("pre_norm", choices=BLOCKS, id_omits_default=True)
+    """Kind of the blocks; packages can add others."""
+    block_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    """Options of a kind of blocks that another package has added."""
     norm_eps: float = numerics(1e-5, above=0)
     """Added to the mean square inside RMSNorm."""
     tied_embeddings: bool = numerics(False)
@@ -68,41 +94,90 @@ class ModelConfig:
     """Mixture of experts, instead of some dense feed-forwards."""
     mtp: MTPConfig = part(MTPConfig)
     """Multi-token prediction: one more block, which predicts the token after the next."""
+    mup: MupConfig = part(MupConfig)
+    """Maximal update parametrization: hyperparameters apply to any width."""
+    flux: FluxConfig = part(FluxConfig)
+    """With architecture=flux: the diffusion transformer's own numbers."""
 
     def resolve(self) -> ModelConfig:
-        """Return the model with head_dim set."""
-        if self.head_dim is not None:
-            return self
-        if self.attention.is_latent:
-            return replace(self, head_dim=self.attention.qk_nope_head_dim + self.attention.qk_rope_head_dim)
-        if self.dim % self.n_heads:
-            fits = [d for d in divisors(self.dim) if d % self.n_kv_heads == 0 and self.dim // d % 2 == 0]
-            raise ConfigError(
-                "model.n_heads",
-                self.n_heads,
-                f"must divide model.dim={self.dim} when model.head_dim is null",
-                [*fits, "or model.head_dim set"] if fits else "model.head_dim set",
-            )
-        return replace(self, head_dim=self.dim // self.n_heads)
+        """Return the model with derived fields, such as head_dim, set."""
+        return architecture_of(self).resolve(self)
 
     def validate(self) -> None:
-        """Raise ConfigError when the fields do not describe a decoder."""
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(
-                "model.n_kv_heads",
-                self.n_kv_heads,
-                f"must divide model.n_heads={self.n_heads}",
-                divisors(self.n_heads),
-            )
-        if self.rotated_width < 2 or self.rotated_width % 2:
-            field = "attention.qk_rope_head_dim" if self.attention.is_latent else "head_dim"
-            width = self.rotated_width
-            works = [width - 1, width + 1] if width > 1 else [2]
-            raise ConfigError(f"model.{field}", width, "must be even: RoPE rotates pairs", works)
-        self.rope.validate()
-        self.attention.validate(self.n_heads, self.n_kv_heads, self.head_width)
-        self.moe.validate(self.n_layers)
-        self.mtp.validate()
+        """Raise ConfigError when the fields do not describe a model."""
+        architecture_of(self).validate(self)
+
+    def validate_mup(self) -> None:
+        """Check that the base model of muP is possible."""
+        of, field = self.mup, "model.mup.base_widths"
+        if of.base_widths and of.base_dim is None:
+            rule = "has no effect without model.mup.base_dim"
+            raise ConfigError(field, of.base_widths, rule, "{}, or model.mup.base_dim set")
+        heads = LATENT_HEAD_WIDTHS if self.attention.is_latent else HEAD_WIDTHS
+        widths = [name for name in (*PROPORTIONAL, *heads) if _field(self, name)]
+        for name in of.base_widths:
+            if name not in widths:
+                raise ConfigError(field, name, f"no such width of model={self.name}", widths)
+        if of.base_dim is not None:
+            base = self.at_width(of.base_dim, of.base_widths, "model.mup.base_dim")
+            try:
+                replace(base, mup=MupConfig()).validate()
+            except ConfigError as error:
+                rule = f"makes a base model that is not possible: {error}"
+                raise ConfigError(field, of.base_widths, rule) from None
+
+    def at_width(
+        self, dim: int, given: Mapping[str, int] | None = None, field: str = "model.dim"
+    ) -> ModelConfig:
+        """Return the model with another ``dim``, and the other widths in proportion; heads keep their width.
+
+        Args:
+            dim: width of the residual stream.
+            given: widths that are not proportional, by field.
+            field: the field that has ``dim``, for the error.
+
+        Raises:
+            ConfigError: a width would not be an integer.
+        """
+        given = given or {}
+        model = replace(self, dim=dim, head_dim=self.head_width)
+        widths = {name: _field(self, name) or 0 for name in PROPORTIONAL if name not in given}
+        for name, width in widths.items():
+            if width * dim % self.dim:
+                rule = f"model.{name}={width} x {dim} / {self.dim} is no integer"
+                unit = self.dim // math.gcd(self.dim, *widths.values())
+                works = f"a multiple of {unit}"
+                if field == "model.mup.base_dim":
+                    works += f", or model.mup.base_widths={{{name}: ...}}"
+                raise ConfigError(field, dim, rule, works)
+            if width:
+                model = with_value(model, name, width * dim // self.dim)
+        for name, width in given.items():
+            model = with_value(model, name, width)
+        return replace(model, head_dim=None).resolve() if self.attention.is_latent else model
+
+    @property
+    def base(self) -> ModelConfig | None:
+        """The base model of muP, in the standard parametrization; None without muP."""
+        if self.mup.base_dim is None:
+            return None
+        return replace(self.at_width(self.mup.base_dim, self.mup.base_widths), mup=MupConfig())
+
+    @property
+    def output_multiplier(self) -> float:
+        """muP's factor of the logits of the output projection and of routers."""
+        return 1.0 if self.mup.base_dim is None else self.mup.base_dim / self.dim
+
+    @property
+    def score_multiplier(self) -> float:
+        """muP's factor of attention scores: they are proportional to 1 / head width, not to its root."""
+        base = self.base or self
+        return (base.head_width / self.head_width) ** 0.5
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores, without that of the rotation's scaling."""
+        return self.head_width**-0.5 * self.score_multiplier
 
     @property
     def head_width(self) -> int:
@@ -136,3 +211,9 @@ class ModelConfig:
     def span(self, layer: int) -> Span:
         """The span of a block's attention."""
         return self.attention.span(layer)
+
+
+def _field(model: ModelConfig, name: str) -> Any:
+    first, _, rest = name.partition(".")
+    value = getattr(model, first)
+    return getattr(value, rest) if rest else value

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from harness.model.attention import build_attention
+from harness.model.blocks import block_of
 from harness.model.cache import CachedPass
 from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward
 from harness.model.head import Head
-from harness.model.kernels import AttentionSpec, Kernel
+from harness.model.kernels import AttentionSpec
 from harness.model.moe import MoE
 from harness.model.mtp import MTP
+from harness.model.part import ModelPart
 from harness.model.rope import rope_table, signed_table
 
 # B: batch, T: sequence (of this rank, when it is split), C: residual width, V: vocabulary
@@ -56,12 +58,8 @@ class Block(nn.Module):
         return x_BTC + self.attention(self.attention_norm(x_BTC), rope_2TD, mask, positions_T)
 
 
-class Decoder(nn.Module):
-    """A decoder, or a part of one.
-
-    A part's modules have the names of the full model (``layers.7``), so parameter names, and with them
-    initial values, gradients and checkpoints, do not depend on how the model is split.
-    """
+class Decoder(ModelPart):
+    """A decoder, or a part of one."""
 
     def __init__(self, config: ModelConfig, seq_len: int, modules: Collection[str] | None = None) -> None:
         """Build the named modules on the current default device (use ``torch.device("meta")``).
@@ -78,14 +76,15 @@ class Decoder(nn.Module):
         self._share: Tensor | None = None
         self.loads: dict[int, Tensor] = {}
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim) if has("tok_embeddings") else None
+        block = block_of(config)
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, i) for i in range(config.n_layers) if has(f"layers.{i}")}
+            {str(i): block.build(config, i) for i in range(config.n_layers) if has(f"layers.{i}")}
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if has("norm") else None
         self.output = Head(config.dim, config.vocab_size, bias=False) if has("output") else None
         # It uses both tables, so a pipeline stage cannot have it.
         whole = self.tok_embeddings is not None and self.output is not None
-        self.mtp = MTP(config, Block(config, config.n_layers)) if config.mtp.depth and whole else None
+        self.mtp = MTP(config, block.build(config, config.n_layers)) if config.mtp.depth and whole else None
         self.tie_embeddings()
         self.positions: Tensor
         self.rope: Tensor
@@ -98,21 +97,11 @@ class Decoder(nn.Module):
         return whole if self._share is None else whole[:, self._share.to(device)]
 
     def take_positions(self, positions_T: Tensor) -> None:
-        """Set the positions of the sequence that this decoder computes, in order; by default all.
-
-        Call it before ``materialize_buffers``.
-        """
         self._share = positions_T
 
     def set_length(self, length: int, positions_T: Tensor | None) -> None:
-        """Set the length of the sequences; ``positions_T`` as in ``take_positions``, None: all positions."""
         self.seq_len, self._share = length, positions_T
         self._materialize_positions(self.rope.device)
-
-    def use_kernel(self, kernel: type[Kernel]) -> None:
-        """Set the attention backend."""
-        for block in self.blocks.values():
-            block.attention.inner = kernel(block.attention.inner.spec)
 
     def use_cache(self, capacity: int) -> None:
         """Make attention store up to ``capacity`` positions, for passes with ``cached``."""
@@ -120,32 +109,32 @@ class Decoder(nn.Module):
             block.attention.use_cache(capacity)
 
     @property
+    def entries(self) -> list[nn.Module]:
+        return [] if self.tok_embeddings is None else [self.tok_embeddings]
+
+    @property
     def blocks(self) -> dict[int, Block]:
         """This part's blocks, by number in the full model; multi-token prediction's is the last."""
-        blocks: dict[int, Any] = {int(name): block for name, block in self.layers.items()}
+        blocks = super().blocks
         return blocks if self.mtp is None else blocks | {self.config.n_layers: self.mtp.block}
 
     @property
     def mixtures(self) -> dict[int, MoE]:
-        """This part's mixtures of experts, by the block's number in the full model."""
         return {layer: block.moe for layer, block in self.blocks.items() if block.moe is not None}
 
     def take_loads(self) -> dict[int, Tensor]:
-        """Return the tokens per expert by layer, counted in passes with gradients since the last call."""
         taken, self.loads = self.loads, {}
         return taken
 
     def tie_embeddings(self) -> None:
         """Make the output projection the embedding table, if ``tied_embeddings``.
 
-        Call it again after every step that replaces parameters module by module (tensor parallel,
-        materialization): otherwise two tables would silently remain.
+        Otherwise two tables would silently remain.
         """
         if self.config.tied_embeddings and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = self.tok_embeddings.weight
 
     def materialize_buffers(self, device: torch.device) -> None:
-        """Compute the buffers, which ``to_empty`` leaves uninitialized."""
         self._materialize_positions(device)
         for moe in self.mixtures.values():
             moe.materialize_buffers(device)
@@ -214,6 +203,8 @@ class Decoder(nn.Module):
             x = torch.cat((x, further_BTC))
         if self.output is None:
             return x
+        if self.config.output_multiplier != 1:
+            x = x * self.config.output_multiplier
         # A float8 output projection takes no labels.
         return self.output(x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None))
 

@@ -32,11 +32,13 @@ class AttentionSpec:
         span: the positions that are attended to.
         scale: factor of the scores.
         has_sinks: whether every head has an attention sink.
+        causal: whether positions attend to earlier ones only; else ``SdpaKernel`` without a mask.
     """
 
     span: Span
     scale: float
     has_sinks: bool = False
+    causal: bool = True
 
     def is_causal(self, length: int) -> bool:
         """Whether no window or chunk limits causal attention over ``length`` positions."""
@@ -110,7 +112,7 @@ class SdpaKernel(Kernel):
             k_BTKD.transpose(1, 2),
             v_BTKE.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=mask is None and self.spec.causal,
             scale=self.spec.scale,
             enable_gqa=grouped,
         )
@@ -229,10 +231,6 @@ class VarlenKernel(Kernel):
         )
         assert isinstance(out, Tensor)
         return out.unflatten(0, (B, T))[..., :width]
-
-
-KERNELS: dict[str, type[Kernel]] = {"sdpa": SdpaKernel, "flex": FlexKernel, "varlen": VarlenKernel}
-"""Backends by the names of training.attention."""
 
 
 def sees(span: Span, q: Tensor, k: Tensor) -> Tensor:

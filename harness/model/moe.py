@@ -35,6 +35,7 @@ class Router(nn.Linear):
     """Scores tokens in float32 and chooses their experts.
 
     Attributes:
+        multiplier: factor of the products, muP's; a bias has none.
         aux_scale: factor that makes the sum of auxiliary losses over all passes and ranks a mean over the
             global batch.
         sequence_parts: number of ranks that the tokens of a sequence are split over.
@@ -44,7 +45,7 @@ class Router(nn.Linear):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.dim, config.moe.num_experts, bias=config.moe.router_bias)
-        self.config = config.moe
+        self.config, self.multiplier = config.moe, config.output_multiplier
         self.aux_scale, self.sequence_parts = 1.0, 1
         self.over_sequence: Callable[[Tensor], Tensor] | None = None
         self.positions_T: Tensor | None = None
@@ -57,8 +58,7 @@ class Router(nn.Linear):
             balance_bias_E: added to the scores for the choice only, not to the weights (arXiv:2408.15664).
         """
         of, length = self.config, x_BTC.shape[1]
-        bias = None if self.bias is None else local_shard(self, "bias").float()
-        logits_NE = F.linear(x_BTC.flatten(0, 1).float(), local_shard(self, "weight").float(), bias)
+        logits_NE = self.logits(x_BTC)
         scores_NE = logits_NE.softmax(-1) if of.score == "softmax" else logits_NE.sigmoid()
         experts_NK = self._choose(scores_NE.detach(), balance_bias_E, length)
         if of.aux_loss_coeff:
@@ -67,6 +67,13 @@ class Router(nn.Linear):
         if of.normalize_scores:
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         return Routing(weights_NK * of.score_scale, experts_NK)
+
+    def logits(self, x_BTC: Tensor) -> Tensor:
+        """Score every token for every expert, float32 [N, E]."""
+        bias = None if self.bias is None else local_shard(self, "bias").float()
+        weight_EC = local_shard(self, "weight").float()
+        weight_EC = weight_EC if self.multiplier == 1 else weight_EC * self.multiplier
+        return F.linear(x_BTC.flatten(0, 1).float(), weight_EC, bias)
 
     def _choose(self, scores_NE: Tensor, balance_bias_E: Tensor | None, length: int) -> Tensor:
         of = self.config

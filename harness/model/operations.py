@@ -5,9 +5,12 @@ All counts are for one token and one forward pass, before any layout splits it.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from harness.model.accounting import attention_flops
+from harness.model.architecture import architecture_of
+from harness.model.blocks import block_of
 from harness.model.config import ModelConfig
 from harness.model.spec import TensorSpec, block_tensors
 
@@ -52,6 +55,11 @@ def block_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations
         layer: number of the block.
         seq_len: tokens of a sequence.
     """
+    return block_of(model).operations(model, layer, seq_len)
+
+
+def pre_norm_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations:
+    """Return the operations of a pre-norm block."""
     has_experts, of = model.has_experts(layer), model.moe
     return Operations(
         tuple(tensor for tensor in block_tensors(model, layer) if tensor.is_matrix),
@@ -70,7 +78,7 @@ def block_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations
     )
 
 
-def block_kinds(model: ModelConfig) -> list[tuple[bool, int | None, int | None]]:
+def block_kinds(model: ModelConfig) -> list[tuple[Hashable, ...]]:
     """A key for each block; blocks with equal keys have the same operations."""
-    spans = [model.span(layer) for layer in range(model.num_blocks)]
-    return [(model.has_experts(layer), span.window, span.chunk) for layer, span in enumerate(spans)]
+    architecture = architecture_of(model)
+    return [(architecture.block_kind(model, layer),) for layer in range(model.num_blocks)]

@@ -1,4 +1,4 @@
-"""The one description of a decoder's modules and tensors, computed from its config (no torch).
+"""The one description of a model's modules and tensors, computed from its config (no torch).
 
 It defines how tensor parallelism splits every module, the shape and initial values of every tensor, and the
 groups of FSDP. Layouts, initialization, checkpoints, precision, counts of parameters and FLOPs, and the plan
@@ -8,11 +8,14 @@ read it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from harness.model.architecture import architecture_of
+from harness.model.blocks import block_of
 from harness.model.config import ModelConfig
+from harness.model.mup_config import SAME_WIDTHS, Widths
 
 BALANCE_BIAS = "moe.balance_bias"
 """The only tensor that is saved with a model and not trained; always float32."""
@@ -51,9 +54,24 @@ class Split(StrEnum):
     """The output projection, by vocabulary; logits stay split for the parallel loss, else are gathered."""
     HEADS = "heads"
     """A parameter with one value per head, split by heads."""
+    ENTRY = "entry"
+    """A linear from the model's inputs, which every rank has, to the residual stream; replicated."""
+    REPLICATED = "replicated"
+    """A linear on something that every rank has and computes alike; replicated."""
+    MODULATION = "modulation"
+    """A linear from one row per sample to shifts, scales and gates of the residual stream: by output
+    features, gathered."""
+    OUTPUT = "output"
+    """The projection of the residual stream to the model's outputs: by output features, gathered."""
 
 
-_BY_OUTPUT = (Split.VOCABULARY, Split.COLUMN, Split.HEAD, Split.HEADS)
+_BY_OUTPUT = (
+    *(Split.VOCABULARY, Split.COLUMN, Split.HEAD, Split.HEADS),
+    *(Split.MODULATION, Split.OUTPUT),
+)
+
+
+_OUTER = (Split.VOCABULARY, Split.HEAD, Split.ROUTER, Split.ENTRY, Split.REPLICATED, Split.OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -83,6 +101,8 @@ class TensorSpec:
     """Whether tokens are multiplied by it."""
     top_k: int = 0
     """For experts: how many of them a token goes to. 0 for other tensors."""
+    widths: Widths = SAME_WIDTHS
+    """Its widths divided by those of muP's base model."""
 
     @property
     def split_dim(self) -> int | None:
@@ -112,6 +132,16 @@ class TensorSpec:
         return self.top_k > 0
 
     @property
+    def is_vector(self) -> bool:
+        """Whether it is a vector; for experts, one for each of them."""
+        return len(self.shape) - self.is_expert < 2
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether it maps hidden features to hidden features: no table, output projection or router."""
+        return self.is_matrix and self.split not in _OUTER
+
+    @property
     def experts(self) -> int:
         """Number of stacked experts; 1 for other tensors."""
         return self.shape[0] if self.is_expert else 1
@@ -137,7 +167,56 @@ class ModuleSpec:
 
 
 def modules(config: ModelConfig) -> Iterator[ModuleSpec]:
-    """Every module of the decoder, in order."""
+    """Every module of the model, in order."""
+    return architecture_of(config).modules(config)
+
+
+def decoder_modules(config: ModelConfig) -> Iterator[ModuleSpec]:
+    """Every module of a decoder, in order."""
+    yield from _parametrized(config, _modules)
+
+
+def block_modules(config: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
+    """Every module of one block."""
+    return architecture_of(config).block_modules(config, layer)
+
+
+def decoder_block_modules(config: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
+    """Every module of a decoder's block; number ``n_layers`` is multi-token prediction's."""
+    yield from _parametrized(config, lambda model: block_of(model).modules(model, layer))
+
+
+def _parametrized(
+    config: ModelConfig, describe: Callable[[ModelConfig], Iterator[ModuleSpec]]
+) -> Iterator[ModuleSpec]:
+    """The modules of a model in its parametrization, the standard one or muP."""
+    base = config.base
+    if base is None:
+        yield from describe(config)
+        return
+    stream = config.dim / base.dim
+    for module, of_base in zip(describe(config), describe(base), strict=True):
+        pairs = zip(module.tensors, of_base.tensors, strict=True)
+        yield replace(module, tensors=tuple(_in_mup(own, other, stream) for own, other in pairs))
+
+
+def _in_mup(tensor: TensorSpec, base: TensorSpec, stream: float) -> TensorSpec:
+    """A tensor with the initial values of muP.
+
+    They are the base model's. Those of hidden matrices are divided by the root of the ratio of their inputs
+    (arXiv:2203.03466, table 8: variance 1 / fan_in for hidden weights, constant for input and output
+    weights).
+    """
+    widths, init = Widths(stream=stream), base.init
+    if tensor.is_matrix:
+        widths = Widths(tensor.inputs / base.inputs, tensor.outputs / base.outputs, stream)
+    if tensor.is_hidden_matrix:
+        root = math.sqrt(widths.inputs)
+        init = replace(init, std=init.std / root, cut=init.cut / root)
+    return replace(tensor, widths=widths, init=init)
+
+
+def _modules(config: ModelConfig) -> Iterator[ModuleSpec]:
     std = config.dim**-0.5
     head = Init(std, cut=3 * std)
     table = head if config.tied_embeddings else Init(config.embedding_std)
@@ -145,7 +224,7 @@ def modules(config: ModelConfig) -> Iterator[ModuleSpec]:
     weight = TensorSpec(f"{embeddings}.weight", embeddings, shape, Split.VOCABULARY, table)
     yield ModuleSpec(embeddings, Split.VOCABULARY, (weight,))
     for layer in range(config.n_layers):
-        yield from block_modules(config, layer)
+        yield from block_of(config).modules(config, layer)
     yield _norm("norm", config.dim)
     # The weight of a tied output projection is the table.
     owner = embeddings if config.tied_embeddings else "output"
@@ -155,18 +234,21 @@ def modules(config: ModelConfig) -> Iterator[ModuleSpec]:
         yield _norm("mtp.embedding_norm", config.dim)
         yield _norm("mtp.hidden_norm", config.dim)
         yield _linear("mtp.proj", config.dim, 2 * config.dim, Split.STREAM, _linear_init())
-        yield from block_modules(config, config.n_layers)
+        yield from block_of(config).modules(config, config.n_layers)
         yield _norm("mtp.norm", config.dim)
 
 
-def block_modules(config: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
-    """Every module of one block; number ``n_layers`` is multi-token prediction's."""
-    return _Block(config, layer).modules()
-
-
 def tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor by name, in the decoder's order; a tied table once."""
-    return {tensor.name: tensor for module in modules(config) for tensor in module.tensors}
+    """Every tensor by name, in the model's order; a tied table once."""
+    global _latest
+    if _latest is None or _latest[0] is not config:
+        # A plan asks ten times for the same model.
+        named = {tensor.name: tensor for module in modules(config) for tensor in module.tensors}
+        _latest = config, named
+    return dict(_latest[1])
+
+
+_latest: tuple[ModelConfig, dict[str, TensorSpec]] | None = None
 
 
 def block_tensors(config: ModelConfig, layer: int) -> list[TensorSpec]:
@@ -175,12 +257,12 @@ def block_tensors(config: ModelConfig, layer: int) -> list[TensorSpec]:
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """Shapes of all parameters and saved buffers by name, in the decoder's order."""
+    """Shapes of all parameters and saved buffers by name, in the model's order."""
     return {name: tensor.shape for name, tensor in tensors(config).items()}
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:
-    """Shapes of all parameters by name, in the decoder's order. A tied output projection is not listed."""
+    """Shapes of all parameters by name, in the model's order. A tied output projection is not listed."""
     return {name: shape for name, shape in tensor_shapes(config).items() if not is_buffer(name)}
 
 
@@ -195,8 +277,8 @@ def is_expert(name: str) -> bool:
 
 
 def block_prefix(config: ModelConfig, layer: int) -> str:
-    """The prefix of the names in a block; block ``n_layers`` is multi-token prediction's."""
-    return f"layers.{layer}." if layer < config.n_layers else "mtp.block."
+    """The prefix of the names in a block."""
+    return architecture_of(config).block_prefix(config, layer)
 
 
 def fsdp_groups(config: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
@@ -209,25 +291,20 @@ def fsdp_groups(config: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
         config: the model.
         experts_apart: whether experts have another mesh than the other parameters, so another group.
     """
-    groups: dict[str, str] = {}
-    for layer in range(config.num_blocks):
-        block = block_prefix(config, layer).removesuffix(".")
-        if experts_apart and config.has_experts(layer):
-            groups[f"{block}.moe.experts"] = f"{block}.experts"
-        groups[block] = block
-    groups["mtp"] = "mtp"
-    # A tied table is used at both ends, so its users share one group: the root's, which stays gathered.
-    if not config.tied_embeddings:
-        groups |= {"tok_embeddings": "tok_embeddings", "norm": "head", "output": "head"}
-    return groups | {"": "root"}
+    return architecture_of(config).fsdp_groups(config, experts_apart=experts_apart)
 
 
 KEPT_AFTER_FORWARD = ("head", "root")
 """FSDP groups that backward starts with: freed after forward only with ``reshard_after_forward=always``."""
 
 
-class _Block:
-    """The modules of one block.
+def pre_norm_modules(config: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
+    """Every module of a pre-norm block, in the standard parametrization."""
+    return _PreNormBlock(config, layer).modules()
+
+
+class _PreNormBlock:
+    """The modules of one pre-norm block.
 
     Linears are initialized as in torchtitan's Llama 3: a normal of std 0.02 truncated at +-2. Those that
     write to the residual stream (wo, w2) or gate it (w3) have std 0.02 / sqrt(2 (layer + 1)), so that its

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from harness.model.decoder import Decoder
+from harness.model.part import ModelPart
 from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
 from harness.parallelism.config import ParallelismConfig
 
@@ -59,7 +59,7 @@ MATMULS = {
 
 
 def apply_activation_checkpoint(
-    part: Decoder, config: ActivationCheckpointConfig, *, splits_backward: bool = False
+    part: ModelPart, config: ActivationCheckpointConfig, *, splits_backward: bool = False
 ) -> None:
     """Make the blocks of a model part recompute their activations in backward, in place.
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.job import Job
-from harness.model.decoder import Decoder
+from harness.metrics.annotation import annotated
+from harness.model.part import ModelPart
 
 # M: layers with experts, E: experts
 
@@ -33,7 +34,7 @@ class Balance:
         load_ME: tokens routed to each expert in the last step, over the world, int64; None before the first.
     """
 
-    def __init__(self, job: Job, parts: Sequence[Decoder], device: torch.device) -> None:
+    def __init__(self, job: Job, parts: Sequence[ModelPart], device: torch.device) -> None:
         self.job, self.parts, self.device = job, parts, device
         self.rows = {layer: row for row, layer in enumerate(job.model.expert_layers)}
         # Ranks that split every expert route the same tokens: each token is counted that many times, and the
@@ -61,7 +62,8 @@ class Balance:
             for layer, load_E in part.take_loads().items():
                 load_ME[self.rows[layer]] = load_E
         if self.job.world_size > 1:
-            dist.all_reduce(load_ME)
+            with annotated("ep.all_reduce"):
+                dist.all_reduce(load_ME)
         self.load_ME = load_ME // self.copies
         for part in self.parts:
             for layer, moe in part.mixtures.items():

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness.job import Job
-from harness.model.decoder import Decoder
+from harness.model.part import ModelPart
 from harness.parallelism.loss import TokenLoss, token_scores
 from harness.parallelism.mesh import Mesh
 
@@ -82,7 +82,7 @@ class ChunkedLoss:
         return torch.cat(scores).unflatten(0, labels_BT.shape).sum(1)
 
 
-def build_loss(job: Job, mesh: Mesh, parts: Sequence[Decoder]) -> TokenLoss:
+def build_loss(job: Job, mesh: Mesh, parts: Sequence[ModelPart]) -> TokenLoss:
     """Make the loss of a job; with training.loss_chunks, the head computes it."""
     split_logits = job.parallelism.tp > 1 and job.parallelism.loss_parallel
     compiled = job.compile.backend if job.compile.loss else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import calculate_time_spent, counters
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
 
-from harness.model.decoder import Decoder
+from harness.model.part import ModelPart
 from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
 from harness.parallelism.config import ParallelismConfig
 
@@ -54,17 +54,19 @@ def prepare_compiler(
     torch._inductor.config._micro_pipeline_tp = layout.async_tp
 
 
-def apply_compile(part: Decoder, config: CompileConfig, layout: ParallelismConfig, lengths: int = 1) -> None:
+def apply_compile(
+    part: ModelPart, config: CompileConfig, layout: ParallelismConfig, lengths: int = 1
+) -> None:
     """Compile the blocks of a model part, in place; with several ``lengths`` of sequences, once for each.
 
     Only ``forward`` is compiled, not ``__call__``, so names stay and FSDP's hooks run outside.
     """
     if not config.blocks:
         return
-    if part.tok_embeddings is not None and layout.tp > 1:
+    for entry in part.entries if layout.tp > 1 else ():
         # A compiled block must not take the result of an unfinished collective: backward would get another
         # tensor type than was traced (torch 2.13).
-        part.tok_embeddings.register_forward_hook(_wait)
+        entry.register_forward_hook(_wait)
     # By default torch compiles the second length for all lengths, which is slower.
     dynamic = None if lengths == 1 else False
     compiled = partial(torch.compile, backend=config.backend, fullgraph=config.fullgraph, dynamic=dynamic)

@@ -16,27 +16,29 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from harness.data.loader import Batch
-from harness.model.attention import Attention, LatentAttention
-from harness.model.decoder import Decoder
 from harness.model.kernels import AttentionSpec, Kernel
+from harness.model.part import ModelPart
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.mesh import Mesh
 
 # B: batch, T: sequence, S: sequence of one rank, H: query heads, K: key and value heads, D: head width
 
 
-def apply_context_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) -> None:
+def apply_context_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig) -> None:
     """Make a model part work on this rank's positions, in place."""
-    part.take_positions(local_positions(layout, part.seq_len, mesh.rank("cp")))
+    pieces, start = [], 0
+    for length in part.segments:
+        pieces.append(start + local_positions(layout, length, mesh.rank("cp")))
+        start += length
+    part.take_positions(torch.cat(pieces))
     group = mesh.group("cp")
-    for module in part.modules():
-        if isinstance(module, Attention | LatentAttention):
-            inner, ring = module.inner, (group, layout.balances_context, layout.cp_rotate_method)
-            module.inner = (
-                UlyssesAttention(inner, group)
-                if layout.cp_method == "ulysses"
-                else RingAttention(inner.spec, *ring)
-            )
+    for module in part.kernels:
+        inner, ring = module.inner, (group, layout.balances_context, layout.cp_rotate_method)
+        module.inner = (
+            UlyssesAttention(inner, group)
+            if layout.cp_method == "ulysses"
+            else RingAttention(inner.spec, *ring)
+        )
 
 
 def local_positions(layout: ParallelismConfig, seq_len: int, rank: int) -> Tensor:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.job import Job
-from harness.model.decoder import Decoder
+from harness.metrics.annotation import annotated
+from harness.model.part import ModelPart
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.context import local_positions, local_positions_of
 from harness.parallelism.expert import routed_positions
@@ -21,12 +22,12 @@ from harness.parallelism.pipeline import build_schedule, forward_only
 
 
 class Executor(Protocol):
-    """Runs passes over one local batch [local_batch_size, T].
+    """Runs passes over one local batch [local_batch_size, T], of the kind that the model takes.
 
     The batch has full sequences; with context parallel the executor selects this rank's positions.
     """
 
-    def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
+    def forward_backward(self, batch: Any, *, last: bool) -> Tensor:
         """Accumulate the batch's gradients; return its losses [L], 0 on ranks that do not compute one.
 
         The first loss is that of the next token. With multi-token prediction the second is that of the token
@@ -34,11 +35,11 @@ class Executor(Protocol):
         """
         ...
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Any) -> Tensor:
         """Return the batch's next-token loss, a scalar, without gradients; 0 on ranks without one."""
         ...
 
-    def score(self, batch: Batch) -> Tensor:
+    def score(self, batch: Any) -> Tensor:
         """Score each row: the log-probability of its labels, and the number of those not chosen greedily.
 
         Returns:
@@ -47,13 +48,13 @@ class Executor(Protocol):
         ...
 
 
-def computes_loss(mesh: Mesh, parts: Sequence[Decoder]) -> bool:
+def computes_loss(mesh: Mesh, parts: Sequence[ModelPart]) -> bool:
     """Whether the loss of this rank counts: it has the output projection and is the first of its tp ranks."""
     return mesh.rank("tp") == 0 and any(part.output is not None for part in parts)
 
 
 def build_executor(
-    job: Job, mesh: Mesh, parts: Sequence[Decoder], loss: TokenLoss, device: torch.device
+    job: Job, mesh: Mesh, parts: Sequence[ModelPart], loss: TokenLoss, device: torch.device
 ) -> Executor:
     """Return the executor for the job's layout."""
     layout, positions = job.parallelism, None
@@ -64,7 +65,7 @@ def build_executor(
     return DirectExecutor(job, parts[0], loss, positions)
 
 
-def set_length(parts: Sequence[Decoder], layout: ParallelismConfig, mesh: Mesh, length: int) -> None:
+def set_length(parts: Sequence[ModelPart], layout: ParallelismConfig, mesh: Mesh, length: int) -> None:
     """Make model parts compute sequences of ``length`` tokens; an executor for that length runs them."""
     for part in parts:
         part.set_length(length, local_positions(layout, length, mesh.rank("cp")) if layout.cp > 1 else None)
@@ -91,7 +92,7 @@ def shift_by_one(batch: Batch) -> Batch:
 class DirectExecutor:
     """Executor without a pipeline: every rank (or tensor-parallel group) runs the full model."""
 
-    def __init__(self, job: Job, part: Decoder, loss: TokenLoss, positions: Tensor | None) -> None:
+    def __init__(self, job: Job, part: ModelPart, loss: TokenLoss, positions: Tensor | None) -> None:
         self.layout, self.part, self.loss = job.parallelism, part, loss
         self.in_head = job.training.loss_chunks > 1
         self.positions, self.mtp = positions, job.model.mtp
@@ -102,12 +103,12 @@ class DirectExecutor:
         later = local_positions_of(shift_by_one(batch), self.positions) if self.mtp.depth else None
         batch = local_positions_of(batch, self.positions)
         with self.loss.context():
-            if later is None:
-                loss = self._loss(batch)
-                loss.backward()
-                return loss.detach().unsqueeze(0)
-            losses = self._losses(batch, later)
-            (losses[0] + self.mtp.loss_weight * losses[1]).backward()
+            # Modules have phases of their own in these two; the rest is the loss.
+            with annotated("forward.head"):
+                losses = self._loss(batch).unsqueeze(0) if later is None else self._losses(batch, later)
+                total = losses[0] if later is None else losses[0] + self.mtp.loss_weight * losses[1]
+            with annotated("backward.head"):
+                total.backward()
         return losses.detach()
 
     @torch.no_grad()
@@ -143,7 +144,7 @@ class PipelineExecutor:
         self,
         job: Job,
         mesh: Mesh,
-        parts: Sequence[Decoder],
+        parts: Sequence[ModelPart],
         loss: TokenLoss,
         device: torch.device,
         positions: Tensor | None,
@@ -182,7 +183,7 @@ class PipelineExecutor:
         keywords = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
         if self.in_head and self.holds_last:
             keywords["labels_BT"] = batch.labels_BT
-        with self.loss.context():
+        with self.loss.context(), annotated("pp.wait"):
             # Returned outputs would keep every microbatch's logits alive.
             run(*inputs, target=target, losses=losses, return_outputs=False, **keywords)
         return [loss.detach() for loss in losses or []]

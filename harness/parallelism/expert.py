@@ -23,9 +23,9 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from harness.model.decoder import Decoder
 from harness.model.grouped import on_host
 from harness.model.moe import Exchange, Experts, MoE, inverse_of, permute
+from harness.model.part import ModelPart
 from harness.model.spec import block_prefix, tensors
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.context import local_positions
@@ -36,7 +36,7 @@ from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
 EXPERTS_DIM, SEQUENCE_DIM = 0, 1
 
 
-def apply_expert_parallel(part: Decoder, mesh: Mesh, layout: ParallelismConfig) -> None:
+def apply_expert_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig) -> None:
     """Split the experts of a model part, in place, and set up its routers' counts."""
     if not part.mixtures:
         return

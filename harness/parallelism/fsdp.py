@@ -22,8 +22,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from harness.model.decoder import Decoder
 from harness.model.moe import Experts
+from harness.model.part import ModelPart
 from harness.model.spec import fsdp_groups
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.mesh import EXPERT_SHARD, SHARD, Mesh
@@ -31,7 +31,7 @@ from harness.precision.config import PrecisionConfig
 
 
 def apply_fsdp(
-    part: Decoder, mesh: Mesh, layout: ParallelismConfig, precision: PrecisionConfig, device: torch.device
+    part: ModelPart, mesh: Mesh, layout: ParallelismConfig, precision: PrecisionConfig, device: torch.device
 ) -> None:
     """Wrap every FSDP group of a model part (``fsdp_groups``), in place."""
     axes = ("dp_replicate", SHARD) if mesh.size("dp_replicate") > 1 else (SHARD,)

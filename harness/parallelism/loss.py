@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.data.loader import IGNORE_INDEX
+
+
+class Loss(Protocol):
+    """A sum over tokens, divided by ``denominator``, the number of them in the optimizer step."""
+
+    denominator: float
+
+    def recording(self) -> AbstractContextManager[list[Tensor]]:
+        """Context manager in which every call appends each row's share of the loss, [B], to the list."""
+        ...
 
 
 class TokenLoss:
@@ -29,7 +40,7 @@ class TokenLoss:
         Args:
             vocab_size: size of the full vocabulary.
             mesh: the tp axis when logits are split by vocabulary, else None.
-            compiled: the compiler's backend, or None. torch's loss of split logits is never compiled.
+            compiled: the compiler's backend, or None.
         """
         self.vocab_size = vocab_size
         self.mesh = mesh
@@ -37,7 +48,7 @@ class TokenLoss:
         self.scores_rows = False
         self.row_losses: list[Tensor] | None = None
         functions = [_sum_of_losses, _losses]
-        if compiled and mesh is None:
+        if compiled:
             functions = [torch.compile(function, backend=compiled) for function in functions]
         self.sum_of_losses, self.losses = functions
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from harness.model.decoder import Decoder
 from harness.model.init import draw
+from harness.model.part import ModelPart
 from harness.model.spec import tensors
 
 
-def materialize(part: Decoder, seed: int, device: torch.device, parameter_device: torch.device) -> None:
+def materialize(part: ModelPart, seed: int, device: torch.device, parameter_device: torch.device) -> None:
     """Allocate and initialize a parallelized model part.
 
     Args:
-        part: a Decoder on meta; its parameters may be DTensors.
+        part: a part on meta; its parameters may be DTensors.
         seed: the run's seed.
         device: where the part computes. Values are generated there even if parameters are stored elsewhere,
             so that offloading does not change a run.
@@ -37,7 +40,7 @@ def materialize(part: Decoder, seed: int, device: torch.device, parameter_device
                 local[row].copy_(full[_slices(ranges[1:])])
 
 
-def allocate(part: Decoder, device: torch.device, parameter_device: torch.device) -> None:
+def allocate(part: ModelPart, device: torch.device, parameter_device: torch.device) -> None:
     """Allocate a part, and compute its buffers."""
     part.to_empty(device=parameter_device)
     part.tie_embeddings()
@@ -45,19 +48,25 @@ def allocate(part: Decoder, device: torch.device, parameter_device: torch.device
 
 
 def local_ranges(parameter: Tensor) -> list[range]:
-    """The indices of this rank's shard in every dimension of the full tensor.
+    """The indices of this rank's shard in every dimension of the full tensor."""
+    if not isinstance(parameter, DTensor):
+        return [range(size) for size in parameter.shape]
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is outside the parameter's mesh"
+    return shard_ranges(parameter.shape, parameter.device_mesh, parameter.placements, coordinate)
+
+
+def shard_ranges(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int]
+) -> list[range]:
+    """The indices of the shard at a coordinate of the mesh, in every dimension of the full tensor.
 
     FSDP over tensor parallel is a "strided" shard: its mesh axis is the outer one, but it splits after
     tensor parallel.
     """
-    ranges = [range(size) for size in parameter.shape]
-    if not isinstance(parameter, DTensor):
-        return ranges
-    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank is outside the parameter's mesh"
-    placements = list(enumerate(parameter.placements))
-    placements.sort(key=lambda p: type(p[1]).__name__ == "_StridedShard")
-    for axis, placement in placements:
+    ranges = [range(size) for size in shape]
+    ordered = sorted(enumerate(placements), key=lambda p: type(p[1]).__name__ == "_StridedShard")
+    for axis, placement in ordered:
         if isinstance(placement, Replicate):
             continue
         dim = placement.dim  # type: ignore[attr-defined]

@@ -107,6 +107,18 @@ def _expert_mesh(layout: ParallelismConfig, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def stage_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return the group of all ranks of this pipeline stage, None for one rank; all ranks must call it."""
+    stages, ranks = mesh.size("pp"), mesh.device_mesh.size()
+    if ranks == stages:
+        return None
+    if stages == 1:
+        return dist.group.WORLD
+    # The axis pp is the outermost.
+    group, _ = dist.new_subgroups_by_enumeration(mesh.device_mesh.mesh.reshape(stages, -1).tolist())
+    return group
+
+
 def context_groups(ranks: Tensor, axis: int, cp: int) -> list[list[int]]:
     """Ranks of every context-parallel group: cp neighbours on the axis ``shard``."""
     return ranks.unflatten(axis, (-1, cp)).movedim(axis + 1, -1).reshape(-1, cp).tolist()

@@ -8,8 +8,9 @@ import torch
 
 from harness.job import Job
 from harness.job_rules import check_device
-from harness.model.decoder import Decoder
-from harness.model.kernels import KERNELS
+from harness.loop.config import ATTENTION
+from harness.model.architecture import architecture_of
+from harness.model.part import ModelPart
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint, wraps_compiled_blocks
 from harness.parallelism.compile import apply_compile, prepare_compiler
 from harness.parallelism.context import apply_context_parallel
@@ -24,7 +25,7 @@ from harness.precision.swap import swap_linears
 from harness.precision.tensor import gathers_float8
 
 
-def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
+def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[ModelPart]:
     """Build, split and initialise this rank's parts of the model (one part without a pipeline).
 
     Args:
@@ -43,19 +44,20 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[Decode
     return parts
 
 
-def build_on_meta(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
+def build_on_meta(job: Job, mesh: Mesh, device: torch.device) -> list[ModelPart]:
     """Build and split the parts on the meta device: shapes and placements, no values."""
     layout, lengths = job.parallelism, len(job.sizes.lengths)
     prepare_compiler(job.compile, job.activation_checkpoint, layout, lengths)
     if layout.async_tp:
         enable_async(mesh.axis("tp"), device)
+    architecture = architecture_of(job.model)
     modules = split_modules(layout, job.model.n_layers)
     converted = () if job.precision.linear == "none" else sort_linears(job.model, job.precision).converted
     parts = []
     for stage in stages_of_rank(layout, job.model.n_layers, mesh.rank("pp")):
         # Pipeline first: modules of other ranks are never built.
         with torch.device("meta"):
-            part = Decoder(job.model, job.training.seq_len, modules[stage])
+            part = architecture.build_part(job, modules[stage])
         part.to(getattr(torch, job.precision.master_dtype))
         # Precision before tensor parallel, which splits the swapped modules.
         if converted:
@@ -71,7 +73,7 @@ def build_on_meta(job: Job, mesh: Mesh, device: torch.device) -> list[Decoder]:
             )
         # Experts right after tensor parallel, which determines how their input is split.
         apply_expert_parallel(part, mesh, layout)
-        part.use_kernel(KERNELS[job.training.attention])
+        part.use_kernel(ATTENTION[job.training.attention])
         # Context parallel after the kernel is chosen: it replaces or wraps the kernel.
         if layout.cp > 1:
             apply_context_parallel(part, mesh, layout)

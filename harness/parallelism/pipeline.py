@@ -22,7 +22,8 @@ from torch.distributed.pipelining.schedules import (
 
 from harness.errors import LostGradientError, UserError
 from harness.job import Job
-from harness.model.decoder import Decoder
+from harness.metrics.annotation import annotated
+from harness.model.part import ModelPart
 from harness.parallelism.mesh import Mesh
 from harness.parallelism.schedules import read_csv_schedule
 from harness.parallelism.stages import num_stages, stages_of_rank
@@ -35,6 +36,18 @@ class Stage(PipelineStage):
     after forward, the module has their shards, which are in no graph, and gradients are lost without an
     error. So the parameters are gathered before either half of the backward pass.
     """
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with annotated("forward.blocks", self.stage_index):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with annotated("backward.head" if self.is_last else "backward.blocks", self.stage_index):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with annotated("backward.blocks", self.stage_index):
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -59,7 +72,7 @@ class Stage(PipelineStage):
         for module in self._fsdp_modules():
             module.set_requires_gradient_sync(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
-            for group in _parameter_groups(module):
+            for group in parameter_groups(module):
                 group.post_backward()
         super().perform_reduce_grad(grad_scale_factor)
 
@@ -80,7 +93,7 @@ class Stage(PipelineStage):
             )
 
 
-def _parameter_groups(module: FSDPModule) -> list[Any]:
+def parameter_groups(module: FSDPModule) -> list[Any]:
     """Return FSDP's parameter groups of a module; before torch 2.13 there is at most one."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
@@ -91,7 +104,7 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 def build_schedule(
     job: Job,
     mesh: Mesh,
-    parts: Sequence[Decoder],
+    parts: Sequence[ModelPart],
     loss: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
 ) -> Any:
@@ -121,7 +134,7 @@ def build_schedule(
     # The loss is a sum over the global number of tokens: microbatches must add up, not average.
     common: dict[str, Any] = {
         "n_microbatches": job.microbatches,
-        "loss_fn": loss if job.training.loss_chunks == 1 else _loss_of_head,
+        "loss_fn": _marked(loss, total - 1) if job.training.loss_chunks == 1 else _loss_of_head,
         "scale_grads": False,
     }
     if layout.pp_schedule_csv is not None:
@@ -137,6 +150,14 @@ def build_schedule(
     return schedule_class(
         stages[0] if issubclass(schedule_class, PipelineScheduleSingle) else stages, **common
     )
+
+
+def _marked(loss: Callable[[Tensor, Tensor], Tensor], last: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def call(output: Tensor, labels: Tensor) -> Tensor:
+        with annotated("forward.head", last):
+            return loss(output, labels)
+
+    return call
 
 
 def _loss_of_head(loss: Tensor, _labels: Tensor) -> Tensor:
@@ -181,7 +202,7 @@ def _forward_of(action: _Action) -> list[_Action]:
     return [action] if action.computation_type in _FORWARD_TYPES else []
 
 
-def boundary(job: Job, mesh: Mesh, part: Decoder, index: int, entering: bool) -> Tensor:
+def boundary(job: Job, mesh: Mesh, part: ModelPart, index: int, entering: bool) -> Tensor:
     """Meta tensor with the shape and dtype of a stage's input or output on this rank, for one microbatch.
 
     With it torch needs no trial forward and backward pass to infer shapes. ``requires_grad`` marks the

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from harness.errors import ConfigError
-from harness.model.decoder import Decoder
+from harness.model.part import ModelPart
 from harness.model.sharding import local_shard
 from harness.model.spec import Split, modules
 from harness.parallelism.config import ParallelismConfig
@@ -87,6 +87,45 @@ class RegionParallel(ParallelStyle):
         return module
 
 
+class EntryParallel(ParallelStyle):
+    """A replicated linear whose input every rank has complete, and whose output is placed as the stream."""
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+            full = DTensor.from_local(inputs[0], mesh, (Replicate(),), run_check=False)
+            return (full.redistribute(placements=(self.stream,)), *inputs[1:])
+
+        def unwrap(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, None, split, unwrap)  # type: ignore[arg-type]
+
+
+class ModulationParallel(ParallelStyle):
+    """A linear from a replicated row per sample, split by outputs, which are gathered.
+
+    If the stream is split along the sequence, each rank has the gradient of its positions only.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.gradient = Replicate() if stream.is_replicate() else Partial()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def wrap(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+            return (DTensor.from_local(inputs[0], mesh, (Replicate(),), run_check=False),)
+
+        def gather(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
+            full = output.redistribute(placements=(Replicate(),))
+            return full.to_local(grad_placements=(self.gradient,))
+
+        return distribute_module(module, device_mesh, _split_rows, wrap, gather)  # type: ignore[arg-type]
+
+
 class VocabularyParallel(ParallelStyle):
     """An embedding table split by rows: every rank looks up its rows, and the results are summed.
 
@@ -137,8 +176,8 @@ class LossInHeadParallel(ParallelStyle):
 
 
 def _split_rows(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    weight = distribute_tensor(module.weight, mesh, [Shard(0)])  # type: ignore[arg-type]
-    module.register_parameter("weight", nn.Parameter(weight))
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
 
 
 def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
@@ -164,12 +203,12 @@ def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
 
 
 def apply_tensor_parallel(
-    part: Decoder, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool, gather_float8: bool
+    part: ModelPart, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool, gather_float8: bool
 ) -> None:
     """Split every module of a model part as its spec says, in place.
 
     Args:
-        part: a Decoder on the meta device.
+        part: a part on the meta device.
         mesh: the tp axis.
         layout: whether the residual stream is split, and whether the loss takes split logits.
         loss_in_head: whether the output projection computes the loss.
@@ -187,6 +226,10 @@ def apply_tensor_parallel(
             else ReplicateParallel()
         ),
         Split.STREAM: lambda: styles[Split.NORM](),
+        Split.ENTRY: lambda: EntryParallel(stream),
+        Split.REPLICATED: ReplicateParallel,
+        Split.MODULATION: lambda: ModulationParallel(stream),
+        Split.OUTPUT: lambda: ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
         Split.REGION: lambda: RegionParallel(stream),
         # Its input has this rank's heads, so its gradient is partial.
         Split.HEAD_NORM: lambda: SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True),

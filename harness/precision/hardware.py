@@ -75,8 +75,8 @@ def _arithmetic(precision: PrecisionConfig) -> str:
 
 def _accelerators_of(cluster: ClusterConfig) -> list[Accelerator]:
     """Accelerators that the nodes may have; empty if unknown."""
-    if cluster.accelerator is not None:
-        return [ACCELERATORS[cluster.accelerator]]
+    if cluster.gpu is not None:
+        return [cluster.gpu]
     kind = (cluster.gpu_type or "").lower()
     return [each for name, each in ACCELERATORS.items() if name.lower().split()[0] == kind]
 

@@ -11,6 +11,15 @@ from harness.model.spec import Split, TensorSpec, modules
 from harness.precision.config import GROUPED, PrecisionConfig
 
 EXPERTS = ".moe.experts"
+KEPT = {
+    Split.ROUTER: "scores are float32",
+    Split.STREAM: "joins two streams",
+    Split.ENTRY: "reads the model's inputs",
+    Split.REPLICATED: "has one row per sample",
+    Split.MODULATION: "has one row per sample",
+    Split.OUTPUT: "writes the model's outputs",
+}
+"""Linears that never multiply in float8, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +66,8 @@ def sort_linears(model: ModelConfig, precision: PrecisionConfig) -> Linears:
         matching = [part for part in precision.filter_fqns if part in name]
         if matching:
             kept[name] = "filter_fqns"
-        elif linear.split is Split.ROUTER:
-            kept[name] = "scores are float32"
-        elif linear.split is Split.STREAM:
-            kept[name] = "joins two streams"
+        elif linear.split in KEPT:
+            kept[name] = KEPT[linear.split]
         elif name == "output" and model.tied_embeddings:
             kept[name] = "tied to the embedding table"
         elif is_experts(name) and precision.linear not in GROUPED:

@@ -7,6 +7,7 @@ not from the layout code.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -129,6 +130,15 @@ LAYOUTS = {
         "dp_shard=8 tp=8 pp=4 ep=32",
         "dp_shard=32 tp=8 ep=32 expert_tensor_parallel=true",
     ),
+    "flux_debug": ("dp_shard=8", "dp_shard=4 tp=2", "dp_shard=4 tp=2 cp=2 cp_method=ulysses"),
+    "flux_schnell": ("dp_shard=32", "dp_replicate=4 dp_shard=16", "dp_shard=16 tp=8"),
+    "flux_dev": ("dp_shard=64", "dp_replicate=2 dp_shard=16 tp=4", "dp_shard=16 tp=4 cp=2 cp_method=ulysses"),
+}
+# A caption and a square picture.
+PICTURES = {
+    "flux_debug": ("data=latents_synthetic", "training.seq_len=80"),
+    "flux_schnell": ("data=latents_synthetic", "training.seq_len=1280"),
+    "flux_dev": ("data=latents_synthetic", "training.seq_len=1536"),
 }
 CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
 # For each family the last layout, which uses the most axes; of a large size if sizes differ in kind.
@@ -140,8 +150,11 @@ CORE = [
         *("qwen3_0p6b", "qwen3_30b_a3b", "deepseek_v2_lite_16b", "deepseek_v3_671b", "gpt_oss_120b"),
     )
 ]
-# Not split by tensor parallel: norms, latents and their projections, biases added after a reduction.
-REPLICATED = ("norm.weight", "wq_a.weight", "wkv_a.weight", "router.weight", "router.bias", "wo.bias")
+# Not split by tensor parallel: norms, latents and their projections, biases added after a reduction, and what
+# embeds the inputs of Flux.
+REPLICATED = re.compile(
+    r".*(norm|wq_a|wkv_a|router)\.weight|.*(router|wo|mlp\.w2)\.bias|(img|txt|time|vector|guidance)_in\..*"
+)
 
 
 def composed(model: str, degrees: str) -> Job:
@@ -155,6 +168,7 @@ def composed(model: str, degrees: str) -> Job:
             *(f"model={model}", *layout, "cluster=slurm_h100", "precision=bf16"),
             *(f"training.seq_len={SEQ_LEN}", f"training.local_batch_size={batch}"),
             f"training.global_batch_size={batch * data_parallel}",
+            *PICTURES.get(model, ()),
         ]
     )
 
@@ -199,7 +213,7 @@ def check(name: str, parameter: torch.Tensor, layout: ParallelismConfig) -> None
 def expected_pieces(name: str, layout: ParallelismConfig) -> int:
     """How many different pieces a parameter is cut into."""
     if not is_expert(name):
-        return layout.parameter_shards * (1 if name.endswith(REPLICATED) else layout.tp)
+        return layout.parameter_shards * (1 if REPLICATED.fullmatch(name) else layout.tp)
     splits = layout.splits_experts and not name.endswith(".b2")
     return layout.ep * layout.expert_shards * (layout.tp if splits else 1)
 
@@ -221,7 +235,7 @@ def test_layout(case: tuple[str, str]) -> None:
         for part in laid_out(job, first):
             shapes |= {name: tuple(parameter.shape) for name, parameter in part.named_parameters()}
     assert shapes == parameter_shapes(job.model)
-    assert sum(map(prod, shapes.values())) == account(job.model, SEQ_LEN).parameters
+    assert sum(map(prod, shapes.values())) == account(job.model, job.training.seq_len).parameters
     # Uneven shards are shortest, or empty, on the last rank. A few blocks suffice to test it.
     if job.parallelism.pp == 1:
         job = replace(job, model=replace(job.model, n_layers=min(job.model.n_layers, ALL_KINDS)))

@@ -32,10 +32,18 @@ def batch_of(rows: int) -> Batch:
 def graphs_after_two_steps(*overrides: str) -> int:
     job = jobs.tiny(*COMPILED, "model.n_layers=1", *overrides)
     with process_group(job, CPU):
-        watch, engine = CompileWatch(), Engine(job, CPU)
-        for _ in range(2):
-            engine.update(engine.gradients(batch_of(4)).grad_norm)
-        return watch.graphs
+        return graphs_of_rank(job.to_json())[0]
+
+
+def graphs_of_rank(job: str) -> tuple[int, int]:
+    """Graphs that two steps compile, and graphs that a third one compiles again."""
+    watch, engine = CompileWatch(), Engine(Job.from_json(job), CPU)
+    for _ in range(2):
+        engine.update(engine.gradients(batch_of(4)).grad_norm)
+    graphs = watch.graphs
+    watch.mark_expected()
+    engine.gradients(batch_of(4))
+    return graphs, watch.unexpected
 
 
 def test_depth_adds_no_graphs() -> None:
@@ -44,6 +52,12 @@ def test_depth_adds_no_graphs() -> None:
     assert graphs_after_two_steps("compile.components=[blocks]") == 1
     assert graphs_after_two_steps("compile.components=[loss]") == 1
     assert graphs_after_two_steps("compile.components=[blocks,loss]", "training.loss_chunks=2") == 2
+
+
+def test_the_loss_of_a_split_vocabulary_is_compiled(pool: RankPool) -> None:
+    """Rows of parity compare its values."""
+    job = jobs.tiny(*COMPILED, "compile.components=[loss]", "parallelism=tp", "model.n_layers=1")
+    assert pool.run(2, graphs_of_rank, job.to_json()) == [(1, 0)] * 2
 
 
 def test_a_new_shape_is_counted_as_unexpected() -> None:

@@ -15,7 +15,7 @@ from harness.cluster.pool import RankPool
 from harness.compose import compose_job
 from harness.job import Job
 from harness.model.decoder import Decoder
-from harness.model.kernels import KERNELS
+from harness.model.kernels import SdpaKernel
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
 from harness.parallelism.stages import split_modules
 from harness.parity import Trace, single_process, trace
@@ -193,7 +193,7 @@ def test_experts_in_float32_wait_once_per_layer(mode: str) -> None:
     with torch.device("meta"):
         part = Decoder(job.model, 32, split_modules(job.parallelism, job.model.n_layers)[0])
         tokens = torch.zeros(2, 32, dtype=torch.int64)
-    part.use_kernel(KERNELS["sdpa"])
+    part.use_kernel(SdpaKernel)
     apply_activation_checkpoint(part, job.activation_checkpoint)
     with waits() as found:
         part(tokens).sum().backward()

@@ -123,7 +123,6 @@ CASES = [
     *((linear, "fsdp_tp") for linear in ("float8_rowwise", "float8_rowwise_hp")),
 ]
 CORE = [
-    ("float8_tensorwise", "pp"),
     ("float8_tensorwise", "fsdp_tp"),
     ("mxfp8", "tp"),
     ("float8_rowwise_hp", "fsdp_tp"),
