@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from harness.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser
-from harness.compose import Composed, compose_job, compose_points, require_one_point, spelled_out
+from harness.compose import Composed, compose_job, compose_points, spelled_out
 from harness.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -25,7 +25,10 @@ from harness.errors import (
     UserError,
     one_line,
 )
+from harness.multirun import chooses_points, require_one_point
 from harness.overrides import in_hydra_syntax
+from harness.paths import config_folders
+from harness.search_path import search_path, shadowed
 from harness.startup import prepare_process, typed_arguments
 
 BAR_WIDTH = 40
@@ -62,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Verb:
-    """Declaration of ``python -m harness.NAME``.
+    """Declaration of ``python -m harness.NAME``, or ``python -m harness NAME`` in another package.
 
     Attributes:
         name: its name; a verb with a job composes ``conf/NAME.yaml``.
@@ -72,6 +75,8 @@ class Verb:
         arguments: arguments and flags of its own.
         has_json: whether ``run`` returns a ``Result``, so that ``--json`` can print it.
         sweep: function of ``-m``; gets all points and returns what ``run`` does.
+        study: function of ``-m`` with a sweeper that chooses points by their results
+            (``hydra/sweeper=optuna``); gets the overrides and the name of the primary config.
         parts: the verbs that it consists of, such as ``status`` of ``harness.sweep``.
     """
 
@@ -81,12 +86,13 @@ class Verb:
     arguments: Sequence[Argument] = ()
     has_json: bool = False
     sweep: Callable[[list[Composed]], int | Result] | None = None
+    study: Callable[[list[str], str], int] | None = None
     parts: Sequence[Verb] = ()
 
     def parser(self) -> Parser:
         """Return its parser, without overrides, which are the remaining arguments."""
         parser = Parser(
-            prog=f"python -m harness.{self.name}",
+            prog=self.command,
             description=self.documentation,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             add_help=self.job is None,
@@ -104,6 +110,13 @@ class Verb:
                 part._declare(
                     parts.add_parser(part.name, help=part.description, description=part.description)
                 )
+
+    @property
+    def command(self) -> str:
+        """What the user types before the arguments."""
+        run = self.run or self.parts[0].run
+        is_ours = run is not None and run.__module__.startswith("harness.")
+        return f"python -m harness{'.' if is_ours else ' '}{self.name}"
 
     @property
     def documentation(self) -> str:
@@ -130,9 +143,10 @@ class Verb:
     def main(self) -> NoReturn:
         """Run the command line of this process, and exit."""
         prepare_process()
-        sys.exit(guarded(lambda: self._run(typed_arguments())))
+        sys.exit(guarded(lambda: self.run_line(typed_arguments())))
 
-    def _run(self, arguments: Sequence[str]) -> int:
+    def run_line(self, arguments: Sequence[str]) -> int:
+        """Run the arguments after its name; return the exit code."""
         if VERSION.names[-1] in arguments:
             from harness.metrics.result import versions
 
@@ -147,8 +161,18 @@ class Verb:
         return self._run_job(line, verb.job, run)
 
     def _run_job(self, line: CommandLine, schema: type, run: Callable[..., int | Result]) -> int:
-        name = (line.config_name or self.name).removesuffix(".yaml")
-        line.overrides = spelled_out(line.overrides, schema)
+        files = line.naming_files()
+        name = (files.config_name or self.name).removesuffix(".yaml")
+        typed = spelled_out(files.overrides, schema)
+        with search_path(typed, name, folders=files.config_dir or (), primaries={self.name: name}) as found:
+            if files is line:
+                line.overrides = found
+                _warn_of_shadowed_files()
+            return self._run_composed(line, name, schema, run)
+
+    def _run_composed(
+        self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]
+    ) -> int:
         if line.shown:
             from harness.help import show
 
@@ -156,6 +180,11 @@ class Verb:
         if line.multirun:
             if self.sweep is None:
                 raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
+            if chooses_points(line.overrides, config_name=name, schema=schema):
+                if self.study is None:
+                    rule = "this verb takes all points of a grid at once"
+                    raise UserError(f"hydra/sweeper: {rule}; would work: python -m harness.train -m")
+                return self.study(line.overrides, name)
             points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
             return _finished(partial(self.sweep, points), as_json=self.has_json and line.json)
         job = compose_job(line.overrides, config_name=name, schema=schema)
@@ -181,6 +210,13 @@ def _finished(call: Callable[[], int | Result], *, as_json: bool) -> int:
         sys.stdout.flush()
         raise result.error
     return result.code
+
+
+def _warn_of_shadowed_files() -> None:
+    """Print which of the user's configurations are not used; once, if torchrun started several ranks."""
+    if config_folders().added and os.environ.get("RANK", "0") == "0":
+        for each in filter(None, shadowed().split("\n")):
+            sys.stderr.write(f"WARNING {each}\n")
 
 
 @contextmanager

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.errors import UserError
-from harness.paths import conf_dir
 
 CFG = ("job", "hydra", "all")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 SHELLS = ("bash", "fish", "zsh")
 SHOWS = ("help", "cfg", "info", "shell_completion")
-_CONF = "HARNESS_CONF_DIR=FOLDER in the environment, a copy of conf/ with your files in it"
+_CONF = "--config-dir FOLDER, which adds your files to those of conf/"
 # Hydra's flags that are not supported, and what to type instead.
 REFUSED = {
-    "--config-dir": _CONF,
-    "-cd": _CONF,
     "--config-path": _CONF,
     "-cp": _CONF,
     "--hydra-help": "--help",
@@ -70,7 +67,15 @@ JOB_FLAGS = (
     ),
     Argument("-m", "--multirun", help="run one job for each combination of values (`harness.train` only)"),
     Argument("-sc", "--shell-completion", help="print the completion script of a shell: `-sc install=bash`"),
-    Argument("-cn", "--config-name", metavar="NAME", help="compose another primary file of `conf/`"),
+    Argument(
+        "-cn", "--config-name", metavar="NAME", help="compose another primary file, of `conf/` or your own"
+    ),
+    Argument(
+        *("-cd", "--config-dir"),
+        action="append",
+        metavar="FOLDER",
+        help="add a folder of your own files, with groups as in `conf/`",
+    ),
 )
 """Flags of verbs that take a job."""
 
@@ -101,25 +106,30 @@ class CommandLine(argparse.Namespace):
         if len(self.shown) > 1:
             first, second, *_ = self.shown
             raise UserError(f"{second}: cannot be combined with {first}; would work: one of them")
-        if self.multirun and given != ["--multirun"]:
-            other = next(name for name in given if name != "--multirun")
-            raise UserError(f"{other}: works for one job only; would work: the command without -m")
+        one_job = [name for name in given if name not in ("--multirun", "--config-name", "--config-dir")]
+        if self.multirun and one_job:
+            raise UserError(f"{one_job[0]}: works for one job only; would work: the command without -m")
         for name in ("--package", "--resolve"):
             if name in given and self.cfg is None:
                 raise UserError(f"{name}: needs --cfg; would work: --cfg job {name}")
-        if self.config_name is not None:
-            self._validate_config_name(self.config_name.removesuffix(".yaml"))
         if self.shell_completion:
             self._validate_completion()
 
-    def _validate_config_name(self, name: str) -> None:
-        try:
-            exists = (Path(conf_dir()) / f"{name}.yaml").is_file()
-        except (OSError, ValueError):  # an invalid path
-            exists = False
-        if not exists:
-            existing = ", ".join(sorted(path.stem for path in Path(conf_dir()).glob("*.yaml")))
-            raise UserError(f"--config-name={name}: no such file in {conf_dir()}; would work: {existing}")
+    def naming_files(self) -> CommandLine:
+        """Return the line that names the job's files: itself, or the line that the shell completes."""
+        if not self.shell_completion:
+            return self
+        *words, _incomplete = os.environ.get("COMP_LINE", "").split(" ")
+        values: dict[str, list[str]] = {}
+        for flag, value in itertools.pairwise(words):
+            values.setdefault({"-cd": "--config-dir", "-cn": "--config-name"}.get(flag, flag), []).append(
+                value
+            )
+        return CommandLine(
+            overrides=words,
+            config_dir=[each for each in values.get("--config-dir", ()) if os.path.isdir(each)],
+            config_name=next(iter(values.get("--config-name", ())), None),
+        )
 
     def _validate_completion(self) -> None:
         works = ", ".join(f"-sc install={shell}" for shell in SHELLS)

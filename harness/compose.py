@@ -1,4 +1,4 @@
-"""Compose a typed, validated job from command-line overrides: the only module that uses Hydra's composition.
+"""Compose a typed, validated job from command-line overrides.
 
 Overrides are checked against the dataclasses before Hydra sees them (so that every typo gets the same
 one-line error), Hydra merges the YAML, and the result is a plain ``Job``. No code that runs a job imports
@@ -7,23 +7,20 @@ Hydra or OmegaConf.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, cast, get_origin
+from typing import Any, cast
 
+from harness.axes import check_axes
 from harness.compose_errors import MISSING, to_user_error
 from harness.errors import UserError
-from harness.exchange.found import recorded_model
-from harness.exchange.from_config import model_node, require_read
+from harness.exchange.from_config import require_read
 from harness.job import Job, from_dict
 from harness.launched import launched_ranks
 from harness.layers import CONFIG_JSON, Layers, files_of_option, plain_node
 from harness.overrides import (
-    AXES,
     FROM_CONFIG,
     check_overrides,
     groups,
@@ -33,78 +30,13 @@ from harness.overrides import (
     typed_value,
     with_one_length,
 )
-from harness.paths import conf_dir
+from harness.paths import Stamp, conf_dir, config_folders
+from harness.schemas import adapt_sweepers, find_launcher, register_model, register_schema, schema_of
+from harness.search_path import add_folders, overrides_for_hydra, search_path, sets_search_path
 from harness.text import SecretError
 
-WEIGHTS = ("generate.checkpoint", "evaluate.checkpoint")
-"""Fields with weights that are used: ``model=from_config`` is the model that they record."""
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
-
-_schemas: dict[type, Any] = {}
-"""Hydra's nodes of registered dataclasses; making one takes longer than composing a job."""
-
-
-def register_schema(schema: type = Job) -> None:
-    """Register a dataclass with Hydra as ``job_schema``, which every primary config starts from."""
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    if schema not in _schemas:
-        store.store(name="job_schema", node=schema_node(schema))
-        _schemas[schema] = store.repo["job_schema.yaml"]
-    store.repo["job_schema.yaml"] = _schemas[schema]
-
-
-def schema_node(schema: type) -> Any:
-    """Return a dataclass as a config that can be changed: OmegaConf makes frozen ones read-only.
-
-    The elements of mappings of dataclasses and of lists of mappings lose their type, because OmegaConf
-    accepts only elements that have it already; ``from_dict`` checks them.
-    """
-    from omegaconf import DictConfig, ListConfig, OmegaConf
-
-    def unlock(node: DictConfig) -> DictConfig:
-        node._set_flag("readonly", None)
-        if dataclasses.is_dataclass(node._metadata.element_type):
-            node._metadata.element_type, node._metadata.ref_type = Any, dict[str, Any]
-        for name in node:
-            child = node._get_node(name)
-            if isinstance(child, DictConfig):
-                unlock(child)
-            elif isinstance(child, ListConfig) and get_origin(child._metadata.element_type) is dict:
-                child._metadata.element_type, child._metadata.ref_type = Any, list[Any]
-        return node
-
-    return unlock(OmegaConf.structured(schema))
-
-
-def register_model(overrides: Iterable[str]) -> str | None:
-    """Register the option ``model=from_config`` with Hydra, from the config.json that the overrides name.
-
-    Returns:
-        The path it was read from; None without that option.
-
-    Raises:
-        UserError: config.json does not describe a valid model.
-    """
-    from hydra.core.config_store import ConfigStore
-
-    overrides, store = list(overrides), ConfigStore.instance()
-    if typed_value(overrides, "model") != FROM_CONFIG:
-        return None
-    for field in WEIGHTS:
-        path = typed_value(overrides, field)
-        if path is not None:
-            store.store(group="model", name=FROM_CONFIG, node=recorded_model(path, field))
-            return path
-    # A conversion reads the config.json of its source.
-    path = typed_value(overrides, "model.path") or typed_value(overrides, "convert.source")
-    if path is None:
-        works = "model=from_config model.path=FOLDER, which holds a config.json"
-        raise UserError(f"model.path: must be given with model=from_config; would work: {works}")
-    store.store(group="model", name=FROM_CONFIG, node=model_node(path))
-    return path
 
 
 def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> Any:
@@ -112,16 +44,16 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
 
     Args:
         overrides: ``group=option`` and ``field=value`` strings, as typed.
-        config_name: the primary config, a file of conf/.
+        config_name: the primary config.
         schema: dataclass of the job.
 
     Raises:
         UserError: one line that names the wrong override, field or value, and what would work.
     """
-    overrides = spelled_out(overrides, schema)
-    check_overrides(overrides, schema)  # before Hydra is imported
-    with Composer(config_name, schema) as composer:
-        return composer.point(in_hydra_syntax(overrides, schema))
+    with search_path(spelled_out(overrides, schema), config_name) as typed:
+        check_overrides(typed, schema)  # before Hydra is imported
+        with Composer(config_name, schema) as composer:
+            return composer.point(in_hydra_syntax(typed, schema))
 
 
 def spelled_out(overrides: Iterable[str], schema: type) -> list[str]:
@@ -137,12 +69,12 @@ class Composer:
     Options of single groups are merged into copies, and values are set there.
 
     Args:
-        config_name: the primary config, a file of conf/.
+        config_name: the primary config.
         schema: dataclass of the jobs.
     """
 
     def __init__(self, config_name: str = "train", schema: type = Job) -> None:
-        self.config_name, self.schema = config_name, schema
+        self.config_name, self.schema = config_folders().primaries.get(config_name, config_name), schema
         self._hydra = ExitStack()
 
     def __enter__(self) -> Composer:
@@ -151,10 +83,14 @@ class Composer:
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
         register_schema(self.schema)
+        find_launcher()
         GlobalHydra.instance().clear()
         self._hydra.enter_context(initialize_config_dir(config_dir=conf_dir(), version_base="1.3"))
-        self.parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        self._conf = _stamp(conf_dir())
+        loader = GlobalHydra.instance().config_loader()
+        add_folders(loader)
+        adapt_sweepers()
+        self.parser = OverridesParser.create(loader)
+        self._conf = config_folders().stamp()
         return self
 
     def __exit__(self, *_raised: object) -> None:
@@ -179,25 +115,52 @@ class Composer:
             raise to_user_error(error, self.schema) from error
         return job_from_config(config, self.schema, read_from)
 
+    def point_of_sweep(self, overrides: list[str]) -> Composed:
+        """Compose a job like ``point``, or find the reason why it is not valid."""
+        try:
+            return Composed(overrides, self.point(overrides))
+        except SecretError:
+            raise  # not a skipped point: a sweep writes the reasons of those to disk
+        except UserError as error:
+            return Composed(overrides, None, str(error))
+
     def config(self, overrides: list[str], *, with_hydra: bool = False) -> Any:
         """Compose a config, before it becomes a job; ``with_hydra`` adds Hydra's own part, key ``hydra``."""
         from hydra import compose
 
         register_model(overrides)
         try:
-            return compose(self.config_name, overrides, return_hydra_config=with_hydra)
+            return compose(self.config_name, overrides_for_hydra(overrides), return_hydra_config=with_hydra)
+        except Exception as error:
+            raise to_user_error(error, self.schema) from error
+
+    def sweep_config(self, overrides: list[str]) -> Any:
+        """Compose the config that a sweeper of Hydra gets; fields with several values keep their defaults."""
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.types import RunMode
+
+        register_model(overrides)
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        try:
+            typed = overrides_for_hydra(overrides)
+            return hydra.compose_config(self.config_name, typed, RunMode.MULTIRUN, from_shell=False)
+        except Exception as error:
+            raise to_user_error(error, self.schema) from error
+
+    def sweeper(self, overrides: list[str]) -> Any:
+        """Return ``hydra.sweeper`` of a job's files and of overrides with one value."""
+        register_model(overrides)
+        try:
+            layers, config = self._config(overrides)
+            layers.add_hydra(config)
+            return config.hydra.sweeper
         except Exception as error:
             raise to_user_error(error, self.schema) from error
 
     def axes(self, overrides: list[str]) -> dict[str, Any]:
         """Axes of the sweep in the job's files: values by name of the field or group, and POINTS."""
-        register_model(overrides)
-        try:
-            layers, config = self._config(overrides)
-            layers.add_hydra(config)
-            return dict(config.hydra.sweeper.params or {})
-        except Exception as error:
-            raise to_user_error(error, self.schema) from error
+        return dict(self.sweeper(overrides).get("params") or {})
 
     def _parsed(self, typed: str) -> Any:
         """Parse one override; sweeps have the parser's folder and are not kept."""
@@ -213,7 +176,7 @@ class Composer:
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
         values, options, rest = [], {}, []
-        for typed in overrides:
+        for typed in overrides_for_hydra(overrides):
             parsed = self._parsed(typed)
             group = parsed.key_or_group
             # Hydra reports the error of several values for one field.
@@ -229,33 +192,22 @@ class Composer:
             else:
                 rest.append(typed)
         layers = _layers(self._conf, self.config_name, self.schema, tuple(rest))
-        config = layers.config(options, {each.key_or_group.partition(".")[0] for each in values})
+        config = layers.config(options, {each.key_or_group for each in values})
         ConfigLoaderImpl._apply_overrides_to_config(values, config)
         return layers, config
 
 
 _parsed_once: dict[str, Any] = {}
-_Stamp = tuple[tuple[str, int, int], ...]
 
 
 @functools.cache
-def _layers(_conf: _Stamp, config_name: str, schema: type, rest: tuple[str, ...]) -> Layers:
-    return Layers(config_name, _schemas[schema].node, rest)
+def _layers(_conf: Stamp, config_name: str, schema: type, rest: tuple[str, ...]) -> Layers:
+    return Layers(config_name, schema_of(schema), rest)
 
 
 @functools.cache
-def _sets_one_group(_conf: _Stamp, override: str) -> bool:
+def _sets_one_group(_conf: Stamp, override: str) -> bool:
     return bool(files_of_option(override))
-
-
-def _stamp(folder: str) -> _Stamp:
-    """Return path, size and mtime of all files below a folder, to detect changes."""
-    return tuple(
-        (entry.path, entry.stat().st_size, entry.stat().st_mtime_ns)
-        for below, _, _ in sorted(os.walk(folder))
-        for entry in sorted(os.scandir(below), key=lambda entry: entry.name)
-        if entry.is_file()
-    )
 
 
 @dataclass(frozen=True)
@@ -278,7 +230,7 @@ def compose_points(
 
     Args:
         overrides: as typed; comma-separated values of one field are an axis.
-        config_name: the primary config, a file of conf/.
+        config_name: the primary config.
         schema: dataclass of the jobs.
         show: called with the number of composed points and of all points.
 
@@ -287,21 +239,24 @@ def compose_points(
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-    overrides = list(overrides)
-    check_overrides(overrides, schema)
-    typed = in_hydra_syntax(overrides, schema)
     points = []
-    with Composer(config_name, schema) as composer:
-        read = composer.parser.parse_overrides
+    with search_path(overrides, config_name) as overrides, Composer(config_name, schema) as composer:
+        check_overrides(overrides, schema)
+        # The points have the search path as it is written here, and not as the sweeper would.
+        searched = [each for each in overrides if sets_search_path(each)]
+        typed = in_hydra_syntax([each for each in overrides if each not in searched], schema)
+
+        def read(overrides: list[str]) -> list[Any]:
+            parsed: list[Any] = composer.parser.parse_overrides(overrides)
+            check_axes(parsed)
+            return parsed
+
         try:
-            once = [str(o.input_line) for o in read(typed) if not o.is_sweep_override()]
-            # The axes do not depend on the model's config.
-            once = [each for each in once if typed_value([each], "model") != FROM_CONFIG]
-            params = composer.axes(once)
+            params = composer.axes(with_one_value(composer, typed))
             listed = _listed_points(params.pop(POINTS, ""), schema)
             axes = [f"{name}={values}" for name, values in params.items()]
             spelled = [
-                point
+                [*searched, *point]
                 for own in listed or [[]]
                 for point in BasicSweeper.split_arguments(read([*axes, *own, *typed]), None)[0]
             ]
@@ -310,14 +265,19 @@ def compose_points(
         except Exception as error:
             raise to_user_error(error, schema) from error
         for done, point in enumerate(spelled, start=1):
-            try:
-                points.append(Composed(point, composer.point(point)))
-            except SecretError:
-                raise  # not a skipped point: a sweep writes the reasons of those to disk
-            except UserError as error:
-                points.append(Composed(point, None, str(error)))
+            points.append(composer.point_of_sweep(point))
             show(done, len(spelled))
     return points
+
+
+def with_one_value(composer: Composer, typed: list[str]) -> list[str]:
+    """Return the overrides that are no axes; without the model's config, which no sweep depends on."""
+    try:
+        parsed = composer.parser.parse_overrides(typed)
+    except Exception as error:
+        raise to_user_error(error, composer.schema) from error
+    once = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
+    return [each for each in once if typed_value([each], "model") != FROM_CONFIG]
 
 
 def _listed_points(text: str, schema: type) -> list[list[str]]:
@@ -336,8 +296,8 @@ def option_values(group: str) -> dict[str, dict[str, Any]]:
     """Values in the files of a group, by option; for groups whose files have no defaults list."""
     from omegaconf import OmegaConf
 
-    folder = groups()[group]
-    loaded = {option: OmegaConf.load(folder / f"{option}.yaml") for option in options_of(folder)}
+    files = {option: config_folders().find(f"{group}/{option}") for option in options_of(group)}
+    loaded = {option: OmegaConf.load(file) for option, file in files.items() if file is not None}
     return {option: cast("dict[str, Any]", OmegaConf.to_container(of)) for option, of in loaded.items()}
 
 
@@ -373,26 +333,3 @@ def _plain_values(config: Any) -> dict[str, Any]:
         if missing := sorted(OmegaConf.missing_keys(config)):
             raise UserError(MISSING.format(", ".join(missing))) from None
         raise
-
-
-def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
-    """Refuse a sweep in the job's files if the typed overrides do not choose one of its points.
-
-    Raises:
-        UserError: naming the open axes.
-    """
-    chosen = [each for each in overrides if each.startswith(("sweep=", "experiment=", AXES))]
-    if not chosen:
-        return
-    with Composer(config_name, schema) as composer:
-        axes = composer.axes(in_hydra_syntax(overrides, schema))
-    listed = str(axes.pop(POINTS, "")).splitlines()
-    keys = {each.lstrip("+").partition("=")[0] for each in overrides}
-    is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
-    remaining = [str(name) for name in axes if str(name) not in keys]
-    if listed and not is_listed:
-        remaining = [POINTS, *remaining]
-    if remaining:
-        named = " ".join(each for each in chosen if not each.startswith(AXES)) or AXES
-        works = "-m, which runs all points" if can_sweep else "the values of one point, without that file"
-        raise UserError(f"{named}: has several points ({', '.join(remaining)}); would work: {works}")

@@ -15,7 +15,7 @@ from harness.errors import ConfigError, UserError
 from harness.failures import chain_of
 from harness.job import Job
 from harness.overrides import OVERRIDE, fields_of, unknown_field
-from harness.paths import conf_dir
+from harness.paths import config_folders
 
 # Starts of lines that only concern Python or Hydra.
 _HIDDEN = (
@@ -27,6 +27,7 @@ _HIDDEN = (
     "Config search path",
     "provider=",
 )
+INTERVAL = "interval() is a range for sweepers that optimize (hydra/sweeper=optuna), and a grid needs points"
 MISSING = "{}: must be given, on the command line or in a file of the job"
 
 
@@ -34,8 +35,15 @@ def to_user_error(error: BaseException, schema: type = Job) -> UserError:
     """Turn an error of Hydra or OmegaConf into a one-line UserError."""
     import yaml
     from hydra.errors import MissingConfigException, OverrideParseException
-    from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+    from omegaconf.errors import (
+        ConfigAttributeError,
+        ConfigKeyError,
+        OmegaConfBaseException,
+        ValidationError,
+    )
 
+    if isinstance(error, UserError):
+        return error
     chain = chain_of(error, suppressed=True)
     text = "; ".join(dict.fromkeys(part for each in chain[:2] for part in _lines(each)))
     typed = OVERRIDE.match(_after(text, "Error merging override ", "; "))
@@ -55,7 +63,13 @@ def to_user_error(error: BaseException, schema: type = Job) -> UserError:
             return UserError("an override or a file of conf/ is nested too deeply")
         if isinstance(each, OverrideParseException):
             works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
-            message = _lines(each)[0]
+            message, *more = _lines(each)
+            if message.startswith("Error parsing override") and more:
+                message = more[0]
+            if " while evaluating '" in message:
+                message = message.partition("': ")[2]
+                works = "a function of Hydra, such as range(1,3), or quotes around a text: field='\"a(b)\"'"
+                return UserError(f"{each.override}: {message}; would work: {works}")
             # The lexer only repeats the override.
             why = "" if message.startswith("Lexer") else f", {message}"
             return UserError(f"{each.override}: cannot be read{why}; would work: {works}")
@@ -67,7 +81,8 @@ def to_user_error(error: BaseException, schema: type = Job) -> UserError:
         if not isinstance(each, OmegaConfBaseException):
             continue
         key = "" if each.full_key is None else str(each.full_key)
-        if isinstance(each, ConfigKeyError) and dataclasses.is_dataclass(each.object_type):
+        unknown = ConfigKeyError, ConfigAttributeError
+        if isinstance(each, unknown) and dataclasses.is_dataclass(each.object_type):
             if place and key in ("experiment", "sweep"):
                 return UserError(f"{text.split(':')[0]}: the file must begin with '# @package _global_'")
             known, prefix = fields_of(each.object_type), key.removesuffix(str(each.key))
@@ -85,9 +100,17 @@ def to_user_error(error: BaseException, schema: type = Job) -> UserError:
         if "Missing mandatory value: " in text:
             return UserError(MISSING.format(_after(text, "Missing mandatory value: ", ";")))
         return UserError(f"{key}{place}: {text}" if key and key not in text else text)
+    if text.startswith("Sweep parameters '"):
+        axis = _after(text, "Sweep parameters '", "' requires")
+        if "=interval(" in axis:
+            return UserError(f"{axis}: {INTERVAL}; would work: one value, or range(START,STOP) with -m")
+        return UserError(f"{axis}: is a sweep; would work: -m, which runs one job for each value")
     if text.startswith("Ambiguous value for argument"):
         works = "-m to run one job for each, [...] around a list, quotes around one text with commas"
         return UserError(f"{text.split(chr(39))[1]}: has several values; would work: {works}")
+    if text.startswith("Could not override '") and "No match in the defaults list" in text:
+        group, works = _after(text, "'", "'"), _after(text + ";", "use ", ";")
+        return UserError(f"{group}: the primary config does not list this group; would work: {works}")
     if text.startswith("Multiple values for "):
         group = _after(text, "Multiple values for ", ".")
         works = f"'- override /{group}: OPTION' in the defaults of the file that comes later"
@@ -126,9 +149,12 @@ def _unreadable_file() -> str:
 
 
 def _files_of_conf() -> Iterator[Path]:
-    """All YAML files of conf/, also in linked folders."""
-    for folder, _, names in os.walk(conf_dir(), followlinks=True):
-        yield from (Path(folder, name) for name in sorted(names) if name.endswith(".yaml"))
+    """All YAML files of configurations, also in linked folders."""
+    folders = config_folders()
+    yield from (file for path in folders.paths for file in sorted(path.glob("*.yaml")))
+    for group in (each for groups in folders.groups.values() for each in groups):
+        for folder, _, names in os.walk(group, followlinks=True):
+            yield from (Path(folder, name) for name in sorted(names) if name.endswith(".yaml"))
 
 
 def _lines(error: BaseException) -> list[str]:

@@ -121,11 +121,11 @@ def identity(config: Any, roles: Collection[str]) -> list[tuple[str, Any]]:
         (name, value)
         for name, field, value in leaf_fields(config)
         if field.metadata["role"] in roles
-        if not (field.metadata.get("id_omits_default") and value == _default(field))
+        if not (field.metadata.get("id_omits_default") and value == default_of(field))
     ]
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
@@ -348,8 +348,13 @@ def _describe_kind(kind: Any, key: str) -> str:
         return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
     if get_origin(kind) is list:
         inner = get_args(kind)[0]
-        examples = {list: "a list of lists, like [[a,b],[c]]", dict: "a list of mappings, like [{a:1,b:2}]"}
-        return examples.get(get_origin(inner), "a list, like [a,b]")
+        examples = {
+            list: "a list of lists, like [[a,b],[c]]",
+            dict: "a list of mappings, like [{a:1,b:2}]",
+            int: "a list of integers, like [1,2]",
+            float: "a list of numbers, like [0.5,2]",
+        }
+        return examples.get(get_origin(inner) or inner, "a list, like [a,b]")
     if get_origin(kind) is dict and dataclasses.is_dataclass(get_args(kind)[1]):
         return "a mapping of names to fields, like {a: {kind: b}}"
     if get_origin(kind) is dict and get_args(kind)[1] is str:

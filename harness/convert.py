@@ -33,7 +33,7 @@ from harness.exchange.found import (
     open_source,
 )
 from harness.job import Job
-from harness.model.config import ModelConfig
+from harness.model.config import FAMILIES, ModelConfig
 
 if TYPE_CHECKING:
     from harness.exchange.source import Source
@@ -62,6 +62,9 @@ class ConvertConfig:
     dtype: str | None = label(None, choices=EXPORT_DTYPES)
     """dtype of the weights, float32, bfloat16 or float16; null keeps the source's, bfloat16 for quantized
     weights."""
+
+    ema: bool = label(False)
+    """Convert the moving average of the weights (optimizer.ema_decay) in place of the weights."""
 
     max_shard_gb: float = label(5.0, above=0)
     """With format=hf: most GB (10^9 bytes) per file of weights."""
@@ -96,6 +99,8 @@ class ConvertConfig:
 class ConvertJob(Job):
     """A job plus the options of a conversion."""
 
+    feeds_model = False
+
     convert: ConvertConfig = part(ConvertConfig)
     """Source, target and format."""
 
@@ -108,6 +113,7 @@ def convert(job: ConvertJob, overrides: list[str]) -> int:
     found = None
     try:
         found = find_source(config.source, "convert.source")
+        found = found.averaged("convert.ema") if config.ema else found
         model = choose_model(job, overrides, found)
         tokenizer = choose_tokenizer(job, overrides, found)
         with reading(found.path) if found.manifest else nullcontext():
@@ -132,7 +138,7 @@ def _convert(
 
     keep_freed_memory()
     started = time.monotonic()
-    for note in _notes(config, found, tokenizer):
+    for note in _notes(config, found, model, tokenizer):
         _print(f"note: {note}")
     # Cast rounds float32 values once.
     checked = FiniteCheckSource(open_source(found, model, "float32" if config.dtype else "bfloat16"))
@@ -153,14 +159,16 @@ def _convert(
         _print(f"note: torchtitan's model needs {torchtitan_arguments(model)}")
 
 
-def _notes(config: ConvertConfig, found: WeightFolder, tokenizer: TokenizerConfig | None) -> list[str]:
+def _notes(
+    config: ConvertConfig, found: WeightFolder, model: ModelConfig, tokenizer: TokenizerConfig | None
+) -> list[str]:
     """Notes to print before the conversion."""
     notes = list(found.notes)
     if found.kind == "dcp" and not found.manifest:
         notes.append(
             f"{found.path} has no manifest, so its content cannot be verified; it is read as torchtitan's"
         )
-    if config.format == "hf" and tokenizer is None:
+    if config.format == "hf" and tokenizer is None and not FAMILIES[model.family].is_diffusers:
         notes.append("no tokenizer is written: the source does not record one; would work: tokenizer=NAME")
     return notes
 
@@ -178,14 +186,16 @@ def _write(
 
         write_huggingface(source, model, tokenizer, target, config.max_shard_gb)
     elif config.format == "torch":
+        from harness.exchange.mup import folded
         from harness.exchange.torch_file import write_torch
 
-        write_torch(source, target, tied=model.tied_embeddings)
+        write_torch(folded(source, model), target, tied=model.tied_embeddings)
     elif config.format == "torchtitan":
         from harness.exchange.dcp import write_plain
+        from harness.exchange.mup import folded
         from harness.exchange.torchtitan import Torchtitan
 
-        write_plain(Torchtitan(source, model), target)
+        write_plain(Torchtitan(folded(source, model), model), target)
     else:
         from harness.exchange.dcp import write_distributed
 

@@ -13,6 +13,7 @@ from harness.config import leaf_fields, rules_of
 from harness.errors import EXIT_OK, UserError
 from harness.job import Job
 from harness.overrides import check_overrides, groups, in_hydra_syntax, options_of
+from harness.search_path import overrides_for_hydra
 
 
 def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
@@ -54,7 +55,7 @@ def shown_config(
         kind: ``job``, ``hydra`` (Hydra's own part) or ``all``.
         package: dotted name of the part to show.
         resolve: whether to replace ``${...}`` by values.
-        config_name: the primary config, a file of conf/.
+        config_name: the primary config.
         schema: dataclass of the job.
 
     Raises:
@@ -91,7 +92,7 @@ def help_text(overrides: list[str], parser: Parser, *, config_name: str, schema:
 
     with Composer(config_name, schema) as composer:
         fields = _with_rules(OmegaConf.to_yaml(composer.config(overrides)), schema)
-    options = {name: ", ".join(options_of(folder)) for name, folder in sorted(groups().items())}
+    options = {name: ", ".join(options_of(name)) for name in sorted(groups())}
     parts = {
         "Groups and their options (group=option)": "\n".join(map(": ".join, options.items())),
         "Fields and their current values (field=value)": fields,
@@ -127,6 +128,6 @@ def _show_by_hydra(line: CommandLine, overrides: list[str], config_name: str, sc
             if line.shell_completion:
                 hydra.shell_completion(config_name, overrides)
             else:
-                hydra.show_info(str(line.info), config_name, overrides)
+                hydra.show_info(str(line.info), config_name, overrides_for_hydra(overrides))
         except Exception as error:
             raise to_user_error(error, schema) from error

@@ -8,7 +8,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from harness import job_rules
 from harness.checkpoint import CheckpointConfig
@@ -20,6 +20,7 @@ from harness.errors import ConfigError, UserError
 from harness.loop.config import DebugConfig, EvaluationConfig, TrainingConfig, ValidationConfig
 from harness.metrics import MetricsConfig, ProfilingConfig
 from harness.metrics.encoding import parse_object, read_object
+from harness.model.architecture import architecture_of, check_data
 from harness.model.config import ModelConfig
 from harness.optimizer.config import OptimizerConfig, ScheduleConfig
 from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
@@ -27,6 +28,7 @@ from harness.parallelism.config import ParallelismConfig
 from harness.precision.config import PrecisionConfig
 from harness.precision.hardware import require_hardware
 from harness.precision.linears import sort_linears
+from harness.scale import ScaleConfig
 from harness.text import validate_texts
 
 LONGEST_NAME = 255
@@ -37,6 +39,9 @@ LONGEST_NAME = 255
 class Job:
     """Configuration of one training run. Each part is documented in the package that it configures."""
 
+    feeds_model: ClassVar[bool] = True
+    """Whether batches of the data pass through the model."""
+
     name: str = label("???")
     """Folder inside runs_dir that holds the run folders of jobs with this name."""
     runs_dir: str = label("runs", nonempty=True)
@@ -44,6 +49,7 @@ class Job:
     training: TrainingConfig = part(TrainingConfig)
     validation: ValidationConfig = part(ValidationConfig)
     evaluation: EvaluationConfig = part(EvaluationConfig)
+    scale: ScaleConfig = part(ScaleConfig)
     model: ModelConfig = part(ModelConfig)
     parallelism: ParallelismConfig = part(ParallelismConfig)
     precision: PrecisionConfig = part(PrecisionConfig)
@@ -138,12 +144,18 @@ class Job:
         """
         validate_texts(self)
         check_rules(self)
-        self._validate_folder()
+        if (scaled := self.scaled()) is not self:
+            return Job.resolve(scaled, launched_ranks=launched_ranks, gpus=gpus)
+        self.validate_folder()
         self.cluster.validate()
         self.schedule.validate_phases()
+        return self.resolve_layout(launched_ranks=launched_ranks, gpus=gpus)
+
+    def resolve_layout(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
+        """The part of ``resolve`` that layout and batch have an effect on, for a job that passed the rest."""
         model = self.model.resolve()
         model.validate()
-        here = self.cluster.kind == "local"
+        here = self.cluster.is_here
         if gpus is None:
             gpus = count_gpus() if here and self.cluster.device != "cpu" else 0
         default = self.cluster.default_world_size or gpus or None
@@ -155,13 +167,19 @@ class Job:
         job = dataclasses.replace(
             self,
             model=model,
+            cluster=self.cluster.resolve(),
+            data=self.data.resolve(),
+            metrics=self.metrics.resolve(),
             parallelism=layout,
             training=self.training.resolve(
                 layout.data_parallel, [size for _, size in self.schedule.batch_sizes]
             ),
-            optimizer=self.optimizer.resolve(self.precision.master_dtype),
+            optimizer=self.optimizer.resolve(self.precision.master_dtype, self.precision.param_dtype),
+            schedule=self.schedule.resolve(),
         )
         job = dataclasses.replace(job, training=job.training.with_length(job.sizes))
+        schedule = self.scale.warmed_up(job.schedule, job.steps)
+        job = dataclasses.replace(job, schedule=schedule, scale=ScaleConfig())
         job._validate()
         on_cpu = job.cluster.device == "cpu" or (here and gpus == 0)
         job_rules.check_async_tp(job, on_cpu=on_cpu)
@@ -171,12 +189,31 @@ class Job:
         require_hardware(job.precision, job.cluster, gpus if here else None, experts=experts)
         return job
 
+    def scaled(self) -> Self:
+        """Return the job with ``scale`` applied, but for the warm-up, which depends on the steps.
+
+        Raises:
+            ConfigError: the fields contradict each other or the job, or no model has the size.
+        """
+        left = ScaleConfig(warmup_ratio=self.scale.warmup_ratio)
+        if self.scale == left:
+            return self
+        model = self.model.resolve()
+        model.validate()
+        model, training, optimizer = self.scale.apply(model, self.training, self.optimizer)
+        return dataclasses.replace(self, scale=left, model=model, training=training, optimizer=optimizer)
+
     @property
     def plain(self) -> Job:
         """The job without the options of a verb."""
         return Job(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)})
 
-    def _validate_folder(self) -> None:
+    def on_accelerator_of(self, cluster: ClusterConfig) -> Self:
+        """Return the job on nodes with another cluster's accelerator."""
+        own = dataclasses.replace(self.cluster, accelerator=cluster.accelerator, hardware=cluster.hardware)
+        return dataclasses.replace(self, cluster=own)
+
+    def validate_folder(self) -> None:
         """Check that the run folder is inside runs_dir."""
         parts = Path(self.name).parts
         if not parts or Path(self.name).is_absolute() or ".." in parts:
@@ -211,14 +248,19 @@ class Job:
         job_rules.check_compiled_experts(self)
         job_rules.check_chunked_loss(self)
         self.data.validate()
+        if self.feeds_model:
+            check_data(self)
+            architecture_of(self.model).check(self)
         self.tokenizer.validate()
         job_rules.check_tokenizer(self)
         self.optimizer.validate(self.precision.master_dtype)
+        job_rules.check_optimizer_groups(self)
         job_rules.check_scheduled_sizes(self)
         job_rules.check_update_in_backward(self)
         self.schedule.validate(self.steps)
         self.checkpoint.validate()
         self.profiling.validate(self.steps, self.world_size)
+        job_rules.check_slow_ranks(self)
         if self.cluster.device == "cpu":
             self.checkpoint.refuse_pinned_memory("cluster.device=cpu")
             self.profiling.refuse_snapshots("cluster.device=cpu")

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from harness.errors import ConfigError, divisors
+from harness.model.spec import tensors
+from harness.optimizer.settings import check_groups, check_mup, exchanges
 from harness.precision.linears import check_layout, sort_linears
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def check_async_tp(job: Job, *, on_cpu: bool) -> None:
 def check_device(job: Job, *, on_cpu: bool) -> None:
     """Reject an attention backend that cannot train on a CPU; each rank checks its own device again."""
     backend = job.training.attention
-    if on_cpu and backend != "sdpa":
+    if on_cpu and backend in ("flex", "varlen"):
         rule = "trains on GPUs only, and the ranks compute on CPUs"
         raise ConfigError("training.attention", backend, rule, ["sdpa"])
 
@@ -240,10 +242,21 @@ def check_scheduled_sizes(job: Job) -> None:
             raise ConfigError("schedule.seq_len", size, rule, works)
 
 
+def check_optimizer_groups(job: Job) -> None:
+    """Check optimizer.groups against the names of the model's tensors, and the optimizer against muP."""
+    if job.optimizer.groups:
+        check_groups(job.optimizer, tensors(job.model))
+    if job.model.mup.base_dim is not None:
+        check_mup(job.optimizer, job.model.mup.base_dim, tensors(job.model).values())
+
+
 def check_update_in_backward(job: Job) -> None:
     """Check the options that an update during backward does not allow."""
     if not job.optimizer.in_backward:
         return
+    if kind := exchanges(job.optimizer, tensors(job.model).values()):
+        rule = f"updates single shards during backward, and {kind} updates complete matrices"
+        raise ConfigError("optimizer.in_backward", True, rule, "false, or optimizer=adamw")
     for field, value, works, why in (
         ("training.max_norm", job.training.max_norm, 0, "the norm of all gradients is known too late"),
         ("parallelism.pp", job.parallelism.pp, 1, "a pipeline adds the gradients of microbatches"),
@@ -264,3 +277,14 @@ def check_update_in_backward(job: Job) -> None:
             f"{job.accumulation_steps}",
             f"{job.local_batch_size * job.accumulation_steps}, or optimizer.in_backward=false",
         )
+
+
+def check_slow_ranks(job: Job) -> None:
+    """Reject ``cluster.exclude_slow`` without the phases that find slow ranks.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    if job.cluster.exclude_slow and not job.profiling.phases:
+        rule = "slow ranks are found by their phases, which are off"
+        raise ConfigError("cluster.exclude_slow", True, rule, "profiling.phases=true")

@@ -1,4 +1,4 @@
-"""Check overrides against the dataclasses and the files of conf/, before Hydra sees them."""
+"""Check overrides against the dataclasses and the options of groups, before Hydra sees them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,24 @@ from typing import Any, get_args, get_origin
 
 from harness.config import no_such_field, type_hints
 from harness.errors import ConfigError, UserError
+from harness.hydra_settings import check_setting
 from harness.job import Job
-from harness.paths import conf_dir
+from harness.paths import config_folders
 
 OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?$", re.DOTALL)
 
 LISTED = ("experiment",)
 """Groups that allow a list of options; later options override earlier ones."""
 AXES = "hydra.sweeper.params"
-"""The only setting of Hydra that may be set: the axes of a sweep."""
+"""The setting of Hydra that has the axes of a sweep."""
+
+LENGTHS = {
+    "training.steps": "steps",
+    "training.tokens": "tokens",
+    "scale.tokens_per_parameter": "scale",
+    "scale.flops": "scale",
+}
+"""Fields that give the length of a run. Only those of one kind can be combined."""
 
 FROM_CONFIG = "from_config"
 """The option of group ``model`` that is not a file of conf/: it is read from a config.json."""
@@ -28,8 +37,11 @@ FROM_CONFIG = "from_config"
 _NUMBER = re.compile(r"^\s*(nan|inf)\s*$", re.IGNORECASE)
 
 
-# An unquoted element of a list, mapping or sweep with characters that are not ASCII.
-_NON_ASCII = re.compile(r"(?<![^,\[:{])[^\s,\[\]{}()'\":=$\\]*[^\x00-\x7f][^,\[\]{}()'\":=$\\]*(?![^,\]}])")
+_QUOTED = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|"
+# A quoted text, or an unquoted element of a list, mapping or sweep with characters that are not ASCII.
+_NON_ASCII = re.compile(
+    _QUOTED + r"(?<![^,\[:{])[^\s,\[\]{}()'\":=$\\]*[^\x00-\x7f][^,\[\]{}()'\":=$\\]*(?![^,\]}])"
+)
 
 
 def sets_field(override: str) -> bool:
@@ -40,14 +52,9 @@ def sets_field(override: str) -> bool:
     return match["key"] not in groups()
 
 
-def groups() -> dict[str, Path]:
-    """The groups of conf/ and their folders."""
-    return _groups_in(conf_dir())
-
-
-@functools.cache
-def _groups_in(folder: str) -> dict[str, Path]:
-    return {path.name: path for path in Path(folder).iterdir() if path.is_dir()}
+def groups() -> dict[str, tuple[Path, ...]]:
+    """The groups and their folders, in ``conf/`` and on the search path."""
+    return config_folders().groups
 
 
 def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
@@ -70,25 +77,17 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
                 f"{override}: an option of a group has one place; would work: {key}=OPTION, {works}"
             )
         if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            _check_hydra(override, key)
+            check_setting(override, key)
             continue
         if key not in known_groups:
             _check_field(key, value, schema, list(known_groups), sign)
         elif value is not None and "{" not in value:
-            if sign in ("+", "++") and match["key"] == key:
+            if sign in ("+", "++") and match["key"] == key and key not in own_groups():
                 raise UserError(f"{override}: a group is chosen without {sign}; would work: {key}={value}")
-            _check_options(key, value, known_groups[key])
+            _check_options(key, value)
         elif sign == "~" and key in fields_of(schema):
-            options = " or ".join(options_of(known_groups[key]))
+            options = " or ".join(options_of(key))
             raise UserError(f"{override}: every job needs an option of it; would work: {key}={options}")
-
-
-def _check_hydra(override: str, key: str) -> None:
-    """Reject Hydra's own settings: Hydra only composes, so that they would have no effect."""
-    if f"{key}.".startswith(f"{AXES}."):
-        return
-    rule = "Hydra's own settings have no effect; runs_dir and name choose the run folder"
-    raise UserError(f"{override}: {rule}; would work: no hydra settings, and -m for a sweep")
 
 
 def in_hydra_syntax(overrides: Iterable[str], schema: type = Job) -> list[str]:
@@ -102,9 +101,10 @@ def in_hydra_syntax(overrides: Iterable[str], schema: type = Job) -> list[str]:
 
 
 def _missing_sign(override: str, schema: type) -> str:
-    if _is_own_key(override, schema):
-        return "++"
     match = OVERRIDE.match(override)
+    sets_axes = match is not None and match["sign"] is None and match["key"] == AXES
+    if sets_axes or _is_own_key(override, schema):
+        return "++"
     return "+" if match is not None and match["sign"] is None and "@" in match["key"] else ""
 
 
@@ -117,8 +117,22 @@ def _with_quotes(override: str) -> str:
         options = [f"'{option}'" if _NUMBER.match(option) else option for option in value.split(",")]
         value = ",".join(options)
     elif not value.isascii() and "${" not in value:
-        value = _NON_ASCII.sub(lambda text: f"'{text[0]}'", value)
+        value = _NON_ASCII.sub(lambda text: text[0] if text[0][0] in "'\"" else f"'{text[0]}'", value)
     return f"{match['sign'] or ''}{match['key']}={value}"
+
+
+def with_quoted_text(override: str, field: str) -> str:
+    """Return an override with quotes around its value if it sets ``field``, a text that is not Hydra's."""
+    name, _, text = override.partition("=")
+    # As Hydra reads a quoted string: a quote inside has a backslash before it.
+    is_quoted = re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", text, re.DOTALL) is not None
+    if name != field or is_quoted or text == "null":
+        return override
+    # In quotes Hydra reads \' as ', and keeps all other backslashes but those before it and at the end.
+    escaped = re.sub(
+        r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), text.replace("${", "\\${")
+    )
+    return f"{field}='{escaped}'"
 
 
 def _is_own_key(override: str, schema: type) -> bool:
@@ -147,20 +161,33 @@ def typed_value(overrides: Iterable[str], key: str) -> str | None:
 
 
 def with_one_length(overrides: list[str]) -> list[str]:
-    """Make typed training.tokens win over the training.steps of a file, and the reverse."""
-    lengths = ("training.steps", "training.tokens")
-    given = [name for name in lengths if typed_value(overrides, name) not in (None, "null")]
-    return [f"{name}=null" for name in lengths if name not in given and len(given) == 1] + overrides
+    """Make a typed length of the run win over another length in a file."""
+    given = [name for name in LENGTHS if typed_value(overrides, name) not in (None, "null")]
+    if len({LENGTHS[name] for name in given}) != 1:
+        return overrides
+    return [f"{name}=null" for name in LENGTHS if LENGTHS[name] != LENGTHS[given[0]]] + overrides
 
 
-def options_of(folder: Path) -> list[str]:
+def options_of(group: str) -> list[str]:
     """Options of a group: its YAML files."""
-    return sorted(str(p.relative_to(folder))[: -len(".yaml")] for p in folder.rglob("*.yaml"))
+    return sorted(
+        {
+            str(path.relative_to(folder))[: -len(".yaml")]
+            for folder in groups()[group]
+            for path in folder.rglob("*.yaml")
+        }
+    )
 
 
-def _check_options(group: str, value: str, folder: Path) -> None:
+def own_groups() -> set[str]:
+    """Groups that only folders of the search path have. ``+`` adds one to a job, as Hydra says."""
+    conf = config_folders().paths[0]
+    return {name for name, folders in groups().items() if conf not in {folder.parent for folder in folders}}
+
+
+def _check_options(group: str, value: str) -> None:
     """Reject unknown options of a group. Sweep functions such as ``glob(...)`` are left to Hydra."""
-    options = [*options_of(folder), *([FROM_CONFIG] if group == "model" else [])]
+    options = [*options_of(group), *([FROM_CONFIG] if group == "model" else [])]
     if value.strip().startswith("[") and group not in LISTED:
         rule = "a group takes one option; would work:"
         first = value.strip().strip("[]").split(",")[0].strip()

@@ -176,7 +176,8 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
             with stop_signals_ignored():
                 row = run.trainer.result()
                 folder.write_result(job, reason, code, row)
-                run.recorder.close({**shown_summary(row), "run folder": str(folder.path)})
+                stopped_by = {} if code == EXIT_OK else {"exit_reason": reason}
+                run.recorder.close({**shown_summary(row), **stopped_by, "run folder": str(folder.path)})
         return code
 
 
@@ -186,7 +187,7 @@ def _open_recorder(job: Job, folder: RunFolder) -> Recorder:
     return Recorder(
         job.metrics,
         folder.path,
-        run_id=job.id,
+        run_id=folder.path.name,
         name=job.name,
         job=job.to_dict(),
         total_steps=job.steps,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 GIB = 2**30
 
@@ -36,6 +36,17 @@ def gib(value: float) -> str:
 def figure(value: float) -> str:
     """Format a rate or an amount: an integer from 100 on, three digits below."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def dollars(value: float) -> str:
+    """Format a price: ``$1,048``; with cents below 100."""
+    return f"${value:,.0f}" if value >= 99.995 else f"${value:.2f}"
+
+
+def summed(values: Iterable[float | None]) -> float | None:
+    """Add up values; None if one is unknown."""
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)
 
 
 def shortened(text: str, length: int) -> str:

@@ -13,13 +13,15 @@ the controller of a sweep.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from harness.app import Verb
 from harness.checkpoint.resume import is_finished, show_finished
+from harness.cluster.config import CLUSTERS
 from harness.cluster.inputs import require_tokenized
 from harness.compose import Composed
 from harness.data.vocabulary import require_vocabulary
-from harness.errors import ConfigError, UserError
+from harness.errors import UserError
 from harness.job import Job
 from harness.launched import launched_ranks
 from harness.run.folder import RunFolder
@@ -36,40 +38,43 @@ def train(job: Job, overrides: list[str]) -> int:
         return show_finished(job, folder.path)
     require_vocabulary(job)
     require_tokenized(job)
-    if job.cluster.kind == "slurm":
-        from harness.cluster.submit import submit_one
-
-        return submit_one(job, folder, overrides)
-    if job.cluster.dry_run:
-        rule = "shows a job for SLURM, and cluster.kind is local"
-        raise ConfigError("cluster.dry_run", True, rule, "cluster=slurm, or false with --cfg job")
-    from harness.cluster.local import launch
-
-    folder.begin(job, overrides, adopt=True)
-    return launch(job, folder, ends_process=True)
+    return CLUSTERS[job.cluster.kind].run(job, folder, overrides)
 
 
 def train_sweep(points: list[Composed]) -> int:
     """Train the points of a multirun; return the exit code."""
     from harness.sweep.run import sweep
 
+    _refuse_torchrun()
+    passed: set[str] = set()
+    return sweep([_checked(point, passed) for point in points])
+
+
+def train_study(overrides: list[str], config_name: str) -> int:
+    """Train the points that a sweeper of Hydra chooses by their results; return the exit code."""
+    from harness.sweep.sweepers import run_study
+
+    _refuse_torchrun()
+    return run_study(overrides, config_name=config_name, check=partial(_checked, passed=set()))
+
+
+def _refuse_torchrun() -> None:
     if launched_ranks() is not None:
         raise UserError("torchrun starts the ranks of one job; start a multirun (-m) without it")
-    return sweep([_checked(point) for point in points])
 
 
-def _checked(point: Composed) -> Composed:
+def _checked(point: Composed, passed: set[str]) -> Composed:
     """Return the point, without its job if its data cannot be used as it is."""
     try:
         if point.job is not None:
             require_vocabulary(point.job)
-            require_tokenized(point.job)
+            require_tokenized(point.job, passed)
     except UserError as error:
         return replace(point, job=None, reason=str(error))
     return point
 
 
-VERB = Verb("train", train, job=Job, sweep=train_sweep)
+VERB = Verb("train", train, job=Job, sweep=train_sweep, study=train_study)
 main = VERB.main
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
-
 from harness.checkpoint.manifest import MANIFEST, METADATA, UnknownFormat, decode_manifest
 from harness.errors import UserError
 from harness.locks import LockedError, lock
@@ -354,6 +352,9 @@ def _local(path: str, name: str) -> Path | None:
 
 
 def _open_url(path: str) -> tuple[Any, str]:
+    # Its import takes longer than a plan of a small model, and most paths are local.
+    import fsspec
+
     try:
         fs, root = fsspec.url_to_fs(path)
     except (ValueError, ImportError) as error:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from harness.loop.engine import Engine
-from harness.model.decoder import Decoder
+from harness.model.part import ModelPart
 from harness.model.spec import is_buffer
 from harness.parallelism.mesh import Mesh
 from harness.precision.swap import plain
@@ -34,7 +34,7 @@ class HasWeights(Protocol):
     """An ``Engine``, or a model that is not trained."""
 
     @property
-    def parts(self) -> Sequence[Decoder]:
+    def parts(self) -> Sequence[ModelPart]:
         """The model parts of this rank."""
         ...
 

@@ -68,6 +68,7 @@ def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Techn
                 continue
             except UserError as error:
                 raise UserError(f"converge.techniques.{name}: {error}") from error
+            _refuse_other_labels(technique, made[1:])
             made.append(_compared(control.job, technique, config))
     if all(each.skipped for each in made if each.name in chosen):
         first = next(each for each in made if each.name in chosen)
@@ -103,6 +104,18 @@ def _compared(control: Job, technique: Technique, config: ConvergeConfig) -> Tec
         rule = "changes training.steps or metrics.log_interval, so the curves cannot be compared step by step"
         raise ConfigError(f"converge.techniques.{technique.name}", technique.overrides, rule)
     return replace(technique, differs_in=differing_numerics(control, job))
+
+
+def _refuse_other_labels(technique: Technique, others: Sequence[Technique]) -> None:
+    """Refuse a technique that differs from another one in labels only: their curves are the same.
+
+    Raises:
+        ConfigError: naming the technique.
+    """
+    for other in others:
+        if other.runs and other.job.id == technique.job.id and other.job != technique.job:
+            rule = f"differs from {other.name} in labels only, which do not change the curve"
+            raise ConfigError(f"converge.techniques.{technique.name}", technique.overrides, rule)
 
 
 def _check_twin(control: Job, twin: Job, config: ConvergeConfig) -> None:

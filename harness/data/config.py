@@ -5,55 +5,28 @@ Validation needs no torch and opens no file. The loader checks the files and rai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from harness.config import execution, label, numerics
-from harness.data.mixture_config import check_mixture, require_validation_of_sources
+from harness.config import execution, label, numerics, part
+from harness.data.kind_fields import FORMATS, FORMATS_OF, READ_ONLY_BY, READ_ONLY_BY_STREAMS, SYNTHETIC
+from harness.data.kinds import DATA_KINDS
+from harness.data.mixture_config import check_mixture, errors_of_source, require_validation_of_sources
+from harness.data.picture_config import EncodersConfig, ImagesConfig, check_pictures
 from harness.data.tiktoken_sets import SETS
 from harness.errors import ConfigError
+from harness.registry import resolve_options
 
-DATA_KINDS = ("local", "tokens", "hub", "chat", "synthetic", "mixture")
-WITHOUT_TEXT = ("tokens", "chat", "synthetic")
 TRAIN_ON = ("all", "last")
 LONG_CONVERSATIONS = ("drop", "cut")
 ENCODING_ERRORS = ("strict", "replace", "skip")
-TEXT_FORMATS = ("auto", "text", "jsonl", "parquet")
-TOKEN_FORMATS = ("auto", "corpus", "megatron", "memmap", "llmc", "datatrove", "arrow", "parquet")
-FORMATS = tuple(dict.fromkeys((*TEXT_FORMATS, *TOKEN_FORMATS)))
-FORMATS_OF = {
-    "local": (TEXT_FORMATS, "my_corpus/**/*.txt"),
-    "tokens": (TOKEN_FORMATS, "corpus/web"),
-    "chat": (("auto", "jsonl", "parquet"), "conversations.jsonl"),
-}
-"""Formats of the kinds that read files, and an example of a path."""
 TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")
 BOUNDARIES = ("auto", "eos", "bos", "none")
 TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface", "none")
 ASSET_PREFIX = "asset:"
 ASSETS = Path(__file__).parent / "assets"
-
-# Fields that only some kinds of source read. For another kind a value would have no effect, so it is refused.
-_READ_ONLY_BY = {
-    ("local", "tokens", "chat"): ("paths", "format", "validation_paths"),
-    ("local", "chat"): ("exclude", "encoding_errors"),
-    ("tokens",): ("tokens_field", "dtype", "boundaries"),
-    ("hub",): ("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
-    ("chat",): (
-        "messages_field",
-        "chat_template",
-        "chat_template_options",
-        "chat_date",
-        "train_on",
-        "long_conversations",
-    ),
-    ("synthetic",): ("mask_fraction",),
-    ("mixture",): ("sources", "weights", "epochs", "weight_changes"),
-}
-# Fields that only streams read.
-_READ_ONLY_BY_STREAMS = ("workers", "shuffle_buffer")
 
 
 @dataclass(frozen=True)
@@ -63,21 +36,28 @@ class DataConfig:
     kind: str = numerics("local", choices=DATA_KINDS)
     """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library), `chat`
     (files of conversations, for supervised fine-tuning), `synthetic` (random tokens) or `mixture` (several of
-    these)."""
+    these). For models that make pictures: `pictures` (files with captions), `hub_pictures` (a dataset),
+    `drawn_shapes` (drawn by a rule), `latents` (a folder of harness.encode), or `latents_synthetic` (random
+    latents and embeddings)."""
+
+    options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    """Options of a kind that another package has added."""
 
     paths: list[str] = numerics(factory=list)
-    """local, chat: globs of the training files, relative to the working directory. `**` matches any depth;
-    `{stdlib}` stands for the folder of the running interpreter's standard library. tokens: also folders and
-    prefixes (PREFIX.bin with PREFIX.idx)."""
+    """local, chat, pictures: globs of the training files, relative to the working directory. `**` matches any
+    depth; `{stdlib}` stands for the folder of the running interpreter's standard library. tokens: also
+    folders and prefixes (PREFIX.bin with PREFIX.idx). latents: the folder of harness.encode."""
 
     exclude: list[str] = numerics(factory=list)
-    """local, chat: globs of files to leave out, written like `paths`; one with a leading `**/` matches
-    anywhere."""
+    """local, chat, pictures: globs of files to leave out, written like `paths`; one with a leading `**/`
+    matches anywhere."""
 
     format: str = numerics("auto", choices=FORMATS)
     """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl
     and .json are jsonl, .parquet is parquet, everything else is text). Text and jsonl may be compressed: .gz,
     .bz2, .xz, .zst. chat: the same without `text`.
+    pictures: `files` (pictures with a .txt or .json file beside each), `webdataset` (.tar with the same
+    files), or `auto` (by extension).
     tokens: `corpus` (a folder of harness.tokenize), `megatron` (.bin and .idx), `memmap` (ids without a
     header, or .npy), `llmc` (llm.c, modded-nanogpt), `datatrove` (.ds), `arrow` (also a dataset saved to
     disk) and `parquet` (lists of ids), or `auto` (by name and first bytes)."""
@@ -103,11 +83,11 @@ class DataConfig:
     index; without one `bos` for llmc, else `eos`."""
 
     validation_paths: list[str] = numerics(factory=list)
-    """local, tokens, chat: globs of the validation files, written like `paths`."""
+    """local, tokens, chat, pictures: globs of the validation files, written like `paths`."""
 
     validation_fraction: float = numerics(0.0, least=0, below=1)
     """Fraction of the documents held out for validation, in [0, 1), chosen by a hash of the index. tokens:
-    the last documents of each file; a corpus that has held-out documents needs 0."""
+    the last documents of each file; a corpus that has held-out documents needs 0. Pictures: by number."""
 
     dataset: str | None = numerics(None)
     """hub: name of the dataset, a folder, or a loader such as `json` together with `data_files`."""
@@ -174,6 +154,12 @@ class DataConfig:
     weight_changes: list[dict[str, float]] = numerics(factory=list, id_omits_default=True)
     """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`."""
 
+    images: ImagesConfig = part(ImagesConfig)
+    """Kinds with pictures: size and captions."""
+
+    encoders: EncodersConfig = part(EncodersConfig)
+    """Kinds with pictures: encoders of pictures and captions. latents: they decode samples of the model."""
+
     mask_document_boundary: bool = numerics(True)
     """Mask the label at a document's last token, which is the next document's first token."""
 
@@ -199,21 +185,32 @@ class DataConfig:
     """Refuse a job that would have to tokenize more than this before it begins, while all ranks wait;
     `python -m harness.tokenize` prepares the data. In GiB of files, compressed or not; null: no limit."""
 
+    def resolve(self) -> DataConfig:
+        """Return the data with the defaults of its options, also those of a mixture's sources."""
+        schema, owner = DATA_KINDS[self.kind].options, f"data.kind={self.kind}"
+        options = resolve_options(self.options, schema, "data.options", owner)
+        sources = {}
+        for name, source in self.sources.items():
+            with errors_of_source(self, name):
+                sources[name] = source.resolve()
+        return replace(self, options=options, sources=sources)
+
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other."""
         self._refuse_settings_of_other_kinds()
+        check_pictures(self)
         if self.kind == "mixture":
             check_mixture(self)
         elif self.kind in FORMATS_OF:
             self._validate_files()
         if self.kind == "chat":
             self._validate_chat()
-        elif self.kind == "hub":
+        elif self.kind in ("hub", "hub_pictures"):
             self._validate_hub()
-        elif self.kind == "synthetic" and self.validation_fraction > 0:
+        elif self.kind in SYNTHETIC and self.validation_fraction > 0:
             rule = "synthetic data has no documents to hold out; it generates separate validation samples"
             raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
-        if self.kind == "synthetic" and not self.attend_across_documents:
+        if self.kind in SYNTHETIC and not self.attend_across_documents:
             rule = "synthetic data has no documents"
             raise ConfigError("data.attend_across_documents", False, rule, "true")
 
@@ -240,7 +237,8 @@ class DataConfig:
         # Whether a corpus has held-out documents is known when it is opened.
         may_be_corpus = self.kind == "tokens" and self.format in ("auto", "corpus")
         held_out = self.validation_paths or self.validation_split or self.validation_fraction
-        return self.kind == "synthetic" or may_be_corpus or bool(held_out)
+        holds = (*SYNTHETIC, "drawn_shapes", "latents")
+        return self.kind in holds or may_be_corpus or bool(held_out)
 
     @property
     def kinds(self) -> set[str]:
@@ -254,13 +252,13 @@ class DataConfig:
 
     def _refuse_settings_of_other_kinds(self) -> None:
         default = DataConfig()
-        for kinds, names in _READ_ONLY_BY.items():
+        for kinds, names in READ_ONLY_BY.items():
             for name in names:
                 value = getattr(self, name)
                 if self.kind not in kinds and value != getattr(default, name):
                     rule = f"is read only by data.kind={' or '.join(kinds)}, and data.kind is {self.kind}"
                     raise ConfigError(f"data.{name}", value, rule, f"data.kind={kinds[0]}, or leave it out")
-        for name in _READ_ONLY_BY_STREAMS:
+        for name in READ_ONLY_BY_STREAMS:
             value = getattr(self, name)
             if not self.streaming and value != getattr(default, name):
                 rule, works = "is read only with data.streaming=true", "data.streaming=true, or leave it out"
@@ -300,7 +298,8 @@ class DataConfig:
 
     def _validate_hub(self) -> None:
         if not self.dataset:
-            raise ConfigError("data.dataset", self.dataset, "data.kind=hub needs a dataset", "allenai/c4")
+            rule = f"data.kind={self.kind} needs a dataset"
+            raise ConfigError("data.dataset", self.dataset, rule, "allenai/c4")
         if self.dataset == "pandas":
             rule = "reads pickles, which can run any code"
             raise ConfigError("data.dataset", self.dataset, rule, "parquet, json, csv")

@@ -9,7 +9,6 @@ The documents of a split are those of its shards, one shard after the other, wha
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,7 @@ from harness.data.cache import TokenizedSplit, open_split
 from harness.data.cache_check import META, SPLITS, DamagedCache, check_contents, read_meta
 from harness.data.tokenizer import Tokenizer
 from harness.errors import ConfigError, DataError
-from harness.files import write_atomically
-from harness.metrics.encoding import parse_object
-
-MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+from harness.shards.manifest import MANIFEST, load_manifest
 
 
 @dataclass(frozen=True)
@@ -87,26 +82,14 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         DataError: there is none, it is damaged, or a later version wrote it.
     """
-    path = folder / MANIFEST
-    try:
-        plain = parse_object(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        rule = "is not a complete corpus of harness.tokenize: it has no manifest.json"
-        raise DataError(f"{folder} {rule}; would work: harness.tokenize tokenize.target={folder}") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}") from None
-    version = plain.get("version")
-    if version != FORMAT_VERSION:
-        raise DataError(f"{path} has format version {version}; this harness reads version {FORMAT_VERSION}")
+    plain = load_manifest(folder, "tokenize", "corpus")
     try:
         shards = [_from_plain(Shard, shard) for shard in plain["shards"]]
         manifest = _from_plain(Manifest, {**plain, "shards": []})
         if not isinstance(manifest.tokenizer["vocab_size"], int) or not manifest.tokenizer["fingerprint"]:
             raise ValueError("tokenizer")
     except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        raise DataError(f"{folder / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
     return dataclasses.replace(manifest, shards=shards)
 
 
@@ -118,16 +101,6 @@ def _from_plain(cls: type, plain: dict[str, Any]) -> Any:
     ):
         raise ValueError("counts")
     return made
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write a corpus' manifest, which makes the corpus complete.
-
-    Raises:
-        OSError: the folder is full or not writable.
-    """
-    text = json.dumps(dataclasses.asdict(manifest), indent=1, ensure_ascii=False)
-    write_atomically(folder / MANIFEST, f"{text}\n".encode())
 
 
 def describe_shard(folder: Path, counts: Counts) -> Shard:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from harness.data.picture_config import PICTURE_KINDS
 from harness.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -155,6 +156,9 @@ def _check_fields_of_source(source: DataConfig, name: str) -> None:
     if source.kind == "mixture":
         rule = "a source is not a mixture itself"
         raise ConfigError(f"data.sources.{name}.kind", "mixture", rule, "its sources beside the others")
+    if source.kind in PICTURE_KINDS:
+        rule = "samples of a mixture are tokens"
+        raise ConfigError(f"data.sources.{name}.kind", source.kind, rule, "data.kind without a mixture")
     default = type(source)()
     for field in SHARED:
         value = getattr(source, field)

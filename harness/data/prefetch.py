@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from harness.data.loader import IGNORE_INDEX, Batch, Loader
+from harness.data.batch import AnyBatch, Batch, ImageBatch, Loader
+from harness.data.samples import IGNORE_INDEX
 
 # How long the end of a run waits for a read that does not return.
 CLOSE_TIMEOUT_SECONDS = 5.0
@@ -28,8 +29,10 @@ class DeviceBatch(Batch):
     """With ``sources_B``: valid labels by source."""
 
 
-def count_valid(batch: Batch) -> int:
-    """Number of labels that are not ignored."""
+def count_valid(batch: AnyBatch) -> int:
+    """Number of labels that are not ignored; of pictures, number of their tokens."""
+    if isinstance(batch, ImageBatch):
+        return batch.count_valid()
     if isinstance(batch, DeviceBatch):
         return batch.num_valid
     return int((batch.labels_BT != IGNORE_INDEX).sum())
@@ -47,10 +50,12 @@ def valid_by_source(batch: Batch) -> dict[int, int]:
     return counts
 
 
-def place(batch: Batch, device: torch.device) -> DeviceBatch:
+def place(batch: AnyBatch, device: torch.device) -> Any:
     """Count a batch's valid labels and copy it to the device asynchronously, through pinned memory."""
     if isinstance(batch, DeviceBatch):
         return batch
+    if isinstance(batch, ImageBatch):
+        return batch.to(device)
     copy = batch
     if device.type != "cpu":
         copy = batch.each(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
@@ -140,8 +145,8 @@ class _Worker:
             stream.wait_event(copied)
             for tensor in batch:
                 # Allocated on the thread's stream, which must not reuse the memory before this stream is done
-                # with it.
-                if tensor is not None:
+                # with it. Numbers of samples stay in host memory.
+                if tensor is not None and tensor.is_cuda:
                     tensor.record_stream(stream)
         return batch, state
 

@@ -32,13 +32,33 @@ class Samples(Protocol):
         ...
 
 
+class EpochOrder:
+    """Order of ``num`` items, shuffled differently in every epoch.
+
+    The order of an epoch is in memory: 8 bytes per item, 8 GB for a billion.
+    """
+
+    def __init__(self, num: int, seed: int, *, shuffle: bool) -> None:
+        self._num, self._seed, self._shuffle = num, seed, shuffle
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def at(self, number: int) -> int:
+        """Index of the item of sample ``number``, which may be in any epoch."""
+        epoch, index = divmod(number, self._num)
+        if not self._shuffle:
+            return index
+        order = self._order  # threads may be in different epochs
+        if order is None or order[0] != epoch:
+            order = epoch, random_stream("order", self._seed, epoch).permutation(self._num)
+            self._order = order
+        return int(order[1][index])
+
+
 class PackedSamples:
     """Concatenated documents, cut every T tokens; samples are shuffled differently in every epoch.
 
     Neighbouring samples share one token: the last label of one is the first input of the next, so that every
     token but the very first is predicted once per epoch. Fewer than T tokens at the end are left out.
-
-    The order of an epoch is in memory: 8 bytes per sample, 8 GB for a billion samples.
     """
 
     def __init__(
@@ -51,11 +71,11 @@ class PackedSamples:
         mask_document_boundary: bool,
         number_documents: bool = False,
     ) -> None:
-        self._split, self._seq_len, self._seed = split, seq_len, seed
-        self._shuffle, self._mask_document_boundary = shuffle, mask_document_boundary
+        self._split, self._seq_len = split, seq_len
+        self._mask_document_boundary = mask_document_boundary
         self._number_documents = number_documents
-        self._order: tuple[int, np.ndarray] | None = None
         self._num_samples = max(0, (split.num_tokens - 1) // seq_len)
+        self._order = EpochOrder(self._num_samples, seed, shuffle=shuffle)
         self.num_per_epoch: int | None = self._num_samples
         if self._num_samples == 0:
             documents = "" if split.num_documents is None else f" in {split.num_documents} documents"
@@ -65,8 +85,7 @@ class PackedSamples:
             )
 
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
-        epoch, index = divmod(number, self._num_samples)
-        begin = self._shuffled(epoch, index) * self._seq_len
+        begin = self._order.at(number) * self._seq_len
         end = begin + self._seq_len + 1
         tokens = self._split.read(begin, end)
         inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
@@ -76,14 +95,6 @@ class PackedSamples:
         if not self._number_documents:
             return inputs_T, labels_T
         return inputs_T, labels_T, number_documents(first_labels, self._seq_len)
-
-    def _shuffled(self, epoch: int, index: int) -> int:
-        if not self._shuffle:
-            return index
-        if self._order is None or self._order[0] != epoch:
-            order = random_stream("order", self._seed, epoch).permutation(self._num_samples)
-            self._order = (epoch, order)
-        return int(self._order[1][index])
 
 
 class SyntheticSamples:

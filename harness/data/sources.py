@@ -23,6 +23,7 @@ from typing import Any
 
 from harness.data.config import DataConfig
 from harness.data.documents import LongText, Source, Span, cut, describe, named
+from harness.data.kinds import DATA_KINDS
 from harness.data.parquet_files import read_columns, row_groups
 from harness.data.text_files import (
     COMPRESSIONS,
@@ -34,6 +35,7 @@ from harness.data.text_files import (
     skip_to_line,
 )
 from harness.errors import ConfigError, DataError
+from harness.registry import load_attribute
 
 _ROWS_PER_READ = 256
 EMPTY = "holds no text: every document is empty"
@@ -57,6 +59,9 @@ def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
         if validating and config.validation_paths:
             return LocalFiles(config, "validation_paths"), 0.0
         return LocalFiles(config, "paths"), config.validation_fraction
+    if config.kind != "hub":
+        source: Source = load_attribute(DATA_KINDS[config.kind].source)(config, split)
+        return source, config.validation_fraction
     if validating and config.validation_split:
         return HubTable(config, config.validation_split), 0.0
     return HubTable(config, config.split), config.validation_fraction

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.data.cache import open_cache
 from harness.data.config import DataConfig
-from harness.data.corpus import MANIFEST, check_tokenizer, open_shards, read_manifest
+from harness.data.corpus import check_tokenizer, open_shards, read_manifest
 from harness.data.sources import expand
 from harness.data.token_formats import (
     has_llmc_magic,
@@ -25,6 +25,7 @@ from harness.data.token_lists import Ids, TokenLists, open_arrow, saved_files
 from harness.data.tokenizer import NoTokenizer, Tokenizer
 from harness.data.tokens import Concatenation, Delimited, Limit, Section, Tokens
 from harness.errors import ConfigError, DataError
+from harness.shards.manifest import MANIFEST
 
 # Endings of each format's files in a folder.
 _ENDINGS = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -21,8 +22,9 @@ from typing import IO, Any, TextIO
 import numpy as np
 
 from harness.data.cache_check import META, SPLITS, describe_files
+from harness.data.config import TokenizerConfig
 from harness.data.documents import Source
-from harness.data.tokenizer import Tokenizer
+from harness.data.tokenizer import Tokenizer, build_tokenizer
 from harness.data.units import Index, Unit, bytes_of, cpus, read_index, token_dtype, write_unit
 from harness.data.workers import Workers, can_start_processes
 from harness.errors import DataError
@@ -71,11 +73,25 @@ def tokenize(
     workers = 1 if config is None else min(workers or min(cpus(), MOST_WORKERS), len(missing))
     progress = Progress(source.name, units, missing, workers)
     if workers > 1 and config is not None:
-        processes = Workers(source, config, tokenizer.fingerprint, folder)
-        processes.run(missing, workers, progress.advance)
+        prepare = partial(_prepare, source, config, tokenizer.fingerprint, folder)
+        fewer = "fewer processes (data.tokenize_workers, tokenize.workers)"
+        Workers(prepare, "tokenized", fewer).run(missing, workers, progress.advance)
         return
     for unit in missing:
         write_unit(folder, unit, source, tokenizer, partial(progress.advance, unit))
+
+
+def _prepare(
+    source: Source, config: TokenizerConfig, fingerprint: str, folder: Path, index: int
+) -> Callable[[Unit, Callable[[int], None]], None]:
+    """Build the tokenizer in one of several processes; return the function that tokenizes a unit."""
+    # The tokenizers library reads it once. One process of several needs one thread.
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    tokenizer = build_tokenizer(config)
+    tokenizer.num_threads = 1
+    if tokenizer.fingerprint != fingerprint:
+        raise DataError(f"tokenizer file {config.file} has changed meanwhile")
+    return lambda unit, advance: write_unit(folder, unit, source, tokenizer, advance)
 
 
 class Progress:

@@ -6,6 +6,7 @@ from functools import cache
 
 from harness.data.chat_template import template_of
 from harness.data.config import TokenizerConfig
+from harness.data.kinds import DATA_KINDS
 from harness.data.mixture_config import sources_of
 from harness.data.tiktoken_sets import SETS
 from harness.data.tokenizer import BytesTokenizer, SentencePieceTokenizer, _parse_ranks, build_tokenizer
@@ -24,9 +25,9 @@ def require_vocabulary(job: Job) -> None:
         DataError: the tokenizer's file is malformed, or missing where the ranks run on this machine; or there
             is no chat template.
     """
-    if job.cluster.kind == "local" and job.tokenizer.has_file:
+    if job.cluster.is_here and job.tokenizer.has_file:
         read_tokenizer(job.tokenizer.file)
-    if job.data.kinds - {"synthetic", "mixture"}:
+    if {kind for kind in job.data.kinds - {"synthetic", "mixture"} if not DATA_KINDS[kind].has_pictures}:
         tokenizer = job.tokenizer
         num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
         check_vocab_size(num_tokens or 0, job.model.vocab_size)

@@ -1,4 +1,4 @@
-"""Processes that tokenize units, and end with the process that started them."""
+"""Processes that work on units, and end with the process that started them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
+from typing import Any, Protocol
 
 from harness.cluster.lifeline import end_with_parent
-from harness.data.config import TokenizerConfig
-from harness.data.documents import Source
-from harness.data.tokenizer import build_tokenizer
-from harness.data.units import Unit, write_unit
-from harness.errors import DataError, HarnessError, MachineError
+from harness.errors import ConfigError, HarnessError, MachineError, UserError
 
 _POLL_SECONDS = 1.0
 # Time that a process has to end after it has closed its connection.
 _ENDING_SECONDS = 5.0
-Advance = Callable[[Unit, int], None]
+
+
+class Unit(Protocol):
+    """A part of the work; its text names it in errors."""
+
+    @property
+    def number(self) -> int:
+        """Position among all units."""
+        ...
+
+
+Work = Callable[[Any, Callable[[int], None]], None]
+"""Works on a unit, and calls the function with the progress since the last call."""
 
 
 def can_start_processes() -> bool:
@@ -39,31 +47,30 @@ class _Worker:
 
 
 class Workers:
-    """Processes that tokenize the units of a source into a folder.
+    """Processes that work on units.
 
     Args:
-        source: the source; pickled.
-        config: of the tokenizer, which each process builds.
-        fingerprint: of the tokenizer.
-        folder: where to write.
+        prepare: called once in each process with its index, returns the work; pickled.
+        does: what a process does, for errors, such as "tokenized".
+        works: what would work if memory is short, for errors.
     """
 
-    def __init__(self, source: Source, config: TokenizerConfig, fingerprint: str, folder: Path) -> None:
-        self._arguments = (source, config, fingerprint, folder)
+    def __init__(self, prepare: Callable[[int], Work], does: str, works: str) -> None:
+        self._prepare, self._does, self._works = prepare, does, works
+        self._started = 0
         self._running: dict[Connection, _Worker] = {}
         self._failed: tuple[int, BaseException] | None = None
 
-    def run(self, units: Sequence[Unit], count: int, advance: Advance) -> None:
-        """Tokenize units in ``count`` processes.
+    def run(self, units: Sequence[Unit], count: int, advance: Callable[[Any, int], None]) -> None:
+        """Work on units in ``count`` processes.
 
         Args:
-            units: in the order of their documents.
+            units: in order.
             count: number of processes.
-            advance: called with a unit and the approximate number of its bytes read since the last call.
+            advance: called with a unit and its progress since the last call.
 
         Raises:
-            DataError: of the first document that cannot be read, as in one process.
-            OSError: the folder is full or not writable.
+            UserError, OSError: of the first unit that failed, as in one process.
             MachineError: a process died.
         """
         waiting = deque(units)
@@ -83,8 +90,10 @@ class Workers:
     def _start(self, unit: Unit) -> None:
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, os.getpid(), *self._arguments), daemon=True)
+        arguments = theirs, os.getpid(), self._prepare, self._started, self._does
+        process = context.Process(target=_work, args=arguments, daemon=True)
         process.start()
+        self._started += 1
         theirs.close()
         self._running[ours] = _Worker(process, unit)
         self._send(ours, unit)
@@ -100,7 +109,9 @@ class Workers:
         worker.process.join()
         connection.close()
 
-    def _answer(self, connection: Connection, waiting: deque[Unit], advance: Advance) -> None:
+    def _answer(
+        self, connection: Connection, waiting: deque[Unit], advance: Callable[[Any, int], None]
+    ) -> None:
         worker = self._running.get(connection)
         if worker is None:  # ended because another one failed
             return
@@ -108,7 +119,7 @@ class Workers:
             answer = connection.recv()
         except (EOFError, ConnectionResetError):
             worker.process.join(_ENDING_SECONDS)
-            answer = MachineError(_death_in_words(worker))
+            answer = MachineError(self._death_in_words(worker))
         if isinstance(answer, int):
             advance(worker.unit, answer)
         elif isinstance(answer, BaseException):
@@ -117,6 +128,16 @@ class Workers:
             self._send(connection, waiting.popleft())
         else:
             self._end(connection)
+
+    def _death_in_words(self, worker: _Worker) -> str:
+        code = worker.process.exitcode
+        signaled = code is not None and code < 0
+        how = f"was ended by signal {-code}" if code and signaled else f"ended with exit code {code}"
+        memory = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return (
+            f"a process that {self._does} {worker.unit} {how}{memory}; finished units are kept; would work: "
+            f"the same command, or {self._works} if memory is short"
+        )
 
     def _fail(self, number: int, error: BaseException, waiting: deque[Unit]) -> None:
         """Remember the error of the first unit, and end the processes of later units."""
@@ -128,42 +149,22 @@ class Workers:
                 self._end(connection)
 
 
-def _death_in_words(worker: _Worker) -> str:
-    code = worker.process.exitcode
-    how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-    memory = " (out of memory?)" if code == -signal.SIGKILL else ""
-    return (
-        f"a process that tokenized {worker.unit} {how}{memory}; finished units are kept; would work: the "
-        "same command, or fewer processes (data.tokenize_workers, tokenize.workers) if memory is short"
-    )
-
-
-def _work(
-    connection: Connection,
-    parent: int,
-    source: Source,
-    config: TokenizerConfig,
-    fingerprint: str,
-    folder: Path,
-) -> None:
-    """Tokenize units until the connection is closed."""
+def _work(connection: Connection, parent: int, prepare: Callable[[int], Work], index: int, does: str) -> None:
+    """Work on units until the connection is closed."""
     # ^C on the terminal reaches all processes; the one that started this one handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
-    # The tokenizers library reads it once. One process of several needs one thread.
-    os.environ["RAYON_NUM_THREADS"] = "1"
     try:
-        tokenizer = build_tokenizer(config)
-        tokenizer.num_threads = 1
-        if tokenizer.fingerprint != fingerprint:
-            raise DataError(f"tokenizer file {config.file} has changed meanwhile")
+        work = prepare(index)
         while True:
             unit = connection.recv()
-            write_unit(folder, unit, source, tokenizer, connection.send)
+            work(unit, connection.send)
             connection.send("done")
     except EOFError:
         return
-    except (DataError, MachineError, OSError) as error:
+    except ConfigError as error:  # its constructor takes other arguments than pickle gives it
+        connection.send(UserError(str(error)))
+    except (UserError, MachineError, OSError) as error:
         connection.send(error)
     except Exception:  # not every exception can be pickled
-        connection.send(HarnessError(f"tokenizing failed:\n{traceback.format_exc()}"))
+        connection.send(HarnessError(f"a process that {does} units failed:\n{traceback.format_exc()}"))

@@ -12,6 +12,7 @@ from harness.errors import ConfigError
 from harness.evaluate.names import SPLITS, require_stride, require_tasks
 from harness.evaluate.tasks import Setting
 from harness.inference.config import InferenceJob
+from harness.model.architecture import require_decoder
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class EvaluateJob(InferenceJob):
         Raises:
             ConfigError: naming the field, its value, the rule, and what would work.
         """
+        require_decoder(self.model, "scores text", "validation.interval of harness.train")
         options, most = self.evaluate, self.model.max_seq_len
         require_tasks("evaluate.tasks", options.tasks, lm_eval=True)
         window = options.seq_len or most

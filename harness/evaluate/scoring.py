@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.evaluate.tasks import Row
 from harness.job import Job
-from harness.model.decoder import Decoder
+from harness.model.part import ModelPart
 from harness.parallelism.execute import computes_loss
 from harness.parallelism.mesh import Mesh
 
@@ -31,7 +31,7 @@ class Scores(Protocol):
     mesh: Mesh
 
     @property
-    def parts(self) -> Sequence[Decoder]:
+    def parts(self) -> Sequence[ModelPart]:
         """This rank's parts of the model."""
         ...
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from harness.data.config import WITHOUT_TEXT, DataConfig
+from harness.data.config import DataConfig
+from harness.data.kind_fields import WITHOUT_TEXT
 from harness.data.sources import Source, source_of
 from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.data.tokenizing import is_held_out

@@ -10,10 +10,10 @@ from typing import Any
 
 from harness.config import NUMERICS, leaves
 from harness.errors import ConfigError, UserError
-from harness.exchange.families import ALL, Family
-from harness.exchange.families.core import NEEDED, ConfigField
+from harness.exchange.families.core import NEEDED, ConfigField, Family
 from harness.exchange.quantization import quantization_of
-from harness.model.config import ModelConfig
+from harness.model.architecture import architecture_of
+from harness.model.config import FAMILIES, ModelConfig
 
 CONFIG = "config.json"
 _SHOWN_ITEMS = 8  # of a list
@@ -41,6 +41,8 @@ STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
 
 # Fields that only affect training.
 _TRAINING = ("embedding_std", "moe.aux_loss_coeff", "mtp.loss_weight")
+_MUP = ("mup.base_dim", "mup.base_widths")
+"""A part of the weights in files (``harness.exchange.mup``)."""
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def family_of(model: ModelConfig) -> Family:
 
 def _checked_family(model: ModelConfig) -> Family:
     """Return the model's family after checking each field by itself."""
-    family = ALL[model.family]
+    family = FAMILIES[model.family]
     if family.is_mixture and not model.moe.enabled:
         rule = f"checkpoints of model.family={family.name} have experts"
         raise ConfigError("model.moe.num_experts", 0, rule, "at least 1")
@@ -90,7 +92,7 @@ def _checked_family(model: ModelConfig) -> Family:
 def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
     """The fields of a model that affect its output, with their values."""
     attention, of, rope = model.attention, model.moe, model.rope
-    unread = {*_TRAINING, *(f"rope.{name}" for name in STRETCHING["llama3"] | STRETCHING["yarn"])}
+    unread = {*_TRAINING, *_MUP, *(f"rope.{name}" for name in STRETCHING["llama3"] | STRETCHING["yarn"])}
     unread -= {f"rope.{name}" for name in STRETCHING[rope.scaling]}
     if attention.is_latent:
         unread |= {"n_kv_heads", "head_dim"}
@@ -104,6 +106,7 @@ def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
         unread.add("ffn_hidden_dim")
     for name, role, value in leaves(model):
         without = name.startswith("moe.") and not of.enabled and name != "moe.num_experts"
+        without |= name.startswith("flux.") and not architecture_of(model).takes_pictures
         if role == NUMERICS and name not in unread and not without:
             yield name, value
 
@@ -111,7 +114,7 @@ def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
 def _has_no_field(family: Family, model: ModelConfig, name: str, value: object) -> ConfigError:
     able = [
         f"model.family={each.name}"
-        for each in ALL.values()
+        for each in FAMILIES.values()
         if _has_field(each, _fields_in_config(each, model), name, value)
     ]
     lacks = "cannot store it"
@@ -141,7 +144,7 @@ _DEFAULTS = {name: value for name, _, value in leaves(ModelConfig())}
 
 
 def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """The content of a config.json from which transformers builds the same model.
+    """The content of a config.json from which transformers (or diffusers) builds the same model.
 
     Rotation and dtype are written twice: transformers 4.x reads ``rope_theta``, ``rope_scaling`` and
     ``torch_dtype``, and 5.x writes ``rope_parameters`` and ``dtype``.
@@ -158,12 +161,15 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
     family = family_of(model)
     if family.unbuildable is not None:
         family.unbuildable(model)
+    fields = {field.theirs: field.value for field in family.config_fields(model)}
+    if family.is_diffusers:
+        return {family.type_key: family.model_type, **fields}
     theta = float(model.rope.theta)
     scaling = rope_scaling_of(model)
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{field.theirs: field.value for field in family.config_fields(model)},
+        **fields,
         **(family.written(model) if family.written else {}),
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -242,14 +248,14 @@ def _works(field: ConfigField, found: Mapping[str, Any]) -> object:
 
 def decoder_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the decoder, which may be nested in that of a larger model."""
-    model_type, nested = found.get("model_type"), family.nested
+    model_type, nested = found.get(family.type_key), family.nested
     if nested is not None and model_type == nested.model_type and isinstance(found.get(nested.key), dict):
         quantized = {name: found[name] for name in ("quantization_config",) if name in found}
         return {**found[nested.key], **quantized}
     if model_type == family.model_type:
         return found
-    has = f"model_type {model_type}" if model_type else "no model_type"
-    read = f"with model_type {family.model_type} are read, model.family being {family.name}"
+    has = f"{family.type_key} {model_type}" if model_type else f"no {family.type_key}"
+    read = f"with {family.type_key} {family.model_type} are read, model.family being {family.name}"
     raise UserError(f"config.json has {has}: only checkpoints {read}")
 
 

@@ -28,7 +28,12 @@ from harness.exchange.tensor_names import check_tensors
 from harness.exchange.torchtitan import from_torchtitan
 from harness.files import sync_file
 from harness.model.config import ModelConfig
-from harness.model.spec import tensor_shapes
+from harness.model.spec import is_buffer, tensor_shapes
+
+
+def average_of(name: str) -> str:
+    """Name in our checkpoints of the moving average of a tensor; buffers have none."""
+    return name if is_buffer(name) else f"optimizer.state.{name}.ema"
 
 
 class DistributedSource:
@@ -38,13 +43,16 @@ class DistributedSource:
         path: the checkpoint's folder or fsspec URL.
         manifest: its manifest; empty for a checkpoint of other software, which is read as torchtitan's.
         model: the expected model.
+        ema: read the moving average of the weights (``WeightFolder.averaged``).
 
     Raises:
         DamagedCheckpoint: the checkpoint is damaged.
         UserError: it holds another model.
     """
 
-    def __init__(self, path: str, manifest: Mapping[str, Any], model: ModelConfig) -> None:
+    def __init__(
+        self, path: str, manifest: Mapping[str, Any], model: ModelConfig, *, ema: bool = False
+    ) -> None:
         self._path, self._model, self._foreign = path, model, not manifest
         self._reader = Reader(path, dict(manifest))
         self._metadata = self._read_metadata()
@@ -58,7 +66,8 @@ class DistributedSource:
         nested = self._foreign and EMBEDDING not in self._found
         self._prefix = "model." if nested else ""
         shapes = tensor_shapes(model)
-        keys = {name: self._prefix + name for name in shapes}
+        keys = {name: average_of(name) if ema else self._prefix + name for name in shapes}
+        self._keys = keys
         found = {name: self._found[key].shape for name, key in keys.items() if key in self._found}
         check_tensors(path, model, found, shapes)
         self.tensors: Mapping[str, TensorFacts] = {name: self._found[key] for name, key in keys.items()}
@@ -70,7 +79,7 @@ class DistributedSource:
             DamagedCheckpoint: it is damaged.
             UserError: the model ties embeddings, and the checkpoint's two tables differ.
         """
-        tensor = self._read(self._prefix + name)
+        tensor = self._read(self._keys[name])
         if name == EMBEDDING and self._model.tied_embeddings and self._prefix + HEAD in self._found:
             refuse_untied(tensor, self._read(self._prefix + HEAD), self._path)
         return from_torchtitan(name, tensor, self._model) if self._foreign else tensor

@@ -21,7 +21,8 @@ from harness.data import DataConfig, TokenizerConfig
 from harness.errors import ConfigError, UserError
 from harness.exchange.from_config import model_node
 from harness.job import Job, from_dict
-from harness.model.config import ModelConfig
+from harness.model.config import FAMILIES, ModelConfig
+from harness.registry import load_attribute
 
 if TYPE_CHECKING:
     from harness.exchange.source import Source
@@ -39,12 +40,27 @@ class WeightFolder:
         path: folder of the weights, a path or an fsspec URL.
         manifest: the checkpoint's manifest; empty if the harness did not write it.
         notes: lines for the user about checkpoints that were skipped.
+        ema: whether the moving average of the weights is meant, and not the weights.
     """
 
     kind: str
     path: str
     manifest: dict[str, Any]
     notes: tuple[str, ...] = ()
+    ema: bool = False
+
+    def averaged(self, field: str) -> WeightFolder:
+        """Return the moving average of the weights (``optimizer.ema_decay``) in place of the weights.
+
+        Raises:
+            ConfigError: it is not saved here; ``field`` asked for it.
+        """
+        recorded = (self.manifest.get("job") or {}).get("optimizer") or {}
+        if not recorded.get("ema_decay") or self.manifest.get("holds") == "model":
+            rule = f"{self.path} has no moving average of the weights"
+            works = "false, or a complete checkpoint of a run with optimizer.ema_decay"
+            raise ConfigError(field, True, rule, works)
+        return dataclasses.replace(self, ema=True)
 
 
 def find_source(source: str, field: str = "convert.source") -> WeightFolder:
@@ -166,6 +182,11 @@ def _covers(typed: list[str], name: str) -> bool:
 
 def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfloat16") -> Source:
     """Open weights; quantized ones are read as ``dequantized``."""
+    original = FAMILIES[model.family].original if found.kind == "hf" else None
+    if original is not None:
+        source: Source | None = load_attribute(original)(Path(found.path), model)
+        if source is not None:
+            return source
     if found.kind == "hf":
         import torch
 
@@ -174,11 +195,17 @@ def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfl
         return HuggingFaceSource(Path(found.path), model, getattr(torch, dequantized))
     if found.kind == "llama":
         from harness.exchange.meta import LlamaSource
+        from harness.exchange.mup import unfolded
 
-        return LlamaSource(Path(found.path), model)
+        return unfolded(LlamaSource(Path(found.path), model), model)
     from harness.exchange.dcp import DistributedSource
 
-    return DistributedSource(found.path, found.manifest, model)
+    source = DistributedSource(found.path, found.manifest, model, ema=found.ema)
+    if found.manifest:
+        return source
+    from harness.exchange.mup import unfolded
+
+    return unfolded(source, model)
 
 
 def recorded_model(source: str, field: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from harness.config import check_rules, type_hints, with_value
 from harness.errors import ConfigError, UserError
@@ -21,12 +21,15 @@ from harness.exchange.config_json import (
     found_rope,
     read_object,
 )
-from harness.exchange.families import ALL, Family
-from harness.model.config import ModelConfig
+from harness.exchange.families.core import Family
+from harness.model.config import FAMILIES, ModelConfig
 
 # Some config fields depend on others; two rounds are enough for the existing families.
 _MOST_ROUNDS = 5
-_MAY_BE_ZERO = ("moe.first_dense_layers", "moe.shared_hidden_dim", "moe.num_experts")
+_MAY_BE_ZERO = (
+    *("moe.first_dense_layers", "moe.shared_hidden_dim", "moe.num_experts"),
+    "flux.double_layers",
+)
 _MOST, _MOST_OF_ANY = {"n_layers": 10_000}, 2**40
 
 
@@ -59,11 +62,11 @@ def model_from_config(path: str) -> ModelConfig:
 
 
 def _family(content: Mapping[str, Any]) -> Family:
-    model_type = content.get("model_type")
-    for family in ALL.values():
+    model_type = content.get("model_type", content.get("_class_name"))
+    for family in FAMILIES.values():
         if model_type in (family.model_type, family.nested and family.nested.model_type):
             return family
-    known = ", ".join(family.model_type for family in ALL.values())
+    known = ", ".join(family.model_type for family in FAMILIES.values())
     raise UserError(f"model_type {model_type!r} is not supported; would work: {known}")
 
 
@@ -122,7 +125,7 @@ def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> ModelConfig:
     for group in groups:
         owner = getattr(owner, group)
     hint = type_hints(owner.__class__)[last]
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
     if value is None and type(None) not in kinds:
         raise UserError(f"it has no {theirs}")
     least = 0 if name in _MAY_BE_ZERO else 1

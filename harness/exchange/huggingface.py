@@ -19,7 +19,7 @@ from harness.data.config import TokenizerConfig
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError, UserError
 from harness.exchange.config_json import CONFIG, check_hf_config, decoder_part, hf_config, read_object
-from harness.exchange.families import ALL
+from harness.exchange.mup import multipliers
 from harness.exchange.pieces import HuggingFaceNames, fill, full_ranges
 from harness.exchange.quantization import quantization_of
 from harness.exchange.source import (
@@ -30,11 +30,11 @@ from harness.exchange.source import (
     refuse_untied,
     total_bytes,
 )
-from harness.exchange.stored import DTYPES, INDEX, SINGLE, StoredTensors
+from harness.exchange.stored import DTYPES, INDEX_ENDING, StoredTensors
 from harness.exchange.tensor_names import HF_HEAD, check_hf_tensors, copied_tensors, our_tensors
 from harness.exchange.tokenizer import export_tokenizer
 from harness.files import sync_file, sync_folder
-from harness.model.config import ModelConfig
+from harness.model.config import FAMILIES, ModelConfig
 from harness.model.spec import is_buffer, tensor_shapes
 
 MAX_SHARD_GB = 5.0  # transformers' own default
@@ -58,8 +58,9 @@ class HuggingFaceSource:
         self._folder, self._tied = folder, model.tied_embeddings
         config = read_object(folder / CONFIG)
         check_hf_config(model, config)
-        decoder = decoder_part(ALL[model.family], config)
+        decoder = decoder_part(FAMILIES[model.family], config)
         self._pieces, self._copies = our_tensors(model), copied_tensors(model)
+        self._multipliers = multipliers(model)
         self._stored = StoredTensors(folder, model, quantization_of(decoder), dequantized)
         found = self._stored.tensors
         check_hf_tensors(model, {name: facts.shape for name, facts in found.items()}, str(folder))
@@ -79,6 +80,7 @@ class HuggingFaceSource:
         facts, [first, *_] = self.tensors[name], self._pieces[name]
         if first.is_same:
             tensor = self._stored.read(first.theirs).to(facts.dtype)
+            tensor = tensor / self._multipliers[name] if name in self._multipliers else tensor
         else:
             tensor = torch.empty(facts.shape, dtype=facts.dtype)
             self.fill(name, tensor, full_ranges(facts.shape))
@@ -106,6 +108,8 @@ class HuggingFaceSource:
             UserError: a file is damaged.
         """
         fill(out, self._pieces[name], self.tensors[name].shape, ranges, self._stored.read_slice)
+        if name in self._multipliers:
+            out.div_(self._multipliers[name])
 
 
 def write_huggingface(
@@ -142,7 +146,8 @@ def write_huggingface(
         finish_huggingface(source, model, tokenizer, folder, max_shard_gb)
     rank, ranks = share
     renamed = HuggingFaceNames(source, model)
-    for file, names in list(plan_shards(renamed, max_shard_gb).items())[rank::ranks]:
+    shards = plan_shards(renamed, max_shard_gb, FAMILIES[model.family].stem)
+    for file, names in list(shards.items())[rank::ranks]:
         _write_safetensors(renamed, names, folder / file)
     sync_folder(folder)
 
@@ -158,16 +163,19 @@ def finish_huggingface(
 
     Arguments and errors as for ``write_huggingface``.
     """
-    # config.json has one dtype; if the source mixes several, it is the embedding table's.
-    name = str(source.tensors[EMBEDDING].dtype).removeprefix("torch.")
+    # config.json has one dtype; if the source mixes several, it is the embedding table's, the first tensor.
+    first, family = next(iter(tensor_shapes(model))), FAMILIES[model.family]
+    name = str(source.tensors[first].dtype).removeprefix("torch.")
+    tokenizer = None if family.is_diffusers else tokenizer
     bos, eos = _special_ids(model, tokenizer)
     _write_json(folder / CONFIG, hf_config(model, dtype=name, bos_id=bos, eos_id=eos))
     renamed = HuggingFaceNames(source, model)
-    shards = plan_shards(renamed, max_shard_gb)
+    shards = plan_shards(renamed, max_shard_gb, family.stem)
     if len(shards) > 1:
         weight_map = {name: file for file, names in shards.items() for name in names}
         _write_json(
-            folder / INDEX, {"metadata": {"total_size": total_bytes(renamed)}, "weight_map": weight_map}
+            folder / f"{family.stem}.{INDEX_ENDING}",
+            {"metadata": {"total_size": total_bytes(renamed)}, "weight_map": weight_map},
         )
     if tokenizer is not None:
         export_tokenizer(tokenizer, folder)
@@ -185,12 +193,13 @@ def _special_ids(model: ModelConfig, tokenizer: TokenizerConfig | None) -> tuple
     return built.bos_id, built.eos_id
 
 
-def plan_shards(source: Source, max_shard_gb: float) -> dict[str, list[str]]:
+def plan_shards(source: Source, max_shard_gb: float, stem: str = "model") -> dict[str, list[str]]:
     """Assign tensors to files, filling one file after another as transformers does.
 
     Args:
         source: the tensors under their final names.
         max_shard_gb: most GB of values per file.
+        stem: the beginning of the files' names.
 
     Returns:
         The tensors' names by file name, in order.
@@ -204,9 +213,9 @@ def plan_shards(source: Source, max_shard_gb: float) -> dict[str, list[str]]:
         shards[-1].append(name)
         filled += facts.nbytes
     if len(shards) == 1:
-        return {SINGLE: shards[0]}
+        return {f"{stem}.safetensors": shards[0]}
     return {
-        f"model-{number:05}-of-{len(shards):05}.safetensors": names
+        f"{stem}-{number:05}-of-{len(shards):05}.safetensors": names
         for number, names in enumerate(shards, start=1)
     }
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.exchange.families.core import Shape, TensorMapping
+from harness.exchange.mup import folded
 from harness.exchange.source import Source, TensorFacts
 from harness.exchange.tensor_names import hf_tensors
 from harness.model.config import ModelConfig
@@ -36,7 +37,7 @@ def fill(
             if piece.expert in ranges[0]:
                 row = piece.expert - ranges[0].start
                 out[row].copy_(_read(piece, shape, ranges[1:], read))
-        elif piece.is_same:
+        elif piece.is_same or piece.slot.within is not None:
             out.copy_(_read(piece, shape, ranges, read))
         else:  # one tensor holds all experts
             for row, expert in enumerate(ranges[0]):
@@ -49,6 +50,8 @@ def _read(piece: TensorMapping, shape: Shape, ranges: Sequence[range], read: Rea
     slot, wanted = piece.slot, [slice(each.start, each.stop) for each in ranges]
     if slot.transposed:
         wanted[-2:] = wanted[:-3:-1]
+    if slot.within is not None:
+        wanted[-1] = slice(wanted[-1].start + slot.within[0], wanted[-1].stop + slot.within[0])
     if slot.half is not None:
         start, stop, offset = wanted[-1].start, wanted[-1].stop, slot.half * piece.width(shape)
         halves = slice(2 * start + slot.half, 2 * stop, 2), slice(start + offset, stop + offset)
@@ -71,7 +74,8 @@ class HuggingFaceNames:
     """
 
     def __init__(self, source: Source, model: ModelConfig) -> None:
-        self._source, self._pieces, shapes = source, hf_tensors(model), tensor_shapes(model)
+        self._pieces, shapes = hf_tensors(model), tensor_shapes(model)
+        self._source = folded(source, model)
         self._cache: dict[str, Tensor] = {}
         self.tensors: Mapping[str, TensorFacts] = {
             name: TensorFacts(pieces[0].their_shape(shapes[pieces[0].ours]), self._dtype(pieces))
@@ -115,6 +119,8 @@ def _half(theirs: Tensor, piece: TensorMapping, shape: Shape) -> Tensor:
             else slice(slot.half * width, (slot.half + 1) * width)
         )
         theirs = theirs[..., apart]
+    if slot.within is not None:
+        theirs = theirs[..., slot.within[0] : slot.within[0] + width]
     return theirs.transpose(-1, -2) if slot.transposed else theirs
 
 

@@ -20,7 +20,8 @@ from harness.exchange.source import TensorFacts
 from harness.exchange.tensor_names import own_name
 from harness.model.config import ModelConfig
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX_ENDING = "safetensors.index.json"
+INDEX, SINGLE = f"model.{INDEX_ENDING}", "model.safetensors"
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHOWN_CHARACTERS = 40  # of a wrong value in one line of error
@@ -170,21 +171,24 @@ def _file_facts(file: Path) -> list[tuple[str, tuple[Shape, str]]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read; the folder may also hold the weights in another format."""
-    if (folder / INDEX).exists():
-        index = read_object(folder / INDEX)
+    """The files that transformers or diffusers would read; the folder may also hold other formats."""
+    index_name = INDEX
+    if not (folder / INDEX).exists():  # diffusers' files have another name
+        index_name = next((file.name for file in sorted(folder.glob(f"*.{INDEX_ENDING}"))), INDEX)
+    if (folder / index_name).exists():
+        index = read_object(folder / index_name)
         if not isinstance(index.get("weight_map"), dict):
-            raise UserError(f"{folder / INDEX}: has no weight_map")
+            raise UserError(f"{folder / index_name}: has no weight_map")
         names = list(index["weight_map"].values())
         for name in names:
             if not isinstance(name, str) or not name.endswith(".safetensors"):
                 shown = json.dumps(name)[:_SHOWN_CHARACTERS]
-                raise UserError(f"{folder / INDEX}: weight_map has {shown} instead of a file name")
+                raise UserError(f"{folder / index_name}: weight_map has {shown} instead of a file name")
         files = [folder / name for name in sorted(set(names))]
         missing = [file.name for file in files if not _is_file(file)]
         if missing:
             raise UserError(
-                f"{folder}: {missing[0]} is missing, one of {len(files)} files that {INDEX} names"
+                f"{folder}: {missing[0]} is missing, one of {len(files)} files that {index_name} names"
             )
         return files
     return [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))

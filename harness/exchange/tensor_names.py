@@ -11,9 +11,8 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.exchange.config_json import family_of
-from harness.exchange.families import ALL
 from harness.exchange.families.core import Shape, TensorMapping
-from harness.model.config import ModelConfig
+from harness.model.config import FAMILIES, ModelConfig
 from harness.model.spec import tensor_shapes
 
 HF_HEAD = "lm_head.weight"
@@ -70,7 +69,7 @@ def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 def own_name(model: ModelConfig, name: str) -> str | None:
     """A tensor's name without the prefix of a larger model; None if it is not the decoder's."""
-    family = ALL[model.family]
+    family = FAMILIES[model.family]
     nested = family.nested
     others = (nested.others if nested else ()) + (family.ignored(model) if family.ignored else ())
     if name.endswith(_BUFFER) or (others and name.startswith(others)):

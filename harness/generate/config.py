@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import ClassVar, Self
 
 from harness.config import label, part
 from harness.errors import ConfigError
 from harness.inference.config import InferenceJob
+from harness.model.architecture import architecture_of
+from harness.overrides import with_quoted_text
 
-PROMPT = "prompt="
+_TEXTS_ONLY = (
+    *("chat", "max_new_tokens", "temperature", "top_k", "top_p"),
+    *("stop", "stop_at_end"),
+)
 
 
-def _with_quotes(override: str) -> str:
-    text = override.removeprefix(PROMPT)
-    # As Hydra reads a quoted string: a quote inside has a backslash before it.
-    is_quoted = re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", text, re.DOTALL) is not None
-    if not override.startswith(PROMPT) or is_quoted or text == "null":
-        return override
-    # In quotes Hydra reads \' as ', and keeps all other backslashes but those before it and at the end.
-    escaped = re.sub(
-        r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), text.replace("${", "\\${")
-    )
-    return f"{PROMPT}'{escaped}'"
+@dataclass(frozen=True)
+class PicturesConfig:
+    """How pictures are sampled, by models that make pictures."""
+
+    output: str = label("pictures", nonempty=True)
+    """Folder of the PNG files, 000.png for the first prompt."""
+    size: int | None = label(None, least=1)
+    """Height and width in pixels; null: those of training, which weights of other software do not record."""
+    steps: int = label(28, least=1)
+    """Euler steps from noise to the picture. FLUX.1-schnell needs 4."""
+    guidance: float = label(3.5, least=0)
+    """Strength of guidance for models with ``model.flux.guidance``, such as FLUX.1-dev."""
+    cfg: float = label(1.0, least=0)
+    """Weight of classifier-free guidance (arXiv:2207.12598), with a second pass for the empty caption; 1:
+    none."""
+    shift: bool = label(True)
+    """Whether times are shifted towards noise as in training (``training.flow``). FLUX.1-schnell needs
+    false."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +66,15 @@ class GenerateConfig:
     top_p: float = label(1.0, above=0, most=1)
     """Sample from the most probable tokens whose probabilities sum to this (arXiv:1904.09751)."""
     seed: int = label(0, least=0)
-    """Seed of sampling. The i-th prompt's text depends on the seed and i only."""
+    """Seed of sampling. The i-th prompt's text or picture depends on the seed and i only."""
     stop: list[str] = label(factory=list)
     """Strings that end a text; they are not part of it."""
     stop_at_end: bool = label(True)
     """Whether the tokenizer's end-of-document token ends a text; with ``chat`` also the end of a turn."""
     json: bool = label(False)
     """Print one JSON object instead of text, as ``--json`` does."""
+    pictures: PicturesConfig = part(PicturesConfig)
+    """Models that make pictures: how they are sampled."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,7 @@ class GenerateJob(InferenceJob):
     @classmethod
     def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
         """Also quote the prompt, so that Hydra does not parse it."""
-        return [_with_quotes(each) for each in super().spelled_out(overrides)]
+        return [with_quoted_text(each, "prompt") for each in super().spelled_out(overrides)]
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
         """Return the job with derived fields set, after a check of every rule.
@@ -87,7 +101,20 @@ class GenerateJob(InferenceJob):
         """
         if "" in self.generate.stop:
             raise ConfigError("generate.stop", self.generate.stop, "an empty string is in every text", "[]")
-        return super().resolve(launched_ranks=launched_ranks, gpus=gpus)
+        architecture = architecture_of(self.model)
+        self._refuse_options("pictures" if architecture.takes_pictures else "texts")
+        job = replace(self, **architecture.for_generation(self.data, self.training, self.model))
+        return super(GenerateJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
+
+    def _refuse_options(self, makes: str) -> None:
+        """Refuse options that have no effect for this kind of model."""
+        of_pictures = [f"pictures.{field.name}" for field in fields(PicturesConfig)]
+        default = GenerateConfig()
+        for name in _TEXTS_ONLY if makes == "pictures" else of_pictures:
+            value, usual = (attrgetter(name)(each) for each in (self.generate, default))
+            if value != usual:
+                rule = f"has no effect: model={self.model.name} makes {makes}"
+                raise ConfigError(f"generate.{name}", value, rule, "leave it out")
 
     @property
     def wants_json(self) -> bool:

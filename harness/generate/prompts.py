@@ -42,12 +42,7 @@ def read_prompts(job: GenerateJob, tokenizer: Tokenizer) -> list[Prompt]:
         UserError: there is none, one cannot be read, is empty, or has tokens that the model does not have.
     """
     config = job.generate
-    found: list[str | Conversation] = [*([] if job.prompt is None else [job.prompt]), *config.prompts]
-    if config.prompt_file is not None:
-        found += _lines(config.prompt_file, with_messages=config.chat is not None)
-    if not found:
-        works = "prompt=TEXT, generate.prompts=[A,B], generate.prompt_file=FILE, or generate.prompt_file=-"
-        raise ConfigError("prompt", None, "there is no prompt", works)
+    found = read_texts(job)
     prompts = _turns(config.chat, found, tokenizer) if config.chat else _documents(found, tokenizer)
     for number, prompt in enumerate(prompts, start=1):
         if not prompt.ids:
@@ -58,6 +53,22 @@ def read_prompts(job: GenerateJob, tokenizer: Tokenizer) -> list[Prompt]:
                 "would work: the tokenizer that the model was trained with"
             )
     return prompts
+
+
+def read_texts(job: GenerateJob) -> list[str | Conversation]:
+    """Read all prompts, as text; with generate.chat also conversations.
+
+    Raises:
+        UserError: there is none, or one cannot be read.
+    """
+    config = job.generate
+    found: list[str | Conversation] = [*([] if job.prompt is None else [job.prompt]), *config.prompts]
+    if config.prompt_file is not None:
+        found += _lines(config.prompt_file, with_messages=config.chat is not None)
+    if not found:
+        works = "prompt=TEXT, generate.prompts=[A,B], generate.prompt_file=FILE, or generate.prompt_file=-"
+        raise ConfigError("prompt", None, "there is no prompt", works)
+    return found
 
 
 def _documents(texts: Sequence[Any], tokenizer: Tokenizer) -> list[Prompt]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Self
 
+from harness.config import label
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.overrides import FROM_CONFIG, typed_value
@@ -31,6 +32,9 @@ FIXED_TO_GENERATE: dict[str, tuple[Any, str]] = {
 @dataclass(frozen=True)
 class InferenceJob(Job):
     """A job whose model and tokenizer are those of a checkpoint."""
+
+    ema: bool = label(False)
+    """Use the moving average of the weights (optimizer.ema_decay) that the checkpoint has."""
 
     WEIGHTS: ClassVar[str] = ""
     """The field with the path of the weights."""

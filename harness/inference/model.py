@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,19 +19,19 @@ from harness.data.loader import Batch
 from harness.data.prefetch import place
 from harness.errors import UserError
 from harness.exchange import on_ranks
+from harness.exchange.dcp import average_of
 from harness.exchange.found import WeightFolder, open_source
 from harness.job import Job
 from harness.job_rules import check_device
-from harness.model.decoder import Decoder
-from harness.parallelism.chunked_loss import build_loss
-from harness.parallelism.execute import Executor, build_executor
+from harness.model.architecture import architecture_of
+from harness.parallelism.execute import Executor
 from harness.parallelism.materialize import allocate, local_ranges
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_on_meta
 
 
 class InferenceModel:
-    """A decoder with weights of a checkpoint; all ranks construct it together.
+    """A model with weights of a checkpoint; all ranks construct it together.
 
     Args:
         job: the resolved job.
@@ -51,7 +52,7 @@ class InferenceModel:
             part.requires_grad_(False)
 
     @property
-    def part(self) -> Decoder:
+    def part(self) -> Any:
         """The model part of a layout without pipeline."""
         [part] = self.parts
         return part
@@ -62,8 +63,9 @@ class InferenceModel:
 
     @cached_property
     def _executor(self) -> Executor:
-        loss = build_loss(self.job, self.mesh, self.parts)
-        return build_executor(self.job, self.mesh, self.parts, loss, self.device)
+        architecture = architecture_of(self.job.model)
+        loss = architecture.build_loss(self.job, self.mesh, self.parts)
+        return architecture.build_executor(self.job, self.mesh, self.parts, loss, self.device)
 
     def score(self, batch: Batch) -> Tensor:
         """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""
@@ -86,7 +88,8 @@ class InferenceModel:
             on_ranks.load(found.path, self.job.model, state, self.ranks)
         elif found.kind == "dcp" and found.manifest:
             with opened(open_checkpoint(found.path), self.ranks) as reader:
-                dcp.load(dict(state), storage_reader=reader, process_group=self.ranks.group)
+                named = {average_of(name): t for name, t in state.items()} if found.ema else dict(state)
+                dcp.load(named, storage_reader=reader, process_group=self.ranks.group)
         else:
             self.ranks.everywhere(lambda: self._read(found, state))
 

@@ -24,16 +24,17 @@ class Used:
     found: WeightFolder
 
 
-def use_checkpoint(job: Any, overrides: list[str], field: str) -> Used:
+def use_checkpoint(job: Any, overrides: list[str], field: str, *, has_text: bool = True) -> Used:
     """Find the weights of a job; the model in the job is theirs already.
 
     Args:
         job: an ``InferenceJob``.
         overrides: the overrides that composed it.
         field: its field with the path.
+        has_text: whether a tokenizer is needed.
 
     Raises:
-        UserError: there are no weights, they are damaged, or no tokenizer is known.
+        UserError: there are no weights, they are damaged, or no tokenizer is known and one is needed.
     """
     path = attrgetter(field)(job)
     if path is None:
@@ -44,8 +45,12 @@ def use_checkpoint(job: Any, overrides: list[str], field: str) -> Used:
         found = find_source(path, field)
     except DamagedCheckpoint as error:
         raise UserError(f"{path}: {error}") from error
+    if job.ema:
+        found = found.averaged("ema")
     if is_first():
         sys.stderr.write("".join(f"note: {note}\n" for note in found.notes))
+    if not has_text:
+        return Used(job, found)
     tokenizer = choose_tokenizer(job, overrides, found) or _tokenizer_beside(found)
     if tokenizer is None:
         works = "tokenizer=NAME, an option of conf/tokenizer"

@@ -6,13 +6,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from harness.job import Job
+from harness.model.architecture import architecture_of
 from harness.model.spec import block_tensors
 from harness.parallelism.stages import split_modules, stages_of_rank
 from harness.plan.machine import machine_of
-from harness.plan.memory import CUBLAS_WORKSPACE
 from harness.plan.parameters import parameters_of
 from harness.plan.plan import Plan
 from harness.plan.speed import StepModel
+from harness.plan.update import planned_update
 from harness.rehearse.figures import RankFigures
 
 HOST_KINDS = {"exchange": "all_to_all"}
@@ -38,15 +39,13 @@ class Line:
 
 def memory_lines(figures: RankFigures, plan: Plan) -> list[Line]:
     """Compare the device memory: parameters, gradients, optimizer state and the peaks."""
-    kinds = plan.memory[figures.pp_rank].kinds
-    peak = plan.memory[figures.pp_rank].peak
+    memory = plan.memory[figures.pp_rank]
     planned = {
-        "parameters": kinds["parameters"],
+        "parameters": memory.kinds["parameters"],
         "gradients": parameters_of(plan.job, figures.pp_rank).gradient_bytes,
-        "optimizer": kinds["optimizer"],
-        # The workspaces of cuBLAS are torch's tensors.
-        "allocated": peak - kinds["runtime"] + 2 * CUBLAS_WORKSPACE,
-        "reserved": peak,
+        "optimizer": memory.kinds["optimizer"],
+        "allocated": memory.allocated,
+        "reserved": memory.peak,
     }
     return [
         Line(name, "bytes", figures.memory[name], planned[name]) for name in planned if name in figures.memory
@@ -86,7 +85,7 @@ def traffic_lines(figures: RankFigures, plan: Plan) -> list[Line]:
 
 
 def product_flops(job: Job, pp_rank: int) -> float:
-    """Return the FLOPs of a rank's cuBLAS products, forward and backward, without recomputation.
+    """Return the FLOPs of a rank's cuBLAS products: forward, backward without recomputation, and update.
 
     Attention and experts run in other kernels.
     """
@@ -94,12 +93,14 @@ def product_flops(job: Job, pp_rank: int) -> float:
     modules = split_modules(layout, model.n_layers)
     own = [name for stage in stages_of_rank(layout, model.n_layers, pp_rank) for name in modules[stage]]
     layers = [int(name.removeprefix("layers.")) for name in own if name.startswith("layers.")]
-    values = 0.0
+    architecture, values = architecture_of(model), 0.0
     for layer in layers:
         for tensor in block_tensors(model, layer):
             if tensor.is_matrix and not tensor.is_expert:
-                values += tensor.size / layout.tp_of(tensor)
+                share = architecture.row_share(model, tensor, job.training.seq_len)
+                values += share * tensor.size / layout.tp_of(tensor)
     if "output" in own:
-        values += model.vocab_size * model.dim / layout.tp
+        values += architecture.outputs(model) * model.dim / layout.tp
     rows = job.global_batch_size // layout.data_parallel * job.training.seq_len / layout.cp
-    return 6.0 * rows * values
+    update = planned_update(job, parameters_of(job, pp_rank))
+    return 6.0 * rows * values + (0.0 if update is None else update.flops)

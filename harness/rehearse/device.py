@@ -34,7 +34,7 @@ class VirtualDevice:
 
 def virtual_device(job: Job) -> VirtualDevice:
     """Return the device of a job's ranks; context and communicators take what the plan assumes."""
-    accelerator = ACCELERATORS[job.cluster.accelerator or DEFAULT]
+    accelerator = job.cluster.gpu or ACCELERATORS[DEFAULT]
     name, capability = CUDA_DEVICES[accelerator.name]
     return VirtualDevice(
         name,

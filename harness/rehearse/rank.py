@@ -146,13 +146,13 @@ class Rehearsal:
 
     def _train(self, engine: Any, device: Any, watch: Any, store: Any) -> None:
         from harness.data.prefetch import Prefetcher
-        from harness.rehearse.substitutes import Tokens
+        from harness.rehearse.substitutes import Zeros
 
         figures, memory = self.figures, self.figures.memory
         memory["parameters"] = _bytes_on_device(
             tensor for part in engine.parts for tensor in (*part.parameters(), *part.buffers())
         )
-        loader = Prefetcher(Tokens(self.job, len(engine.rows)), self.job.data.prefetch, device)
+        loader = Prefetcher(Zeros(self.job, len(engine.rows)), self.job.data.prefetch, device)
         for step in range(self.steps):
             self.step = step
             batch = loader.next()
@@ -193,8 +193,9 @@ class Rehearsal:
             # A group of sends is an exchange; in a pipeline each send counts by itself.
             if kind == "receive" or kind == ("exchange" if axis == "pp" else "send"):
                 continue
-            if kind == "exchange" and axis == "dp":
-                axis = "ep"  # both have the same ranks; FSDP exchanges nothing
+            if kind in ("exchange", "all_to_all") and axis not in ("pp", "tp", "cp", "ep"):
+                # Experts' group may be FSDP's, and the optimizer's that of FSDP or of the world.
+                axis = "ep" if axis == "dp" and engine.job.parallelism.ep > 1 else "optimizer"
             figures.collectives.append(Collective(axis, kind, ranks, count, size * sent_by(kind, ranks)))
         figures.collectives.sort(key=lambda each: (each.axis, each.kind))
         figures.communicators = [" of ".join(map(str, groups.of(name))) for name in calls.communicators]

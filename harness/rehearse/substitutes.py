@@ -23,9 +23,10 @@ from torch import Tensor
 from torch._meta_registrations import alloc_with_matching_layout
 from torch.distributed.pipelining.stage import PipelineStage
 
-from harness.data.loader import Batch, Loader
+from harness.data.batch import AnyBatch, Batch, ImageBatch, Loader
 from harness.job import Job
 from harness.loop import setup
+from harness.model.architecture import architecture_of
 from harness.model.kernels import VarlenKernel
 from harness.parallelism.expert import ExpertExchange
 from harness.rehearse.gpu import VirtualGpu
@@ -120,21 +121,22 @@ class LoneStore(dist.Store):
         return self
 
 
-class Tokens(Loader):
-    """Batches of the job's shape. All tokens are 0, because nothing is computed."""
+class Zeros(Loader):
+    """Batches of the job's shape. All values are 0, because nothing is computed."""
 
     samples_per_epoch = None
 
     def __init__(self, job: Job, rows: int) -> None:
-        self._shape = rows, job.training.seq_len
-        self._tells_documents_apart = not job.data.attend_across_documents
+        self._job, self._rows = job, rows
 
-    def next(self) -> Batch:
-        rows, length = self._shape
-        tokens, documents = torch.zeros(rows, length, dtype=torch.int64), None
-        if self._tells_documents_apart:
+    def next(self) -> AnyBatch:
+        batch = architecture_of(self._job.model).fake_batch(self._job, self._rows)
+        if isinstance(batch, ImageBatch):
+            return batch
+        (rows, length), documents = batch.shape, None
+        if not self._job.data.attend_across_documents:
             documents = (torch.arange(length) * DOCUMENTS // length).expand(rows, length).contiguous()
-        return Batch(tokens, tokens.clone(), documents)
+        return Batch(batch.inputs_BT, batch.labels_BT, documents)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

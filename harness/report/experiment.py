@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.cluster.config import ClusterConfig
 from harness.compose import compose_points
 from harness.config import LABEL, leaves
 from harness.errors import UserError
 from harness.job import Job
 from harness.paths import conf_dir
-from harness.plan.constants import Calibration
+from harness.plan.constants import Calibration, Constants
 from harness.report import published, rehearsed
 from harness.report.predict import METRICS, machine_of, predicted
 from harness.report.published import Published, Recipe, recipe_of
@@ -62,6 +63,11 @@ def option_of(folder: Path) -> str | None:
 def spaces_of(folder: Path) -> list[Path]:
     """Return the files of a folder that are experiments: those with a name. Others are included by them."""
     return [path for path in sorted(folder.glob("*.yaml")) if _content(path).get("name")]
+
+
+def names_of(folder: Path) -> list[str]:
+    """Return the names of a folder's experiments, which are the folders of their sweeps."""
+    return [_content(path)["name"] for path in spaces_of(folder)]
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -185,7 +191,11 @@ def workload(job: Job) -> tuple[tuple[str, Any], ...]:
 def _joined(row: Row, job: Job, own: Published | None, calibration: Calibration | None) -> Row:
     """Add published, predicted and expected values, and their deltas, to a row."""
     machine = machine_of(row)
-    values = predicted(job, own.accelerator) if own is not None else predicted(job, machine, calibration)
+    if own is None:
+        values = predicted(job, machine, calibration)
+    else:
+        cluster = ClusterConfig(accelerator=own.accelerator)
+        values = predicted(job, cluster, Calibration(Constants(), software=own.software))
     row = {**row, **{f"predicted.{name}": value for name, value in values.items()}}
     if own is not None:
         row |= {

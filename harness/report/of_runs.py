@@ -19,6 +19,7 @@ from harness.report.provenance import section_of
 from harness.report.rows import fastest_first, job_of
 from harness.report.statistics import Errors, errors_of, spearman
 from harness.report.words import NOT_MEASURED, formatted, layout_and_schedule, percent
+from harness.sweep.study_record import StudyRecord
 
 Row = dict[str, Any]
 RATE = "tokens_per_second_per_rank"
@@ -51,7 +52,11 @@ _FAILURES = (
 
 
 def report_of(
-    title: str, rows: Sequence[Row], folder: Path, calibration: Calibration | None = None
+    title: str,
+    rows: Sequence[Row],
+    folder: Path,
+    calibration: Calibration | None = None,
+    study: StudyRecord | None = None,
 ) -> Report:
     """Create the report, and write its pictures.
 
@@ -60,10 +65,11 @@ def report_of(
         rows: rows with predictions.
         folder: folder for its pictures.
         calibration: constants that the predictions were made with.
+        study: the objective, if a sweeper chose the points by their results.
     """
     rows = [_with_layout(row) for row in rows]
     best = best_of(rows)
-    sections = _tables(title, rows, best, folder)
+    sections = [*_study(study, rows), *_tables(title, rows, best, folder)]
     measured = [row for row in rows if row["state"] == "completed"]
     names = [plot_name(row, measured) for row in measured]
     note = _rank_in_words(measured)
@@ -73,10 +79,31 @@ def report_of(
         sections.append(Section("Predicted and measured", [note] if note else [], picture="predicted.png"))
     sections += _evaluations(rows)
     sections += _knobs(rows, best)
+    sections += _slow(rows)
     sections += _failures(rows)
     origin = section_of(rows)
     sections += [origin] if origin is not None else []
-    return Report(title, sections, [*_summary(rows, best), *constants_in_words(calibration)], rows)
+    summary = [*_summary(rows, best), *_best_of_study(study, rows), *constants_in_words(calibration)]
+    return Report(title, sections, summary, rows)
+
+
+def _study(study: StudyRecord | None, rows: Sequence[Row]) -> list[Section]:
+    """Return a section with the values of a study's objective, the best first."""
+    if study is None or not study.ranked(rows):
+        return []
+    columns = (Column("point", "run"), *(Column(name, name, ".6g") for name in study.objective))
+    ranked = [rows[index] for index in study.ranked(rows)]
+    text = f"Chosen by {study.sweeper} to {study.describe()}."
+    return [Section("Study", [text], Table(columns, ranked, ranked[0]["point"]))]
+
+
+def _best_of_study(study: StudyRecord | None, rows: Sequence[Row]) -> list[str]:
+    best = [] if study is None else [rows[index] for index in study.best(rows)]
+    return [
+        f"- The best ({study.describe()}): `{row['point']}`, {study.format(study.value(row))}."
+        for row in best
+        if study is not None
+    ]
 
 
 def _with_layout(row: Row) -> Row:
@@ -178,6 +205,13 @@ def _why(row: Row) -> str:
     if row["state"] == "completed":
         return ""
     return ": ".join(part for part in (row["state"], row.get("kind"), row.get("reason")) if part)
+
+
+def _slow(rows: Sequence[Row]) -> list[Section]:
+    """Return a section of the runs with slow ranks."""
+    found = [row for row in rows if row.get("slow")]
+    table = Table((Column("point", "run"), Column("slow", "slow ranks")), found)
+    return [Section("Slow ranks", table=table)] if found else []
 
 
 def _failures(rows: Sequence[Row]) -> list[Section]:

@@ -144,7 +144,7 @@ def against(
     axis.scatter(known, expected, s=22, color=COLORS["measured"], zorder=3)
     axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for side in (axis.xaxis, axis.yaxis):
-        side.set_major_locator(FixedLocator(_ticks(low, high)))
+        side.set_major_locator(FixedLocator(ticks(low, high)))
         side.set_minor_locator(NullLocator())
         side.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axis.set_xlabel(f"{reference} tokens per second and rank")
@@ -159,7 +159,7 @@ def against(
     return True
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Return a few round numbers as ticks of a logarithmic axis."""
     from matplotlib.ticker import MaxNLocator
 

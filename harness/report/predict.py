@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.config import with_value
-from harness.hardware import find_accelerator
+from harness.cluster.config import ClusterConfig
 from harness.job import Job
 from harness.plan.constants import Calibration
+from harness.registry import MissingPackageError
 from harness.report.rows import job_of
 from harness.report.statistics import delta
 from harness.tables import GIB
@@ -19,22 +20,23 @@ CALIBRATION = "calibration.json"
 METRICS = ("tokens_per_second_per_rank", "memory_gib", "mfu")
 
 
-def predicted(job: Job, accelerator: str | None = None, calibration: Calibration | None = None) -> Row:
+def predicted(job: Job, cluster: ClusterConfig | None = None, calibration: Calibration | None = None) -> Row:
     """Return a plan's ``METRICS``, ``step_seconds`` and ``fits``; None where the plan has no value.
 
     Args:
         job: the job.
-        accelerator: accelerator of the nodes, by its name in ``harness/hardware.py``; None means the
-            job's.
+        cluster: has the accelerator of the nodes; None means the job's.
         calibration: calibrated constants in place of the defaults. A calibration with its own accelerator is
-            ignored if ``accelerator`` is given.
+            ignored if ``cluster`` is given.
     """
+    from harness.plan.machine import on_hardware_of
     from harness.plan.make import make_plan
 
-    if accelerator is not None:
-        job = with_value(job, "cluster.accelerator", accelerator)
-    if calibration is not None and calibration.accelerator is not None and accelerator is not None:
-        calibration = None
+    if cluster is not None:
+        job = job.on_accelerator_of(cluster)
+        if calibration is not None and calibration.accelerator is not None:
+            calibration = None
+    job = on_hardware_of(job, calibration)
     plan = make_plan(job, calibration)
     speed = plan.speed
     return {
@@ -69,16 +71,20 @@ def _with_prediction(row: Row, calibration: Calibration | None) -> Row:
     job = job_of(row)
     if job is None:
         return row
-    values = {
-        f"predicted.{name}": value for name, value in predicted(job, machine_of(row), calibration).items()
-    }
+    try:
+        plan = predicted(job, machine_of(row), calibration)
+    except MissingPackageError as error:
+        sys.stderr.write(f"WARNING {row.get('run_dir')}: no prediction: {error}\n")
+        return row
+    values = {f"predicted.{name}": value for name, value in plan.items()}
     deltas = {
         f"delta.{name}": delta(values[f"predicted.{name}"], row.get(f"measured.{name}")) for name in METRICS
     }
     return {**row, **values, **deltas}
 
 
-def machine_of(row: Row) -> str | None:
-    """Return the name of the accelerator that a row was measured on; None if it is unknown."""
-    accelerator = find_accelerator(row.get("device") or "")
-    return None if accelerator is None else accelerator.name
+def machine_of(row: Row) -> ClusterConfig | None:
+    """Return a cluster with the accelerator that a row was measured on; None if it is unknown."""
+    job = job_of(row)
+    cluster = ClusterConfig() if job is None else job.cluster
+    return cluster.with_device(row.get("device") or "")

@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.job import Job
+from harness.plan.constants import Software
 
 FILE = "published.csv"
 _MODELS = {"llama3.1-8B": "llama3_8b", "llama3.1-70B": "llama3_70b", "llama3.1-405B": "llama3_405b"}
@@ -56,7 +57,10 @@ class Published:
     table: str
     """Stem of the experiment's file: ``table1``."""
     source: str
+    software: Software = field(default_factory=Software)
     notes: str = field(default="", compare=False)
+    memory_inexpressible: str = field(default="", compare=False)
+    """Why our options cannot express the run's memory; empty if they can."""
 
 
 def read(folder: Path) -> list[Published]:
@@ -104,7 +108,18 @@ def _row(raw: dict[str, str]) -> Published:
         layout=raw["parallel_layout"],
         table=raw["source"].split()[-2].lower() + raw["source"].split()[-1],
         source=raw["source"],
+        software=software_of(raw),
         notes=raw["notes"],
+        memory_inexpressible=raw.get("memory_inexpressible", ""),
+    )
+
+
+def software_of(raw: dict[str, str]) -> Software:
+    """Return the software of a row's trainer. An empty column is as in this harness."""
+    return Software(
+        raw["attention"],
+        fused_norm=_YES[raw["fused_norm"] or "yes"],
+        speed=float(raw["speed"] or 1),
     )
 
 

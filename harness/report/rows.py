@@ -8,14 +8,14 @@ A row has the flat fields of ``result.json``, and:
 * ``measured.*``, for completed runs: ``tokens_per_second_per_rank`` (see ``harness/metrics/window.py``),
   ``low`` and ``high`` (10th and 90th percentile of the rates of single steps), ``spread`` (their difference
   divided by the rate), ``step_seconds`` (median), ``memory_gib``, ``mfu``;
-* ``torchtitan.tokens_per_second_per_rank``, if it was measured in turn with the run.
+* ``torchtitan.tokens_per_second_per_rank``, if it was measured in turn with the run;
+* ``slow``: the ranks that the run found slow, if any (``SlowRank``, as text).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,14 @@ from harness.report.naming import names_of
 from harness.run.folder import RunFolder
 from harness.run.state import RunState, read_states
 from harness.sweep.registry import FILE as SWEEP
-from harness.sweep.registry import Point, Registry, labels, typed_overrides
+from harness.sweep.registry import Point, Registry, command_of, labels, typed_overrides
 
 Row = dict[str, Any]
 
 KEPT = "results.jsonl"
 """Rows that are kept after the runs are deleted: one JSON object per line."""
 # Names of machines and folders mean nothing elsewhere; lists of checkpoints are no results.
-_NOT_KEPT = ("host.name", "run_dir", "resumed_from", "saved")
+_NOT_KEPT = ("host.name", "run_dir", "resumed_from", "saved", "slow")
 _PATH = re.compile(r"(?:\w+\.)+(?=\w+=)")
 
 
@@ -104,6 +104,7 @@ def _of_seen(name: str, point: Point, seen: RunState) -> Row:
         "kind": seen.kind,
         "reason": seen.reason,
         "run_dir": str(point.run_dir),
+        **({"slow": "; ".join(map(str, seen.slow))} if seen.slow else {}),
     }
     return completed(row)
 
@@ -182,11 +183,6 @@ def job_of(row: Row) -> Job | None:
                 inner = inner.setdefault(step, {})
             inner[leaf] = value
     return from_dict(Job, plain) if plain else None
-
-
-def command_of(overrides: Iterable[str]) -> str:
-    """Return the command that repeats the run."""
-    return shlex.join(["python", "-m", "harness.train", *overrides])
 
 
 def shortened(label: str) -> str:

@@ -1,7 +1,7 @@
 """The run folder: the files needed to resume, resubmit or audit a run.
 
-    job.json overrides.txt code.json status.json metrics.jsonl result.json
-    checkpoints/ errors/ logs/ evidence/ flight_recorder/ profile/ slurm/ attempts/
+    job.json overrides.txt code.json status.json metrics.jsonl metrics/ result.json
+    checkpoints/ errors/ logs/ evidence/ flight_recorder/ profile/ phases/ slurm/ attempts/ slow_ranks.json
 
 One process at a time writes the shared files: the controller before the ranks start and after they end, rank
 0 in between. On SLURM the controller of an attempt is the batch process (``harness.cluster.attempt``).
@@ -28,14 +28,18 @@ from harness.files import write_atomically
 from harness.job import Job
 from harness.locks import LockedError, lock
 from harness.metrics.result import git_commit, versions, write_json_atomically, write_result
+from harness.metrics.slow import FILE as SLOW
 from harness.run.errors import RunErrors
 from harness.run.siblings import unfinished_siblings
 from harness.run.status import EVALUATIONS, LOCK, METRICS, RESERVE, RESERVED_BYTES, is_running
 
 DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
-PER_ATTEMPT = ("result.json", "status.json", "errors", "logs", "evidence", "flight_recorder", "profile")
+PER_ATTEMPT = (
+    *("result.json", "status.json", "errors", "logs", "evidence", "flight_recorder", "profile", "phases"),
+    SLOW,
+)
 # An attempt that resumes appends to these.
-PER_CURVE = (METRICS, EVALUATIONS, "tensorboard")
+PER_CURVE = (METRICS, EVALUATIONS, "metrics", "tensorboard")
 LEAVING_SECONDS = 10.0
 
 

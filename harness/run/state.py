@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.cluster.queue import Jobs, Queued, jobs
 from harness.errors import UserError
+from harness.metrics.slow import SlowRank, slow_ranks
 from harness.run.folder import RunFolder
 from harness.run.slurm_record import FILE, SlurmJobRecord
 
@@ -45,11 +46,14 @@ class RunState:
     reason: str = ""
     job_record: SlurmJobRecord | None = None
     job_id: str | None = None
+    slow: tuple[SlowRank, ...] = ()
+    """Ranks that the last attempt found slow."""
 
     @property
     def about(self) -> str:
-        """The class of a failure, if any, and the reason."""
-        return f"{self.kind}: {self.reason}" if self.kind else self.reason
+        """The class of a failure, if any, and the reason; then the slow ranks."""
+        reason = f"{self.kind}: {self.reason}" if self.kind else self.reason
+        return "; ".join([*([reason] if reason else []), *(f"slow: {each}" for each in self.slow)])
 
     @property
     def is_damaged(self) -> bool:
@@ -110,6 +114,7 @@ def read_state(run_dir: Path, listed: Jobs | None) -> RunState:
         reason=reason,
         job_record=job_record,
         job_id=None if found is None else found.id,
+        slow=tuple(slow_ranks(run_dir)),
     )
 
 

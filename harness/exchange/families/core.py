@@ -23,12 +23,14 @@ class TensorSlot:
         half: which half of the last dimension; None: all of it.
         interleaved: whether the halves alternate; else they are concatenated.
         transposed: whether the last two dimensions are swapped.
+        within: our values are only a part of its last dimension: their first index, and its length.
     """
 
     name: str
     half: int | None = None
     interleaved: bool = False
     transposed: bool = False
+    within: tuple[int, int] | None = None
 
 
 Names = dict[str, str | TensorSlot]
@@ -70,7 +72,8 @@ class TensorMapping:
     @property
     def is_same(self) -> bool:
         """Whether both tensors are the same."""
-        return self.expert is None and self.slot.half is None and not self.slot.transposed
+        slot = self.slot
+        return self.expert is None and slot.half is None and slot.within is None and not slot.transposed
 
     def width(self, shape: Shape) -> int:
         """Length of the values along their last dimension, for our tensor's shape."""
@@ -81,6 +84,8 @@ class TensorMapping:
         shape = shape if self.expert is None else shape[1:]
         if self.slot.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
+        if self.slot.within is not None:
+            return (*shape[:-1], self.slot.within[1])
         return shape if self.slot.half is None else (*shape[:-1], 2 * shape[-1])
 
 
@@ -184,6 +189,9 @@ class Family:
         ignored: prefixes of names of tensors that are not the decoder's.
         mtp: like ``names``, of multi-token prediction's modules; theirs are in block n_layers.
         mtp_copies: our tensors of which that block has copies, and their names there.
+        library: the library of its checkpoints, transformers or diffusers.
+        original: function that finds weights in the format of the model's authors (``module:function``); it
+            maps a folder and the model to a ``Source``, or None if the folder has no such weights.
     """
 
     name: str
@@ -204,6 +212,23 @@ class Family:
     ignored: Callable[[ModelConfig], tuple[str, ...]] | None = None
     mtp: Names = field(default_factory=dict)
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
+    library: str = "transformers"
+    original: str | None = None
+
+    @property
+    def is_diffusers(self) -> bool:
+        """Whether config.json and the names of files are those of diffusers."""
+        return self.library == "diffusers"
+
+    @property
+    def type_key(self) -> str:
+        """The field of config.json that has ``model_type``."""
+        return "_class_name" if self.is_diffusers else "model_type"
+
+    @property
+    def stem(self) -> str:
+        """The beginning of the names of the files of weights."""
+        return "diffusion_pytorch_model" if self.is_diffusers else "model"
 
     def pieces(self, model: ModelConfig) -> Iterator[TensorMapping]:
         """The mapping of all tensors, in our order.
@@ -364,16 +389,3 @@ def dividing_heads(model: ModelConfig) -> None:
     if model.dim % model.n_heads:
         rule = f"transformers wants it to divide model.dim={model.dim} here, whatever model.head_dim is"
         raise ConfigError("model.n_heads", model.n_heads, rule, divisors(model.dim))
-
-
-def whole_multiple(model: ModelConfig) -> None:
-    """Check that the shared experts' width is a multiple of an expert's, as DeepSeek stores their number.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    of = model.moe
-    if of.shared_hidden_dim < 1 or of.shared_hidden_dim % of.hidden_dim:
-        rule = f"checkpoints of this family count shared experts of model.moe.hidden_dim={of.hidden_dim}"
-        works = f"{of.hidden_dim}, or a multiple of it"
-        raise ConfigError("model.moe.shared_hidden_dim", of.shared_hidden_dim, rule, works)

@@ -17,7 +17,6 @@ from harness.exchange.families.core import (
     common,
     dividing_heads,
     per_expert,
-    whole_multiple,
 )
 from harness.model.config import ModelConfig
 
@@ -120,8 +119,21 @@ def _nothing(_theirs: object, _found: object) -> None:
     """Another field determines ours."""
 
 
+def _refuse_v2(model: ModelConfig) -> None:
+    """Check that the shared experts' width is a multiple of an expert's: config.json has their number.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    of = model.moe
+    if of.shared_hidden_dim < 1 or of.shared_hidden_dim % of.hidden_dim:
+        rule = f"checkpoints of this family count shared experts of model.moe.hidden_dim={of.hidden_dim}"
+        works = f"{of.hidden_dim}, or a multiple of it"
+        raise ConfigError("model.moe.shared_hidden_dim", of.shared_hidden_dim, rule, works)
+
+
 def _refuse_v3(model: ModelConfig) -> None:
-    whole_multiple(model)
+    _refuse_v2(model)
     if not model.moe.balance_coeff:
         rule = "checkpoints of model.family=deepseek_v3 have balancing biases, without it there are none"
         raise ConfigError("model.moe.balance_coeff", model.moe.balance_coeff, rule, "0.001")
@@ -142,7 +154,7 @@ DEEPSEEK_V2 = Family(
     config_fields=_v2,
     requires={"attention.kind": "mla", "rope.interleaved": True},
     is_mixture=True,
-    refuse=whole_multiple,
+    refuse=_refuse_v2,
     unbuildable=dividing_heads,
     written=_written,
     trained=_TRAINED,
