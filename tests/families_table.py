@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from held import Held
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from harness.compose import schema_node
 from harness.config import with_value
 from harness.exchange.huggingface import write_huggingface
+from harness.model.architecture import ARCHITECTURES
 from harness.model.attention_config import KINDS, QK_NORMS
 from harness.model.config import ACTIVATIONS, ModelConfig
 from harness.model.decoder import Decoder
@@ -27,6 +28,7 @@ from harness.model.moe_config import GROUP_SCORES, SCORES
 from harness.model.rope_config import SCALINGS, RopeConfig
 from harness.model.spec import tensor_shapes
 from harness.parallelism.materialize import materialize
+from harness.schemas import schema_node
 
 MODELS = Path(__file__).parents[1] / "conf" / "model"
 RELEASED_CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -196,7 +198,9 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-5, name: str = "tensor") -
     )
 
 
-CHOICES = {
+CHOICES: dict[str, Iterable[str]] = {
+    "block": ("pre_norm", "of_a_package"),
+    "architecture": ARCHITECTURES,
     "activation": ACTIVATIONS,
     "scaling": SCALINGS,
     "kind": KINDS,
@@ -214,6 +218,8 @@ def with_another(config: ModelConfig, field: str) -> ModelConfig:
         value = not before
     elif isinstance(before, str):
         value = next(choice for choice in CHOICES[field.split(".")[-1]] if choice != before)
+    elif isinstance(before, dict):
+        value = {"an_option": 1}
     else:
         value = 7 if before != 7 else 8
     return with_value(config, field, value)

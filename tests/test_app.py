@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from declared import VERBS
@@ -12,6 +13,7 @@ from declared import VERBS
 from harness.app import Result, Verb
 from harness.arguments import Argument
 from harness.errors import EXIT_MACHINE, EXIT_USER, MachineError, UserError
+from harness.verbs import VERBS as TABLE
 
 
 def work(folder: str, *, fails: bool) -> Result:
@@ -38,6 +40,14 @@ def run(
     with pytest.raises(SystemExit) as ended:
         VERB.main()
     return (ended.value.code, *capfd.readouterr())
+
+
+def test_every_verb_is_in_the_table() -> None:
+    harness = Path(__file__).parents[1] / "harness"
+    declaring = [path for path in harness.rglob("*.py") if "\nVERB = Verb(" in path.read_text()]
+    assert len(declaring) == len(list(TABLE)) >= 15
+    assert all(TABLE[name].name == name for name in TABLE)
+    assert {name: TABLE[name] for name in VERBS} == VERBS
 
 
 def test_a_result_as_text(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +91,8 @@ def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         ("train", "--json", "--json: no such flag; "),
         ("train", "--", "--: no such flag; --help lists all flags"),
         ("train", "-1", "-1: no such flag; --help lists all flags"),
-        ("train", "-cd x", "-cd: is not supported; would work: HARNESS_CONF_DIR=FOLDER"),
+        ("train", "-cp x", "-cp: is not supported; would work: --config-dir FOLDER"),
+        ("train", "-m -cd x --help", "--help: works for one job only; would work: the command without -m"),
         ("train", "--resolve", "--resolve: needs --cfg; would work: --cfg job --resolve"),
         ("plan", "-m --cfg job", "--cfg: works for one job only; would work: the command without -m"),
         ("plan", "--help --cfg job", "--cfg: cannot be combined with --help; would work: one of them"),

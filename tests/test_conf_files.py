@@ -19,7 +19,7 @@ from harness.download import DownloadJob
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.model.accounting import account
-from harness.model.decoder import Decoder
+from harness.model.architecture import architecture_of
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.parity import ParityJob
 
@@ -46,6 +46,18 @@ FILES = [(group, option) for group in GROUPS for option in options(group)]
 SIZES = [("model", option) for option in options("model") if not option.endswith("_debug")]
 
 
+ENCODERS = ("data.encoders.t5=t5", "data.encoders.clip=clip")
+PICTURES = {
+    "drawn_shapes": (),
+    "latents_synthetic": (),
+    "latents": ("data.paths=[latents]",),
+    "pictures": ("data.paths=[photos/*]", *ENCODERS),
+    "cc12m": ENCODERS,
+    "hub_pictures": ("data.dataset=photos", *ENCODERS),
+}
+"""Overrides that data with pictures needs, by option."""
+
+
 pytestmark = pytest.mark.usefixtures("alone")
 
 
@@ -59,6 +71,11 @@ def required_overrides(group: str, option: str) -> list[str]:
     needed = []
     if group == "data" and option.startswith(("local_", "tokens", "chat")):
         needed.append("data.paths=[corpus/*]")
+    if group == "data" and option in PICTURES:
+        needed += ["model=flux_debug", "training.seq_len=20", *PICTURES[option]]
+    if group == "model" and option.startswith("flux"):
+        text = 16 if option == "flux_debug" else 512 if option == "flux_dev" else 256
+        needed += ["data=latents_synthetic", f"training.seq_len={text + 4}"]
     if (group, option) == ("tokenizer", "none"):
         needed.append("data=synthetic")
     if (group, option) == ("data", "mixture"):
@@ -81,7 +98,7 @@ def build_on_meta(job: Job) -> None:
     counted = 0
     with torch.device("meta"):
         for modules in stages:
-            part = Decoder(job.model, 16, modules)
+            part = architecture_of(job.model).build_part(job, modules)
             counted += sum(parameter.numel() for parameter in part.parameters())
     assert counted == account(job.model, 16).parameters
 

@@ -18,24 +18,29 @@ from declared import JOBS, VERBS
 from processes import python
 
 from harness import errors, failures
-from harness.arguments import JOB_FLAGS
-from harness.compose import compose_job, compose_points
+from harness.arguments import JOB_FLAGS, CommandLine
+from harness.compose import Composer, compose_job, compose_points
 from harness.config import leaves
 from harness.errors import ConfigError
 from harness.job import Job
 from harness.metrics import columns
+from harness.metrics.memory import ALLOCATOR
+from harness.multirun import chooses_points
+from harness.overrides import in_hydra_syntax
+from harness.plan.__main__ import plan
+from harness.plan.compare import compare
 from harness.plan.config import PlanJob
-from harness.plan.make import make_plan
-from harness.plan.render import render
+from harness.search_path import search_path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "experiments/README.md", "sweeps/README.md")
-# tests/test_adding_a_model.py runs the commands of that page.
+# Tests of their own run the commands of these pages.
+APART = ("adding_a_model.md", "extend.md")
 PAGES = [
     *(ROOT / name for name in OUTSIDE),
-    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "adding_a_model.md"),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in APART),
 ]
 # Programs that are not the harness's; README says which packages bring them.
 OTHERS = ("nvidia-smi", "pgrep", "kill", "eval", "git", "sbatch", "echo", "pre-commit")
@@ -81,8 +86,9 @@ DISTINCT = {(each.line, GPUS.get(each.section, ""), *each.output): each for each
 
 
 @pytest.mark.parametrize("command", DISTINCT.values(), ids=str)
-def test_commands(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = shlex.split(command.line)
+    _use_shown_files(command, monkeypatch, tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS.get(command.section, ""))
     if words[0] in OTHERS:
         return
@@ -108,6 +114,21 @@ def test_commands(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         assert words[1] in ("-c", "-m", "install"), words
 
 
+def _use_shown_files(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """For a command with such files, write the YAML that its page shows with a comment
+    ``# my_conf/PATH.yaml: ...``, and an empty package."""
+    if "my_conf" not in command.line:
+        return
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    for text in re.findall(r"^```yaml\n(.*?)^```", command.page.read_text(), re.MULTILINE | re.DOTALL):
+        if name := re.search(r"^# (my_conf/\S+\.yaml)", text, re.MULTILINE):
+            path = folder / name[1]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    (folder / "my_package" / "conf").mkdir(parents=True)
+
+
 def _check_harness(command: Command, name: str, words: list[str]) -> None:
     # The weights that a page names do not exist; their model is the default one.
     words = [word for word in words if not word.startswith("checkpoint=")]
@@ -116,10 +137,19 @@ def _check_harness(command: Command, name: str, words: list[str]) -> None:
         for folder in getattr(line, "folders", None) or [line.folder]:
             assert str(folder).startswith("runs/") or (name == "report" and (ROOT / folder).is_dir())
         return
+    name = line.config_name or name
+    with search_path(line.overrides, name, folders=line.config_dir or ()) as line.overrides:
+        _check_job(command, name, schema, line)
+
+
+def _check_job(command: Command, name: str, schema: type, line: CommandLine) -> None:
     if command.output and command.output[0].startswith("error: "):
         with pytest.raises(ConfigError) as refused:
             compose_job(line.overrides, config_name=name, schema=schema)
         assert f"error: {refused.value}" == command.output[0]
+    elif line.multirun and chooses_points(line.overrides, config_name=name, schema=schema):
+        with Composer(name, schema) as composer:
+            composer.sweep_config(["hydra/launcher=harness", *in_hydra_syntax(line.overrides, schema)])
     elif line.multirun:
         points = compose_points(line.overrides, config_name=name, schema=schema)
         reasons = {point.reason for point in points if point.job is None}
@@ -133,15 +163,22 @@ PLANNED = [command for command in COMMANDS if "-m harness.plan " in command.line
 
 
 @pytest.mark.parametrize("command", PLANNED, ids=str)
-def test_shown_plans_are_what_the_plan_prints(command: Command) -> None:
+def test_shown_plans_are_what_the_plan_prints(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _use_shown_files(command, monkeypatch, tmp_path)
     printed = plan_of(shlex.split(command.line)[3:]).splitlines()
     for line in command.output:
         assert line == "..." or line in printed
 
 
-def plan_of(overrides: list[str]) -> str:
-    """What harness.plan prints of a job."""
-    return render(make_plan(compose_job(overrides, config_name="plan", schema=PlanJob).plain, None))
+def plan_of(words: list[str]) -> str:
+    """What harness.plan prints of a job, or with -m of several."""
+    line = VERBS["plan"].parse(words)
+    with search_path(line.overrides, "plan", folders=line.config_dir or ()) as overrides:
+        if line.multirun:
+            return compare(compose_points(overrides, config_name="plan", schema=PlanJob)).text
+        return plan(compose_job(overrides, config_name="plan", schema=PlanJob), overrides).text
 
 
 @pytest.mark.parametrize("cluster", ["slurm_h100", "slurm_h200"])
@@ -285,14 +322,15 @@ RUNS = {
     "data=mixture data.sources.a={kind:local,paths:[*.jsonl],validation_paths:[*.jsonl],text_field:context} "
     "data.sources.b.kind=synthetic data.weights={a:1,b:1} data.cache_dir=cache model.vocab_size=258",
     "scheduled": "model=llama3_tiny schedule.batch_size=[{until_step:1,sequences:1}] "
-    "schedule.seq_len=[{until_step:1,tokens:8}]",
+    "schedule.seq_len=[{until_step:1,tokens:8}] profiling.phases=true metrics.all_ranks=true",
     "evaluated": "model=llama3_tiny model.vocab_size=258 evaluation.interval=5 evaluation.tasks=[pair.jsonl]",
     "mixture": "model=deepseek_v3_debug model.vocab_size=256 model.mtp.depth=1",
+    "pictures": "model=flux_debug data=latents_synthetic",
 }
 
 
 def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) -> None:
-    metrics, result = set(), {f"error.{name}" for name in failures.ERROR_FIELDS_IN_ROW}
+    metrics, of_rank, result = set(), set(), {f"error.{name}" for name in failures.ERROR_FIELDS_IN_ROW}
     (tmp_path / "pair.jsonl").write_text(2 * (json.dumps({"context": 20 * "a", "continuation": "b"}) + "\n"))
     for name, overrides in RUNS.items():
         common = (
@@ -307,11 +345,14 @@ def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) 
         [folder] = (tmp_path / name).iterdir()
         for line in (folder / "metrics.jsonl").read_text().splitlines():
             metrics |= json.loads(line).keys()
+        for path in folder.glob("metrics/rank0.jsonl"):
+            of_rank |= json.loads(path.read_text().splitlines()[-1]).keys()
         result |= json.loads((folder / "result.json").read_text()).keys()
-    for written, described in ((metrics, columns.METRICS), (result, columns.RESULT)):
+    tables = ((metrics, columns.METRICS), (of_rank, columns.OF_RANK), (result, columns.RESULT))
+    for written, described in tables:
         names = {column.name for column in described}
         stems = tuple(name.removesuffix("*") for name in names if name.endswith("*"))
         exact = {name for name in names if not name.endswith("*")}
         assert {name for name in written if name not in exact and not name.startswith(stems)} == set()
-        assert exact <= written
+        assert exact - ALLOCATOR.keys() <= written  # its columns need a GPU
         assert all(any(name.startswith(stem) for name in written) for stem in stems)

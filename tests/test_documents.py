@@ -91,7 +91,10 @@ def layout(name: str, *overrides: str) -> Job:
     return compose_layouts(ParityConfig(matrix=LAYOUTS | ALSO, layouts=[name]), list(overrides))[name][1]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+CORE = ("fsdp", "pp_interleaved", "compiled", "cp_ulysses")
+
+
+@pytest.mark.parametrize("name", rest_is_thorough(LAYOUTS, *CORE))
 def test_layouts_agree(pool: RankPool, corpus: list[str], name: str) -> None:
     require_parity(pool, name, layout(name, *corpus))
 

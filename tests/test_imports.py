@@ -17,9 +17,12 @@ FILES = {
     for path in (ROOT / "harness").rglob("*.py")
 }
 # Tools that plan, compare and report jobs. They import what trains, never the reverse.
-TOOLS = ("bench", "compositions", "converge", "parity", "plan", "rehearse", "report", "sweep")
+TOOLS = ("bench", "compositions", "converge", "coordcheck", "parity", "plan", "rehearse", "report", "sweep")
 # Imports by what trains that are needed nevertheless, with the reason.
-NEEDED = {("harness.train", "harness.sweep.run"): "harness.train -m starts the jobs of a sweep"}
+NEEDED = {
+    ("harness.train", "harness.sweep.run"): "harness.train -m starts the jobs of a sweep",
+    ("harness.train", "harness.sweep.sweepers"): "with hydra/sweeper=optuna it runs a study",
+}
 
 
 # Packages that importing a module does not import. harness.loop.process sets what torch reads once.

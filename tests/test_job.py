@@ -191,7 +191,7 @@ def test_every_field_is_documented() -> None:
         made = {type(getattr(job(), f.name)) for f in dataclasses.fields(cls)} if cls is Job else set()
         return {cls} | {part for part in made if dataclasses.is_dataclass(part)}
 
-    for part in parts(Job) - {Job} | {type(job().model.rope)}:
+    for part in parts(Job) - {Job} | {type(job().model.rope), type(job().cluster.hardware)}:
         body = ast.parse(inspect.getsource(part)).body[0].body  # type: ignore[attr-defined]
         for statement, following in zip(body, [*body[1:], None], strict=True):
             if isinstance(statement, ast.AnnAssign):
@@ -342,7 +342,8 @@ def test_a_typed_length_replaces_the_one_in_a_file() -> None:
     assert job("experiment=quickstart").steps == 100
     assert job("experiment=quickstart", "training.tokens=10240").steps == 40
     assert job("experiment=quickstart", "training.tokens=10240", "training.steps=null").steps == 40
-    assert with_one_length(["training.steps=8"]) == ["training.tokens=null", "training.steps=8"]
+    others = ["training.tokens=null", "scale.tokens_per_parameter=null", "scale.flops=null"]
+    assert with_one_length(["training.steps=8"]) == [*others, "training.steps=8"]
     with pytest.raises(ConfigError, match=r"replaces training\.steps, which is 10"):
         job("training.steps=10", "training.tokens=10240")
 
@@ -411,6 +412,10 @@ TWO_PASSES = ("parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble")
             "model.mtp.depth=1: torch 2.11 cannot predict several tokens with parallelism.tp=2; would work",
         ),
         (("model=deepseek_v3_debug", "model.mtp.depth=1"), ""),
+        (
+            ("model=flux_debug", "data=latents_synthetic", "training.seq_len=32", "parallelism=tp"),
+            "parallelism.tp=2: torch 2.11 cannot split the tokens that enter model.architecture=flux; would",
+        ),
     ],
 )
 def test_what_fails_inside_torch_2_11_is_refused_there(

@@ -63,6 +63,23 @@ def test_every_module_and_file_is_in_the_wheel(unpacked: Path) -> None:
     assert list((unpacked / "harness" / "data" / "assets").glob("*.model"))
 
 
+def test_own_configurations_beside_the_wheel(unpacked: Path, tmp_path: Path) -> None:
+    """A folder and an installed package, which is not imported."""
+    package = tmp_path / "site" / "own_models"
+    for folder, name in ((tmp_path / "own", "in_folder"), (package / "conf", "in_package")):
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / f"{name}.yaml").write_text("defaults: [llama3_tiny, _self_]\nn_layers: 6\n")
+    (package / "__init__.py").write_text("raise RuntimeError\n")
+    typed = [f"hydra.searchpath=[{tmp_path}/own,pkg://own_models.conf]", "model=in_folder,in_package"]
+    typed += ["tokenizer=none", "data=synthetic"]
+    code = (
+        f"sys.path.append({str(package.parent)!r}); from harness.compose import compose_points; "
+        f"print([point.job.model.n_layers for point in compose_points({typed!r})])"
+    )
+    done = run(unpacked, tmp_path, code)
+    assert (done.stdout, done.stderr) == ("[6, 6]\n", "")
+
+
 def test_console_script_composes_from_anywhere(unpacked: Path, tmp_path: Path) -> None:
     [entry] = [
         line

@@ -37,7 +37,9 @@ COMBINED = [
         "tp_recompute_budget",
     ),
     *("fsdp_tp_recompute_op", "fsdp_tp_compiled_recompute_op", "fsdp_compiled_recompute_full"),
-    *("fsdp_chunked_loss", "tp_plain_chunked_loss"),
+    *("fsdp_chunked_loss", "tp_plain_chunked_loss", "fsdp_tp_chunked_loss", "pp_zbv_chunked_loss"),
+    *("fsdp_accumulate", "fsdp_pp_accumulate", "fsdp_pp_zbv", "fsdp_recompute_full"),
+    *("pp_zbv_recompute_full", "fsdp_tp_compiled_recompute_full", "cp_ulysses_compiled_recompute_full"),
 ]
 CORE = [name for name in MATRIX if name not in COMBINED]
 
@@ -52,7 +54,7 @@ SCHEDULED = [
     *("training.global_batch_size=16", "schedule.batch_size=[{until_step:1,sequences:8}]"),
     "schedule.seq_len=[{until_step:2,tokens:32}]",
 ]
-CORE_SCHEDULED = ["fsdp_uneven", "tp_pp_cp", "pp_zbv_compiled", "cp_ulysses"]
+CORE_SCHEDULED = ["tp_pp_cp", "pp_zbv_compiled"]
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(MATRIX, *CORE_SCHEDULED))

@@ -14,6 +14,9 @@ from processes import python
 from harness.compose import compose_job
 from harness.errors import EXIT_USER, UserError
 from harness.parity import ParityJob
+from harness.paths import using_folders
+from harness.plan.config import PlanJob
+from harness.plan.differences import job_against
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,15 +77,26 @@ FIELDS_AND_GROUPS = [
     mistake("parallelism=", "no such option; options: cp, ddp, "),
     mistake("+parallelism=tp", "a group is chosen without +", "parallelism=tp"),
     mistake("++parallelism=tp", "a group is chosen without ++", "parallelism=tp"),
-    mistake("~optimizer", "every job needs an option of it; would work: optimizer=adamw", "optimizer=adamw"),
+    mistake(
+        "~optimizer",
+        "every job needs an option of it; would work: optimizer=adam or adamw or ",
+        "optimizer=adamw",
+    ),
     mistake("model=llama3_7b", "no such option; did you mean llama3_70b?", "llama3_70b"),
     mistake("precision=fp16", "no such option; ", "bf16 fp32"),
-    mistake("optimizer=sgd", "no such option; options: adamw", "adamw"),
+    mistake("optimizer=sgd", "no such option; options: adam, adamw, ", "adamw"),
+    mistake(
+        "optimizer.momentum=0.9", "has no effect with optimizer.kind=adamw; would work: 0.95, or optimizer="
+    ),
+    mistake(
+        "optimizer=lion optimizer.eps=1e-06",
+        "has no effect with optimizer.kind=lion; would work: 1e-08, or optimizer=",
+    ),
     mistake("schedule=cosin", "no such option; did you mean cosine?", "cosine"),
     mistake("debug=yes", "no such option; options: anomaly, default, ", "deterministic"),
     mistake("experiment=nothing", "no such option; options"),
-    mistake("hydra/launcher=none", "Hydra's own settings have no effect"),
-    mistake("hydra.verbose=true", "Hydra's own settings have no effect"),
+    mistake("hydra/launcher=none", "jobs are started by hydra/launcher=harness; would work: cluster=slurm "),
+    mistake("hydra.verbose=true", "has no effect, because Hydra only composes here; would work: metrics."),
     mistake(
         "model=[llama3_tiny,llama3_8b]",
         "a group takes one option; would work: model=llama3_tiny",
@@ -277,6 +291,45 @@ VALUES = [
     mistake("cluster.kind=cloud", "no such choice", "local"),
     mistake("cluster.ranks_per_node=0", "must be at least 1, or null"),
     mistake("cluster.step_timeout_seconds=0", "must be at least 1"),
+    mistake("cluster.accelerator=H1000", "no such choice; would work: A100 SXM 40GB, A100 SXM 80GB, "),
+    shown_as("cluster.accelerator=", "cluster.accelerator='': no such choice; would work: A100 SXM 40GB, "),
+    mistake(
+        "cluster.hardware.memory_gib=96.5",
+        "no accelerator is named; would work: cluster.accelerator=NAME",
+    ),
+    shown_as(
+        "cluster.hardware.units=78 cluster.accelerator=H20",
+        "cluster.hardware.half_tflops=null: must be given, because harness/hardware.py does not have H20",
+    ),
+    mistake("cluster.accelerator=L4 cluster.hardware.power_w=0.0", "must be above 0, or null"),
+    mistake("cluster.accelerator=L4 cluster.hardware.achieved_half=75.5", "must be in (0, 1], or null"),
+    mistake(
+        "cluster.accelerator=L4 cluster.hardware.peak_flops=1e15",
+        "no such field; did you mean cluster.hardware.half_tflops?",
+    ),
+    shown_as(
+        "cluster.accelerator=L4 cluster.hardware={memory:96}",
+        "cluster.hardware.memory: no such field; did you mean cluster.hardware.memory_gib?",
+    ),
+    mistake("cluster.link_nodes=18", "this machine is one node", "1"),
+    mistake(
+        "cluster=slurm cluster.network_adapters=4",
+        "needs the bandwidth of an adapter, cluster.network_gbps",
+        "cluster.network_gbps=400",
+    ),
+    mistake(
+        "cluster=slurm cluster.leaf_nodes=32",
+        "has no effect without cluster.oversubscription; would work: cluster.oversubscription=2",
+    ),
+    mistake("cluster.oversubscription=2.5", "has no effect without cluster.leaf_nodes"),
+    mistake("cluster.oversubscription=0.5", "must be at least 1, or null"),
+    mistake(
+        "cluster=slurm cluster.oversubscription=2 cluster.link_nodes=18 cluster.leaf_nodes=32",
+        "must be a multiple of cluster.link_nodes=18",
+        "18",
+    ),
+    mistake("cluster.dollars_per_gpu_hour=0.0", "must be above 0, or null"),
+    mistake("cluster.pue=0.9", "must be at least 1, or null"),
     mistake("tokenizer.kind=words", "no such choice"),
 ]
 
@@ -726,6 +779,33 @@ def test_a_job_with_parts_of_its_own() -> None:
     assert (done.returncode, done.stderr) == (EXIT_USER, "error: parity.steps=few: must be an integer\n")
 
 
+@pytest.mark.parametrize(
+    ("against", "start"),
+    [
+        ("parallelism.tp=3", "against: parallelism.tp=3: must divide model.n_heads=16, "),
+        ("parallelism.tpp=2", "against: parallelism.tpp=2: no such field; did you mean parallelism.tp?"),
+        ("tp", "against: tp: not an override; would work: field=value"),
+        ("parallelism.tp=1", "against=parallelism.tp=1: does not change the job; would work: "),
+        ("", "against='': does not change the job; would work: "),
+        ("name='a", "against=name='a: cannot be read: No closing quotation; would work: "),
+        ("search=true", "against=search=true: compares plans, and search asks for more; would work: "),
+    ],
+)
+def test_a_job_to_compare_with(against: str, start: str) -> None:
+    typed = [f"against={against}"]
+    job = compose_job(typed, config_name="plan", schema=PlanJob)
+    with pytest.raises(UserError, match=f"^{re.escape(start)}") as caught:
+        job_against(job, typed)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("other", ["search=true", "verify=true", "rehearse=true", "picture=a.png"])
+def test_only_plans_are_compared(other: str) -> None:
+    start = "against=parallelism.tp=2: compares the plans of two jobs, and "
+    with pytest.raises(UserError, match=f"^{start}.*; would work: against without {other.split('=')[0]}$"):
+        compose_job(["against=parallelism.tp=2", other], config_name="plan", schema=PlanJob)
+
+
 def test_degrees_that_split_neither_heads_nor_sequence_are_not_named() -> None:
     assert message(["training.seq_len=100", "parallelism.tp=3"]).endswith("would work: 1, 2, 4")
     plain = message(["training.seq_len=100", "parallelism.sequence_parallel=false", "parallelism.tp=3"])
@@ -854,19 +934,12 @@ def test_csv_schedule_with_another_number_of_stages(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_mistakes_in_files(
-    file: str, text: str, typed: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conf = tmp_path / "conf"
-    for source in (ROOT / "conf").rglob("*.yaml"):
-        copy = conf / source.relative_to(ROOT / "conf")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(source.read_text())
-    written = conf / f"{file}.yaml"
+def test_mistakes_in_files(file: str, text: str, typed: str, start: str, tmp_path: Path) -> None:
+    written = tmp_path / f"{file}.yaml"
     written.parent.mkdir(exist_ok=True)
     written.write_text(text + "\n")
-    monkeypatch.setenv("HARNESS_CONF_DIR", str(conf))
-    error = message([typed])
+    with using_folders([tmp_path]):
+        error = message([typed])
     assert error.startswith(start)
     assert "\n" not in error
 

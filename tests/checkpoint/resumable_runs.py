@@ -33,7 +33,7 @@ class Outcome:
         reason: completed or interrupted.
         losses: by step, those of this process.
         norms: gradient norms by step.
-        batches: digests of the tokens this rank read, by step.
+        batches: digests of the batches this rank read, by step.
         state: digests of its tensors at the end, by name: weights, optimizer, random states.
         resumed_from: the checkpoint it started from.
         messages: lines shown to the user.
@@ -66,13 +66,13 @@ def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome
     trainer.saver.say = messages.append
     passes: Callable[..., Any] = engine.gradients
 
-    def gradients(batch: Any, *, stop_requested: bool = False) -> Any:
+    def gradients(batch: Any, *, stop_requested: bool = False, **others: Any) -> Any:
         step = trainer.progress.step + 1
         # Use random numbers, so that the generator's state matters.
         torch.rand(3)
-        outcome = passes(batch, stop_requested=stop_requested or step == stop_after)
+        outcome = passes(batch, stop_requested=stop_requested or step == stop_after, **others)
         losses[step], norms[step] = outcome.loss, outcome.grad_norm
-        batches[step] = _digest(batch.inputs_BT) + _digest(batch.labels_BT)
+        batches[step] = "".join(_digest(tensor) for tensor in batch if tensor is not None)
         return outcome
 
     engine.gradients = gradients  # type: ignore[method-assign]

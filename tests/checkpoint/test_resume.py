@@ -43,6 +43,8 @@ LAYOUTS = {
         *("precision.enable_fsdp_float8_all_gather=true", "optimizer.state_dtype=bfloat16"),
         "precision.precompute_float8_dynamic_scale_for_fsdp=true",
     ],
+    # A replica that sends no piece of a matrix has its momentum all the same: checkpoints may take it there.
+    "hsdp_muon": ["parallelism=hsdp", "optimizer=muon"],
     "full_bf16_in_backward": [
         *("parallelism=fsdp_tp", "precision=bf16_full"),
         *("optimizer.in_backward=true", "training.max_norm=0"),
@@ -64,7 +66,7 @@ def straight(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 MODES = [(layout, "sync") for layout in LAYOUTS if layout not in ("fsdp_tp_pp", "full_bf16_in_backward")]
 MODES += [(layout, "async") for layout in ("fsdp", "fsdp_tp_pp", "full_bf16_in_backward")]
-CORE = [("fsdp", "async"), ("fsdp_ep_mtp", "sync"), ("fsdp_float8", "sync")]
+CORE = [("fsdp", "async"), ("fsdp_ep_mtp", "sync"), ("hsdp_muon", "sync")]
 
 
 @pytest.mark.parametrize("case", rest_is_thorough(MODES, *CORE), ids="-".join)
@@ -87,7 +89,8 @@ def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
         assert after.state == whole.state
         assert after.facts["tokens"] == whole.facts["tokens"] == STEPS * 8 * 32
     names = {name for outcome in second for name in outcome.state}
-    assert {"output.weight", "optimizer.state.layers.1.attention.wo.weight.exp_avg_sq", "rng"} <= names
+    state = "momentum_buffer" if "muon" in layout else "exp_avg_sq"
+    assert {"output.weight", f"optimizer.state.layers.1.attention.wo.weight.{state}", "rng"} <= names
 
 
 def test_twice_resumed(pool: RankPool, tmp_path: Path, straight: Callable[[str], list[Outcome]]) -> None:
@@ -167,9 +170,16 @@ EXPERT_CHAIN = {
 }
 
 
-def test_resuming_on_another_degree_of_expert_parallel(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", rest_is_thorough(["adamw", "muon"], "muon"))
+def test_resuming_on_another_degree_of_expert_parallel(
+    pool: RankPool, tmp_path: Path, optimizer: str
+) -> None:
     """Experts, their optimizer states and the balancing biases move to other ranks."""
-    common = ["model=deepseek_v3_debug", f"training.steps={EACH * len(EXPERT_CHAIN)}"]
+    common = [
+        "model=deepseek_v3_debug",
+        f"optimizer={optimizer}",
+        f"training.steps={EACH * len(EXPERT_CHAIN)}",
+    ]
     [whole] = run(pool, job_of(tmp_path, *common, "checkpoint=disabled"), tmp_path / "whole")
     common.append(f"checkpoint.folder={tmp_path / 'shared'}")
     for number, (name, overrides) in enumerate(EXPERT_CHAIN.items(), start=1):

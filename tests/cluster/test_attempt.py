@@ -19,7 +19,8 @@ from harness.cluster.node_check import UnfitNodes
 from harness.cluster.queue import SlurmError
 from harness.cluster.ranks import rank_environment
 from harness.compose import compose_job
-from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE
+from harness.config import with_value
+from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, ConfigError
 from harness.job import Job
 from harness.run.folder import RunFolder
 
@@ -186,3 +187,30 @@ def test_a_task_that_the_list_does_not_have(tmp_path: Path) -> None:
     runs.write_text("/a\n/b\n")
     done = start(tmp_path, ROOT, "--list", str(runs), SLURM_ARRAY_TASK_ID="2")
     assert done.stderr == f"error: {runs} lists the runs of an array of 2 tasks, and this is task 2\n"
+
+
+@pytest.mark.parametrize("excludes", [True, False])
+def test_nodes_of_ranks_that_are_still_slow_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, excludes: bool
+) -> None:
+    asked: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(attempt.queue, "requeue", lambda job_id: asked.append((job_id, [])))
+    monkeypatch.setattr(attempt.queue, "requeue_without", lambda job_id, nodes: asked.append((job_id, nodes)))
+    found = {"device": "H100", "phase": "forward", "excess": 0.3, "step": 20}
+    slow = [
+        {"rank": 3, "host": "node2", "until": None, **found},
+        {"rank": 1, "host": "node1", "until": 40, **found},
+        {"rank": 2, "host": "node2", "until": None, **found},
+    ]
+    (tmp_path / "slow_ranks.json").write_text(json.dumps({"slow": slow}))
+    folder = RunFolder(tmp_path)
+    slowed = with_value(job, "cluster.exclude_slow", excludes)
+    assert attempt._requeue(slowed, folder, Granted("RUNNING"), 10.0) == EXIT_RESUMABLE
+    assert asked == [("7", ["node2"] if excludes else [])]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status.get("excluded")) == ("requeued", ["node2"] if excludes else None)
+
+
+def test_slow_nodes_need_phases() -> None:
+    with pytest.raises(ConfigError, match=r"exclude_slow=true: .*would work: profiling\.phases=true"):
+        compose_job(["model=llama3_tiny", "data=synthetic", "cluster=slurm_cpu", "cluster.exclude_slow=true"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from harness.cluster import inputs
 from harness.cluster.inputs import require_inputs, require_tokenized
 from harness.compose import compose_job
+from harness.data import sources
 from harness.data.cache import open_cache
 from harness.data.sources import source_of
 from harness.data.tokenizer import build_tokenizer
@@ -100,6 +102,16 @@ def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path:
         open_train(job)
     open_train(compose_job(typed))
     require_tokenized(job)  # the cache exists
+
+
+def test_a_source_is_searched_once_for_all_points_of_a_sweep(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    typed = ["model=llama3_tiny", "data=local_text", f"data.paths=[{tmp_path}/*.txt]", "tokenizer=bytes"]
+    passed: set[str] = set()
+    with mock.patch.object(sources, "find_files", wraps=sources.find_files) as found:
+        for more in ("training.seed=1", "training.seed=2", "data.validation_fraction=0.5"):
+            require_tokenized(compose_job([*typed, more]), passed)
+    assert found.call_count == 2
 
 
 CHAT = "{kind: chat, paths: [{here}/a.jsonl], chat_template: plain}"

@@ -190,6 +190,7 @@ def test_numbers_gone_wrong_are_one_line_that_says_where_the_evidence_is(launch:
     assert list((job.run_dir / "evidence").glob("*.pt"))
 
 
+@pytest.mark.thorough
 def test_a_lone_rank_stops_as_several_do(launch: Start) -> None:
     job = launch(*LONG)
     job.wait_for_step()

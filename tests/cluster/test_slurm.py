@@ -16,7 +16,7 @@ from harness.cluster import attempt, queue
 from harness.cluster.attempt import srun_command
 from harness.cluster.config import minutes_of
 from harness.cluster.died import dead_ranks
-from harness.cluster.queue import Queued
+from harness.cluster.queue import Queued, SlurmError
 from harness.cluster.ranks import rank_environment, rendezvous_store
 from harness.cluster.slurm import Submission, _environment_for_submitting, shape_of
 from harness.cluster.snapshot import snapshot_path, take_snapshot
@@ -156,7 +156,7 @@ cluster=slurm cluster.sbatch.partition=gpu
 cluster=slurm cluster.sbatch={mail-type:[END,FAIL]}
     cluster.sbatch.mail-type=[END,FAIL]: must be one value, or true for an option without one
 cluster=slurm cluster.ranks_per_node=null
-    cluster.ranks_per_node=null: must be set for SLURM; would work: 8, GPUs of a node
+    cluster.ranks_per_node=null: must be set with cluster.kind=slurm; would work: 8, GPUs of a node
 cluster=slurm cluster.accelerator=H1000
     cluster.accelerator=H1000: no such choice; would work: A100 SXM 40GB
 cluster=slurm cluster.max_running=0
@@ -195,6 +195,9 @@ def test_a_costly_job_needs_confirmation() -> None:
     # Four ranks on an exclusive node.
     assert cost_in_words([job("cluster=slurm_h100", "parallelism.dp_shard=4")]).startswith("at most 8 GPU")
     assert cost_in_words([job("cluster=slurm", "parallelism.dp_shard=4")]) == "at most 4 GPU-hours"
+    priced = job("cluster=slurm", "parallelism.dp_shard=4", "cluster.dollars_per_gpu_hour=2.5")
+    assert cost_in_words([priced]) == "at most 4 GPU-hours, $10.00"
+    assert cost_in_words([priced, job("cluster=slurm", "parallelism.dp_shard=4")]) == "at most 8 GPU-hours"
 
 
 def test_what_the_user_has_set_for_sbatch_does_not_win_over_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +258,28 @@ def test_a_tickets_job_is_found_by_its_id_or_by_its_name() -> None:
     assert SlurmJobRecord("b.2").find(listed) == jobs[3]
     assert SlurmJobRecord("b.2", 2).find(listed) is None
     assert SlurmJobRecord("a.1", None, "6").find(listed) is None, "another job of that name is not this one"
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_a_requeue_that_ends_its_own_scontrol_still_excludes_nodes(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM signals all processes of a job that it requeues, also the scontrol that asked for it."""
+    typed = []
+
+    def run(*command: str) -> str:
+        typed.append(command)
+        if command[1] == "requeue":
+            raise SlurmError("scontrol requeue 7: exit code -15")
+        return f"JobId=7 JobState={state} ExcNodeList=node9"
+
+    monkeypatch.setattr(queue, "_run", run)
+    if state == "RUNNING":
+        with pytest.raises(SlurmError, match="exit code -15"):
+            queue.requeue_without("7", ["node1"])
+    else:
+        queue.requeue_without("7", ["node1"])
+    assert (typed[-1] == ("scontrol", "update", "jobid=7", "excnodelist=node9,node1")) == (state == "PENDING")
 
 
 def test_the_queue_is_read_whatever_a_name_holds(monkeypatch: pytest.MonkeyPatch) -> None:

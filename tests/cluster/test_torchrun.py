@@ -13,6 +13,7 @@ import pytest
 from jobs import tiny
 from launching import LONG, TWO_RANKS, Launch, until
 from test_launch import GONE_SECONDS, patch_rank
+from tiers import rest_is_thorough
 
 from harness.cluster.torchrun import _rendezvous
 from harness.compose import compose_job
@@ -62,6 +63,7 @@ def test_a_bug_in_one_rank_leaves_a_row_that_names_it(torchrun: Callable[..., La
     assert job.ranks() == {}
 
 
+@pytest.mark.thorough  # as in test_launch.py
 def test_a_stop_request_ends_all_ranks_at_one_step(torchrun: Callable[..., Launch]) -> None:
     job = torchrun(*TWO_RANKS, *LONG, "metrics.log_interval=1")
     job.wait_for_step()
@@ -80,7 +82,7 @@ def test_a_killed_torchrun_leaves_no_orphans(torchrun: Callable[..., Launch]) ->
     assert job.read("result.json")["error.type"] == "LauncherGone"
 
 
-@pytest.mark.parametrize("peer_failed", [False, True])
+@pytest.mark.parametrize("peer_failed", rest_is_thorough([False, True], True))
 def test_the_row_of_a_rank_that_is_stopped_names_the_peer_that_failed(
     tmp_path: Path, peer_failed: bool
 ) -> None:

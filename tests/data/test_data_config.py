@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.compose import schema_node
 from harness.config import check_rules, from_dict, leaves
 from harness.data import DataConfig, TokenizerConfig
 from harness.errors import ConfigError
+from harness.schemas import schema_node
 
 CONF = Path(__file__).parents[2] / "conf"
 DATA_FILES = sorted((CONF / "data").glob("*.yaml"))
@@ -37,6 +37,15 @@ def test_shipped_data(file):
         with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
             config.validate()
         config = dataclasses.replace(config, paths=["corpus/*"])
+    if config.encoders.text == "t5_clip":
+        with pytest.raises(ConfigError, match=r"^data.encoders.t5=null"):
+            config.validate()
+        encoders = dataclasses.replace(config.encoders, t5="t5", clip="clip")
+        config = dataclasses.replace(config, encoders=encoders)
+    if config.kind in ("pictures", "latents"):
+        config = dataclasses.replace(config, paths=["photos/*"])
+    if config.kind == "hub_pictures":
+        config = dataclasses.replace(config, dataset="photos")
     if file.stem == "mixture":
         config = dataclasses.replace(config, sources={"a": DataConfig(kind="synthetic")}, weights={"a": 1})
     config.validate()

@@ -49,7 +49,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (with_b(pahts=["x"]), "data.sources.b.pahts=[x]: no such field; did you mean data.sources.b.paths?"),
     (with_b(format="csv"), "data.sources.b.format=csv: no such choice; would work: auto"),
     (with_b(paths=[]), "data.sources.b.paths=[]: data.sources.b.kind=local needs at least one file"),
-    (with_b(streaming=True), "is read only by data.sources.b.kind=hub, and data.sources.b.kind is local"),
+    (
+        with_b(streaming=True),
+        "is read only by data.sources.b.kind=hub or hub_pictures, and data.sources.b.kind is local",
+    ),
     (
         with_b(prefetch=0),
         "data.sources.b.prefetch=0: is set once, for all sources; would work: data.prefetch",
@@ -57,7 +60,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (with_b(kind="mixture"), "data.sources.b.kind=mixture: a source is not a mixture itself"),
     ({"sources": SOURCES | {"step": SOURCES["a"]}}, "data.sources=step: a name has letters, digits"),
     ({"shuffle": False}, "is a field of each source; would work: data.sources.NAME.shuffle"),
-    ({"paths": ["x"]}, "is read only by data.kind=local or tokens or chat, and data.kind is mixture"),
+    (
+        {"paths": ["x"]},
+        "is read only by data.kind=local or tokens or chat or pictures or latents, and data.kind is mixture",
+    ),
     ({"weight_changes": [{"a": 1}]}, "each change needs a whole number `step` above 1"),
     ({"weight_changes": [{"step": 9, "a": 1}, {"step": 9, "b": 1}]}, "`step` above 9"),
     ({"weight_changes": [{"step": 9.5, "a": 1}]}, "`step` above 1"),

@@ -32,13 +32,14 @@ from token_writers import (
 from harness.compose import compose_job
 from harness.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
-from harness.data.corpus import Counts, Manifest, describe_shard, write_manifest
+from harness.data.corpus import Counts, Manifest, describe_shard
 from harness.data.loader import IGNORE_INDEX, merge_states
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import ConfigError, DataError
 from harness.evaluate.tasks import Setting, open_task
 from harness.exchange.tokenizer import export_tokenizer
+from harness.shards.manifest import write_manifest
 
 
 @pytest.fixture(autouse=True)
@@ -190,10 +191,10 @@ def test_a_corpus_in_shards_has_the_samples_of_one_cache():
     local = DataConfig(paths=["text/whole-*.txt"], validation_fraction=0.2, cache_dir="cache")
     for split in ("train", "validation"):
         rows = read_rows_of(loader(local, split=split))
-        assert torch.equal(rows, read_rows_of(loader(DataConfig("tokens", ["whole"]), split=split)))
+        assert torch.equal(rows, read_rows_of(loader(DataConfig("tokens", paths=["whole"]), split=split)))
     write_corpus("cut", [texts[:7], texts[7:8], texts[8:]])
     local = dataclasses.replace(local, validation_fraction=0.0)
-    assert torch.equal(read_rows_of(loader(local)), read_rows_of(loader(DataConfig("tokens", ["cut"]))))
+    assert torch.equal(read_rows_of(loader(local)), read_rows_of(loader(DataConfig("tokens", paths=["cut"]))))
 
 
 def read_rows_of(a_loader):

@@ -93,7 +93,7 @@ IN_CORE = ("llama tp", "llama pp", "llama cp", "llama tp_cp", "deepseek_v3 ep")
 
 
 @pytest.mark.parametrize("row", rest_is_thorough(TABLE, *IN_CORE))
-@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("chunks", rest_is_thorough([1, 3], 3))
 def test_ranks(row: str, chunks: int, tmp_path: Path, pool: RankPool) -> None:
     case, layout = row.split()
     if layout == "ep" and not CASES[case].moe.enabled:

@@ -82,7 +82,7 @@ def train(job: Job) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return recorder.rows, trainer.result()
 
 
-@pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "single", "tp", "pp", "cp", "fsdp"))
+@pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "tp", "pp", "cp"))
 def test_equals_the_verb(layout: str, files: list[str], tmp_path: Path, pool: RankPool) -> None:
     tasks = f"[data,{tmp_path}/choice.jsonl,{tmp_path}/pair.jsonl]"
     job = compose_job(

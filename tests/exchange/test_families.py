@@ -32,22 +32,23 @@ from harness.checkpoint.catalog import open_checkpoint
 from harness.errors import ConfigError, UserError
 from harness.exchange.config_json import check_hf_config, hf_config, relevant
 from harness.exchange.dcp import DistributedSource
-from harness.exchange.families import ALL
 from harness.exchange.huggingface import HuggingFaceSource, write_huggingface
 from harness.exchange.pieces import HuggingFaceNames, fill, full_ranges
 from harness.exchange.source import Cast
 from harness.exchange.tensor_names import our_tensors
-from harness.model.config import ModelConfig
+from harness.model.config import FAMILIES, ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.spec import is_buffer, parameter_shapes, tensor_shapes
 
 # transformers does not load the block of multi-token prediction.
 WITH_MTP = "deepseek_v3_mtp"
 CONVERTED = {**CASES, WITH_MTP: set_fields(CASES["deepseek_v3"], mtp__depth=1)}
+# tests/flux has the others.
+TRANSFORMERS = [name for name in FAMILIES if not FAMILIES[name].is_diffusers]
 
 
 def test_every_family_is_tried() -> None:
-    assert {case.family for case in CASES.values()} == set(ALL)
+    assert {case.family for case in CASES.values()} == set(TRANSFORMERS)
 
 
 # -- transformers ----
@@ -70,7 +71,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_logits_and_gradients(pair: Pair) -> None:
     model, theirs, _ = pair
     config = model.config
-    assert type(theirs).__name__ == ALL[config.family].architecture
+    assert type(theirs).__name__ == FAMILIES[config.family].architecture
     assert config.tied_embeddings == (theirs.lm_head.weight is theirs.get_input_embeddings().weight)
     inputs, labels = batch(config)
     logits, their_logits = model(inputs), theirs(inputs).logits
@@ -224,8 +225,15 @@ def write(folder: Path, tensors: dict[str, Tensor], model: ModelConfig) -> None:
 BFLOAT16 = [(case, torch.bfloat16) for case in CONVERTED]
 FLOAT32 = [(case, torch.float32) for case in ("llama", "llama_tied")]
 # One row of each family, and rows with other tensors.
-FEW = (*ALL, "llama_tied", "llama_biases_linear", "deepseek_v2_groups", "deepseek_v3_plain", WITH_MTP)
-CORE = [(case, torch.bfloat16) for case in (*ALL, "llama_tied", WITH_MTP)] + FLOAT32[:1]
+FEW = (
+    *TRANSFORMERS,
+    "llama_tied",
+    "llama_biases_linear",
+    "deepseek_v2_groups",
+    "deepseek_v3_plain",
+    WITH_MTP,
+)
+CORE = [(case, torch.bfloat16) for case in (*TRANSFORMERS, "llama_tied", WITH_MTP)] + FLOAT32[:1]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +296,7 @@ def test_each_tensor_is_read_once(case: str) -> None:
         tensor = renamed.read(name)
         assert tensor.is_contiguous() and tuple(tensor.shape) == renamed.tensors[name].shape
         assert len(renamed._cache) <= 2
-    assert len(source.reads) == len(source.tensors) + len(ALL[model.family].mtp_copies) * model.mtp.depth
+    assert len(source.reads) == len(source.tensors) + len(FAMILIES[model.family].mtp_copies) * model.mtp.depth
     assert set(source.reads) == set(source.tensors)
 
 
@@ -458,4 +466,4 @@ def test_models_that_a_familys_files_cannot_store(overrides: str, says: str, tmp
 )
 def test_names_that_no_decoder_has(name: str) -> None:
     with pytest.raises(ValueError, match="no parameter"):
-        list(ALL["llama"].mappings_of(name, ()))
+        list(FAMILIES["llama"].mappings_of(name, ()))

@@ -31,7 +31,7 @@ class Line:
     environment: dict[str, str | None] = field(default_factory=dict)
     """Variables to set; None removes one."""
     files: dict[str, str] = field(default_factory=dict)
-    """Files of a copy of conf/, by their paths in it, to write before; the copy is HARNESS_CONF_DIR."""
+    """Files of a folder of configurations, by their paths in it, to write before; it is the --config-dir."""
     closed: tuple[int, ...] = ()
     """Standard streams that are closed."""
 
@@ -94,7 +94,7 @@ def _start(draw: random.Random, verb: str) -> Iterator[str]:
     if verb == "parity":
         yield f"parity.layouts={draw.choice(values.LAYOUTS)}"
     if verb in ("train", "plan", "bench", "parity") and draw.random() < 0.5:
-        yield f"parallelism={draw.choice(options_of(groups()['parallelism']))}"
+        yield f"parallelism={draw.choice(options_of('parallelism'))}"
 
 
 def _override(draw: random.Random, verb: str) -> str:
@@ -102,7 +102,7 @@ def _override(draw: random.Random, verb: str) -> str:
     kind = draw.random()
     if kind < 0.18 and issubclass(schema, Job):
         group = draw.choice(sorted(groups()))
-        option = draw.choice([*options_of(groups()[group]), *values.ODD])
+        option = draw.choice([*options_of(group), *values.ODD])
         return f"{draw.choice(('', '', '', '+', '++', '~'))}{_misspelt(draw, group, 0.15)}={option}"
     if kind < 0.24:
         return draw.choice(values.HYDRA)
@@ -132,7 +132,7 @@ def _add_flags(draw: random.Random, made: Line) -> None:
 
 
 def _add_file(draw: random.Random, made: Line) -> None:
-    """Writes a file with a mistake into the copy of conf/, and chooses it."""
+    """Writes a file with a mistake into a folder of configurations, and chooses it."""
     name = draw.choice(("experiment/mine", "model/mine", "parallelism/mine", "sweep/mine"))
     made.files[f"{name}.yaml"] = draw.choice(values.FILES)
     made.arguments.append("=".join(name.split("/")))
@@ -159,21 +159,12 @@ def _parsed(draw: random.Random, verb: str) -> list[str]:
     return [action, *(draw.choice(words) for _ in range(draw.randint(0, 2)))]
 
 
-def with_conf(made: Line, root: Path, folder: Path) -> dict[str, str | None]:
-    """Writes the files of a line into a copy of conf/; returns the environment that the line is run with."""
+def with_files(made: Line, folder: Path) -> list[str]:
+    """Writes the files of a line; returns the arguments that the line is run with."""
     if not made.files:
-        return made.environment
-    conf = folder / "conf"
-    conf.mkdir()
-    for path in (root / "conf").iterdir():
-        (conf / path.name).symlink_to(path.resolve())
+        return made.arguments
     for name, text in made.files.items():
-        group = conf / name.split("/")[0]
-        if group.is_symlink():
-            source = group.resolve()
-            group.unlink()
-            group.mkdir()
-            for path in source.iterdir():
-                (group / path.name).symlink_to(path)
-        (conf / name).write_bytes(text.encode("latin-1"))
-    return {"HARNESS_CONF_DIR": str(conf), **made.environment}
+        path = folder / "conf" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode("latin-1"))
+    return ["--config-dir", str(folder / "conf"), *made.arguments]

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from declared import MAINS
-from fuzz_lines import Line, with_conf
+from fuzz_lines import Line, with_files
 
 from harness.errors import EXIT_OK
 
@@ -103,9 +103,9 @@ class Server:
             folder = Path(name) / "here"
             folder.mkdir()
             make_folder(folder)
-            environment = with_conf(line, ROOT, Path(name))
+            arguments = with_files(line, Path(name))
             before = set(os.listdir(folder))
-            request = [line.verb, line.arguments, environment, line.closed, str(folder), name]
+            request = [line.verb, arguments, line.environment, line.closed, str(folder), name]
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             code, cpu_seconds = json.loads(self._process.stdout.readline())

@@ -64,6 +64,9 @@ ODD = (
 HYDRA = (
     "hydra=3", "hydra.output_subdir=x", "hydra.mode=MULTIRUN", "hydra.mode=nope",
     "hydra/job_logging=default", "hydra.run.dir=x", "hydra/launcher=basic", "hydra.searchpath=[file://x]",
+    "hydra.searchpath=[pkg://x]", "hydra.searchpath=[.]",
+    "hydra.searchpath=3", "~hydra.searchpath", "hydra.searchpath=null", "hydra.searchpath=[[a]]",
+    "hydra.searchpath=[pkg://torch..x]", "hydra.searchpath=[s3://a]", "hydra.searchpath=[a",
     "hydra.verbose=true", "hydra={}", "hydra.sweeper.params={training.steps: '1,2'}", "+hydra.x=1",
     "~hydra.run", "hydra.callbacks={a: {b: c}}", "hydra.sweeper.params=3",
     "hydra.sweeper.params.points=nope", "++hydra.sweeper.params.nope=1,2", "hydra.",
@@ -96,7 +99,8 @@ FLAGS = (
     "-h", "--help", "--cfg", "--cfg job", "--cfg nope", "-c all", "--cfg=hydra", "--cfg job --resolve", "-m",
     "-m -m", "--cfg job -p nope", "--cfg job --package model.rope", "--package", "-m --cfg", "-m --cfg job",
     "-m --help", "-sc", "-sc install=bash", "-sc query=bash", "-sc install=nope", "-sc a=b c=d", "--info",
-    "-i searchpath", "--info nope", "--run", "--resolve", "-cd /nowhere", "-cp x", "-cn nope", "-cn plan",
+    "-i searchpath", "--info nope", "--run", "--resolve", "-cd /nowhere", "-cd .",
+    "-cd file", "-cd=folder", "-cp x", "-cn nope", "-cn plan",
     "-cn ../conf/train", "--experimental-rerun x", "--jsn", "--json", "-x", "--", "---", "--cfg=job=x",
     "-m=3", "-ü", "--version", "-hx", "-cn", "-cn x" + LONG, "--cfg all -p hydra", "--cfg job -p ''",
     "--hydra-help", "-mc", "--multirun", "-1",
@@ -128,8 +132,8 @@ FILES = (
 )
 
 ENVIRONMENTS: tuple[tuple[str, str | None], ...] = (
-    ("HOME", None), ("HOME", "/nowhere"), ("PATH", ""), ("HARNESS_CONF_DIR", "/nowhere"), ("LANG", "C"),
-    ("HARNESS_CONF_DIR", ""), ("HARNESS_CONF_DIR", "file"), ("TMPDIR", "/nowhere"), ("COLUMNS", "x"),
+    ("HOME", None), ("HOME", "/nowhere"), ("PATH", ""), ("LANG", "C"),
+    ("TMPDIR", "/nowhere"), ("COLUMNS", "x"),
     ("CUDA_VISIBLE_DEVICES", "nope"), ("HYDRA_FULL_ERROR", "x"), ("OMP_NUM_THREADS", "x"), ("TERM", "dumb"),
     ("SLURM_CONF", "/nowhere"), ("SLURM_JOB_ID", "x"), ("COMP_LINE", "x"), ("USER", None), ("NO_COLOR", "1"),
 )

@@ -15,7 +15,7 @@ import pytest
 from harness.compose import compose_job
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
-from harness.rehearse.comparison import Line, memory_lines, traffic_lines
+from harness.rehearse.comparison import Line, memory_lines, product_flops, traffic_lines
 from harness.rehearse.config import RehearseJob, ranks_to_rehearse
 from harness.rehearse.figures import OUT_OF_MEMORY, RankFigures
 from harness.rehearse.server import Rehearsals
@@ -29,6 +29,10 @@ DENSE = [
 ]
 SHAPE = ["training.seq_len=512", "training.global_batch_size=16", "cluster=slurm_h100"]
 MIXTURE = ["model=deepseek_v3_debug", *SHAPE]
+FLUX = [
+    *("model=flux_debug", "data=latents_synthetic", "training.seq_len=272", *SHAPE[1:]),
+    "parallelism.cp_method=ulysses",
+]
 SMALL = ["model=llama3_debug", *SHAPE]
 
 EXPERTS = {"parallelism/expert.py", "model/grouped.py"}
@@ -118,6 +122,26 @@ def test_layouts(rehearsals: Rehearsals, preset: str) -> None:
             check_close(lines["reserved"], 0.2)
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *("parallelism=fsdp", "parallelism=hsdp", "parallelism=fsdp_tp", "parallelism=fsdp_cp", "compile=on"),
+        *("precision=float8_rowwise", "activation_checkpoint=full"),
+    ],
+)
+def test_flux(rehearsals: Rehearsals, choice: str) -> None:
+    """Its batches are pictures."""
+    layout = [] if choice.startswith("parallelism") else ["parallelism=fsdp"]
+    found = rehearsed(rehearsals, *FLUX, *layout, choice)
+    check(found)
+    [figures] = found.ranks
+    formats = {product.formats for product in figures.products}
+    assert any(name.startswith("float8") for name in formats) == choice.startswith("precision=float8")
+    assert "bfloat16" in formats
+    if choice.startswith("parallelism"):
+        assert figures.product_flops == pytest.approx(product_flops(found.plan.job, 0), rel=0.1)
+
+
 @pytest.mark.parametrize("preset", options("precision"))
 def test_formats(rehearsals: Rehearsals, preset: str) -> None:
     on = ["cluster.accelerator=B200"] if preset == "mxfp8" else []
@@ -129,6 +153,17 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
     assert bool(narrow) == (preset.startswith("float8") or preset == "mxfp8")
     wide = {"fp32": "float32"}.get(preset, "bfloat16")
     assert wide in formats, "the head is not narrowed, and the tables are not multiplied"
+
+
+@pytest.mark.parametrize("preset", options("optimizer"))
+def test_optimizers(rehearsals: Rehearsals, preset: str) -> None:
+    """Muon sends pieces of every matrix over FSDP's, the replicas' and tensor parallel's ranks."""
+    found = rehearsed(rehearsals, *DENSE, "parallelism=hsdp_tp", f"optimizer={preset}")
+    check(found)
+    check_collectives(found)
+    [figures] = found.ranks
+    lines = {line.name: line for line in memory_lines(figures, found.plan)}
+    check_close(lines["reserved"], 0.2)
 
 
 def test_ring_in_float32(rehearsals: Rehearsals) -> None:

@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,15 @@ from made import DEVICE, make_sweep, rate_of, result
 from harness.compose import compose_job
 from harness.errors import UserError
 from harness.metrics.result import write_result
+from harness.metrics.slow import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
-from harness.report.rows import KEPT, command_of, completed, job_of, keep, load, of_points, shortened
+from harness.report.document import markdown
+from harness.report.of_runs import report_of
+from harness.report.rows import KEPT, completed, job_of, keep, load, of_points, read_kept, shortened
 from harness.run.slurm_record import SlurmJobRecord
 from harness.run.state import read_states
-from harness.sweep.registry import Registry
+from harness.sweep.__main__ import status
+from harness.sweep.registry import Registry, command_of
 from harness.sweep.table import rows_of, table_markdown, table_text
 
 RATE = "tokens_per_second_per_rank"
@@ -50,6 +55,23 @@ def test_a_sweep_is_rows_of_all_its_points(tmp_path: Path) -> None:
     assert (rows[3]["kind"], rows[3]["reason"]) == ("out_of_memory", "rank 3: Tried to allocate 2 GiB")
     assert not any(key.startswith("measured.") for key in rows[3])
     assert "parallelism.dp_shard=-1" in rows[4]["reason"] and job_of(rows[4]) is None
+
+
+def test_slow_ranks_are_named_in_status_rows_and_report(tmp_path: Path) -> None:
+    folder = make_sweep(tmp_path)
+    [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
+    slow = SlowRank(3, "node7", "H100 3", "forward", 0.31, 17)
+    (run / "slow_ranks.json").write_text(json.dumps({"slow": [asdict(slow)]}))
+    said = (
+        "rank 3 (node7, H100 3) computes 31% longer than the other ranks, most in forward; found in step 17"
+    )
+    points = status(folder).data["points"]
+    assert [point["slow"] for point in points if "slow" in point] == [[asdict(slow)]]
+    assert f"slow: {said[:60]}" in status(folder).text
+    rows = load(folder)
+    assert [row["slow"] for row in rows if "slow" in row] == [said]
+    assert f"| {said} |" in markdown(report_of("made", rows, tmp_path))
+    assert "slow" not in read_kept(keep(tmp_path, rows).parent)[0]
 
 
 def test_runs_without_a_sweep_are_found_too(tmp_path: Path) -> None:

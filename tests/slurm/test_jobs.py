@@ -24,6 +24,7 @@ from commands import (
     until,
     until_done,
 )
+from dragged import Attempt
 from scheduler import Scheduler
 
 from harness.errors import EXIT_RESUMABLE
@@ -32,7 +33,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def commands(slurm: Scheduler, tmp_path: Path, moved: Future[Path]) -> Commands:
+def commands(
+    slurm: Scheduler, tmp_path: Path, moved: Future[Path], dragged: Future[list[Attempt]]
+) -> Commands:
     return Commands(slurm, tmp_path)
 
 

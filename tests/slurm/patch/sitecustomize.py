@@ -1,9 +1,10 @@
 """Read by Python at its start: changes the training steps of a rank, by the variable ``TEST_PATCH``.
 
-``slow``: every step takes a quarter of a second longer. ``killed``, ``segfault``, ``lags``, ``hangs``: the
-fault of rank 1 in the third step; rank 0 then takes seconds to close its loader. ``faults``: ranks of some
-points of a sweep fail, once, in the third step; the job's seed decides whether the point fails, and its
-layout how. ``starved``: the first node of a job's first attempt has no free memory when it is checked.
+``slow``: every step takes a quarter of a second longer. ``drags``: the forward pass of rank 1 takes a tenth
+of a second longer. ``killed``, ``segfault``, ``lags``, ``hangs``: the fault of rank 1 in the third step; rank
+0 then takes seconds to close its loader. ``faults``: ranks of some points of a sweep fail, once, in the third
+step; the job's seed decides whether the point fails, and its layout how. ``starved``: the first node of a
+job's first attempt has no free memory when it is checked.
 """
 
 import importlib.abc
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 
 SECONDS = 0.25
+DRAG_SECONDS = 0.1
 STEP = 3
 CLOSING_SECONDS = 3.0
 
@@ -72,6 +74,20 @@ def slow_down(engine):
     engine.gradients = gradients
 
 
+def drag(engine):
+    from harness.metrics.annotation import annotated
+
+    original = engine.gradients
+
+    def gradients(self, *args, **kwargs):
+        if os.environ["RANK"] == "1":
+            with annotated("forward.blocks"):
+                time.sleep(DRAG_SECONDS)
+        return original(self, *args, **kwargs)
+
+    engine.gradients = gradients
+
+
 def sabotage(engine):
     run, rank = Path(sys.argv[-1]), int(os.environ["RANK"])
     job = json.loads((run / "job.json").read_text())
@@ -120,6 +136,7 @@ def on_rank_1(act):
 
 PATCHES = {
     "slow": slow_down,
+    "drags": drag,
     "faults": sabotage,
     "killed": on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "segfault": on_rank_1(lambda: os.kill(os.getpid(), signal.SIGSEGV)),
