@@ -39,6 +39,7 @@ EXIT_CODES = {
     "EXIT_NON_FINITE": "Loss or gradients are not finite.",
     "EXIT_RESUMABLE": "Stopped with a checkpoint; the same command continues.",
     "EXIT_INTERRUPTED": "Stopped without a checkpoint.",
+    "EXIT_DRIFTS": "An activation follows a power of the width (coordcheck).",
     "EXIT_DIFFERS": "A layout differs from one process (parity), or a technique is not equal (converge).",
     "EXIT_FAILED": "At least one variant (bench) or rank (rehearse) failed.",
 }
@@ -288,17 +289,19 @@ def own_fields(verb: Verb) -> str:
 
 
 def columns_page() -> str:
-    """Every column of metrics.jsonl and result.json."""
+    """Every column of metrics.jsonl, of the rows of ranks, and of result.json."""
     header = ("column", "unit", "meaning", "present")
     tables = [
         table(header, [[f"`{c.name}`", c.unit, c.text, c.when or "always"] for c in found])
-        for found in (columns.METRICS, columns.RESULT)
+        for found in (columns.METRICS, columns.OF_RANK, columns.RESULT)
     ]
     return (
-        "# Columns of metrics.jsonl and result.json\n\nBoth are in the run folder. A value that is not\n"
+        "# Columns of metrics.jsonl and result.json\n\nAll are in the run folder. A value that is not\n"
         "known is null; a number that is not finite is the text `nan`, `inf` or `-inf`.\n\n"
         f"## metrics.jsonl\n\nOne row for every `metrics.log_interval` steps.\n\n{tables[0]}\n"
-        f"## result.json\n\nOne flat row for each attempt, on success and on failure.\n\n{tables[1]}"
+        "## metrics/rank&lt;r&gt;.jsonl\n\nWith `metrics.all_ranks=true`: one row of each rank's own\n"
+        f"values for every row of metrics.jsonl.\n\n{tables[1]}\n"
+        f"## result.json\n\nOne flat row for each attempt, on success and on failure.\n\n{tables[2]}"
     )
 
 
