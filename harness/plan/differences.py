@@ -236,6 +236,10 @@ def _totals(a: Plan, b: Plan) -> list[dict[str, str]]:
         ]
         if a.gpu_hours is not None and b.gpu_hours is not None:
             rows.append(_total(f"{unit}-hours of all steps", a.gpu_hours, b.gpu_hours))
+        if a.dollars is not None and b.dollars is not None:
+            rows.append(_total("dollars", a.dollars, b.dollars))
+        if a.kwh is not None and b.kwh is not None:
+            rows.append(_total("kWh, GPUs alone", a.kwh, b.kwh))
     return [*rows, {"": "fits", "A": fits[a.fits], "B": fits[b.fits], "change": ""}]
 
 

@@ -17,7 +17,10 @@ from harness.plan.make import make_plan
 from harness.plan.plan import KINDS, PARTS, Plan, Speed, Traffic
 
 GIB = 2**30
-SMALL = ["model=llama3_debug", "cluster=slurm_h100", "training.global_batch_size=8"]
+SMALL = [
+    *("model=llama3_debug", "cluster=slurm_h100", "cluster.dollars_per_gpu_hour=2"),
+    "training.global_batch_size=8",
+]
 
 
 def planned(*overrides: str) -> Plan:
@@ -98,6 +101,8 @@ tokens/s a GPU           4,096   2,560  -37.5%
 tokens/s in all         16,384  20,480  +25.0%
 MFU                      50.0%   50.0%
 GPU-hours of all steps   0.111   0.178  +60.0%
+dollars                  0.222   0.356  +60.0%
+kWh, GPUs alone         0.0661   0.106  +60.0%
 fits                       yes      NO
 
 time    B takes 60.0% more device time for a token: tp communication, exposed +56.0%, computing +14.0%, \
