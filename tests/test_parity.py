@@ -54,7 +54,7 @@ SCHEDULED = [
     *("training.global_batch_size=16", "schedule.batch_size=[{until_step:1,sequences:8}]"),
     "schedule.seq_len=[{until_step:2,tokens:32}]",
 ]
-CORE_SCHEDULED = ["tp_pp_cp", "pp_zbv_compiled"]
+CORE_SCHEDULED = ["tp_cp", "pp_zbv_compiled"]
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(MATRIX, *CORE_SCHEDULED))

@@ -66,7 +66,7 @@ def straight(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 MODES = [(layout, "sync") for layout in LAYOUTS if layout not in ("fsdp_tp_pp", "full_bf16_in_backward")]
 MODES += [(layout, "async") for layout in ("fsdp", "fsdp_tp_pp", "full_bf16_in_backward")]
-CORE = [("fsdp", "async"), ("fsdp_ep_mtp", "sync"), ("hsdp_muon", "sync")]
+CORE = [("fsdp", "async"), ("fsdp_ep_mtp", "sync")]
 
 
 @pytest.mark.parametrize("case", rest_is_thorough(MODES, *CORE), ids="-".join)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from jobs import train as train_here
 from resumable_runs import SMALL, Outcome, train
+from tiers import rest_is_thorough
 
 from harness.checkpoint.catalog import CheckpointFolder
 from harness.cluster.pool import RankPool
@@ -40,9 +41,10 @@ def test_every_phase_resumes_bitwise(pool: RankPool, tmp_path: Path) -> None:
         assert parts[-1][rank].facts["tokens"] == whole.facts["tokens"] == TRAINED
 
 
-@pytest.mark.parametrize(
-    "layouts", [("parallelism=fsdp", "parallelism=single"), ("parallelism=cp", "parallelism=fsdp")]
-)
+CHANGED = [("parallelism=fsdp", "parallelism=single"), ("parallelism=cp", "parallelism=fsdp")]
+
+
+@pytest.mark.parametrize("layouts", rest_is_thorough(CHANGED, CHANGED[1]), ids=" ".join)
 def test_another_layout_goes_on(pool: RankPool, tmp_path: Path, layouts: tuple[str, str]) -> None:
     [straight] = run(pool, tmp_path / "straight", "parallelism=single", "checkpoint=disabled")
     shared = f"checkpoint.folder={tmp_path / 'shared'}"

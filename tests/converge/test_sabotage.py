@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from jobs import tiny
+from tiers import THOROUGH
 
 from harness.cluster.pool import RankPool
 from harness.config import with_value
@@ -53,16 +54,18 @@ def verdicts(pool: RankPool) -> dict[str, Verdict]:
     twin = curves(pool, tiny(*JOB, "training.local_batch_size=2"))
     techniques = {
         "fsdp": curves(pool, tiny(*JOB, *FSDP)),
-        "bf16": curves(pool, tiny(*JOB, "precision=bf16"), same=False),
         "lr": curves(pool, tiny(*JOB, "optimizer.lr=4.2e-3"), same=False),
         "scale": curves(pool, tiny(*JOB, *FSDP), missing_scale_on_one_rank),
     }
+    if THOROUGH:
+        techniques["bf16"] = curves(pool, tiny(*JOB, "precision=bf16"), same=False)
     assert all(losses[-1] < 0.6 * losses[0] for losses in control.losses.values()), "the control learns"
     return judge(control, twin, techniques, ConvergeConfig())
 
 
 def test_correct_techniques_are_equal(verdicts: dict[str, Verdict]) -> None:
-    assert {name: verdicts[name].word for name in ("fsdp", "bf16")} == {"fsdp": EQUAL, "bf16": EQUAL}
+    correct = verdicts.keys() - {"lr", "scale"}
+    assert correct and {verdicts[name].word for name in correct} == {EQUAL}
 
 
 def test_learning_rate_five_percent_off_is_found(verdicts: dict[str, Verdict]) -> None:

@@ -31,8 +31,7 @@ OTHERS = {
 }
 
 
-CORE = ["ep_accumulate", "tp_experts_plain", "fsdp_tp_ep_experts", "fsdp_cp_ep", "fsdp_ep_pp_zbv"]
-CORE += ["fsdp_ep_recompute_op", "fsdp_ep_compiled"]
+CORE = ["ep_accumulate", "tp_experts_plain", "fsdp_tp_ep_experts", "fsdp_cp_ep", "fsdp_ep_compiled"]
 
 
 @pytest.mark.parametrize("name", rest_is_thorough(EXPERT_MATRIX, *CORE))

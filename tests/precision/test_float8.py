@@ -122,11 +122,7 @@ CASES = [
     *((linear, layout) for linear in ("float8_tensorwise", "mxfp8") for layout in LAYOUTS),
     *((linear, "fsdp_tp") for linear in ("float8_rowwise", "float8_rowwise_hp")),
 ]
-CORE = [
-    ("float8_tensorwise", "fsdp_tp"),
-    ("mxfp8", "tp"),
-    ("float8_rowwise_hp", "fsdp_tp"),
-]
+CORE = [("float8_tensorwise", "fsdp_tp"), ("float8_rowwise_hp", "fsdp_tp")]
 
 
 @pytest.mark.parametrize("case", rest_is_thorough(CASES, *CORE), ids="-".join)
