@@ -103,9 +103,10 @@ def test_reference_learns_and_masks_unevenly(pool: RankPool) -> None:
 
 
 ODD = ["fsdp", "tp", "tp4", "fsdp_tp", "fsdp_uneven", "fsdp_tp_pp", "fsdp_tp_chunked_loss", "tp_cp"]
+ODD += ["tp_plain_chunked_loss"]
 
 
-@pytest.mark.parametrize("name", rest_is_thorough(ODD, "tp4", "fsdp_tp_chunked_loss"))
+@pytest.mark.parametrize("name", rest_is_thorough(ODD, "tp4", "tp_plain_chunked_loss"))
 def test_odd_vocabulary(pool: RankPool, name: str) -> None:
     """Shards of 259 rows have different sizes on every axis."""
     require_parity(pool, name, layout(name, "model.vocab_size=259"))

@@ -11,10 +11,18 @@ from harness.cluster.pool import RankPool
 
 # Heads of another width have another score scale, which ring attention applies in its own way.
 MUP = ("model.mup.base_dim=16", "model.mup.base_widths={head_dim:4}")
-DENSE = ["cp", "cp_ulysses", "fsdp_tp_chunked_loss", "fsdp_tp_pp", "pp_zbv_chunked_loss", "hsdp"]
+DENSE = [
+    "cp",
+    "cp_ulysses",
+    "tp_plain_chunked_loss",
+    "fsdp_tp_chunked_loss",
+    "fsdp_tp_pp",
+    "pp_zbv_chunked_loss",
+    "hsdp",
+]
 
 
-@pytest.mark.parametrize("name", rest_is_thorough(DENSE, "cp", "fsdp_tp_chunked_loss"))
+@pytest.mark.parametrize("name", rest_is_thorough(DENSE, "cp", "tp_plain_chunked_loss"))
 def test_layouts_agree(pool: RankPool, name: str) -> None:
     require_parity(pool, name, layout(name, *MUP))
 
