@@ -78,6 +78,9 @@ class Software:
     """Whether an eager norm is one kernel, as an RMSNorm is since torch 2.9."""
     speed: float = 1.0
     """Speed of computing as a multiple of torch's kernels', of a trainer with other libraries."""
+    joint_ends: bool = False
+    """Whether embedding, last norm and output are one FSDP group, gathered from the first module to the last,
+    and the last block stays gathered too: torchtitan before its pull request 1094 (July 2025). For memory."""
 
 
 # Constants that are never divisors.
