@@ -1,17 +1,19 @@
 """Bands around the plan's figures, from the errors of held_out.csv.
 
-Rows of one source share a cluster, a trainer and what is wrong in both, so every source counts once: a row
-has the weight 1 / (rows of its source). A band of a class comes from the rows of that class if they have at
-least ``FEWEST`` sources, else from the rows of all classes: a tenth of fewer sources lies inside of one. A
-plan stands for one more source, which may be farther off than all of them: half of its weight, ``NEXT``, is
-put below all rows and half above, so few sources have a wider band. ``coverage`` judges the rule: it counts
-rows inside of bands that were made without the row's own source, and ``NEXT`` was chosen by it.
+Rows of one source share a cluster, a trainer and what is wrong in both, so every source counts once. A band
+of a class comes from the rows of that class if they have at least ``FEWEST`` sources, else from the rows of
+all classes. A plan stands for one more source. Of k sources it lies between the outermost two with a
+probability of (k - 1) / (k + 1), so quantiles of the rows make a band of 80 % from ``ENOUGH`` sources on; half
+of the new source's weight, ``NEXT``, is put below all rows and half above. Fewer sources have the prediction
+interval of ``predicted``. ``coverage`` judges the rules: it counts rows inside of bands that were made without
+the row's own source. ``NEXT`` was chosen by it; ``predicted`` has nothing to choose.
 """
 
 from __future__ import annotations
 
 import csv
 import math
+import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ from harness.plan.evidence import Evidence, Resolution
 
 FILE = Path(__file__).with_name("held_out.csv")
 FEWEST = 4
+ENOUGH = 9
 LOW, HIGH = 0.1, 0.9
 NEXT = 0.5
 
@@ -111,21 +114,84 @@ def _band(known: Sequence[Held], name: str, kind: Kind) -> tuple[float, float]:
     own = [row for row in known if class_of(row) == name]
     rows = own if len({row.source for row in own}) >= FEWEST else known
     ratios = [1 / (1 + (error(row) or 0.0)) for row in rows]
-    weights = _weights([row.source for row in rows])
-    low, high = (quantile(ratios, weights, share, outside=NEXT) for share in (LOW, HIGH))
+    sources = [row.source for row in rows]
+    if len(set(sources)) < ENOUGH:
+        return predicted(ratios, sources)
+    low, high = (quantile(ratios, _weights(sources), share, outside=NEXT) for share in (LOW, HIGH))
     return low, high
 
 
-def coverage(rows: Sequence[Held], kind: Kind) -> tuple[float, dict[str, float]]:
-    """Share of rows inside of the band that the other sources give: of all rows, and by class."""
+def predicted(ratios: Sequence[float], sources: Sequence[str]) -> tuple[float, float]:
+    """Prediction interval, ``LOW`` to ``HIGH``, for a row of one more source.
+
+    Logarithms of the ratios are normal around their source's mean, and these means around another one. The
+    means of k sources estimate it and, by their variance, how sources differ; Student's t with k - 1 degrees
+    of freedom allows for the few (Higgins, Thompson and Spiegelhalter, J. R. Stat. Soc. A 172, 2009; k - 1 as
+    IntHout et al., BMJ Open 6, 2016). Rows of a source add their variance around its mean, the mean of all
+    sources' (one-way random effects, unweighted means: Thomas and Hultquist, Ann. Stat. 6, 1978).
+    """
+    groups: dict[str, list[float]] = defaultdict(list)
+    for ratio, source in zip(ratios, sources, strict=True):
+        groups[source].append(math.log(ratio))
+    count, means = len(groups), [statistics.mean(own) for own in groups.values()]
+    inner = [statistics.variance(own) for own in groups.values() if len(own) > 1]
+    # The variance of means has 1 / n of the rows' own.
+    more = 1 - statistics.mean(1 / len(own) for own in groups.values())
+    variance = statistics.variance(means) * (1 + 1 / count) + (statistics.mean(inner) * more if inner else 0)
+    middle, reach = statistics.mean(means), student(HIGH, count - 1) * math.sqrt(variance)
+    return math.exp(middle - reach), math.exp(middle + reach)
+
+
+def student(share: float, degrees: int) -> float:
+    """A quantile above the median of Student's t distribution (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    odd = degrees % 2
+
+    def central(angle: float) -> float:
+        """Probability of an amount below sqrt(degrees) tan(angle)."""
+        total, term = 0.0, math.cos(angle) if odd else 1.0
+        for index in range(1 + odd, degrees, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * index / (index + 1)
+        total *= math.sin(angle)
+        return (angle + total) * 2 / math.pi if odd else total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if central(middle) < 2 * share - 1 else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Shares of rows inside of the bands that the other sources give."""
+
+    rows: float
+    """Of all rows."""
+    sources: float
+    """Mean of the sources' shares: every source counts once, as in the bands."""
+    by_class: dict[str, float]
+
+
+def coverage(rows: Sequence[Held], kind: Kind) -> Coverage:
+    """Count the rows inside of the bands that the other sources give."""
     error, class_of = kind
     known = [row for row in rows if error(row) is not None]
-    inside: dict[str, list[bool]] = defaultdict(list)
+    inside = []
     for row in known:
         low, high = _band([other for other in known if other.source != row.source], class_of(row), kind)
-        inside[class_of(row)].append(low <= 1 / (1 + (error(row) or 0.0)) <= high)
-    by_class = {name: sum(own) / len(own) for name, own in sorted(inside.items())}
-    return sum(map(sum, inside.values())) / len(known), by_class
+        inside.append(low <= 1 / (1 + (error(row) or 0.0)) <= high)
+
+    def shares(keys: Sequence[str]) -> dict[str, float]:
+        pairs = list(zip(keys, inside, strict=True))
+        return {name: statistics.fmean(hit for key, hit in pairs if key == name) for name in sorted(set(keys))}
+
+    sources = shares([row.source for row in known])
+    return Coverage(
+        rows=statistics.fmean(inside),
+        sources=statistics.fmean(sources.values()),
+        by_class=shares([class_of(row) for row in known]),
+    )
 
 
 def resolution(rows: Sequence[Held]) -> Resolution:

@@ -57,8 +57,13 @@ def test_the_defaults_are_fitted_to_all_rows() -> None:
 
 
 def test_four_of_five_rows_are_inside_of_bands_made_without_them() -> None:
-    share, _ = held_rows.coverage(held_rows.read(), held_rows.SPEED)
-    assert 0.75 <= share <= 0.85
+    rows = held_rows.read()
+    speed, memory = (held_rows.coverage(rows, kind) for kind in (held_rows.SPEED, held_rows.MEMORY))
+    assert 0.75 <= speed.rows <= 0.85
+    assert 0.75 <= speed.sources <= 0.85
+    # A row of 27 too few: six pipelines of one source, which take more than all plans (README.md).
+    assert 0.7 <= memory.rows <= 0.85
+    assert 0.75 <= memory.sources <= 0.85
 
 
 @pytest.mark.parametrize("table", rest_is_thorough(TABLES, "graph-llama3", "torchao-MI300X"))
