@@ -17,6 +17,8 @@ from harness.model.architecture import architecture_of
 from harness.plan.parameters import BYTES
 from harness.precision.linears import sort_linears
 
+FLOAT32 = 4
+
 
 def on_cpu(job: Job) -> bool:
     """Whether the planned ranks compute on a CPU.
@@ -112,12 +114,29 @@ class ActivationBytes:
         stream = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
         partial = self.bytes_of(SavedTensor("summand", self.job.model.dim, ActivationSplit.PARTIAL))
         gradients = self.total(declared.backward, compiled=compiled)
-        late = self.total(declared.late_backward, compiled=compiled)
+        late = self.total(declared.late_backward, compiled=compiled) + self._ring()
         if recomputed is None:
             return PartBytes(everything, everything + stream + partial, everything + gradients, late)
         kept, extra = recomputed
         forward = self.total(declared.forward, compiled=compiled)
         return PartBytes(kept, kept + forward, everything + extra + gradients, late + extra)
+
+    def _ring(self) -> float:
+        """Bytes of a ring's own tensors in backward (torch, _templated_ring_attention_backward).
+
+        Keys and values that are sent, and those of all ranks or the ones received; gradients of the step
+        before; in float32 their sums, those of keys and values also as sent and as received.
+        """
+        layout, model = self.job.parallelism, self.job.model
+        if layout.cp == 1 or layout.cp_method != "ring":
+            return 0.0
+        of, width = model.attention, model.head_width
+        queries = model.n_heads * width
+        both = model.n_heads * (width + of.v_head_dim) if of.is_latent else 2 * model.n_kv_heads * width
+        copies = layout.cp if layout.cp_rotate_method == "allgather" else 1
+        compute = BYTES[self.job.precision.param_dtype]
+        each = compute * (queries + (copies + 2) * both) + FLOAT32 * (queries + 3 * both)
+        return self.tokens * each / self.degree[ActivationSplit.INNER]
 
     def _recomputed(
         self, declared: PartActivations, layer: int, *, compiled: bool
