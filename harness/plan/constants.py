@@ -81,6 +81,9 @@ class Software:
     joint_ends: bool = False
     """Whether embedding, last norm and output are one FSDP group, gathered from the first module to the last,
     and the last block stays gathered too: torchtitan before its pull request 1094 (July 2025). For memory."""
+    repeats_keys: bool = False
+    """Whether a ring has keys and values repeated for all query heads: torchtitan before its pull request 2259
+    (January 2026; issue 1283). For memory."""
 
 
 # Constants that are never divisors.

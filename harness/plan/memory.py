@@ -56,7 +56,7 @@ def rank_memory(
         software: what the trainer runs, if it is another one.
     """
     order = pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)
-    prices = ActivationBytes(job)
+    prices = ActivationBytes(job, repeats_keys=software is not None and software.repeats_keys)
     return [
         RankStep(job, held, prices, order[held.pp_rank], software).memory()
         for held in parameters or parameters_of_ranks(job)

@@ -44,10 +44,16 @@ class PartBytes:
 
 
 class ActivationBytes:
-    """Converts declared activations into bytes for a job."""
+    """Converts declared activations into bytes for a job.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        job: the resolved job.
+        repeats_keys: that of ``Software``.
+    """
+
+    def __init__(self, job: Job, *, repeats_keys: bool = False) -> None:
         self.job, self.cpu, layout = job, on_cpu(job), job.parallelism
+        self.repeats_keys = repeats_keys
         self.tokens = job.microbatch_size * job.training.seq_len // layout.cp
         """Tokens of one microbatch on a rank, before tensor parallel shards them."""
         stream = layout.tp if layout.uses_sequence_parallel else 1
@@ -132,10 +138,12 @@ class ActivationBytes:
             return 0.0
         of, width = model.attention, model.head_width
         queries = model.n_heads * width
-        both = model.n_heads * (width + of.v_head_dim) if of.is_latent else 2 * model.n_kv_heads * width
+        declared = model.n_heads * (width + of.v_head_dim) if of.is_latent else 2 * model.n_kv_heads * width
+        both = 2 * queries if self.repeats_keys else declared
         copies = layout.cp if layout.cp_rotate_method == "allgather" else 1
         compute = BYTES[self.job.precision.param_dtype]
         each = compute * (queries + (copies + 2) * both) + FLOAT32 * (queries + 3 * both)
+        each += 2 * compute * (both - declared)  # they and their gradients
         return self.tokens * each / self.degree[ActivationSplit.INNER]
 
     def _recomputed(

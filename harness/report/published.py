@@ -121,6 +121,7 @@ def software_of(raw: dict[str, str]) -> Software:
         fused_norm=_YES[raw["fused_norm"] or "yes"],
         speed=float(raw["speed"] or 1),
         joint_ends=_YES[raw["joint_ends"] or "no"],
+        repeats_keys=_YES[raw["repeats_keys"] or "no"],
     )
 
 

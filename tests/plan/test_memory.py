@@ -48,8 +48,8 @@ def peak(job: Job, software: Software | None = None) -> float:
 def test_published_runs_are_met() -> None:
     """Runs without a pipeline are within 12 %, the median within 2 %; ``pytest -s`` shows the table.
 
-    torchtitan's pipelines took a fifth more than the plan predicts for our code. A rehearsal of the first row
-    of table 5, without async_tp, reserves 64.0 GiB; the plan predicts 64.9, torchtitan took 82.5.
+    torchtitan's pipelines took 12 to 27 % more than the plan predicts. A rehearsal of the first row of table
+    5, without async_tp, reserves 64.0 GiB; the plan predicts 64.9, torchtitan took 82.5.
     """
     errors, lines, pipelined = {}, [], {}
     for row in all_rows():
@@ -63,7 +63,7 @@ def test_published_runs_are_met() -> None:
     assert len(all_rows()) == 18
     assert max(sizes) <= 0.12, errors
     assert median(sizes) <= 0.02
-    assert all(-0.22 <= error <= -0.13 for error in pipelined.values()), pipelined
+    assert all(-0.22 <= error <= -0.10 for error in pipelined.values()), pipelined
 
 
 def test_joint_ends_stay_gathered() -> None:
@@ -90,6 +90,9 @@ def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks() -> None:
     tokens, queries, both = 8192 // 8, 32 * 128, 2 * 8 * 128
     assert gathers - sends == 7 * 2 * tokens * both
     assert sends - ulysses == tokens * (2 * (queries + 3 * both) + 4 * (queries + 3 * both))
+    repeated = ActivationBytes(job_of(*ring), repeats_keys=True).block(0).late_backward
+    # Four times as many: gathered and sent, the last step's gradients, sums; also before and after the ring.
+    assert repeated - gathers == 3 * tokens * both * (2 * (8 + 2 + 2) + 4 * 3)
 
 
 REHEARSED = Path(__file__).parents[2] / "experiments/rehearsal/results.jsonl"
