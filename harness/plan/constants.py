@@ -84,6 +84,10 @@ class Software:
     repeats_keys: bool = False
     """Whether a ring has keys and values repeated for all query heads: torchtitan before its pull request 2259
     (January 2026; issue 1283). For memory."""
+    keeps_outputs: bool = False
+    """Whether a pipeline keeps outputs of stages, the last one's too, and gradients of their inputs until the
+    next step: torch before its pull requests 153383 (May 2025) and 164329 (October 2025; issue 159251 on the
+    last stage). For memory."""
 
 
 # Constants that are never divisors.

@@ -113,7 +113,8 @@ class RankStep:
         software: Software | None = None,
     ) -> None:
         self.job, self.parameters, self.actions = job, parameters, actions
-        self.stages = _stages(job, parameters, prices, software or Software())
+        self.software = software or Software()
+        self.stages = _stages(job, parameters, prices, self.software)
         self.cpu, self.fsdp = on_cpu(job), job.uses_fsdp
         self.pipelined = job.parallelism.pp > 1
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
@@ -212,6 +213,8 @@ class RankStep:
                 continue
             if not reduces:
                 accumulated[action.stage] = stage.accumulated
+            if self.pipelined and self.software.keeps_outputs:
+                kept = plus(kept, stage.left)
         if self.pipelined and self.fsdp:
             # Group by group: unsharded gradients are freed as their shards are allocated.
             yield {

@@ -222,6 +222,12 @@ class StageMemory:
         return self.activations.tokens * self.job.model.dim * size / split
 
     @cached_property
+    def left(self) -> Bytes:
+        """Memory that a microbatch leaves after its backward with ``Software.keeps_outputs``."""
+        output = self.boundary if self.logits is None else self.logits.compute * self.logits.numbers
+        return {"activations": output + (self.boundary if self.stage > 0 else 0.0)}
+
+    @cached_property
     def resident(self) -> float:
         """Gathered bytes that stay from forward to backward; in a pipeline until the end of the step."""
         return sum(m.parameters.gathered for m in self.modules if self.pipelined or not m.freed)

@@ -122,6 +122,7 @@ def software_of(raw: dict[str, str]) -> Software:
         speed=float(raw["speed"] or 1),
         joint_ends=_YES[raw["joint_ends"] or "no"],
         repeats_keys=_YES[raw["repeats_keys"] or "no"],
+        keeps_outputs=_YES[raw["keeps_outputs"] or "no"],
     )
 
 

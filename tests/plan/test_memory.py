@@ -48,7 +48,7 @@ def peak(job: Job, software: Software | None = None) -> float:
 def test_published_runs_are_met() -> None:
     """Runs without a pipeline are within 12 %, the median within 2 %; ``pytest -s`` shows the table.
 
-    torchtitan's pipelines took 12 to 27 % more than the plan predicts. A rehearsal of the first row of table
+    torchtitan's pipelines took 7 to 27 % more than the plan predicts. A rehearsal of the first row of table
     5, without async_tp, reserves 64.0 GiB; the plan predicts 64.9, torchtitan took 82.5.
     """
     errors, lines, pipelined = {}, [], {}
@@ -63,7 +63,7 @@ def test_published_runs_are_met() -> None:
     assert len(all_rows()) == 18
     assert max(sizes) <= 0.12, errors
     assert median(sizes) <= 0.02
-    assert all(-0.22 <= error <= -0.10 for error in pipelined.values()), pipelined
+    assert all(-0.22 <= error <= -0.06 for error in pipelined.values()), pipelined
 
 
 def test_joint_ends_stay_gathered() -> None:
@@ -77,6 +77,17 @@ def test_joint_ends_stay_gathered() -> None:
     assert joint.kinds["gradients"] == apart.kinds["gradients"]
     pipelined = job_of(*LARGE, "parallelism=fsdp", "parallelism.pp=2", "parallelism.dp_shard=4")
     assert rank_memory(pipelined, software=Software(joint_ends=True)) == rank_memory(pipelined)
+
+
+def test_outputs_that_a_pipeline_keeps() -> None:
+    typed = ("parallelism=fsdp", "parallelism.pp=2", "parallelism.dp_shard=4", "parallelism.pp_schedule=1F1B")
+    batch = ("training.seq_len=8192", "training.local_batch_size=8", "training.global_batch_size=32")
+    job = job_of(*LARGE, *typed, *batch)
+    new, old = (rank_memory(job, software=Software(keeps_outputs=kept)) for kept in (False, True))
+    boundary, logits = 2 * 8192 * 4096, 2 * 8192 * 128256
+    # The last of 8 microbatches has 7 before it on the last stage, and 6 on the first, which receives nothing.
+    assert old[1].allocated - new[1].allocated == 7 * (boundary + logits)
+    assert old[0].allocated - new[0].allocated == 6 * boundary
 
 
 def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks() -> None:
