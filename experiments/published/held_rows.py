@@ -2,11 +2,8 @@
 
 Rows of one source share a cluster, a trainer and what is wrong in both, so every source counts once. A band
 of a class comes from the rows of that class if they have at least ``FEWEST`` sources, else from the rows of
-all classes. A plan stands for one more source. Of k sources it lies between the outermost two with a
-probability of (k - 1) / (k + 1), so quantiles of the rows make a band of 80 % from ``ENOUGH`` sources on; half
-of the new source's weight, ``NEXT``, is put below all rows and half above. Fewer sources have the prediction
-interval of ``predicted``. ``coverage`` judges the rules: it counts rows inside of bands that were made without
-the row's own source. ``NEXT`` was chosen by it; ``predicted`` has nothing to choose.
+all classes. It is a prediction interval for a row of one more source (``predicted``), which has nothing to
+choose. ``coverage`` judges it: it counts rows inside of bands that were made without the row's own source.
 """
 
 from __future__ import annotations
@@ -28,9 +25,7 @@ from harness.plan.evidence import Evidence, Resolution
 
 FILE = Path(__file__).with_name("held_out.csv")
 FEWEST = 4
-ENOUGH = 9
 LOW, HIGH = 0.1, 0.9
-NEXT = 0.5
 
 
 @dataclass(frozen=True)
@@ -113,52 +108,48 @@ def _band(known: Sequence[Held], name: str, kind: Kind) -> tuple[float, float]:
     error, class_of = kind
     own = [row for row in known if class_of(row) == name]
     rows = own if len({row.source for row in own}) >= FEWEST else known
-    ratios = [1 / (1 + (error(row) or 0.0)) for row in rows]
-    sources = [row.source for row in rows]
-    if len(set(sources)) < ENOUGH:
-        return predicted(ratios, sources)
-    low, high = (quantile(ratios, _weights(sources), share, outside=NEXT) for share in (LOW, HIGH))
-    return low, high
+    return predicted([1 / (1 + (error(row) or 0.0)) for row in rows], [row.source for row in rows])
 
 
 def predicted(ratios: Sequence[float], sources: Sequence[str]) -> tuple[float, float]:
-    """Prediction interval, ``LOW`` to ``HIGH``, for a row of one more source.
+    """Interval from ``LOW`` to ``HIGH`` for a row of one more source, by one-way random effects.
 
-    Logarithms of the ratios are normal around their source's mean, and these means around another one. The
-    means of k sources estimate it and, by their variance, how sources differ; Student's t with k - 1 degrees
-    of freedom allows for the few (Higgins, Thompson and Spiegelhalter, J. R. Stat. Soc. A 172, 2009; k - 1 as
-    IntHout et al., BMJ Open 6, 2016). Rows of a source add their variance around its mean, the mean of all
-    sources' (one-way random effects, unweighted means: Thomas and Hultquist, Ann. Stat. 6, 1978).
+    Logarithms of the ratios are normal around their source's mean, and these means around another one. What
+    is predicted differs from the mean of k means by their variance times 1 + 1 / k (Higgins, Thompson and
+    Spiegelhalter, J. R. Stat. Soc. A 172, 2009), and by the variance of a source's rows, less what the means
+    have of it (Thomas and Hultquist, Ann. Stat. 6, 1978). The degrees of freedom of the sum are those of
+    Satterthwaite (Biometrics Bulletin 2, 1946).
     """
     groups: dict[str, list[float]] = defaultdict(list)
     for ratio, source in zip(ratios, sources, strict=True):
         groups[source].append(math.log(ratio))
-    count, means = len(groups), [statistics.mean(own) for own in groups.values()]
-    inner = [statistics.variance(own) for own in groups.values() if len(own) > 1]
-    # The variance of means has 1 / n of the rows' own.
-    more = 1 - statistics.mean(1 / len(own) for own in groups.values())
-    variance = statistics.variance(means) * (1 + 1 / count) + (statistics.mean(inner) * more if inner else 0)
-    middle, reach = statistics.mean(means), student(HIGH, count - 1) * math.sqrt(variance)
+    count, means = len(groups), [statistics.fmean(own) for own in groups.values()]
+    several = [own for own in groups.values() if len(own) > 1]
+    left = 1 - statistics.fmean(1 / len(own) for own in groups.values())
+    parts = [(statistics.variance(means) * (1 + 1 / count), count - 1)]
+    parts += [(statistics.variance(own) * left / len(several), len(own) - 1) for own in several]
+    variance = sum(part for part, _ in parts)
+    degrees = variance**2 / sum(part**2 / freedom for part, freedom in parts)
+    middle, reach = statistics.fmean(means), student(HIGH, degrees) * math.sqrt(variance)
     return math.exp(middle - reach), math.exp(middle + reach)
 
 
-def student(share: float, degrees: int) -> float:
-    """A quantile above the median of Student's t distribution (Abramowitz and Stegun 26.7.3, 26.7.4)."""
-    odd = degrees % 2
+def student(share: float, degrees: float) -> float:
+    """A quantile above the median of Student's t distribution, by Simpson's rule and bisection."""
 
-    def central(angle: float) -> float:
-        """Probability of an amount below sqrt(degrees) tan(angle)."""
-        total, term = 0.0, math.cos(angle) if odd else 1.0
-        for index in range(1 + odd, degrees, 2):
-            total += term
-            term *= math.cos(angle) ** 2 * index / (index + 1)
-        total *= math.sin(angle)
-        return (angle + total) * 2 / math.pi if odd else total
+    def density(angle: float) -> float:
+        return math.cos(angle) ** (degrees - 1)  # of atan(t / sqrt(degrees)), but for a factor
 
+    def integral(end: float, pieces: int = 400) -> float:
+        step = end / pieces
+        inside = sum((4 if i % 2 else 2) * density(i * step) for i in range(1, pieces))
+        return (density(0.0) + inside + density(end)) * step / 3
+
+    whole = math.sqrt(math.pi) * math.exp(math.lgamma(degrees / 2) - math.lgamma((degrees + 1) / 2)) / 2
     low, high = 0.0, math.pi / 2
-    for _ in range(60):
+    for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if central(middle) < 2 * share - 1 else (low, middle)
+        low, high = (middle, high) if integral(middle) < (2 * share - 1) * whole else (low, middle)
     return math.sqrt(degrees) * math.tan(low)
 
 
@@ -213,12 +204,9 @@ def pairs(rows: Sequence[Held]) -> list[tuple[str, float]]:
     ]
 
 
-def quantile(
-    values: Sequence[float], weights: Sequence[float], share: float, *, outside: float = 0.0
-) -> float:
-    """Weighted quantile; between the middles of two values' weights it is interpolated. Half of the weight
-    ``outside`` is below all values, and half above."""
-    total, below, points = sum(weights) + outside, outside / 2, []
+def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
+    """Weighted quantile; between the middles of two values' weights it is interpolated."""
+    total, below, points = sum(weights), 0.0, []
     for value, weight in sorted(zip(values, weights, strict=True)):
         points.append(((below + weight / 2) / total, value))
         below += weight

@@ -62,9 +62,8 @@ def test_four_of_five_rows_are_inside_of_bands_made_without_them() -> None:
     speed, memory = (held_rows.coverage(rows, kind) for kind in (held_rows.SPEED, held_rows.MEMORY))
     assert 0.75 <= speed.rows <= 0.85
     assert 0.75 <= speed.sources <= 0.85
-    # Few sources and rows that are alike: 22 of 27 rows would be 81 %, 23 are 85.2 %.
-    assert 0.75 <= memory.rows <= 0.86
-    assert 0.75 <= memory.sources <= 0.9
+    assert 0.75 <= memory.rows <= 0.85
+    assert 0.75 <= memory.sources <= 0.85
 
 
 @pytest.mark.parametrize("table", rest_is_thorough(TABLES, "graph-llama3", "torchao-MI300X"))
@@ -80,16 +79,11 @@ def test_committed_rows_are_planned_as_today(table: str) -> None:
 
 
 def test_every_source_counts_once() -> None:
-    rest = [held(name, 0.9 + index / 20) for index, name in enumerate("bcdefghijkl")]
+    rest = [held(name, 0.9 + index / 20) for index, name in enumerate("bcd")]
     many = [held("a", 0.5)] * 30
-    few, repeated = (held_rows.evidence([*own, *rest[:3]], held_rows.SPEED) for own in (many[:1], many))
+    few, repeated = (held_rows.evidence([*own, *rest], held_rows.SPEED) for own in (many[:1], many))
     assert repeated == {name: replace(one, rows=33) for name, one in few.items()}
-    # Of twelve sources the tenth lies between the first two, and the ninth tenth between the last two.
-    [one] = held_rows.evidence([*many, *rest], held_rows.SPEED).values()
-    assert (one.rows, one.sources) == (41, 12) and 0.5 < one.low < 0.9 and 1.35 < one.high < 1.4
     assert held_rows.quantile([1.0, 2.0, 4.0], [1, 1, 2], 0.5) == pytest.approx(2 + 2 * (0.5 - 0.375) / 0.375)
-    # With a weight of 1 outside, the middles are at 0.2, 0.4 and 0.7.
-    assert held_rows.quantile([1.0, 2.0, 4.0], [1, 1, 2], 0.3, outside=1.0) == pytest.approx(1.5)
 
 
 def test_few_sources_have_the_band_of_all_classes() -> None:
@@ -114,16 +108,16 @@ def test_quantiles_of_student_are_those_of_tables() -> None:
 
 
 def test_four_of_five_rows_of_one_more_source_are_inside() -> None:
-    """More are if rows differ by more than sources: these variances are known better than k - 1 values say."""
+    """If sources differ by more than their rows, by less, and if rows do not differ."""
     draw = random.Random(0)
-    for between, within in ((0.2, 0.1), (0.05, 0.1), (0.1, 0.0)):
+    for between, within in ((0.2, 0.1), (0.05, 0.1), (0.1, 1e-6)):
         inside = 0
         for _ in range(2000):
             means = [draw.gauss(0.1, between) for _ in range(5)]
             *rows, new = [math.exp(draw.gauss(mean, within)) for mean in means for _ in range(3)][:13]
             low, high = held_rows.predicted(rows, "aaabbbcccddd")
             inside += low <= new <= high
-        assert 0.78 <= inside / 2000 <= (0.84 if between > within else 0.88)
+        assert 0.77 <= inside / 2000 <= 0.83
 
 
 def test_differences_are_those_of_layouts_of_one_table() -> None:
