@@ -210,7 +210,9 @@ def report(held: Sequence[Held]) -> str:
         f"Memory, {len(memory)} rows: median {statistics.median(map(abs, memory)):.1%}, "
         f"worst {max(memory, key=abs):+.0%}."
     )
-    lines.append(f"In the band: throughput {_inside(found)}; memory {_inside(held_rows.coverage(held, MEMORY))}.")
+    lines.append(
+        f"In the band: throughput {_inside(found)}; memory {_inside(held_rows.coverage(held, MEMORY))}."
+    )
     if left_out := sum(bool(row.published_gib and row.inexpressible) for row in held):
         lines.append(f"Left out: {left_out} rows whose memory no options of the harness express (rows.csv).")
     off = held_rows.resolution(held)

@@ -175,7 +175,9 @@ def coverage(rows: Sequence[Held], kind: Kind) -> Coverage:
 
     def shares(keys: Sequence[str]) -> dict[str, float]:
         pairs = list(zip(keys, inside, strict=True))
-        return {name: statistics.fmean(hit for key, hit in pairs if key == name) for name in sorted(set(keys))}
+        return {
+            name: statistics.fmean(hit for key, hit in pairs if key == name) for name in sorted(set(keys))
+        }
 
     sources = shares([row.source for row in known])
     return Coverage(

@@ -130,7 +130,7 @@ class ActivationBytes:
     def _ring(self) -> float:
         """Bytes of a ring's own tensors in backward (torch, _templated_ring_attention_backward).
 
-        Keys and values that are sent, and those of all ranks or the ones received; gradients of the step
+        Keys and values that are sent, and those of all ranks or of the last two; gradients of the step
         before; in float32 their sums, those of keys and values also as sent and as received.
         """
         layout, model = self.job.parallelism, self.job.model
@@ -140,7 +140,7 @@ class ActivationBytes:
         queries = model.n_heads * width
         declared = model.n_heads * (width + of.v_head_dim) if of.is_latent else 2 * model.n_kv_heads * width
         both = 2 * queries if self.repeats_keys else declared
-        copies = layout.cp if layout.cp_rotate_method == "allgather" else 1
+        copies = layout.cp if layout.cp_rotate_method == "allgather" else 2
         compute = BYTES[self.job.precision.param_dtype]
         each = compute * (queries + (copies + 2) * both) + FLOAT32 * (queries + 3 * both)
         each += 2 * compute * (both - declared)  # they and their gradients
