@@ -138,7 +138,7 @@ class StageMemory:
         return Module(name, part, parameters, self.job.parallelism.frees(name))
 
     def _join_ends(self) -> None:
-        """Gather and reduce the head's parameters with the first module's, and keep the last block gathered."""
+        """Gather and reduce the head's parameters with the first module's; keep the last block gathered."""
         first, *blocks, head = self.modules
         own, late = first.parameters, head.parameters
         joint = replace(

@@ -87,7 +87,7 @@ def test_outputs_that_a_pipeline_keeps() -> None:
     job = job_of(*LARGE, *typed, *batch)
     new, old = (rank_memory(job, software=Software(keeps_outputs=kept)) for kept in (False, True))
     boundary, logits = 2 * 8192 * 4096, 2 * 8192 * 128256
-    # The last of 8 microbatches has 7 before it on the last stage, and 6 on the first, which receives nothing.
+    # Before the last of 8 microbatches 7 are done on the last stage, and 6 on the first, without inputs.
     assert old[1].allocated - new[1].allocated == 7 * (boundary + logits)
     assert old[0].allocated - new[0].allocated == 6 * boundary
 
