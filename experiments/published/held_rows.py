@@ -140,7 +140,7 @@ def student(share: float, degrees: float) -> float:
     def density(angle: float) -> float:
         return math.cos(angle) ** (degrees - 1)  # of atan(t / sqrt(degrees)), but for a factor
 
-    def integral(end: float, pieces: int = 400) -> float:
+    def integral(end: float, pieces: int = 64) -> float:
         step = end / pieces
         inside = sum((4 if i % 2 else 2) * density(i * step) for i in range(1, pieces))
         return (density(0.0) + inside + density(end)) * step / 3
