@@ -3,7 +3,7 @@
     python experiments/published/errors.py [--rows] [--as-here]
 
 rows.csv has 95 rows of 14 tables with the overrides that express each, and what the tables leave open. Its
-columns ``attention``, ``fused_norm`` and ``speed`` say what the trainer ran (``Software`` in
+columns ``attention`` to ``keeps_outputs`` say what the trainer ran (``Software`` in
 harness/plan/constants.py), ``doubt`` why a row is evidence neither for nor against the plan. Prints Markdown
 tables of the plan's errors with its default constants: throughput, and memory (memory_errors.py).
 ``--rows`` adds each row. held_out.py has the errors with constants that were fitted without a row's source.

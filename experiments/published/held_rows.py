@@ -1,17 +1,16 @@
 """Bands around the plan's figures, from the errors of held_out.csv.
 
-Rows of one source share a cluster, a trainer and what is wrong in both, so every source counts once: a row
-has the weight 1 / (rows of its source). A band of a class comes from the rows of that class if they have at
-least ``FEWEST`` sources, else from the rows of all classes: a tenth of fewer sources lies inside of one. A
-plan stands for one more source, which may be farther off than all of them: half of its weight, ``NEXT``, is
-put below all rows and half above, so few sources have a wider band. ``coverage`` judges the rule: it counts
-rows inside of bands that were made without the row's own source, and ``NEXT`` was chosen by it.
+Rows of one source share a cluster, a trainer and what is wrong in both, so every source counts once. A band
+of a class comes from the rows of that class if they have at least ``FEWEST`` sources, else from the rows of
+all classes. It is a prediction interval for a row of one more source (``predicted``), which has nothing to
+choose. ``coverage`` judges it: it counts rows inside of bands that were made without the row's own source.
 """
 
 from __future__ import annotations
 
 import csv
 import math
+import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -27,7 +26,6 @@ from harness.plan.evidence import Evidence, Resolution
 FILE = Path(__file__).with_name("held_out.csv")
 FEWEST = 4
 LOW, HIGH = 0.1, 0.9
-NEXT = 0.5
 
 
 @dataclass(frozen=True)
@@ -110,22 +108,83 @@ def _band(known: Sequence[Held], name: str, kind: Kind) -> tuple[float, float]:
     error, class_of = kind
     own = [row for row in known if class_of(row) == name]
     rows = own if len({row.source for row in own}) >= FEWEST else known
-    ratios = [1 / (1 + (error(row) or 0.0)) for row in rows]
-    weights = _weights([row.source for row in rows])
-    low, high = (quantile(ratios, weights, share, outside=NEXT) for share in (LOW, HIGH))
-    return low, high
+    return predicted([1 / (1 + (error(row) or 0.0)) for row in rows], [row.source for row in rows])
 
 
-def coverage(rows: Sequence[Held], kind: Kind) -> tuple[float, dict[str, float]]:
-    """Share of rows inside of the band that the other sources give: of all rows, and by class."""
+def predicted(ratios: Sequence[float], sources: Sequence[str]) -> tuple[float, float]:
+    """Interval from ``LOW`` to ``HIGH`` for a row of one more source, by one-way random effects.
+
+    Logarithms of the ratios are normal around their source's mean, and these means around another one. What
+    is predicted differs from the mean of k means by their variance times 1 + 1 / k (Higgins, Thompson and
+    Spiegelhalter, J. R. Stat. Soc. A 172, 2009), and by the variance of a source's rows, less what the means
+    have of it (Thomas and Hultquist, Ann. Stat. 6, 1978). The degrees of freedom of the sum are those of
+    Satterthwaite (Biometrics Bulletin 2, 1946).
+    """
+    groups: dict[str, list[float]] = defaultdict(list)
+    for ratio, source in zip(ratios, sources, strict=True):
+        groups[source].append(math.log(ratio))
+    count, means = len(groups), [statistics.fmean(own) for own in groups.values()]
+    several = [own for own in groups.values() if len(own) > 1]
+    left = 1 - statistics.fmean(1 / len(own) for own in groups.values())
+    parts = [(statistics.variance(means) * (1 + 1 / count), count - 1)]
+    parts += [(statistics.variance(own) * left / len(several), len(own) - 1) for own in several]
+    variance = sum(part for part, _ in parts)
+    degrees = variance**2 / sum(part**2 / freedom for part, freedom in parts)
+    middle, reach = statistics.fmean(means), student(HIGH, degrees) * math.sqrt(variance)
+    return math.exp(middle - reach), math.exp(middle + reach)
+
+
+def student(share: float, degrees: float) -> float:
+    """A quantile above the median of Student's t distribution, by Simpson's rule and bisection."""
+
+    def density(angle: float) -> float:
+        return math.cos(angle) ** (degrees - 1)  # of atan(t / sqrt(degrees)), but for a factor
+
+    def integral(end: float, pieces: int = 64) -> float:
+        step = end / pieces
+        inside = sum((4 if i % 2 else 2) * density(i * step) for i in range(1, pieces))
+        return (density(0.0) + inside + density(end)) * step / 3
+
+    whole = math.sqrt(math.pi) * math.exp(math.lgamma(degrees / 2) - math.lgamma((degrees + 1) / 2)) / 2
+    low, high = 0.0, math.pi / 2
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if integral(middle) < (2 * share - 1) * whole else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Shares of rows inside of the bands that the other sources give."""
+
+    rows: float
+    """Of all rows."""
+    sources: float
+    """Mean of the sources' shares: every source counts once, as in the bands."""
+    by_class: dict[str, float]
+
+
+def coverage(rows: Sequence[Held], kind: Kind) -> Coverage:
+    """Count the rows inside of the bands that the other sources give."""
     error, class_of = kind
     known = [row for row in rows if error(row) is not None]
-    inside: dict[str, list[bool]] = defaultdict(list)
+    inside = []
     for row in known:
         low, high = _band([other for other in known if other.source != row.source], class_of(row), kind)
-        inside[class_of(row)].append(low <= 1 / (1 + (error(row) or 0.0)) <= high)
-    by_class = {name: sum(own) / len(own) for name, own in sorted(inside.items())}
-    return sum(map(sum, inside.values())) / len(known), by_class
+        inside.append(low <= 1 / (1 + (error(row) or 0.0)) <= high)
+
+    def shares(keys: Sequence[str]) -> dict[str, float]:
+        pairs = list(zip(keys, inside, strict=True))
+        return {
+            name: statistics.fmean(hit for key, hit in pairs if key == name) for name in sorted(set(keys))
+        }
+
+    sources = shares([row.source for row in known])
+    return Coverage(
+        rows=statistics.fmean(inside),
+        sources=statistics.fmean(sources.values()),
+        by_class=shares([class_of(row) for row in known]),
+    )
 
 
 def resolution(rows: Sequence[Held]) -> Resolution:
@@ -147,12 +206,9 @@ def pairs(rows: Sequence[Held]) -> list[tuple[str, float]]:
     ]
 
 
-def quantile(
-    values: Sequence[float], weights: Sequence[float], share: float, *, outside: float = 0.0
-) -> float:
-    """Weighted quantile; between the middles of two values' weights it is interpolated. Half of the weight
-    ``outside`` is below all values, and half above."""
-    total, below, points = sum(weights) + outside, outside / 2, []
+def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
+    """Weighted quantile; between the middles of two values' weights it is interpolated."""
+    total, below, points = sum(weights), 0.0, []
     for value, weight in sorted(zip(values, weights, strict=True)):
         points.append(((below + weight / 2) / total, value))
         below += weight

@@ -78,6 +78,16 @@ class Software:
     """Whether an eager norm is one kernel, as an RMSNorm is since torch 2.9."""
     speed: float = 1.0
     """Speed of computing as a multiple of torch's kernels', of a trainer with other libraries."""
+    joint_ends: bool = False
+    """Whether embedding, last norm and output are one FSDP group, gathered from the first module to the last,
+    and the last block stays gathered too: torchtitan before its pull request 1094 (July 2025). For memory."""
+    repeats_keys: bool = False
+    """Whether a ring has keys and values repeated for all query heads: torchtitan before its pull request
+    2259 (January 2026; issue 1283). For memory."""
+    keeps_outputs: bool = False
+    """Whether a pipeline keeps outputs of stages, the last one's too, and gradients of their inputs until the
+    next step: torch before its pull requests 153383 (May 2025) and 164329 (October 2025; issue 159251 on the
+    last stage). For memory."""
 
 
 # Constants that are never divisors.

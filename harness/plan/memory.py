@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from harness.hardware import Accelerator
 from harness.job import Job
 from harness.model.architecture import architecture_of
+from harness.plan.constants import Software
 from harness.plan.memory_activations import ActivationBytes, on_cpu
 from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus
 from harness.plan.order import pipeline_order
@@ -44,17 +45,20 @@ STAGES_GATHERED = 3
 """A pipeline schedule keeps the gathered parameters of at most this many of a rank's stages."""
 
 
-def rank_memory(job: Job, parameters: Sequence[RankParameters] | None = None) -> list[RankMemory]:
+def rank_memory(
+    job: Job, parameters: Sequence[RankParameters] | None = None, software: Software | None = None
+) -> list[RankMemory]:
     """Compute the memory of every pipeline rank at its peak.
 
     Args:
         job: the resolved job.
         parameters: the shards of every pipeline rank, if they are known.
+        software: what the trainer runs, if it is another one.
     """
     order = pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)
-    prices = ActivationBytes(job)
+    prices = ActivationBytes(job, repeats_keys=software is not None and software.repeats_keys)
     return [
-        RankStep(job, held, prices, order[held.pp_rank]).memory()
+        RankStep(job, held, prices, order[held.pp_rank], software).memory()
         for held in parameters or parameters_of_ranks(job)
     ]
 
@@ -74,7 +78,9 @@ def memory_limit(job: Job, device: Accelerator | None) -> float | None:
     return total - CUDA_CONTEXT - communicators * NCCL_COMMUNICATOR
 
 
-def _stages(job: Job, parameters: RankParameters, prices: ActivationBytes) -> dict[int, StageMemory]:
+def _stages(
+    job: Job, parameters: RankParameters, prices: ActivationBytes, software: Software
+) -> dict[int, StageMemory]:
     """The memory of a rank's stages; those with equal modules share it."""
     stages: dict[int, StageMemory] = {}
     made: dict[object, StageMemory] = {}
@@ -82,7 +88,7 @@ def _stages(job: Job, parameters: RankParameters, prices: ActivationBytes) -> di
     for stage, modules in parameters.modules.items():
         equal = stage if by_layer else (stage > 0, *modules.values())
         if equal not in made:
-            made[equal] = StageMemory(job, parameters, stage, prices)
+            made[equal] = StageMemory(job, parameters, stage, prices, joint_ends=software.joint_ends)
         stages[stage] = made[equal]
     return stages
 
@@ -95,13 +101,20 @@ class RankStep:
         parameters: the shards of the rank.
         prices: converts activations to bytes.
         actions: passes of a local batch. With only the first of them, the result is a lower bound.
+        software: what the trainer runs, if it is another one.
     """
 
     def __init__(
-        self, job: Job, parameters: RankParameters, prices: ActivationBytes, actions: Sequence[Action]
+        self,
+        job: Job,
+        parameters: RankParameters,
+        prices: ActivationBytes,
+        actions: Sequence[Action],
+        software: Software | None = None,
     ) -> None:
         self.job, self.parameters, self.actions = job, parameters, actions
-        self.stages = _stages(job, parameters, prices)
+        self.software = software or Software()
+        self.stages = _stages(job, parameters, prices, self.software)
         self.cpu, self.fsdp = on_cpu(job), job.uses_fsdp
         self.pipelined = job.parallelism.pp > 1
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
@@ -200,6 +213,8 @@ class RankStep:
                 continue
             if not reduces:
                 accumulated[action.stage] = stage.accumulated
+            if self.pipelined and self.software.keeps_outputs:
+                kept = plus(kept, stage.left)
         if self.pipelined and self.fsdp:
             # Group by group: unsharded gradients are freed as their shards are allocated.
             yield {

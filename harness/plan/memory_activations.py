@@ -17,6 +17,8 @@ from harness.model.architecture import architecture_of
 from harness.plan.parameters import BYTES
 from harness.precision.linears import sort_linears
 
+FLOAT32 = 4
+
 
 def on_cpu(job: Job) -> bool:
     """Whether the planned ranks compute on a CPU.
@@ -42,10 +44,16 @@ class PartBytes:
 
 
 class ActivationBytes:
-    """Converts declared activations into bytes for a job."""
+    """Converts declared activations into bytes for a job.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        job: the resolved job.
+        repeats_keys: that of ``Software``.
+    """
+
+    def __init__(self, job: Job, *, repeats_keys: bool = False) -> None:
         self.job, self.cpu, layout = job, on_cpu(job), job.parallelism
+        self.repeats_keys = repeats_keys
         self.tokens = job.microbatch_size * job.training.seq_len // layout.cp
         """Tokens of one microbatch on a rank, before tensor parallel shards them."""
         stream = layout.tp if layout.uses_sequence_parallel else 1
@@ -112,12 +120,31 @@ class ActivationBytes:
         stream = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
         partial = self.bytes_of(SavedTensor("summand", self.job.model.dim, ActivationSplit.PARTIAL))
         gradients = self.total(declared.backward, compiled=compiled)
-        late = self.total(declared.late_backward, compiled=compiled)
+        late = self.total(declared.late_backward, compiled=compiled) + self._ring()
         if recomputed is None:
             return PartBytes(everything, everything + stream + partial, everything + gradients, late)
         kept, extra = recomputed
         forward = self.total(declared.forward, compiled=compiled)
         return PartBytes(kept, kept + forward, everything + extra + gradients, late + extra)
+
+    def _ring(self) -> float:
+        """Bytes of a ring's own tensors in backward (torch, _templated_ring_attention_backward).
+
+        Keys and values that are sent, and those of all ranks or of the last two; gradients of the step
+        before; in float32 their sums, those of keys and values also as sent and as received.
+        """
+        layout, model = self.job.parallelism, self.job.model
+        if layout.cp == 1 or layout.cp_method != "ring":
+            return 0.0
+        of, width = model.attention, model.head_width
+        queries = model.n_heads * width
+        declared = model.n_heads * (width + of.v_head_dim) if of.is_latent else 2 * model.n_kv_heads * width
+        both = 2 * queries if self.repeats_keys else declared
+        copies = layout.cp if layout.cp_rotate_method == "allgather" else 2
+        compute = BYTES[self.job.precision.param_dtype]
+        each = compute * (queries + (copies + 2) * both) + FLOAT32 * (queries + 3 * both)
+        each += 2 * compute * (both - declared)  # they and their gradients
+        return self.tokens * each / self.degree[ActivationSplit.INNER]
 
     def _recomputed(
         self, declared: PartActivations, layer: int, *, compiled: bool

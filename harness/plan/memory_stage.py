@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -63,7 +63,7 @@ class ModuleParameters:
     accumulated: float
     """Unsharded gradients, as they are accumulated over passes."""
     reduced: tuple[float, ...]
-    """Inputs of the reduce-scatters: one, or that of the experts too."""
+    """Inputs of the reduce-scatters: one, or that of the experts too; none if another module's has them."""
     sharded: float
     """Gradients of the shards."""
 
@@ -87,9 +87,18 @@ class StageMemory:
         parameters: parameters of the rank, for all its stages.
         stage: the stage.
         prices: converts activations of model parts to bytes.
+        joint_ends: that of ``Software``; a pipeline has the ends on different ranks.
     """
 
-    def __init__(self, job: Job, parameters: RankParameters, stage: int, prices: ActivationBytes) -> None:
+    def __init__(
+        self,
+        job: Job,
+        parameters: RankParameters,
+        stage: int,
+        prices: ActivationBytes,
+        *,
+        joint_ends: bool = False,
+    ) -> None:
         self.job, self.stage, self.fsdp = job, stage, job.uses_fsdp
         self.pipelined = job.parallelism.pp > 1
         self.activations = prices
@@ -100,6 +109,8 @@ class StageMemory:
         self._backward: dict[tuple[bool, bool], list[Bytes]] = {}
         self._held = parameters.modules[stage]
         self.modules = [self._module(name, part, groups) for name, part in self._parts()]
+        if joint_ends and self.fsdp and not self.pipelined:
+            self._join_ends()
 
     def _parts(self) -> list[tuple[str, PartBytes]]:
         parts = []
@@ -125,6 +136,25 @@ class StageMemory:
             key = self.fsdp, self.job.parallelism.cpu_offload
             parameters = block.once(key, lambda: self._parameters(*held))
         return Module(name, part, parameters, self.job.parallelism.frees(name))
+
+    def _join_ends(self) -> None:
+        """Gather and reduce the head's parameters with the first module's; keep the last block gathered."""
+        first, *blocks, head = self.modules
+        own, late = first.parameters, head.parameters
+        joint = replace(
+            own,
+            gathered=own.gathered + late.gathered,
+            buffer=own.buffer + late.buffer,
+            reduced=(sum(own.reduced) + sum(late.reduced),),
+            sharded=own.sharded + late.sharded,
+        )
+        late = replace(late, gathered=0.0, buffer=0.0, reduced=(), sharded=0.0)
+        blocks[-1] = replace(blocks[-1], freed=False)
+        self.modules = [
+            replace(first, parameters=joint, freed=False),
+            *blocks,
+            replace(head, parameters=late),
+        ]
 
     def _parameters(self, *groups: list[HeldTensor]) -> ModuleParameters:
         layout, precision = self.job.parallelism, self.job.precision
@@ -190,6 +220,12 @@ class StageMemory:
         split = layout.tp if layout.uses_sequence_parallel else 1
         size = BYTES[self.job.precision.param_dtype]
         return self.activations.tokens * self.job.model.dim * size / split
+
+    @cached_property
+    def left(self) -> Bytes:
+        """Memory that a microbatch leaves after its backward with ``Software.keeps_outputs``."""
+        output = self.boundary if self.logits is None else self.logits.compute * self.logits.numbers
+        return {"activations": output + (self.boundary if self.stage > 0 else 0.0)}
 
     @cached_property
     def resident(self) -> float:
@@ -285,7 +321,8 @@ class StageMemory:
                 unsharded += 0.0 if gradients_there or at_once else own.accumulated
             else:
                 base["communication"] = reducing = sum(own.reduced)
-                moments.append(plus(base, {"gradients": own.gradients, "shards": own.sharded}))
+                moments.append(plus(base, {"gradients": unsharded + own.gradients, "shards": own.sharded}))
+                unsharded += 0.0 if own.reduced else own.gradients  # reduced with those of another module
                 shards += 0.0 if gradients_there or at_once else own.sharded
         return moments
 

@@ -120,6 +120,9 @@ def software_of(raw: dict[str, str]) -> Software:
         raw["attention"],
         fused_norm=_YES[raw["fused_norm"] or "yes"],
         speed=float(raw["speed"] or 1),
+        joint_ends=_YES[raw.get("joint_ends") or "no"],
+        repeats_keys=_YES[raw.get("repeats_keys") or "no"],
+        keeps_outputs=_YES[raw.get("keeps_outputs") or "no"],
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import random
 import re
 import sys
 from dataclasses import replace
@@ -57,8 +58,12 @@ def test_the_defaults_are_fitted_to_all_rows() -> None:
 
 
 def test_four_of_five_rows_are_inside_of_bands_made_without_them() -> None:
-    share, _ = held_rows.coverage(held_rows.read(), held_rows.SPEED)
-    assert 0.75 <= share <= 0.85
+    rows = held_rows.read()
+    speed, memory = (held_rows.coverage(rows, kind) for kind in (held_rows.SPEED, held_rows.MEMORY))
+    assert 0.75 <= speed.rows <= 0.85
+    assert 0.75 <= speed.sources <= 0.85
+    assert 0.75 <= memory.rows <= 0.85
+    assert 0.75 <= memory.sources <= 0.85
 
 
 @pytest.mark.parametrize("table", rest_is_thorough(TABLES, "graph-llama3", "torchao-MI300X"))
@@ -74,14 +79,11 @@ def test_committed_rows_are_planned_as_today(table: str) -> None:
 
 
 def test_every_source_counts_once() -> None:
+    rest = [held(name, 0.9 + index / 20) for index, name in enumerate("bcd")]
     many = [held("a", 0.5)] * 30
-    rows = [*many, *(held(name, ratio) for name, ratio in (("b", 0.9), ("c", 1.0), ("d", 1.1)))]
-    [one] = held_rows.evidence(rows, held_rows.SPEED).values()
-    # The tenth lies in the first of four sources, the ninth tenth between the middle and the end of the last.
-    assert (one.rows, one.sources, one.low, one.high, one.pooled) == (33, 4, 0.5, 1.1, False)
+    few, repeated = (held_rows.evidence([*own, *rest], held_rows.SPEED) for own in (many[:1], many))
+    assert repeated == {name: replace(one, rows=33) for name, one in few.items()}
     assert held_rows.quantile([1.0, 2.0, 4.0], [1, 1, 2], 0.5) == pytest.approx(2 + 2 * (0.5 - 0.375) / 0.375)
-    # With a weight of 1 outside, the middles are at 0.2, 0.4 and 0.7.
-    assert held_rows.quantile([1.0, 2.0, 4.0], [1, 1, 2], 0.3, outside=1.0) == pytest.approx(1.5)
 
 
 def test_few_sources_have_the_band_of_all_classes() -> None:
@@ -89,10 +91,33 @@ def test_few_sources_have_the_band_of_all_classes() -> None:
     rows.append(held("e", 2.0, "dense models on Ampere"))
     found = held_rows.evidence(rows, held_rows.SPEED)
     assert (found["dense models on Ampere"].rows, found["dense models on Ampere"].pooled) == (1, True)
-    assert (found["dense models on Ampere"].low, found["dense models on Ampere"].high) == (0.8, 2.0)
-    assert found["dense models on Hopper"] == Evidence(4, 4, 0.8, 1.1, pooled=False)
+    low, high = held_rows.predicted([0.8, 0.9, 1.0, 1.1, 2.0], "abcde")
+    of_all = found["dense models on Ampere"]
+    assert (of_all.low, of_all.high) == (round(low, 2), round(high, 2))
+    low, high = held_rows.predicted([0.8, 0.9, 1.0, 1.1], "abcd")
+    assert found["dense models on Hopper"] == Evidence(4, 4, round(low, 2), round(high, 2), pooled=False)
     # Without its own source, "e" is above the band of the others.
-    assert held_rows.coverage(rows, held_rows.SPEED)[1]["dense models on Ampere"] == 0.0
+    inside = held_rows.coverage(rows, held_rows.SPEED)
+    assert inside.by_class["dense models on Ampere"] == 0.0
+    assert inside.rows == inside.sources == pytest.approx(0.8)
+
+
+def test_quantiles_of_student_are_those_of_tables() -> None:
+    known = {1: 3.0777, 2: 1.8856, 3: 1.6377, 4: 1.5332, 8: 1.3968, 13: 1.3502}
+    assert {each: round(held_rows.student(0.9, each), 4) for each in known} == known
+
+
+def test_four_of_five_rows_of_one_more_source_are_inside() -> None:
+    """If sources differ by more than their rows, by less, and if rows do not differ."""
+    draw = random.Random(0)
+    for between, within in ((0.2, 0.1), (0.05, 0.1), (0.1, 1e-6)):
+        inside = 0
+        for _ in range(1000):
+            means = [draw.gauss(0.1, between) for _ in range(5)]
+            *rows, new = [math.exp(draw.gauss(mean, within)) for mean in means for _ in range(3)][:13]
+            low, high = held_rows.predicted(rows, "aaabbbcccddd")
+            inside += low <= new <= high
+        assert 0.77 <= inside / 1000 <= 0.84
 
 
 def test_differences_are_those_of_layouts_of_one_table() -> None:

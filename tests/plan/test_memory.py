@@ -23,10 +23,11 @@ from harness.compose import compose_job
 from harness.job import Job
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
+from harness.plan.constants import Software
 from harness.plan.machine import device_of
 from harness.plan.memory import memory_limit, rank_memory
 from harness.plan.memory_activations import ActivationBytes
-from harness.plan.parameters import parameters_of
+from harness.plan.parameters import parameters_of, tensors_by_module
 from harness.plan.plan import KINDS
 from harness.rehearse.config import RehearseJob
 from harness.tables import GIB
@@ -40,19 +41,19 @@ def job_of(*typed: str) -> Job:
     return compose_job([*typed])
 
 
-def peak(job: Job) -> float:
-    return max(rank.peak for rank in rank_memory(job))
+def peak(job: Job, software: Software | None = None) -> float:
+    return max(rank.peak for rank in rank_memory(job, software=software))
 
 
 def test_published_runs_are_met() -> None:
-    """Runs without a pipeline are within 12 %, the median within 5 %; ``pytest -s`` shows the table.
+    """Runs without a pipeline are within 12 %, the median within 2 %; ``pytest -s`` shows the table.
 
-    torchtitan's pipelines took up to a third more than the plan predicts for our code. A rehearsal of the
-    first row of table 5, without async_tp, reserves 64.0 GiB; the plan predicts 64.9, torchtitan took 82.5.
+    torchtitan's pipelines took 7 to 27 % more than the plan predicts. A rehearsal of the first row of table
+    5, without async_tp, reserves 64.0 GiB; the plan predicts 64.9, torchtitan took 82.5.
     """
     errors, lines, pipelined = {}, [], {}
     for row in all_rows():
-        planned, published = peak(row.job) / GIB, row.published.memory_gib
+        planned, published = peak(row.job, row.published.software) / GIB, row.published.memory_gib
         of = pipelined if row.job.parallelism.pp > 1 else errors
         of[row.name] = planned / published - 1
         lines.append(f"{row.name:75} {planned:5.1f} {published:5.1f} {of[row.name]:+6.1%}")
@@ -61,8 +62,50 @@ def test_published_runs_are_met() -> None:
     sys.stdout.write("\n".join(["", "planned GiB, published GiB, error", *lines, ""]))
     assert len(all_rows()) == 18
     assert max(sizes) <= 0.12, errors
-    assert median(sizes) <= 0.05
-    assert all(-0.25 <= error <= -0.12 for error in pipelined.values()), pipelined
+    assert median(sizes) <= 0.02
+    assert all(-0.22 <= error <= -0.06 for error in pipelined.values()), pipelined
+
+
+def test_joint_ends_stay_gathered() -> None:
+    job = job_of(*LARGE, "parallelism=fsdp", "parallelism.dp_shard=8", "training.seq_len=8192")
+    apart, joint = (rank_memory(job, software=Software(joint_ends=joint))[0] for joint in (False, True))
+    ends, block = 128256 * 4096, sum(tensor.size for tensor in tensors_by_module(job.model)["layers.0"])
+    # At the peak, in the loss, the embedding and the last block are in memory too, in 16 bits.
+    assert joint.allocated - apart.allocated == pytest.approx(2 * (ends + block), rel=1e-6)
+    # Their gather buffer is twice as large.
+    assert joint.kinds["gathered"] - apart.kinds["gathered"] == pytest.approx(
+        2 * (2 * ends + block), rel=1e-3
+    )
+    assert joint.kinds["gradients"] == apart.kinds["gradients"]
+    pipelined = job_of(*LARGE, "parallelism=fsdp", "parallelism.pp=2", "parallelism.dp_shard=4")
+    assert rank_memory(pipelined, software=Software(joint_ends=True)) == rank_memory(pipelined)
+
+
+def test_outputs_that_a_pipeline_keeps() -> None:
+    typed = ("parallelism=fsdp", "parallelism.pp=2", "parallelism.dp_shard=4", "parallelism.pp_schedule=1F1B")
+    batch = ("training.seq_len=8192", "training.local_batch_size=8", "training.global_batch_size=32")
+    job = job_of(*LARGE, *typed, *batch)
+    new, old = (rank_memory(job, software=Software(keeps_outputs=kept)) for kept in (False, True))
+    boundary, logits = 2 * 8192 * 4096, 2 * 8192 * 128256
+    # Before the last of 8 microbatches 7 are done on the last stage, and 6 on the first, without inputs.
+    assert old[1].allocated - new[1].allocated == 7 * (boundary + logits)
+    assert old[0].allocated - new[0].allocated == 6 * boundary
+
+
+def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks() -> None:
+    layout = ("parallelism=fsdp_cp", "parallelism.cp=8", "parallelism.dp_shard=1")
+    ring = [*LARGE, *layout, "training.seq_len=8192", "training.local_batch_size=1"]
+    late = {
+        method: ActivationBytes(job_of(*ring, f"parallelism.{method}")).block(0).late_backward
+        for method in ("cp_rotate_method=allgather", "cp_rotate_method=alltoall", "cp_method=ulysses")
+    }
+    gathers, sends, ulysses = late.values()
+    tokens, queries, both = 8192 // 8, 32 * 128, 2 * 8 * 128
+    assert gathers - sends == 6 * 2 * tokens * both
+    assert sends - ulysses == tokens * (2 * (queries + 4 * both) + 4 * (queries + 3 * both))
+    repeated = ActivationBytes(job_of(*ring), repeats_keys=True).block(0).late_backward
+    # Four times as many: gathered and sent, the last step's gradients, sums; also before and after the ring.
+    assert repeated - gathers == 3 * tokens * both * (2 * (8 + 2 + 2) + 4 * 3)
 
 
 REHEARSED = Path(__file__).parents[2] / "experiments/rehearsal/results.jsonl"

@@ -62,9 +62,10 @@ def test_the_recipes_of_december_2024() -> None:
     assert (eager.precision.param_dtype, eager.precision.reduce_dtype) == ("bfloat16", "float32")
     for table in TABLES:
         for job in (point.job for point in points_of(table)):
-            is_float8 = job.precision.linear == "float8_tensorwise"
-            assert job.precision.enable_fsdp_float8_all_gather == is_float8
-            assert job.precision.precompute_float8_dynamic_scale_for_fsdp == is_float8
+            # torchtitan gathered in float8 only with dp_shard > 1 (its float8.py, dp_shard_enabled).
+            in_float8 = job.precision.linear == "float8_tensorwise" and job.parallelism.dp_shard > 1
+            assert job.precision.enable_fsdp_float8_all_gather == in_float8
+            assert job.precision.precompute_float8_dynamic_scale_for_fsdp == in_float8
             assert job.model.vocab_size == 128256
             assert job.parallelism.cp_method == "ring" and job.parallelism.cp_rotate_method == "allgather"
             assert job.data.kind == "synthetic"
