@@ -13,10 +13,12 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
+from operator import ge, le
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +60,52 @@ def passes_of_rank(
     lines = _of_torch(layout.pp_schedule, layout.pp, num_stages(layout, n_layers), microbatches)
     cells = (_CELL.fullmatch(cell) for cell in lines[rank].split())
     return (Action(int(cell[1]), cell[2], int(cell[3])) for cell in cells if cell is not None)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A pass of a rank, and what is there besides its own microbatch."""
+
+    stage: int
+    kind: str
+    again: bool
+    """Whether its stage has gradients of earlier microbatches."""
+    there: dict[tuple[str, int], int]
+    """By stage: how many equal ones ``ran`` and have ``gradients``; microbatches after ``F`` and ``I``."""
+
+
+def fullest(actions: Iterable[Action], equal: Mapping[int, int]) -> list[Moment]:
+    """Return the passes of a rank at which its memory can be the largest, in order.
+
+    Left out are those with no more of anything there than at another pass of the same kind.
+
+    Args:
+        actions: the passes.
+        equal: the first stage that is equal to each stage of the rank; moments name only these.
+    """
+    there = {(what, stage): 0 for stage in equal.values() for what in ("ran", "gradients", "F", "I")}
+    found: dict[tuple[int, str, bool], dict[tuple[int, ...], int]] = {}
+    ran, again = set[int](), set[int]()
+    for number, action in enumerate(actions):
+        stage, kind = equal[action.stage], action.kind
+        if action.stage not in ran:
+            ran.add(action.stage)
+            there["ran", stage] += 1
+        if kind != "F":
+            there["I" if kind == "W" else "F", stage] -= 1
+        largest = found.setdefault((stage, kind, action.stage in again), {})
+        now = tuple(there.values())
+        if now not in largest and not any(all(map(ge, other, now)) for other in largest):
+            for less in [other for other in largest if all(map(le, other, now))]:
+                del largest[less]
+            largest[now] = number
+        if kind in "FI":
+            there[kind, stage] += 1
+        elif action.stage not in again:
+            again.add(action.stage)
+            there["gradients", stage] += 1
+    numbered = sorted((number, *of, now) for of, largest in found.items() for now, number in largest.items())
+    return [Moment(*of, dict(zip(there, now, strict=True))) for _, *of, now in numbered]
 
 
 def gathering_passes(actions: Sequence[Action]) -> set[Action]:

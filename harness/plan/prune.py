@@ -6,7 +6,7 @@ A search computes them before it plans a point. What depends on few of the searc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Any, TypeVar
@@ -17,10 +17,10 @@ from harness.model.operations import block_kinds
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.plan.machine import Machine
-from harness.plan.memory import RankStep, memory_limit
+from harness.plan.memory import RankStep, equal_stages, memory_limit
 from harness.plan.memory_activations import ActivationBytes
-from harness.plan.order import passes_of_rank
-from harness.plan.parameters import HeldModules, parameters_of
+from harness.plan.order import fullest, passes_of_rank
+from harness.plan.parameters import HeldModules, RankParameters, parameters_of
 from harness.plan.plan import Action
 from harness.plan.space import Point
 from harness.plan.traffic import Pass
@@ -54,9 +54,8 @@ class MemoryBounds:
         empty = replace(job, training=replace(job.training, seq_len=0))
 
         def most() -> float:
-            stages = [self._stages(empty.parallelism, rank) for rank in _ranks(empty)]
-            one = [[Action(stage, kind, 0) for stage in own for kind in "FB"] for own in stages]
-            return max(self._peak(empty, rank, one[rank]) for rank in _ranks(empty))
+            one = [self._one_microbatch(empty, rank) for rank in _ranks(empty)]
+            return max(self._peak(empty, rank, (), one[rank]) for rank in _ranks(empty))
 
         return self._over_limit(job, self._once(("persistent", *self._held_by(job.parallelism)), most))
 
@@ -64,11 +63,26 @@ class MemoryBounds:
         """Least bytes by which a legal point exceeds the limit with its own microbatches; 0 if it may fit."""
         job = point.job_unchecked(self._base)
         for rank in _ranks(job):
-            order = passes_of_rank(job.parallelism, job.model.n_layers, job.microbatches, rank)
-            passes = _first_passes(order, self._stages(job.parallelism, rank))
-            if found := self._over_limit(job, self._peak(job, rank, passes)):
+            order = (job.microbatches, point.schedule)
+            if found := self._over_limit(job, self._peak(job, rank, order, self._first_passes(job, rank))):
                 return found
         return 0.0
+
+    def _one_microbatch(self, job: Job, rank: int) -> Iterator[Action]:
+        """A forward and a backward of every stage of a rank."""
+        return (Action(stage, kind, 0) for stage in self._stages(job.parallelism, rank) for kind in "FB")
+
+    def _first_passes(self, job: Job, rank: int) -> Iterator[Action]:
+        """The first passes of a rank, until every stage has gradients; most microbatches are in flight."""
+        waiting = stages = set(self._stages(job.parallelism, rank))
+        order = passes_of_rank(job.parallelism, job.model.n_layers, job.microbatches, rank)
+        for action in order:
+            yield action
+            if action.kind in "BW":
+                waiting = waiting - {action.stage}
+            if not waiting:
+                break
+        yield from islice(order, 2 * len(stages))
 
     def _over_limit(self, job: Job, peak: float) -> float:
         layout = job.parallelism
@@ -80,17 +94,26 @@ class MemoryBounds:
             return 0.0
         return max(0.0, peak - (1 - self._headroom) * limit)
 
-    def _peak(self, job: Job, rank: int, passes: Sequence[Action]) -> float:
-        """Memory of a pipeline rank, if these are its first passes."""
-        key = ("parameters", rank, *self._held_by(job.parallelism))
-        parameters = self._once(key, lambda: parameters_of(job, rank, self._modules))
-        return RankStep(job, parameters, ActivationBytes(job), passes).memory().peak
+    def _peak(self, job: Job, rank: int, order: Key, actions: Iterable[Action]) -> float:
+        """Memory of a pipeline rank in some passes, which depend on ``order`` and the rank's stages."""
+
+        def held() -> tuple[RankParameters, dict[int, int]]:
+            parameters = parameters_of(job, rank, self._modules)
+            return parameters, equal_stages(job, parameters)
+
+        parameters, equal = self._once(("held", rank, *self._held_by(job.parallelism)), held)
+        key = ("passes", rank, *self._split(job.parallelism), *order)
+        passes = self._once(key, lambda: fullest(actions, equal))
+        return RankStep(job, parameters, ActivationBytes(job), equal, passes).memory().peak
 
     def _held_by(self, layout: ParallelismConfig) -> Key:
         """The fields on which the parameters of the first two pipeline ranks depend."""
         shards = (layout.parameter_shards, layout.tp, layout.ep, layout.dp_replicate > 1)
-        stages = num_stages(layout, self._base.model.n_layers)
-        return layout.pp, stages, *self._stages(layout, 0), *shards
+        return *self._split(layout), *shards
+
+    def _split(self, layout: ParallelismConfig) -> Key:
+        """The fields on which the stages of these ranks depend."""
+        return layout.pp, num_stages(layout, self._base.model.n_layers), *self._stages(layout, 0)
 
     def _stages(self, layout: ParallelismConfig, rank: int) -> list[int]:
         return stages_of_rank(layout, self._base.model.n_layers, rank)
@@ -108,18 +131,6 @@ def _layout_of(point: Point) -> Key:
 
 def _ranks(job: Job) -> range:
     return range(min(2, job.parallelism.pp))
-
-
-def _first_passes(order: Iterator[Action], stages: Sequence[int]) -> list[Action]:
-    """The first passes of a rank, until every stage has gradients; most microbatches are in flight then."""
-    waiting, first = set(stages), []
-    for action in order:
-        first.append(action)
-        if action.kind in "BW":
-            waiting.discard(action.stage)
-        if not waiting:
-            break
-    return [*first, *islice(order, 2 * len(stages))]
 
 
 @dataclass(frozen=True)
@@ -274,9 +285,6 @@ def _slowest(pipeline: _Pipeline, loads: dict[Any, _Load]) -> list[_Rank]:
         busy = sum(there[at] + back[at] for at in held)
         idle = reached[own[0]] + (left[own[0]] if pipeline.one_backward else 0.0)
         if not any(other.busy >= busy and other.idle >= idle for other in ranks):
-            columns = zip(
-                *([count * part for part in load.parts] for at in held for count, load in counted[at]),
-                strict=True,
-            )
-            ranks.append(_Rank(busy, idle, tuple(map(sum, columns))))
+            parts = ([count * part for part in load.parts] for at in held for count, load in counted[at])
+            ranks.append(_Rank(busy, idle, tuple(map(sum, zip(*parts, strict=True)))))
     return ranks
