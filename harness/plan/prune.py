@@ -20,7 +20,7 @@ from harness.plan.machine import Machine
 from harness.plan.memory import RankStep, equal_stages, memory_limit
 from harness.plan.memory_activations import ActivationBytes
 from harness.plan.order import fullest, passes_of_rank
-from harness.plan.parameters import HeldModules, RankParameters, parameters_of
+from harness.plan.parameters import RankParameters, parameters_of
 from harness.plan.plan import Action
 from harness.plan.space import Point
 from harness.plan.traffic import Pass
@@ -42,7 +42,6 @@ class MemoryBounds:
 
     def __init__(self, base: Job, device: Accelerator | None, headroom: float = 0.0) -> None:
         self._base, self._device, self._headroom = base, device, headroom
-        self._modules = HeldModules(base)
         self._known: dict[Key, Any] = {}
 
     def persistent_shortfall(self, point: Point) -> float:
@@ -98,7 +97,7 @@ class MemoryBounds:
         """Memory of a pipeline rank in some passes, which depend on ``order`` and the rank's stages."""
 
         def held() -> tuple[RankParameters, dict[int, int]]:
-            parameters = parameters_of(job, rank, self._modules)
+            parameters = parameters_of(job, rank)
             return parameters, equal_stages(job, parameters)
 
         parameters, equal = self._once(("held", rank, *self._held_by(job.parallelism)), held)
