@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -271,12 +271,17 @@ class StepModel:
     def timeline(self) -> list[list[Action]]:
         """The passes of every pipeline rank with their times, in one pass over a local batch."""
         sending = 0.0 if self.layout.pp == 1 else self._send.seconds
-        return simulate(self.order, lambda action: self._pass(action).seconds, sending)
+        equal = {which for row in self.order for which in map(self._which, row)}
+        seconds = {which: self._pass(*which).seconds for which in equal}
+        return simulate(self.order, lambda action: seconds[self._which(action)], sending)
 
-    def _pass(self, action: Action) -> Pass:
-        stage = self.stages[action.stage]
-        one = stage.passes[action.kind]
-        return one + stage.gathers[action.kind] if self.gathering and action in self.gathering else one
+    def _which(self, action: Action) -> tuple[int, str, bool]:
+        """Stage and kind of a pass, and whether it gathers parameters: what its time depends on."""
+        return action.stage, action.kind, bool(self.gathering) and action in self.gathering
+
+    def _pass(self, stage: int, kind: str, gathers: bool) -> Pass:
+        of = self.stages[stage]
+        return of.passes[kind] + of.gathers[kind] if gathers else of.passes[kind]
 
     @property
     def _send(self) -> Collective:
@@ -320,8 +325,8 @@ class StepModel:
                 parts[item.axis] += item.exposed * times
                 collectives.append((item, times))
 
-        for action in self.order[rank]:
-            add(self._pass(action), self.passes)
+        for which, count in Counter(map(self._which, self.order[rank])).items():
+            add(self._pass(*which), count * self.passes)
         busy = sum(parts.values())
         parts["bubble"] = makespan * self.passes - busy
         for stage in stages:
