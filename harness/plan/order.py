@@ -28,6 +28,7 @@ from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
 from harness.parallelism.stages import num_stages
 from harness.plan.plan import Action
 
+_version = lru_cache(version)
 # Version of the format of cached files.
 _FORMAT = 1
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -45,6 +46,9 @@ def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) 
         n_layers: layers of the model.
         microbatches: microbatches of one pass over a local batch.
     """
+    if layout.pp > 1 and layout.pp_schedule_csv is None:
+        stages = num_stages(layout, n_layers)
+        return [list(row) for row in _actions_of_torch(layout.pp_schedule, layout.pp, stages, microbatches)]
     return [list(passes_of_rank(layout, n_layers, microbatches, rank)) for rank in range(layout.pp)]
 
 
@@ -58,8 +62,17 @@ def passes_of_rank(
         rows = read_csv_schedule(layout.pp_schedule_csv, layout.pp).passes_of_rank
         return (Action(stage, kind, microbatch) for stage, kind, microbatch in rows[rank])
     lines = _of_torch(layout.pp_schedule, layout.pp, num_stages(layout, n_layers), microbatches)
-    cells = (_CELL.fullmatch(cell) for cell in lines[rank].split())
+    return _actions(lines[rank])
+
+
+def _actions(line: str) -> Iterator[Action]:
+    cells = (_CELL.fullmatch(cell) for cell in line.split())
     return (Action(int(cell[1]), cell[2], int(cell[3])) for cell in cells if cell is not None)
+
+
+@lru_cache(maxsize=2)  # the parts of a plan ask for the same one
+def _actions_of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[Action]]:
+    return [list(_actions(line)) for line in _of_torch(name, pp, stages, microbatches)]
 
 
 @dataclass(frozen=True)
@@ -136,7 +149,7 @@ def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[str]:
 
 def _folder() -> Path:
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "harness" / f"pipeline_orders-{_FORMAT}" / f"torch-{version('torch')}"
+    return Path(caches) / "harness" / f"pipeline_orders-{_FORMAT}" / f"torch-{_version('torch')}"
 
 
 def _read(path: Path) -> str | None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeVar
 
 from harness.job import Job
 from harness.metrics.mfu import mfu
 from harness.model.accounting import account, block_weights
+from harness.model.config import ModelConfig, of_one_model
 from harness.model.operations import block_kinds
 from harness.model.spec import block_tensors, tensors
+from harness.optimizer.config import OptimizerConfig
 from harness.optimizer.kinds import KINDS
 from harness.optimizer.settings import exchanges, kinds_of
 from harness.parallelism.stages import split_modules, stages_of_rank
@@ -30,6 +32,14 @@ from harness.plan.work import Block, Worker
 CLIP_BYTES = 12
 
 Made = TypeVar("Made")
+
+
+@of_one_model
+def moved_by_update(model: ModelConfig, optimizer: OptimizerConfig) -> float:
+    """Bytes that the optimizer's update moves per 32-bit parameter, the mean over the model."""
+    found = kinds_of(optimizer, tensors(model).values())
+    sizes = {kind: sum(tensor.size for tensor in own) for kind, own in found.items()}
+    return sum(KINDS[kind].moved_bytes * size for kind, size in sizes.items()) / sum(sizes.values())
 
 
 @dataclass(frozen=True)
@@ -235,15 +245,8 @@ class StepModel:
         """Seconds of the norm, clipping and the optimizer on a rank with these stages."""
         held = sum(shared.held for stage in stages for shared in stage.sharing)
         width = DTYPE_BYTES[self.job.precision.master_dtype] / 4
-        return self.machine.pass_seconds(held * (CLIP_BYTES + self._moved) * width)
-
-    @cached_property
-    def _moved(self) -> float:
-        """Bytes that the update moves per 32-bit parameter, the mean over the model."""
-        found = kinds_of(self.job.optimizer, tensors(self.job.model).values())
-        sizes = {kind: sum(tensor.size for tensor in own) for kind, own in found.items()}
-        moved = sum(KINDS[kind].moved_bytes * size for kind, size in sizes.items())
-        return moved / sum(sizes.values())
+        moved = CLIP_BYTES + moved_by_update(self.job.model, self.job.optimizer)
+        return self.machine.pass_seconds(held * moved * width)
 
     def _orthogonalization(self, rank: int) -> Pass:
         """Muon's iterations and exchanges on a pipeline rank. Exchanges overlap the iterations of other
