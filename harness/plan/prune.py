@@ -49,21 +49,22 @@ class MemoryBounds:
         return self._once(_layout_of(point), lambda: self._persistent_shortfall(point))
 
     def _persistent_shortfall(self, point: Point) -> float:
-        job = point.job_unchecked(self._base)
-        empty = replace(job, training=replace(job.training, seq_len=0))
+        layout = point.layout(self._base.parallelism)
 
         def most() -> float:
+            job = point.job_unchecked(self._base)
+            empty = replace(job, training=replace(job.training, seq_len=0))
             one = [self._one_microbatch(empty, rank) for rank in _ranks(empty)]
             return max(self._peak(empty, rank, (), one[rank]) for rank in _ranks(empty))
 
-        return self._over_limit(job, self._once(("persistent", *self._held_by(job.parallelism)), most))
+        return self._over_limit(point, self._once(("persistent", *self._held_by(layout)), most))
 
     def shortfall(self, point: Point) -> float:
         """Least bytes by which a legal point exceeds the limit with its own microbatches; 0 if it may fit."""
         job = point.job_unchecked(self._base)
         for rank in _ranks(job):
             order = (job.microbatches, point.schedule)
-            if found := self._over_limit(job, self._peak(job, rank, order, self._first_passes(job, rank))):
+            if found := self._over_limit(point, self._peak(job, rank, order, self._first_passes(job, rank))):
                 return found
         return 0.0
 
@@ -83,13 +84,12 @@ class MemoryBounds:
                 break
         yield from islice(order, 2 * len(stages))
 
-    def _over_limit(self, job: Job, peak: float) -> float:
-        layout = job.parallelism
-        axes = (*layout.degrees.values(), layout.ep)
+    def _over_limit(self, point: Point, peak: float) -> float:
         limit = self._once(
-            ("limit", *(degree > 1 for degree in axes)), lambda: memory_limit(job, self._device)
+            ("limit", *(degree > 1 for degree in (*point.degrees, point.ep))),
+            lambda: memory_limit(point.job_unchecked(self._base), self._device),
         )
-        if limit is None or layout.cpu_offload:
+        if limit is None or self._base.parallelism.cpu_offload:
             return 0.0
         return max(0.0, peak - (1 - self._headroom) * limit)
 
