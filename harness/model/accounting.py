@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.model.architecture import architecture_of
-from harness.model.config import ModelConfig
+from harness.model.config import ModelConfig, of_one_model
 from harness.model.spec import block_tensors, tensors
 
 
@@ -40,6 +40,7 @@ def attention_flops(model: ModelConfig, reach: float) -> float:
     return 2.0 * model.n_heads * (model.head_width + model.value_width) * reach
 
 
+@of_one_model
 def account(model: ModelConfig, seq_len: int) -> Accounting:
     """Count parameters and FLOPs of a model of any architecture."""
     return architecture_of(model).account(model, seq_len)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from harness.config import label, numerics, part, with_value
 from harness.errors import ConfigError
@@ -43,6 +44,7 @@ FAMILIES: Registry[Family] = Registry(
 )
 """Families of models at Hugging Face."""
 ACTIVATIONS = ("swiglu", "swiglu_clamped")
+OfModel = TypeVar("OfModel", bound="Callable[..., Any]")
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class ModelConfig:
 
     def resolve(self) -> ModelConfig:
         """Return the model with derived fields, such as head_dim, set."""
-        return architecture_of(self).resolve(self)
+        resolved = architecture_of(self).resolve(self)
+        return self if resolved == self else resolved
 
     def validate(self) -> None:
         """Raise ConfigError when the fields do not describe a model."""
@@ -211,6 +214,19 @@ class ModelConfig:
     def span(self, layer: int) -> Span:
         """The span of a block's attention."""
         return self.attention.span(layer)
+
+
+def of_one_model(make: OfModel) -> OfModel:
+    """Make a function of a model keep its last result: a plan, and a search, ask often for the same model."""
+    last: list[Any] = []
+
+    @wraps(make)
+    def kept(model: ModelConfig, *others: Any) -> Any:
+        if not last or last[0] is not model or last[1] != others:
+            last[:] = model, others, make(model, *others)
+        return last[2]
+
+    return cast(OfModel, kept)
 
 
 def _field(model: ModelConfig, name: str) -> Any:

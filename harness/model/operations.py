@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from harness.model.accounting import attention_flops
 from harness.model.architecture import architecture_of
 from harness.model.blocks import block_of
-from harness.model.config import ModelConfig
+from harness.model.config import ModelConfig, of_one_model
 from harness.model.spec import TensorSpec, block_tensors
 
 
@@ -78,6 +78,7 @@ def pre_norm_operations(model: ModelConfig, layer: int, seq_len: int) -> Operati
     )
 
 
+@of_one_model
 def block_kinds(model: ModelConfig) -> list[tuple[Hashable, ...]]:
     """A key for each block; blocks with equal keys have the same operations."""
     architecture = architecture_of(model)

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from harness.model.architecture import architecture_of
 from harness.model.blocks import block_of
-from harness.model.config import ModelConfig
+from harness.model.config import ModelConfig, of_one_model
 from harness.model.mup_config import SAME_WIDTHS, Widths
 
 BALANCE_BIAS = "moe.balance_bias"
@@ -240,15 +240,12 @@ def _modules(config: ModelConfig) -> Iterator[ModuleSpec]:
 
 def tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     """Every tensor by name, in the model's order; a tied table once."""
-    global _latest
-    if _latest is None or _latest[0] is not config:
-        # A plan asks ten times for the same model.
-        named = {tensor.name: tensor for module in modules(config) for tensor in module.tensors}
-        _latest = config, named
-    return dict(_latest[1])
+    return dict(_tensors(config))
 
 
-_latest: tuple[ModelConfig, dict[str, TensorSpec]] | None = None
+@of_one_model
+def _tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    return {tensor.name: tensor for module in modules(config) for tensor in module.tensors}
 
 
 def block_tensors(config: ModelConfig, layer: int) -> list[TensorSpec]:

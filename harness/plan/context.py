@@ -67,12 +67,13 @@ class ContextParallel:
 
     def _over(self, collective: str, sizes: list[float], behind: float = 0.0) -> tuple[Collective, ...]:
         """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
-        seconds = [self.machine.collective_seconds(collective, size, self.group) for size in sizes]
-        exposed = max(0.0, 1 - behind / sum(seconds)) if behind else 1.0
-        return tuple(
-            Collective("cp", collective, self.group, size, each, each * exposed)
-            for size, each in zip(sizes, seconds, strict=True)
-        )
+        taken = {size: self.machine.collective_seconds(collective, size, self.group) for size in sizes}
+        exposed = max(0.0, 1 - behind / sum(taken[size] for size in sizes)) if behind else 1.0
+        each = {
+            size: Collective("cp", collective, self.group, size, seconds, seconds * exposed)
+            for size, seconds in taken.items()
+        }
+        return tuple(each[size] for size in sizes)
 
     def merging_seconds(self) -> float:
         """Seconds of merging a ring's partial outputs in forward, and of copying keys and values."""

@@ -31,23 +31,24 @@ class Legality:
         self._linears = None if linear == "none" else sort_linears(base.model, base.precision)
         self._known: dict[tuple[Any, ...], ConfigError | None] = {}
         self._passed = False
+        self._batch = base.global_batch_size
+        self._batches = [size for _, size in base.schedule.batch_sizes]
 
     def broken(self, point: Point) -> ConfigError | None:
         """The rule that a point breaks; None if it is legal."""
-        share, rest = divmod(self.base.global_batch_size, point.data_parallel)
-        rows = point.data_parallel * point.local_batch_size
-        uneven = rest or not rows or share % point.local_batch_size
-        if uneven or any(size % rows for _, size in self.base.schedule.batch_sizes):
+        degrees, ep, local, size, mode, schedule, layers = point
+        pp, replicas, shards, cp, tp = degrees
+        share, rest = divmod(self._batch, replicas * shards)
+        rows = replicas * shards * local
+        uneven = rest or not rows or share % local
+        if uneven or any(size % rows for size in self._batches):
             return self._error_of(self._check_all, point)
-        pipeline = (point.pp, point.schedule, point.layers_per_stage, share)
-        batch = (point.local_batch_size, point.microbatch_size)
-        others = (point.pp, point.cp, point.tp, point.ep, point.mode, share > point.local_batch_size)
         return (
-            self._cached(self._check_axes, point, (point.degrees, point.ep))
-            or self._cached(self._check_pipeline, point, (*pipeline, *batch))
-            or self._cached(self._check_mode, point, (point.mode, point.schedule, point.tp))
-            or self._cached(self._check_all, point, others)
-            or self._cached(self._check_format, point, (point.tp, point.cp, point.rows))
+            self._cached(self._check_axes, point, (degrees, ep))
+            or self._cached(self._check_pipeline, point, (pp, schedule, layers, share, local, size))
+            or self._cached(self._check_mode, point, (mode, schedule, tp))
+            or self._cached(self._check_all, point, (pp, cp, tp, ep, mode, share > local))
+            or self._cached(self._check_format, point, (tp, cp, point.rows))
         )
 
     def _cached(

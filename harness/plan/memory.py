@@ -9,7 +9,8 @@ added, except where CUDA's allocator does so (``_as_reserved``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from harness.hardware import Accelerator
 from harness.job import Job
@@ -17,9 +18,9 @@ from harness.model.architecture import architecture_of
 from harness.plan.constants import Software
 from harness.plan.memory_activations import ActivationBytes, on_cpu
 from harness.plan.memory_stage import Bytes, StageMemory, heaviest, plus
-from harness.plan.order import pipeline_order
+from harness.plan.order import Moment, fullest, pipeline_order
 from harness.plan.parameters import RankParameters, parameters_of_ranks
-from harness.plan.plan import KINDS, Action, RankMemory
+from harness.plan.plan import KINDS, RankMemory
 from harness.plan.update import planned_update
 from harness.tables import GIB
 
@@ -57,10 +58,12 @@ def rank_memory(
     """
     order = pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)
     prices = ActivationBytes(job, repeats_keys=software is not None and software.repeats_keys)
-    return [
-        RankStep(job, held, prices, order[held.pp_rank], software).memory()
-        for held in parameters or parameters_of_ranks(job)
-    ]
+    keeps_outputs, memory = software is not None and software.keeps_outputs, []
+    for held in parameters or parameters_of_ranks(job):
+        equal = equal_stages(job, held)
+        passes = fullest(order[held.pp_rank], equal, keeps_outputs=keeps_outputs)
+        memory.append(RankStep(job, held, prices, equal, passes, software).memory())
+    return memory
 
 
 def memory_limit(job: Job, device: Accelerator | None) -> float | None:
@@ -78,19 +81,14 @@ def memory_limit(job: Job, device: Accelerator | None) -> float | None:
     return total - CUDA_CONTEXT - communicators * NCCL_COMMUNICATOR
 
 
-def _stages(
-    job: Job, parameters: RankParameters, prices: ActivationBytes, software: Software
-) -> dict[int, StageMemory]:
-    """The memory of a rank's stages; those with equal modules share it."""
-    stages: dict[int, StageMemory] = {}
-    made: dict[object, StageMemory] = {}
+def equal_stages(job: Job, parameters: RankParameters) -> dict[int, int]:
+    """The first of a rank's stages with the same modules as each."""
     by_layer = job.activation_checkpoint.mode == "selective_layer"
-    for stage, modules in parameters.modules.items():
-        equal = stage if by_layer else (stage > 0, *modules.values())
-        if equal not in made:
-            made[equal] = StageMemory(job, parameters, stage, prices, joint_ends=software.joint_ends)
-        stages[stage] = made[equal]
-    return stages
+    first: dict[object, int] = {}
+    return {
+        stage: stage if by_layer else first.setdefault((stage > 0, *modules.values()), stage)
+        for stage, modules in parameters.modules.items()
+    }
 
 
 class RankStep:
@@ -100,7 +98,9 @@ class RankStep:
         job: the resolved job.
         parameters: the shards of the rank.
         prices: converts activations to bytes.
-        actions: passes of a local batch. With only the first of them, the result is a lower bound.
+        equal: its ``equal_stages``, which share their memory.
+        passes: the fullest passes of a local batch. With only those among the first passes, the result is a
+            lower bound.
         software: what the trainer runs, if it is another one.
     """
 
@@ -109,12 +109,18 @@ class RankStep:
         job: Job,
         parameters: RankParameters,
         prices: ActivationBytes,
-        actions: Sequence[Action],
+        equal: Mapping[int, int],
+        passes: Sequence[Moment],
         software: Software | None = None,
     ) -> None:
-        self.job, self.parameters, self.actions = job, parameters, actions
-        self.software = software or Software()
-        self.stages = _stages(job, parameters, prices, self.software)
+        self.job, self.parameters, self.passes = job, parameters, passes
+        joint_ends = software is not None and software.joint_ends
+        made = {
+            stage: StageMemory(job, parameters, stage, prices, joint_ends=joint_ends)
+            for stage in set(equal.values())
+        }
+        self.stages = {stage: made[first] for stage, first in equal.items()}
+        self.numbers = Counter(equal.values())
         self.cpu, self.fsdp = on_cpu(job), job.uses_fsdp
         self.pipelined = job.parallelism.pp > 1
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
@@ -185,50 +191,50 @@ class RankStep:
         """Yield the peaks of the passes over one local batch."""
         reduces = self.fsdp and not self.pipelined and (self.job.parallelism.parameter_shards > 1 or last)
         sharded_before = self._sharded_after(number)
-        waiting: dict[tuple[int, int], Bytes] = {}
-        kept: Bytes = {}  # the sum of all that waits
-        ran: set[int] = set()
-        accumulated = {stage: self._accumulated_after(number, stage) for stage in self.stages}
-        for action in self.actions:
-            stage = self.stages[action.stage]
-            ran.add(action.stage)
-            key = (action.stage, action.microbatch)
-            between = {
-                "gathered": self._gathered(ran),
-                "gradients": sum(accumulated.values()),
+        before = {stage: self._accumulated_after(number, stage) for stage in self.numbers}
+        after = before if reduces else {stage: self.stages[stage].accumulated for stage in self.numbers}
+        for moment in self.passes:
+            stage, there = self.stages[moment.stage], moment.there
+            gradients = (
+                there["gradients", each] * after[each] + (count - there["gradients", each]) * before[each]
+                for each, count in self.numbers.items()
+            )
+            base = {
+                "gathered": self._gathered({each: there["ran", each] for each in self.numbers}),
+                "gradients": sum(gradients),
                 "shards": sharded_before,
             }
-            if action.kind == "F":
-                yield plus(between, kept, stage.forward)
-                waiting[key] = stage.kept
-                kept = plus(kept, stage.kept)
+            kept = plus(base, *self._waiting(there))
+            if moment.kind == "F":
+                yield plus(kept, stage.forward)
                 continue
-            kept = plus(kept, {kind: -size for kind, size in waiting.pop(key).items()})
-            there = sharded_before > 0 if reduces else accumulated[action.stage] > 0
-            for peak in stage.backward(gradients_there=there, accumulates=not reduces):
-                yield plus(between, kept, peak)
-            if action.kind == "I":
-                waiting[key] = stage.kept_for_weights
-                kept = plus(kept, stage.kept_for_weights)
-                continue
-            if not reduces:
-                accumulated[action.stage] = stage.accumulated
-            if self.pipelined and self.software.keeps_outputs:
-                kept = plus(kept, stage.left)
+            own = (after if moment.again else before)[moment.stage]
+            has_gradients = sharded_before > 0 if reduces else own > 0
+            for peak in stage.backward(gradients_there=has_gradients, accumulates=not reduces):
+                yield plus(kept, peak)
         if self.pipelined and self.fsdp:
             # Group by group: unsharded gradients are freed as their shards are allocated.
             yield {
-                "gathered": self._gathered(ran),
-                "gradients": sum(accumulated.values()),
+                "gathered": self._gathered(self.numbers),
+                "gradients": sum(count * after[stage] for stage, count in self.numbers.items()),
                 "shards": sharded_before,
                 "communication": max(stage.reduction for stage in self.stages.values()),
             }
 
-    def _gathered(self, ran: set[int]) -> float:
-        """Bytes of gathered parameters that a pipeline rank holds at once."""
+    def _waiting(self, there: dict[tuple[str, int], int]) -> Iterator[Bytes]:
+        """Yield what microbatches keep that wait for their backward, or for its second half, or are done."""
+        for number in self.numbers:
+            stage = self.stages[number]
+            for kind, saved in (("F", stage.kept), ("I", stage.kept_for_weights), ("left", stage.left)):
+                if count := there.get((kind, number), 0):
+                    yield {of: count * size for of, size in saved.items()}
+
+    def _gathered(self, ran: Mapping[int, int]) -> float:
+        """Bytes of gathered parameters that a pipeline rank holds at once; how many stages ran, by stage."""
         if not self.pipelined:
             return 0.0
-        return sum(sorted((self.stages[stage].resident for stage in ran), reverse=True)[:STAGES_GATHERED])
+        sizes = sorted((self.stages[stage].resident for stage in Counter(ran).elements()), reverse=True)
+        return sum(sizes[:STAGES_GATHERED])
 
     def _accumulated_after(self, passes: int, stage: int) -> float:
         """Bytes of a stage's unsharded gradients, accumulated by earlier passes."""

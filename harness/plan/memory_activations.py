@@ -14,6 +14,7 @@ from harness.model.activations import (
     prediction_activations,
 )
 from harness.model.architecture import architecture_of
+from harness.model.operations import block_kinds
 from harness.plan.parameters import BYTES
 from harness.precision.linears import sort_linears
 
@@ -98,8 +99,7 @@ class ActivationBytes:
 
     def block(self, layer: int) -> PartBytes:
         """Bytes of a decoder block, under the job's recomputation and compiler."""
-        model = self.job.model
-        key = self.architecture.block_kind(model, layer), self._is_recomputed(layer)
+        key = block_kinds(self.job.model)[layer], self._is_recomputed(layer)
         if key not in self.blocks:
             self.blocks[key] = self._block(layer)
         return self.blocks[key]

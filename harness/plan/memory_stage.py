@@ -34,8 +34,8 @@ IN_ATTENTION = re.compile(r"\.(attention|attn|img_attn|txt_attn)\.")
 
 def plus(*parts: Bytes) -> Bytes:
     """Sum by kind."""
-    total: Bytes = {}
-    for part in parts:
+    total = dict(parts[0])
+    for part in parts[1:]:
         for kind, size in part.items():
             total[kind] = total.get(kind, 0.0) + size
     return total
@@ -275,8 +275,9 @@ class StageMemory:
         how = gradients_there, accumulates
         if how not in self._backward:
             moments = self._backward_moments(*how)
-            peaks = [heaviest(moments), heaviest({**each, "unusable": 0.0} for each in moments)]
-            self._backward[how] = peaks if peaks[0].get("unusable") else peaks[:1]
+            peaks = self._backward[how] = [heaviest(moments)]
+            if peaks[0].get("unusable"):
+                peaks.append(heaviest({**each, "unusable": 0.0} for each in moments))
         return self._backward[how]
 
     def _backward_moments(self, gradients_there: bool, accumulates: bool) -> list[Bytes]:
@@ -310,7 +311,7 @@ class StageMemory:
                     "gradients": unsharded + self._new(gradients, gradients_there and not self.fsdp),
                     "logits": logits,
                 }
-                moments.append(plus(base, moment))
+                moments.append(base | moment)
             if not self.pipelined:
                 gathered -= own.gathered
             base |= {"gathered": gathered, "activations": held}

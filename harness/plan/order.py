@@ -13,10 +13,12 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
+from operator import ge, le
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
 from harness.parallelism.stages import num_stages
 from harness.plan.plan import Action
 
+_version = lru_cache(version)
 # Version of the format of cached files.
 _FORMAT = 1
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -43,6 +46,9 @@ def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) 
         n_layers: layers of the model.
         microbatches: microbatches of one pass over a local batch.
     """
+    if layout.pp > 1 and layout.pp_schedule_csv is None:
+        stages = num_stages(layout, n_layers)
+        return [list(row) for row in _actions_of_torch(layout.pp_schedule, layout.pp, stages, microbatches)]
     return [list(passes_of_rank(layout, n_layers, microbatches, rank)) for rank in range(layout.pp)]
 
 
@@ -56,8 +62,71 @@ def passes_of_rank(
         rows = read_csv_schedule(layout.pp_schedule_csv, layout.pp).passes_of_rank
         return (Action(stage, kind, microbatch) for stage, kind, microbatch in rows[rank])
     lines = _of_torch(layout.pp_schedule, layout.pp, num_stages(layout, n_layers), microbatches)
-    cells = (_CELL.fullmatch(cell) for cell in lines[rank].split())
+    return _actions(lines[rank])
+
+
+def _actions(line: str) -> Iterator[Action]:
+    cells = (_CELL.fullmatch(cell) for cell in line.split())
     return (Action(int(cell[1]), cell[2], int(cell[3])) for cell in cells if cell is not None)
+
+
+@lru_cache(maxsize=2)  # the parts of a plan ask for the same one
+def _actions_of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[Action]]:
+    return [list(_actions(line)) for line in _of_torch(name, pp, stages, microbatches)]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A pass of a rank, and what is there besides its own microbatch."""
+
+    stage: int
+    kind: str
+    again: bool
+    """Whether its stage has gradients of earlier microbatches."""
+    there: dict[tuple[str, int], int]
+    """By stage: how many equal ones ``ran`` and have ``gradients``; microbatches after ``F`` and ``I``, and
+    those that ``left`` outputs."""
+
+
+def fullest(
+    actions: Iterable[Action], equal: Mapping[int, int], *, keeps_outputs: bool = False
+) -> list[Moment]:
+    """Return the passes of a rank at which its memory can be the largest, in order.
+
+    Left out are those with no more of anything there than at another pass of the same kind.
+
+    Args:
+        actions: the passes.
+        equal: the first stage that is equal to each stage of the rank; moments name only these.
+        keeps_outputs: that of ``Software``.
+    """
+    counted = ("ran", "gradients", "F", "I", *(("left",) if keeps_outputs else ()))
+    there = {(what, stage): 0 for stage in equal.values() for what in counted}
+    found: dict[tuple[int, str, bool], dict[tuple[int, ...], int]] = {}
+    ran, again = set[int](), set[int]()
+    for number, action in enumerate(actions):
+        stage, kind = equal[action.stage], action.kind
+        if action.stage not in ran:
+            ran.add(action.stage)
+            there["ran", stage] += 1
+        if kind != "F":
+            there["I" if kind == "W" else "F", stage] -= 1
+        largest = found.setdefault((stage, kind, action.stage in again), {})
+        now = tuple(there.values())
+        if now not in largest and not any(all(map(ge, other, now)) for other in largest):
+            for less in [other for other in largest if all(map(le, other, now))]:
+                del largest[less]
+            largest[now] = number
+        if kind in "FI":
+            there[kind, stage] += 1
+            continue
+        if keeps_outputs:
+            there["left", stage] += 1
+        if action.stage not in again:
+            again.add(action.stage)
+            there["gradients", stage] += 1
+    numbered = sorted((number, *of, now) for of, largest in found.items() for now, number in largest.items())
+    return [Moment(*of, dict(zip(there, now, strict=True))) for _, *of, now in numbered]
 
 
 def gathering_passes(actions: Sequence[Action]) -> set[Action]:
@@ -88,7 +157,7 @@ def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[str]:
 
 def _folder() -> Path:
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "harness" / f"pipeline_orders-{_FORMAT}" / f"torch-{version('torch')}"
+    return Path(caches) / "harness" / f"pipeline_orders-{_FORMAT}" / f"torch-{_version('torch')}"
 
 
 def _read(path: Path) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from harness.job import Job
 from harness.model.architecture import architecture_of
-from harness.model.config import ModelConfig
+from harness.model.config import ModelConfig, of_one_model
 from harness.model.operations import block_kinds
 from harness.model.spec import TensorSpec, fsdp_groups, tensors
 from harness.optimizer.config import OptimizerConfig
@@ -26,6 +26,7 @@ from harness.optimizer.kinds import KINDS
 from harness.optimizer.settings import kind_of
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import split_modules, stages_of_rank
+from harness.precision.config import PrecisionConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 """Bytes per value of each format."""
@@ -196,6 +197,7 @@ def _renamed(group: str, old: str, new: str) -> str:
     return group if old == new else new + group.removeprefix(old)
 
 
+@of_one_model
 def tensors_by_module(model: ModelConfig) -> dict[str, list[TensorSpec]]:
     """Tensors by the modules that pipeline stages consist of (``layers.7`` ...), and ``mtp``."""
     modules: dict[str, list[TensorSpec]] = {}
@@ -209,21 +211,23 @@ def tensors_by_module(model: ModelConfig) -> dict[str, list[TensorSpec]]:
 
 
 class HeldModules:
-    """The modules of a model on the fullest rank of any layout, computed once for each way to shard them.
+    """The modules of a model on the fullest rank of any layout, computed once for each way to shard them."""
 
-    Args:
-        job: a job; others may differ from it in their layouts and batches.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self.specs = tensors_by_module(job.model)
-        self._model, self._known = job.model, dict[tuple[object, ...], HeldModule]()
-        self._optimizer = job.optimizer.resolve(job.precision.master_dtype, job.precision.param_dtype)
+    def __init__(self, model: ModelConfig, precision: PrecisionConfig, optimizer: OptimizerConfig) -> None:
+        self.specs = tensors_by_module(model)
+        self._model, self._known = model, dict[tuple[object, ...], HeldModule]()
+        self._optimizer = optimizer.resolve(precision.master_dtype, precision.param_dtype)
         self._first: dict[str, str] = {}
         kinds: dict[object, str] = {}
-        for layer, kind in enumerate(block_kinds(job.model)):
+        # Options that select tensors by their names.
+        parts = precision.filter_fqns if precision.enable_fsdp_float8_all_gather else ()
+        patterns = [re.compile(group["match"]) for group in optimizer.groups]
+        for layer, kind in enumerate(block_kinds(model)):
             name = f"layers.{layer}"
-            named = tuple(_selected(job, spec) for spec in self.specs.get(name, ()))
+            named = tuple(
+                (*(part in spec.module for part in parts), *(bool(p.search(spec.name)) for p in patterns))
+                for spec in self.specs.get(name, ())
+            )
             self._first[name] = kinds.setdefault((kind, named), name)
 
     def of(self, name: str, layout: ParallelismConfig) -> HeldModule:
@@ -237,29 +241,28 @@ class HeldModules:
         return self._known[key]
 
 
-def _selected(job: Job, spec: TensorSpec) -> tuple[bool, ...]:
-    """Which options that select tensors by their names select this one."""
-    parts = job.precision.filter_fqns if job.precision.enable_fsdp_float8_all_gather else ()
-    patterns = [group["match"] for group in job.optimizer.groups]
-    return *(part in spec.module for part in parts), *(bool(re.search(each, spec.name)) for each in patterns)
+_held_modules = of_one_model(HeldModules)
+
+
+def held_modules(job: Job) -> HeldModules:
+    """The modules of a job, which jobs share that differ in their layouts and batches."""
+    return _held_modules(job.model, job.precision, job.optimizer)
 
 
 def parameters_of_ranks(job: Job) -> list[RankParameters]:
     """The shards of the fullest rank of every pipeline rank."""
-    modules = HeldModules(job)
-    return [parameters_of(job, rank, modules) for rank in range(job.parallelism.pp)]
+    return [parameters_of(job, rank) for rank in range(job.parallelism.pp)]
 
 
-def parameters_of(job: Job, pp_rank: int, modules: HeldModules | None = None) -> RankParameters:
+def parameters_of(job: Job, pp_rank: int) -> RankParameters:
     """The shards of the fullest rank of a pipeline rank.
 
     Args:
         job: the resolved job.
         pp_rank: the pipeline rank.
-        modules: modules of a similar job, to compute shards once.
     """
     model, layout = job.model, job.parallelism
-    known = modules or HeldModules(job)
+    known = held_modules(job)
     names = split_modules(layout, model.n_layers)
     whole = ("mtp",) if len(names) == 1 else ()
     held = {

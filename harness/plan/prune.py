@@ -6,7 +6,7 @@ A search computes them before it plans a point. What depends on few of the searc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Any, TypeVar
@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 from harness.hardware import Accelerator
 from harness.job import Job
 from harness.model.operations import block_kinds
-from harness.parallelism.config import AXES, ParallelismConfig
+from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
 from harness.plan.machine import Machine
-from harness.plan.memory import RankStep, memory_limit
+from harness.plan.memory import RankStep, equal_stages, memory_limit
 from harness.plan.memory_activations import ActivationBytes
-from harness.plan.order import passes_of_rank
-from harness.plan.parameters import HeldModules, parameters_of
+from harness.plan.order import fullest, passes_of_rank
+from harness.plan.parameters import RankParameters, parameters_of
 from harness.plan.plan import Action
 from harness.plan.space import Point
 from harness.plan.traffic import Pass
-from harness.plan.work import Worker
+from harness.plan.work import Block, Worker
 from harness.precision.linears import sort_linears
 
 KNOWN = ("compute", "tp", "cp", "ep")
@@ -42,7 +42,6 @@ class MemoryBounds:
 
     def __init__(self, base: Job, device: Accelerator | None, headroom: float = 0.0) -> None:
         self._base, self._device, self._headroom = base, device, headroom
-        self._modules = HeldModules(base)
         self._known: dict[Key, Any] = {}
 
     def persistent_shortfall(self, point: Point) -> float:
@@ -50,47 +49,70 @@ class MemoryBounds:
         return self._once(_layout_of(point), lambda: self._persistent_shortfall(point))
 
     def _persistent_shortfall(self, point: Point) -> float:
-        job = point.job_unchecked(self._base)
-        empty = replace(job, training=replace(job.training, seq_len=0))
+        layout = point.layout(self._base.parallelism)
 
         def most() -> float:
-            stages = [self._stages(empty.parallelism, rank) for rank in _ranks(empty)]
-            one = [[Action(stage, kind, 0) for stage in own for kind in "FB"] for own in stages]
-            return max(self._peak(empty, rank, one[rank]) for rank in _ranks(empty))
+            job = point.job_unchecked(self._base)
+            empty = replace(job, training=replace(job.training, seq_len=0))
+            one = [self._one_microbatch(empty, rank) for rank in _ranks(empty)]
+            return max(self._peak(empty, rank, (), one[rank]) for rank in _ranks(empty))
 
-        return self._over_limit(job, self._once(("persistent", *self._held_by(job.parallelism)), most))
+        return self._over_limit(point, self._once(("persistent", *self._held_by(layout)), most))
 
     def shortfall(self, point: Point) -> float:
         """Least bytes by which a legal point exceeds the limit with its own microbatches; 0 if it may fit."""
         job = point.job_unchecked(self._base)
         for rank in _ranks(job):
-            order = passes_of_rank(job.parallelism, job.model.n_layers, job.microbatches, rank)
-            passes = _first_passes(order, self._stages(job.parallelism, rank))
-            if found := self._over_limit(job, self._peak(job, rank, passes)):
+            order = (job.microbatches, point.schedule)
+            if found := self._over_limit(point, self._peak(job, rank, order, self._first_passes(job, rank))):
                 return found
         return 0.0
 
-    def _over_limit(self, job: Job, peak: float) -> float:
-        layout = job.parallelism
-        axes = (*layout.degrees.values(), layout.ep)
+    def _one_microbatch(self, job: Job, rank: int) -> Iterator[Action]:
+        """A forward and a backward of every stage of a rank."""
+        return (Action(stage, kind, 0) for stage in self._stages(job.parallelism, rank) for kind in "FB")
+
+    def _first_passes(self, job: Job, rank: int) -> Iterator[Action]:
+        """The first passes of a rank, until every stage has gradients; most microbatches are in flight."""
+        waiting = stages = set(self._stages(job.parallelism, rank))
+        order = passes_of_rank(job.parallelism, job.model.n_layers, job.microbatches, rank)
+        for action in order:
+            yield action
+            if action.kind in "BW":
+                waiting = waiting - {action.stage}
+            if not waiting:
+                break
+        yield from islice(order, 2 * len(stages))
+
+    def _over_limit(self, point: Point, peak: float) -> float:
         limit = self._once(
-            ("limit", *(degree > 1 for degree in axes)), lambda: memory_limit(job, self._device)
+            ("limit", *(degree > 1 for degree in (*point.degrees, point.ep))),
+            lambda: memory_limit(point.job_unchecked(self._base), self._device),
         )
-        if limit is None or layout.cpu_offload:
+        if limit is None or self._base.parallelism.cpu_offload:
             return 0.0
         return max(0.0, peak - (1 - self._headroom) * limit)
 
-    def _peak(self, job: Job, rank: int, passes: Sequence[Action]) -> float:
-        """Memory of a pipeline rank, if these are its first passes."""
-        key = ("parameters", rank, *self._held_by(job.parallelism))
-        parameters = self._once(key, lambda: parameters_of(job, rank, self._modules))
-        return RankStep(job, parameters, ActivationBytes(job), passes).memory().peak
+    def _peak(self, job: Job, rank: int, order: Key, actions: Iterable[Action]) -> float:
+        """Memory of a pipeline rank in some passes, which depend on ``order`` and the rank's stages."""
+
+        def held() -> tuple[RankParameters, dict[int, int]]:
+            parameters = parameters_of(job, rank)
+            return parameters, equal_stages(job, parameters)
+
+        parameters, equal = self._once(("held", rank, *self._held_by(job.parallelism)), held)
+        key = ("passes", rank, *self._split(job.parallelism), *order)
+        passes = self._once(key, lambda: fullest(actions, equal))
+        return RankStep(job, parameters, ActivationBytes(job), equal, passes).memory().peak
 
     def _held_by(self, layout: ParallelismConfig) -> Key:
         """The fields on which the parameters of the first two pipeline ranks depend."""
         shards = (layout.parameter_shards, layout.tp, layout.ep, layout.dp_replicate > 1)
-        stages = num_stages(layout, self._base.model.n_layers)
-        return layout.pp, stages, *self._stages(layout, 0), *shards
+        return *self._split(layout), *shards
+
+    def _split(self, layout: ParallelismConfig) -> Key:
+        """The fields on which the stages of these ranks depend."""
+        return layout.pp, num_stages(layout, self._base.model.n_layers), *self._stages(layout, 0)
 
     def _stages(self, layout: ParallelismConfig, rank: int) -> list[int]:
         return stages_of_rank(layout, self._base.model.n_layers, rank)
@@ -108,18 +130,6 @@ def _layout_of(point: Point) -> Key:
 
 def _ranks(job: Job) -> range:
     return range(min(2, job.parallelism.pp))
-
-
-def _first_passes(order: Iterator[Action], stages: Sequence[int]) -> list[Action]:
-    """The first passes of a rank, until every stage has gradients; most microbatches are in flight then."""
-    waiting, first = set(stages), []
-    for action in order:
-        first.append(action)
-        if action.kind in "BW":
-            waiting.discard(action.stage)
-        if not waiting:
-            break
-    return [*first, *islice(order, 2 * len(stages))]
 
 
 @dataclass(frozen=True)
@@ -142,6 +152,20 @@ class _Load:
 
 
 @dataclass(frozen=True)
+class _Pipeline:
+    """How a pipeline splits the model."""
+
+    contents: list[tuple[tuple[Any, int], ...]]
+    """The different contents of its stages: kinds of blocks, the table and the head, with their numbers."""
+    stages: list[int]
+    """Index in ``contents`` of every stage."""
+    ranks: list[list[int]]
+    """Stages of every rank."""
+    one_backward: bool
+    """Whether gradients of inputs and of weights are computed in one pass."""
+
+
+@dataclass(frozen=True)
 class _Rank:
     """One pipeline rank."""
 
@@ -149,8 +173,8 @@ class _Rank:
     """Seconds of one microbatch in its stages."""
     idle: float
     """Seconds at the start and end of the step in which it has no work."""
-    stages: tuple[int, ...]
-    """Its stages."""
+    parts: tuple[float, ...]
+    """``busy``, split by ``KNOWN``."""
 
 
 class TimeBounds:
@@ -165,11 +189,11 @@ class TimeBounds:
     def __init__(self, base: Job, machine: Machine, world: int) -> None:
         self._base, self._machine = base, machine
         self._kinds = tuple(block_kinds(base.model))
+        self._first = {kind: layer for layer, kind in reversed(list(enumerate(self._kinds)))}
+        self._blocks: dict[Key, tuple[dict[Any, Block], dict[Any, _Load]]] = {}
         self._loads: dict[Key, dict[Any, _Load]] = {}
-        self._model_seconds: dict[Key, float] = {}
-        self._of_ranks: dict[Key, list[_Rank]] = {}
-        self._of_points: dict[Key, tuple[list[_Rank], Key]] = {}
-        self._parts: dict[tuple[int, int], list[Counter[Any]]] = {}
+        self._pipelines: dict[Key, _Pipeline] = {}
+        self._ranks: dict[Key, list[_Rank]] = {}
         linear = base.precision.linear
         converted = () if linear == "none" else sort_linears(base.model, base.precision).converted
         self._converted = frozenset(converted)
@@ -177,93 +201,89 @@ class TimeBounds:
 
     def seconds(self, point: Point) -> float:
         """Lower bound on the step time of a legal point."""
-        times, ranks, _ = self._of(point)
-        chain = max(times * rank.busy + rank.idle for rank in ranks)
+        times = self._times(point)
+        chain = max(times * rank.busy + rank.idle for rank in self._ranks_of(point))
         if self._cores is None:
             return chain
         # As in speed.py: all ranks' work on all cores, or the longest chain on one rank's share of cores.
-        total = times * self._model_seconds[self._key(point)] * self._world / point.pp / self._cores
+        loads = self._loads_of(point)
+        model = [loads[part] for part in (*self._kinds, "tok_embeddings", "output")]
+        seconds = sum(load.forward + load.backward for load in model)
+        total = times * seconds * self._world / point.pp / self._cores
         return max(chain / max(1, self._cores // self._world), total)
 
     def parts(self, point: Point) -> dict[str, float]:
         """The bound, split by ``KNOWN`` and the bubble."""
-        times, ranks, loads = self._of(point)
-        rank = max(ranks, key=lambda rank: times * rank.busy + rank.idle)
-        stages = self._stages(point.layout(self._base.parallelism))
-        held = [pair for stage in rank.stages for pair in stages[stage].items()]
-        columns = zip(*([count * part for part in loads[of].parts] for of, count in held), strict=True)
-        parts = {name: times * sum(column) for name, column in zip(KNOWN, columns, strict=True)}
+        times = self._times(point)
+        rank = max(self._ranks_of(point), key=lambda rank: times * rank.busy + rank.idle)
+        parts = {name: times * part for name, part in zip(KNOWN, rank.parts, strict=True)}
         return parts | {"bubble": rank.idle}
 
-    def _of(self, point: Point) -> tuple[int, list[_Rank], dict[Any, _Load]]:
-        """Return the number of microbatches, the pipeline ranks, and the loads of the model's parts."""
-        key = (_layout_of(point), point.rows, point.mode)
-        if key not in self._of_points:
-            loads = self._load(point)
-            self._of_points[key] = self._ranks(loads, point.layout(self._base.parallelism)), loads
-        ranks, loads = self._of_points[key]
-        times = self._base.global_batch_size // point.data_parallel // point.rows
-        return times, ranks, self._loads[loads]
+    def _times(self, point: Point) -> int:
+        """Number of microbatches of a step."""
+        return self._base.global_batch_size // point.data_parallel // point.rows
 
-    @staticmethod
-    def _key(point: Point) -> Key:
-        """The fields on which the loads of the model's parts depend."""
-        shards = point.degrees[AXES.index("dp_shard")] if point.ep > 1 else 0
-        return (point.tp, point.cp, shards, point.ep, point.rows, point.schedule is not None, point.mode)
+    def _ranks_of(self, point: Point) -> list[_Rank]:
+        """The ranks that can be the slowest for some number of microbatches."""
+        pipeline = (point.pp, point.schedule, point.layers_per_stage)
+        key = (point.tp, point.cp, point.ep, point.rows, point.mode, *pipeline)
+        if key not in self._ranks:
+            if pipeline not in self._pipelines:
+                self._pipelines[pipeline] = self._pipeline(point.layout(self._base.parallelism))
+            self._ranks[key] = _slowest(self._pipelines[pipeline], self._loads_of(point))
+        return self._ranks[key]
 
-    def _load(self, point: Point) -> Key:
-        """Compute the loads of blocks, the table and the head unless cached; return the cache key."""
-        key = self._key(point)
+    def _loads_of(self, point: Point) -> dict[Any, _Load]:
+        """The loads of blocks, the table and the head."""
+        shared = (point.tp, point.cp, point.ep, point.rows, point.schedule is not None)
+        key = (*shared, point.mode)
         if key not in self._loads:
             worker = Worker(point.job_unchecked(self._base), self._machine, self._converted)
-            firsts = {kind: layer for layer, kind in reversed(list(enumerate(self._kinds)))}
-            blocks = {kind: worker.block(layer) for kind, layer in firsts.items()}
-            loads: dict[Any, _Load] = {
-                kind: _Load.of(block.forward, block.recompute, block.inputs, block.weights)
+            if shared not in self._blocks:
+                ends = {"tok_embeddings": _Load.of(*worker.table()), "output": _Load.of(*worker.head())}
+                self._blocks[shared] = {kind: worker.block(at) for kind, at in self._first.items()}, ends
+            blocks, ends = self._blocks[shared]
+            again = {kind: worker.recompute(layer) for kind, layer in self._first.items()}
+            self._loads[key] = ends | {
+                kind: _Load.of(block.forward, again[kind], block.inputs, block.weights)
                 for kind, block in blocks.items()
             }
-            loads |= {"tok_embeddings": _Load.of(*worker.table()), "output": _Load.of(*worker.head())}
-            self._loads[key] = loads
-            model = [loads[part] for part in (*self._kinds, "tok_embeddings", "output")]
-            self._model_seconds[key] = sum(load.forward + load.backward for load in model)
-        return key
+        return self._loads[key]
 
-    def _ranks(self, key: Key, layout: ParallelismConfig) -> list[_Rank]:
-        """The ranks that can be the slowest for some number of microbatches."""
+    def _pipeline(self, layout: ParallelismConfig) -> _Pipeline:
         n_layers = self._base.model.n_layers
-        loads = self._loads[key]
-        key = (*key, layout.pp, num_stages(layout, n_layers), layout.pp_schedule)
-        if key in self._of_ranks:
-            return self._of_ranks[key]
-        stages = self._stages(layout)
-        forward = [sum(count * loads[of].forward for of, count in parts.items()) for parts in stages]
-        backward = [sum(count * loads[of].backward for of, count in parts.items()) for parts in stages]
-        reached, left = [0.0, *accumulate(forward)], [0.0, *accumulate(backward)]
-        one_backward = layout.pp > 1 and not layout.splits_backward
-        ranks: list[_Rank] = []
-        for number in range(layout.pp):
-            own = stages_of_rank(layout, n_layers, number)
-            busy = sum(forward[stage] + backward[stage] for stage in own)
-            idle = reached[own[0]] + (left[own[0]] if one_backward else 0.0)
-            if not any(other.busy >= busy and other.idle >= idle for other in ranks):
-                ranks.append(_Rank(busy, idle, tuple(own)))
-        self._of_ranks[key] = ranks
-        return ranks
-
-    def _stages(self, layout: ParallelismConfig) -> list[Counter[Any]]:
-        """Count the kinds of blocks, the table and the head of every stage."""
-        n_layers = self._base.model.n_layers
-        key = (layout.pp, num_stages(layout, n_layers))
-        if key not in self._parts:
-            modules = split_modules(layout, n_layers)
-            held = [Counter(part for name in names if (part := self._part(name))) for names in modules]
-            # The lists of modules do not name the block of multi-token prediction.
-            held[-1].update(self._kinds[n_layers:])
-            self._parts[key] = held
-        return self._parts[key]
+        modules = split_modules(layout, n_layers)
+        held = [Counter(part for name in names if (part := self._part(name))) for names in modules]
+        # The lists of modules do not name the block of multi-token prediction.
+        held[-1].update(self._kinds[n_layers:])
+        contents = {parts: i for i, parts in enumerate(dict.fromkeys(tuple(each.items()) for each in held))}
+        return _Pipeline(
+            list(contents),
+            [contents[tuple(each.items())] for each in held],
+            [stages_of_rank(layout, n_layers, rank) for rank in range(layout.pp)],
+            layout.pp > 1 and not layout.splits_backward,
+        )
 
     def _part(self, name: str) -> Any:
         """Key of a module's load; None for the last norm, whose time is negligible."""
         if name.startswith("layers."):
             return self._kinds[int(name.removeprefix("layers."))]
         return None if name == "norm" else name
+
+
+def _slowest(pipeline: _Pipeline, loads: dict[Any, _Load]) -> list[_Rank]:
+    """The ranks that can be the slowest for some number of microbatches."""
+    counted = [[(count, loads[of]) for of, count in parts] for parts in pipeline.contents]
+    there = [sum(count * load.forward for count, load in each) for each in counted]
+    back = [sum(count * load.backward for count, load in each) for each in counted]
+    reached = [0.0, *accumulate(there[at] for at in pipeline.stages)]
+    left = [0.0, *accumulate(back[at] for at in pipeline.stages)]
+    ranks: list[_Rank] = []
+    for own in pipeline.ranks:
+        held = [pipeline.stages[stage] for stage in own]
+        busy = sum(there[at] + back[at] for at in held)
+        idle = reached[own[0]] + (left[own[0]] if pipeline.one_backward else 0.0)
+        if not any(other.busy >= busy and other.idle >= idle for other in ranks):
+            parts = ([count * part for part in load.parts] for at in held for count, load in counted[at])
+            ranks.append(_Rank(busy, idle, tuple(map(sum, zip(*parts, strict=True)))))
+    return ranks

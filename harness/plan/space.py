@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.cluster.config import count_gpus
 from harness.errors import ConfigError, divisors
@@ -20,12 +20,14 @@ MODES = ("none", "selective_op", "full")
 SCHEDULES_TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Without GPipe and LoopedBFS: they save all microbatches and idle as long as 1F1B and Interleaved1F1B."""
 
+_PP, _REPLICATE, _SHARD, _CP, _TP = (
+    AXES.index(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+)
 _KEY = re.compile(r"^(?:\+\+|\+)?(?P<key>[\w.]+)=(?P<value>.*)$", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One candidate of a search."""
+class Point(NamedTuple):
+    """One candidate of a search; a tuple, because a search makes a million."""
 
     degrees: tuple[int, ...]
     """Degrees of ``AXES``, in their order."""
@@ -45,17 +47,17 @@ class Point:
     @property
     def pp(self) -> int:
         """Pipeline degree."""
-        return self.degrees[AXES.index("pp")]
+        return self.degrees[_PP]
 
     @property
     def cp(self) -> int:
         """Context-parallel degree."""
-        return self.degrees[AXES.index("cp")]
+        return self.degrees[_CP]
 
     @property
     def tp(self) -> int:
         """Tensor-parallel degree."""
-        return self.degrees[AXES.index("tp")]
+        return self.degrees[_TP]
 
     @property
     def axes(self) -> int:
@@ -65,7 +67,7 @@ class Point:
     @property
     def data_parallel(self) -> int:
         """Data-parallel degree."""
-        return self.degrees[AXES.index("dp_replicate")] * self.degrees[AXES.index("dp_shard")]
+        return self.degrees[_REPLICATE] * self.degrees[_SHARD]
 
     @property
     def rows(self) -> int:

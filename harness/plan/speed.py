@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeVar
 
 from harness.job import Job
 from harness.metrics.mfu import mfu
 from harness.model.accounting import account, block_weights
+from harness.model.config import ModelConfig, of_one_model
 from harness.model.operations import block_kinds
 from harness.model.spec import block_tensors, tensors
+from harness.optimizer.config import OptimizerConfig
 from harness.optimizer.kinds import KINDS
 from harness.optimizer.settings import exchanges, kinds_of
 from harness.parallelism.stages import split_modules, stages_of_rank
@@ -30,6 +32,14 @@ from harness.plan.work import Block, Worker
 CLIP_BYTES = 12
 
 Made = TypeVar("Made")
+
+
+@of_one_model
+def moved_by_update(model: ModelConfig, optimizer: OptimizerConfig) -> float:
+    """Bytes that the optimizer's update moves per 32-bit parameter, the mean over the model."""
+    found = kinds_of(optimizer, tensors(model).values())
+    sizes = {kind: sum(tensor.size for tensor in own) for kind, own in found.items()}
+    return sum(KINDS[kind].moved_bytes * size for kind, size in sizes.items()) / sum(sizes.values())
 
 
 @dataclass(frozen=True)
@@ -235,15 +245,8 @@ class StepModel:
         """Seconds of the norm, clipping and the optimizer on a rank with these stages."""
         held = sum(shared.held for stage in stages for shared in stage.sharing)
         width = DTYPE_BYTES[self.job.precision.master_dtype] / 4
-        return self.machine.pass_seconds(held * (CLIP_BYTES + self._moved) * width)
-
-    @cached_property
-    def _moved(self) -> float:
-        """Bytes that the update moves per 32-bit parameter, the mean over the model."""
-        found = kinds_of(self.job.optimizer, tensors(self.job.model).values())
-        sizes = {kind: sum(tensor.size for tensor in own) for kind, own in found.items()}
-        moved = sum(KINDS[kind].moved_bytes * size for kind, size in sizes.items())
-        return moved / sum(sizes.values())
+        moved = CLIP_BYTES + moved_by_update(self.job.model, self.job.optimizer)
+        return self.machine.pass_seconds(held * moved * width)
 
     def _orthogonalization(self, rank: int) -> Pass:
         """Muon's iterations and exchanges on a pipeline rank. Exchanges overlap the iterations of other
@@ -271,12 +274,17 @@ class StepModel:
     def timeline(self) -> list[list[Action]]:
         """The passes of every pipeline rank with their times, in one pass over a local batch."""
         sending = 0.0 if self.layout.pp == 1 else self._send.seconds
-        return simulate(self.order, lambda action: self._pass(action).seconds, sending)
+        equal = {which for row in self.order for which in map(self._which, row)}
+        seconds = {which: self._pass(*which).seconds for which in equal}
+        return simulate(self.order, lambda action: seconds[self._which(action)], sending)
 
-    def _pass(self, action: Action) -> Pass:
-        stage = self.stages[action.stage]
-        one = stage.passes[action.kind]
-        return one + stage.gathers[action.kind] if self.gathering and action in self.gathering else one
+    def _which(self, action: Action) -> tuple[int, str, bool]:
+        """Stage and kind of a pass, and whether it gathers parameters: what its time depends on."""
+        return action.stage, action.kind, bool(self.gathering) and action in self.gathering
+
+    def _pass(self, stage: int, kind: str, gathers: bool) -> Pass:
+        of = self.stages[stage]
+        return of.passes[kind] + of.gathers[kind] if gathers else of.passes[kind]
 
     @property
     def _send(self) -> Collective:
@@ -320,8 +328,8 @@ class StepModel:
                 parts[item.axis] += item.exposed * times
                 collectives.append((item, times))
 
-        for action in self.order[rank]:
-            add(self._pass(action), self.passes)
+        for which, count in Counter(map(self._which, self.order[rank])).items():
+            add(self._pass(*which), count * self.passes)
         busy = sum(parts.values())
         parts["bubble"] = makespan * self.passes - busy
         for stage in stages:

@@ -82,7 +82,7 @@ class Worker:
         )
         return Block(
             forward=Pass(max(forward, host), (*collectives, *context.forward(), *experts)),
-            recompute=self._recompute(operations, layer),
+            recompute=self.recompute(layer),
             inputs=Pass(
                 max(for_inputs, 2 * host - for_weights),
                 (*collectives, *context.backward(), *self._rows_to_experts(operations)),
@@ -121,14 +121,15 @@ class Worker:
         others = self._passes(operations) + self._cast_inputs(operations)
         return products + attention + self._context(operations).merging_seconds() + others
 
-    def _recompute(self, operations: Operations, layer: int) -> Pass:
-        """What backward recomputes, by the mode of activation checkpointing."""
+    def recompute(self, layer: int) -> Pass:
+        """What backward of a block recomputes, by the mode of activation checkpointing."""
         ac = self.job.activation_checkpoint
+        if ac.mode == "none":
+            return Pass()
+        operations = self.architecture.block_operations(self.job.model, layer, self.job.training.seq_len)
         whole = max(self._forward(operations), self._host_seconds(operations))
         collectives = self._tensor(operations, recompute=True)
         others = (*self._context(operations).forward(), *self._experts(operations))
-        if ac.mode == "none":
-            return Pass()
         if ac.mode == "full":
             return Pass(whole, (*collectives, *others))
         if ac.mode == "selective_layer":
