@@ -52,8 +52,6 @@ def test_without_a_pipeline_passes_follow_each_other() -> None:
 def there(before: list[Action], now: Action, equal: dict[int, int]) -> dict[tuple[str, int], int]:
     """What is there at a pass, counted from all passes before it."""
     counts = Counter((action.kind, equal[action.stage]) for action in before)
-    if now.kind != "F":
-        counts["I" if now.kind == "W" else "F", equal[now.stage]] -= 1
     found = {}
     for stage in equal.values():
         own = {action.stage for action in (*before, now) if equal[action.stage] == stage}
@@ -61,6 +59,8 @@ def there(before: list[Action], now: Action, equal: dict[int, int]) -> dict[tupl
         found |= {("ran", stage): len(own), ("gradients", stage): len(done)}
         found["F", stage] = counts["F", stage] - counts["B", stage] - counts["I", stage]
         found["I", stage] = counts["I", stage] - counts["W", stage]
+    if now.kind != "F":
+        found["I" if now.kind == "W" else "F", equal[now.stage]] -= 1
     return found
 
 
