@@ -102,7 +102,7 @@ def fullest(
     """
     counted = ("ran", "gradients", "F", "I", *(("left",) if keeps_outputs else ()))
     there = {(what, stage): 0 for stage in equal.values() for what in counted}
-    found: dict[tuple[int, str, bool], dict[tuple[int, ...], int]] = {}
+    found: dict[tuple[int, str, bool], dict[tuple[int, ...], tuple[int, Moment]]] = {}
     ran, again = set[int](), set[int]()
     for number, action in enumerate(actions):
         stage, kind = equal[action.stage], action.kind
@@ -116,7 +116,7 @@ def fullest(
         if now not in largest and not any(all(map(ge, other, now)) for other in largest):
             for less in [other for other in largest if all(map(le, other, now))]:
                 del largest[less]
-            largest[now] = number
+            largest[now] = number, Moment(stage, kind, action.stage in again, dict(there))
         if kind in "FI":
             there[kind, stage] += 1
             continue
@@ -125,8 +125,8 @@ def fullest(
         if action.stage not in again:
             again.add(action.stage)
             there["gradients", stage] += 1
-    numbered = sorted((number, *of, now) for of, largest in found.items() for now, number in largest.items())
-    return [Moment(*of, dict(zip(there, now, strict=True))) for _, *of, now in numbered]
+    numbered = dict(each for largest in found.values() for each in largest.values())
+    return [numbered[number] for number in sorted(numbered)]
 
 
 def gathering_passes(actions: Sequence[Action]) -> set[Action]:

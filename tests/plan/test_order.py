@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.schedules import SCHEDULES
 from harness.parallelism.stages import num_stages, stages_of_rank
-from harness.plan.order import pipeline_order
+from harness.plan.order import fullest, pipeline_order
+from harness.plan.plan import Action
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -44,3 +47,35 @@ def test_a_schedule_of_a_file_runs_as_it_is_written(tmp_path) -> None:  # type: 
 def test_without_a_pipeline_passes_follow_each_other() -> None:
     [order] = pipeline_order(ParallelismConfig(), 4, 2)
     assert [f"{a.kind}{a.microbatch}" for a in order] == ["F0", "B0", "F1", "B1"]
+
+
+def there(before: list[Action], now: Action, equal: dict[int, int]) -> dict[tuple[str, int], int]:
+    """What is there at a pass, counted from all passes before it."""
+    counts = Counter((action.kind, equal[action.stage]) for action in before)
+    found = {}
+    for stage in equal.values():
+        own = {action.stage for action in (*before, now) if equal[action.stage] == stage}
+        done = {a.stage for a in before if equal[a.stage] == stage and a.kind in "BW"}
+        found |= {("ran", stage): len(own), ("gradients", stage): len(done)}
+        found["F", stage] = counts["F", stage] - counts["B", stage] - counts["I", stage]
+        found["I", stage] = counts["I", stage] - counts["W", stage]
+    if now.kind != "F":
+        found["I" if now.kind == "W" else "F", equal[now.stage]] -= 1
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_fullest_passes_have_at_least_as_much_as_every_other(name: str) -> None:
+    layout = ParallelismConfig(pp=4, pp_schedule=name)
+    for rank, actions in enumerate(pipeline_order(layout, 32, 16)):
+        stages = stages_of_rank(layout, 32, rank)
+        for equal in ({stage: stage for stage in stages}, dict.fromkeys(stages, stages[0])):
+            moments, found = fullest(actions, equal), []
+            for number, now in enumerate(actions):
+                again = any(a.stage == now.stage and a.kind in "BW" for a in actions[:number])
+                found.append((equal[now.stage], now.kind, again, there(actions[:number], now, equal)))
+            assert all((m.stage, m.kind, m.again, m.there) in found for m in moments)
+            for stage, kind, again, held in found:
+                alike = [m.there for m in moments if (m.stage, m.kind, m.again) == (stage, kind, again)]
+                assert any(all(more[key] >= held[key] for key in held) for more in alike)
+            assert len(moments) < len(actions)
