@@ -25,7 +25,7 @@ from harness.plan.achieved import KERNELS
 class Constants:
     """Achieved fractions of peaks, and fixed costs."""
 
-    matmul: float = 0.851
+    matmul: float = 0.859
     """Speed of products of 16- or 32-bit matrices in training, as a fraction of the best that the device
     achieves (``achieved.py``), in addition to wave quantization of tiles. Fitted; 0.74 to 0.81 for typical
     products on an MI325X (rocm.blogs.amd.com/artificial-intelligence/taf-blog)."""
@@ -60,7 +60,7 @@ class Constants:
     """Fraction of computing that is lost while a collective runs beside it: NCCL's blocks take
     multiprocessors (24 of an H100's 132, forums.developer.nvidia.com/t/337991) and memory bandwidth;
     assumed, 0.1 to 0.4 (arXiv:2507.03114: 0.19 in the mean, at most 0.4)."""
-    second_wave: float = 0.2
+    second_wave: float = 0.25
     """The same, more, where products are persistent kernels: the blocks that find their multiprocessor taken
     run after all others; assumed, 0 to 0.35. Products alone take twice the time, which is 0.5 in all
     (github.com/pytorch/pytorch/issues/143988); others are not affected."""
