@@ -23,6 +23,8 @@ class Achieved:
     chooses on the device."""
     others: dict[str, float] = field(default_factory=dict)
     """The same for kernels that other trainers ran, by name."""
+    persistent: bool = True
+    """Whether products run as persistent kernels, one block for each multiprocessor, as since Hopper."""
 
 
 # Products: "Maximum Achievable Matmul FLOPS", github.com/stas00/ml-engineering, compute/accelerator
@@ -48,11 +50,13 @@ class Achieved:
 # Products of training, as a fraction of the best ones, are slower than Hopper's:
 # - Blackwell: 0.8, assumed, 0.76 to 1. It is 0.76 if all but attention has 1.67 times Hopper's speed, as
 #   measured at 8 k tokens (insights/when-to-upgrade-gpus), where the best products have 2.2 times.
-# - MI300X: 0.93, from AMD's 0.74 to 0.81 for typical products (rocm.blogs.amd.com/artificial-intelligence/
-#   taf-blog, on an MI325X), against 0.82 fitted on Hopper.
-_BLACKWELL_TYPICAL, _CDNA_TYPICAL = 0.8, 0.93
-_A100 = Achieved(0.869, 0.869, 0.6, {"flash2": 0.6})
-_A100_PCIE = Achieved(0.811, 0.811, 0.56, {"flash2": 0.56})
+# - MI300X: 0.93 in 16 bits, from AMD's 0.74 to 0.81 for typical products (rocm.blogs.amd.com/
+#   artificial-intelligence/taf-blog, on an MI325X), against 0.82 fitted on Hopper. In 8 bits 0.85: training's
+#   shapes have 990 TFLOP/s against an H100's 1,280 (newsletter.semianalysis.com, "MI300X vs H100 vs H200
+#   Benchmark Part 1: Training"), the best ones 1,273 against 1,403.
+_BLACKWELL_TYPICAL, _CDNA_TYPICAL, _CDNA_TYPICAL_8 = 0.8, 0.93, 0.85
+_A100 = Achieved(0.869, 0.869, 0.6, {"flash2": 0.6}, persistent=False)
+_A100_PCIE = Achieved(0.811, 0.811, 0.56, {"flash2": 0.56}, persistent=False)
 _HOPPER_KERNELS = {"cudnn": 0.42, "flash2": 0.35, "flash1": 0.18, "flex": 0.3}
 _H100 = Achieved(0.803, 0.709, 0.42, _HOPPER_KERNELS)
 _H200 = Achieved(0.803, 0.734, 0.42, _HOPPER_KERNELS)
@@ -62,7 +66,7 @@ _BLACKWELL = Achieved(
     0.34,
     {"cudnn": 0.34, "cudnn9.10": 0.27, "flash2": 0.16, "flex": 0.14},
 )
-_MI300X = Achieved(0.514 * _CDNA_TYPICAL, 0.487 * _CDNA_TYPICAL, 0.38, {"aotriton0.10": 0.18})
+_MI300X = Achieved(0.514 * _CDNA_TYPICAL, 0.487 * _CDNA_TYPICAL_8, 0.38, {"aotriton0.10": 0.18})
 MEASURED = Achieved(1.0, 1.0, 1.0)
 _OTHER = Achieved(0.8, 0.72, 0.35)
 """Assumed for devices that nobody measured so."""

@@ -25,11 +25,11 @@ from harness.plan.achieved import KERNELS
 class Constants:
     """Achieved fractions of peaks, and fixed costs."""
 
-    matmul: float = 0.825
+    matmul: float = 0.859
     """Speed of products of 16- or 32-bit matrices in training, as a fraction of the best that the device
     achieves (``achieved.py``), in addition to wave quantization of tiles. Fitted; 0.74 to 0.81 for typical
     products on an MI325X (rocm.blogs.amd.com/artificial-intelligence/taf-blog)."""
-    float8: float = 0.766
+    float8: float = 0.778
     """The same for 8-bit products. Fitted, as ``matmul``, to 113 published rows by
     experiments/published/held_out.py."""
     rowwise: float = 0.8
@@ -41,6 +41,10 @@ class Constants:
     accelerators are created equal")."""
     grouped: float = 0.8
     """Speed of experts' grouped products, as a fraction of a single product's; assumed, 0.7 to 0.95."""
+    imbalance: float = 0.25
+    """Standard deviation of the experts' loads, as a fraction of their mean, unless they are forced to be
+    equal: the largest of 64 is 0.5 to 0.6 above the mean with an auxiliary loss (arXiv:2408.15664, table 2,
+    MaxVio)."""
     attention: float = 1.0
     """Speed of fused attention, as a fraction of the best kernel (``achieved.py``)."""
     memory: float = 0.85
@@ -55,7 +59,11 @@ class Constants:
     contention: float = 0.15
     """Fraction of computing that is lost while a collective runs beside it: NCCL's blocks take
     multiprocessors (24 of an H100's 132, forums.developer.nvidia.com/t/337991) and memory bandwidth;
-    assumed, 0.1 to 0.4 (there, of a product that fills the device exactly)."""
+    assumed, 0.1 to 0.4 (arXiv:2507.03114: 0.19 in the mean, at most 0.4)."""
+    second_wave: float = 0.25
+    """The same, more, where products are persistent kernels: the blocks that find their multiprocessor taken
+    run after all others; assumed, 0 to 0.35. Products alone take twice the time, which is 0.5 in all
+    (github.com/pytorch/pytorch/issues/143988); others are not affected."""
     async_tp: float = 0.3
     """Fraction of tensor parallel's collectives that asynchronous tensor parallel hides: 0.15 to 0.5 by the
     gains of 5 to 12 % in torchtitan's tables."""
@@ -92,7 +100,8 @@ class Software:
 
 # Constants that are never divisors.
 _MAY_BE_ZERO = tuple(
-    f"constants.{name}" for name in ("latency", "async_tp", "launch", "spread", "contention", "host")
+    f"constants.{name}"
+    for name in ("latency", "async_tp", "launch", "spread", "contention", "second_wave", "imbalance", "host")
 )
 _LARGEST = 1e30
 

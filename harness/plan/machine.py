@@ -116,14 +116,19 @@ class Machine:
 
     @cached_property
     def slowest(self) -> float:
-        """Expected time of the slowest device, as a multiple of their mean.
+        """Expected time of the slowest device, as a multiple of their mean."""
+        return 1.0 if self.shares_cores else 1.0 + self.constants.spread * largest_of(self.ranks)
 
-        The largest of n normal values is at the quantile (n - 0.375) / (n + 0.25) (Blom, 1958).
-        """
-        if self.ranks == 1 or self.shares_cores:
+    def busiest(self, ranks: int, experts: int) -> float:
+        """Expected rows of the busiest of ``ranks`` with ``experts`` each, as a multiple of their mean."""
+        if self.shares_cores:
             return 1.0
-        quantile = (self.ranks - 0.375) / (self.ranks + 0.25)
-        return 1.0 + self.constants.spread * NormalDist().inv_cdf(quantile)
+        return 1.0 + self.constants.imbalance / max(1, experts) ** 0.5 * largest_of(ranks)
+
+    @cached_property
+    def contention(self) -> float:
+        """Fraction of computing that is lost while a collective runs beside it."""
+        return self.constants.contention + self.constants.second_wave * self.achieved.persistent
 
     def pass_seconds(self, moved: float) -> float:
         """Seconds to read or write ``moved`` bytes of memory."""
@@ -204,6 +209,12 @@ class Machine:
     def network_rate(self) -> float:
         """Achieved bytes per second and device between nodes."""
         return self.network_bandwidth * self.constants.network
+
+
+@lru_cache(maxsize=4096)
+def largest_of(number: int) -> float:
+    """Expected largest of standard normal values: at the quantile (n - 0.375) / (n + 0.25) (Blom, 1958)."""
+    return NormalDist().inv_cdf((number - 0.375) / (number + 0.25)) if number > 1 else 0.0
 
 
 @lru_cache(maxsize=4096)

@@ -79,7 +79,7 @@ def _notes(job: Job) -> list[str]:
     """What the predictions leave out, and what is known to be slow."""
     notes = []
     if job.model.moe.enabled and not job.model.moe.force_balance:
-        notes.append("assumes evenly loaded experts")
+        notes.append("memory is that of evenly loaded experts")
     if not job.data.attend_across_documents:
         notes.append("assumes attention across documents")
     if len(job.sizes.phases) > 1:

@@ -21,6 +21,8 @@ class ElementWise:
     """Of a gate that is clamped (``swiglu_clamped``), more."""
     bias: float
     """Per output of an expert with biases: each row's is looked up and added."""
+    bias_gradient: float
+    """The same in backward, as time: the rows' gradients are added up with atomics."""
     router: float
     """Per value of the residual stream, which routers read in 32 bits."""
     sort: float
@@ -40,6 +42,10 @@ class ElementWise:
 # sum and two products (32). Experts' rows are copied twice (8), cast (6) and read by the product that adds
 # them up (4). Kernels are those of rehearsals (experiments/rehearsal/TABLES.md: 1,900 and 992 for 32 blocks
 # with half of a forward recomputed); those of compiled experts are assumed.
+#
+# Gradients of biases: of 1,571 ms of a step of GPT-OSS 20b another kernel saves 183 (MFU of 16.50 and
+# 18.68 %, github.com/pytorch/torchtitan/pull/2686), of which adding the biases takes 30: 6.4 ms for each of
+# 24 layers of 32,768 rows.
 EAGER = ElementWise(
     norm=4,
     residual=6,
@@ -47,6 +53,7 @@ EAGER = ElementWise(
     gate=10,
     clamped=22,
     bias=10,
+    bias_gradient=64,
     router=6,
     sort=18,
     exchanged=8,
@@ -60,6 +67,7 @@ COMPILED = ElementWise(
     gate=6,
     clamped=0,
     bias=4,
+    bias_gradient=64,
     router=4,
     sort=10,
     exchanged=8,
@@ -70,8 +78,8 @@ COMPILED = ElementWise(
 # averages, scales, casts down and multiplies by the weight, one kernel each. A CPU's operations are counted
 # with those that its calibrations were fitted with.
 UNFUSED = replace(EAGER, norm=30)
-EAGER_ON_CPU = replace(UNFUSED, kernels=60, expert_kernels=0)
-COMPILED_ON_CPU = replace(COMPILED, kernels=25, expert_kernels=0)
+EAGER_ON_CPU = replace(UNFUSED, kernels=60, expert_kernels=0, bias_gradient=0)
+COMPILED_ON_CPU = replace(COMPILED, kernels=25, expert_kernels=0, bias_gradient=0)
 
 # Logits, forward and backward: cast to 32 bits, softmax, the loss, its gradient, the cast back.
 EAGER_LOGIT, COMPILED_LOGIT = 34.0, 14.0
@@ -89,16 +97,21 @@ class Casts:
     input_backward: float
     """Of inputs again, for gradients of weights: along the other dimension."""
     gradient: float
+    weight: float
+    """Of weights in forward, once a microbatch."""
+    weight_backward: float
+    """Of weights again, for gradients of inputs: along the other dimension."""
 
 
 # One scale a tensor: one read for the maximum, then one read and a write of a byte; a gradient's product also
-# needs the transposed layout: one more read and write. One scale a row: a row is read once, a column twice.
-# Blocks of 32 values are read once in either direction.
+# needs the transposed layout: one more read and write. One scale a row: a row is read once, a column twice; a
+# weight's columns are copied into rows first. Blocks of 32 values are read once in either direction
+# (torchao/testing/training/roofline_utils.py).
 CASTS = {
-    "float8_tensorwise": Casts(5, 2, 7),
-    "float8_rowwise": Casts(3, 5, 8),
-    "float8_rowwise_hp": Casts(3, 0, 3),
-    "mxfp8": Casts(3, 3, 6),
+    "float8_tensorwise": Casts(5, 2, 7, 5, 3),
+    "float8_rowwise": Casts(3, 5, 8, 3, 7),
+    "float8_rowwise_hp": Casts(3, 0, 3, 3, 3),
+    "mxfp8": Casts(3, 3, 6, 3, 3),
 }
 
 # A ring's partial results, eager (torch's _SDPAMerger and ring backward,

@@ -226,7 +226,7 @@ class StepModel:
             if self.machine.shares_cores:
                 room = 0.0
             hidden = min(taken, room)
-            exposed = 1 - hidden * (1 - self.machine.constants.contention) / taken if taken else 0.0
+            exposed = 1 - hidden * (1 - self.machine.contention) / taken if taken else 0.0
             collectives += [
                 Collective(m.axis, m.collective, m.group, m.bytes, m.seconds, m.seconds * exposed)
                 for m in mine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harness.job import Job
@@ -16,8 +17,16 @@ from harness.plan.traffic import Collective, Pass
 from harness.precision.linears import sort_linears
 
 COUNT_BYTES = 8
+# Triton's kernels pad heads to a power of two: QK_HEAD_DIM_ROUNDED in a log in which backward has 250 TFLOP/s
+# on an H100, at widths of 192 and 128 (github.com/pytorch/torchtitan/pull/1437).
+PADDED_KERNELS = ("flex",)
 HIGH_PRECISION = "float8_rowwise_hp"
 ROWWISE = ("float8_rowwise", HIGH_PRECISION)
+
+
+def power_of_two(width: int) -> int:
+    """The smallest power of two that is at least ``width``."""
+    return 1 << (width - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,9 @@ class Worker:
         self.router_dtype = "tf32" if has_tf32 else "float32"
         # Emulated products are computed in float32.
         self.narrow = "float32" if job.precision.emulate else narrow
-        self.casts = CASTS.get(job.precision.linear, Casts(0, 0, 0))
+        self.casts = CASTS.get(job.precision.linear, Casts(0, 0, 0, 0, 0))
+        of, ep = job.model.moe, layout.ep
+        self.busiest = 1.0 if of.force_balance else self.machine.busiest(ep, of.num_experts // ep)
         # With one scale a tensor, inputs are cast before they are gathered (harness/precision/tensor.py).
         self.casts_stream = job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
 
@@ -78,6 +89,7 @@ class Worker:
             + self._cast_gradients(operations)
             + 2 * passes
             + 2.5 * attention
+            + self._bias_gradients(operations)
             + context.adding_seconds()
         )
         return Block(
@@ -118,7 +130,7 @@ class Worker:
     def _forward(self, operations: Operations) -> float:
         products = sum(self._product(product) for product in operations.products)
         attention = self._attention_seconds(operations)
-        others = self._passes(operations) + self._cast_inputs(operations)
+        others = self._passes(operations) + self._cast_inputs(operations) + self._cast_weights(operations)
         return products + attention + self._context(operations).merging_seconds() + others
 
     def recompute(self, layer: int) -> Pass:
@@ -138,6 +150,7 @@ class Worker:
             return Pass(whole * (1 - ac.memory_budget), ())
         kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
         products = sum(self._product(product) for product in operations.products)
+        products += self._cast_weights(operations)
         again = self._passes(operations) + self._cast_inputs(operations)
         gathers = tuple(each for each in collectives if each.collective == "all_gather")
         return Pass(products * (1 - kept) + again, gathers)
@@ -165,24 +178,43 @@ class Worker:
         share *= constants.grouped
         return self.machine.product_seconds(rows, inputs, outputs, dtype, width, groups=local, share=share)
 
-    def _expert_rows(self, copies: int) -> int:
-        """Rows of a rank's experts if loads are even; a token has ``copies`` rows."""
+    def _sorted_rows(self, copies: int) -> int:
+        """Rows that a rank sends to experts; a token has ``copies`` rows."""
         rows = self.rows if self.job.parallelism.splits_experts else self.stream_rows
         return rows * copies
+
+    def _expert_rows(self, copies: int) -> int:
+        """Rows of the experts of the busiest rank, for which the others wait."""
+        return round(self._sorted_rows(copies) * self.busiest)
 
     def _attention_seconds(self, operations: Operations) -> float:
         """Seconds of attention's forward; for a ring without load balance, on its last rank."""
         layout = self.job.parallelism
         flops = self.rows * operations.attention.flops / layout.tp
+        if self.machine.software.attention in PADDED_KERNELS:
+            widths = operations.attention.score_width, operations.attention.value_width
+            flops *= sum(map(power_of_two, widths)) / sum(widths)
         if layout.cp > 1 and layout.cp_method == "ring" and not layout.cp_load_balance:
             # Rank r of n attends to r full pieces and half of its own, n / 2 in the mean.
             flops *= (2 * layout.cp - 1) / layout.cp
         return self.machine.attention_seconds(flops, self.dtype)
 
+    def _bias_gradients(self, operations: Operations) -> float:
+        """Seconds of adding up the rows' gradients of the experts' biases."""
+        if not self.job.model.moe.expert_bias:
+            return 0.0
+        values = self._expert_rows(1) * self._biased_width(operations)
+        return self.machine.pass_seconds(values * self.costs.bias_gradient * self.value_bytes / 2)
+
+    def _biased_width(self, operations: Operations) -> float:
+        """Outputs of a token's experts to which biases are added."""
+        experts = self.job.parallelism.tp if self.job.parallelism.splits_experts else 1
+        return 2 * operations.expert_gate_width / experts + operations.expert_width
+
     def _passes(self, operations: Operations) -> float:
         """Seconds of element-wise operations in forward."""
         layout, costs = self.job.parallelism, self.costs
-        sort = costs.sort + (costs.exchanged if layout.ep > 1 else 0.0)
+        exchanged = costs.exchanged if layout.ep > 1 else 0.0
         experts = layout.tp if layout.splits_experts else 1
         gate = costs.gate + (costs.clamped if self.job.model.activation == "swiglu_clamped" else 0.0)
         traffic = (
@@ -190,13 +222,13 @@ class Worker:
             + self.rows * operations.rotated_width / layout.tp * costs.rotation
             + self.rows * operations.gate_width / layout.tp * gate
             + self._expert_rows(1) * operations.expert_gate_width / experts * gate
-            + self._expert_rows(1) * operations.expert_width * sort
+            + self._sorted_rows(1) * operations.expert_width * costs.sort
+            + self._expert_rows(1) * operations.expert_width * exchanged
         )
         if operations.expert_width:
             traffic += self.stream_rows * self.job.model.dim * costs.router
         if self.job.model.moe.expert_bias:
-            biased = 2 * operations.expert_gate_width / experts + operations.expert_width
-            traffic += self._expert_rows(1) * biased * costs.bias
+            traffic += self._expert_rows(1) * self._biased_width(operations) * costs.bias
         launches = self.machine.constants.launch * self._kernels(operations)
         return self.machine.pass_seconds(traffic * self.value_bytes / 2) + launches
 
@@ -226,8 +258,17 @@ class Worker:
         return self._cast(operations, self.casts.forward, of_inputs=True)
 
     def _cast_gradients(self, operations: Operations) -> float:
+        """Seconds of backward's casts: of gradients, and of inputs and weights along the other dimension."""
         gradients = self._cast(operations, self.casts.gradient, of_inputs=False)
-        return gradients + self._cast(operations, self.casts.input_backward, of_inputs=True)
+        inputs = self._cast(operations, self.casts.input_backward, of_inputs=True)
+        return gradients + inputs + self._cast_weights(operations, backward=True)
+
+    def _cast_weights(self, operations: Operations, *, backward: bool = False) -> float:
+        """Seconds of casting weights; FSDP that gathers them in 8 bits has cast its shard of them before."""
+        if self.job.precision.enable_fsdp_float8_all_gather:
+            return 0.0
+        per_value = self.casts.weight_backward if backward else self.casts.weight
+        return self.machine.pass_seconds(self._held(operations, self._is_float8) * per_value)
 
     def _cast(self, operations: Operations, per_value: float, *, of_inputs: bool) -> float:
         """Seconds of casting operands of float8 products. Products with the same input share its cast."""
@@ -319,12 +360,20 @@ class Worker:
     def _gradient_sums(self, operations: Operations) -> float:
         """Seconds of casting a microbatch's gradients and adding them up.
 
-        FSDP casts gradients to the dtype in which they are reduced (read 2 bytes, write 4) and, if several
-        passes share one reduction, adds them to the sum (read 8, write 4).
+        FSDP casts gradients to the dtype in which they are reduced (read 2 bytes, write 4). If several passes
+        share one reduction, it adds them to the sum instead (read 2 and 4, write 4; FSDPParam's
+        ``accumulate_unsharded_grad_if_needed``).
         """
         layout, reduce = self.job.parallelism, DTYPE_BYTES[self.job.precision.reduce_dtype]
-        held = 0.0
-        for product in operations.products:
-            held += product.size / layout.tp_of(product) / (layout.ep if product.is_expert else 1)
-        per_value = self.value_bytes + reduce + (3 * reduce if layout.pp > 1 else 0)
+        held = self._held(operations, lambda product: True)
+        per_value = self.value_bytes + reduce * (2 if layout.pp > 1 else 1)
         return self.machine.pass_seconds(held * per_value)
+
+    def _held(self, operations: Operations, counts: Callable[[TensorSpec], bool]) -> float:
+        """Values of a rank's gathered matrices that are counted."""
+        layout = self.job.parallelism
+        return sum(
+            product.size / layout.tp_of(product) / (layout.ep if product.is_expert else 1)
+            for product in operations.products
+            if counts(product)
+        )

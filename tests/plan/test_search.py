@@ -168,7 +168,7 @@ def rank(plan: Plan) -> tuple[float, int, float]:
 
 @pytest.mark.parametrize(
     ("overrides", "every", "time", "size"),
-    [(LONG, 7, 0.9, 0.3), (EXPERTS, 7, 0.8, 0.1), (COMPILED, 7, 0.8, 0.29), (LARGE, 1500, 0.8, 0.7)],
+    [(LONG, 7, 0.9, 0.3), (EXPERTS, 7, 0.8, 0.1), (COMPILED, 7, 0.8, 0.29), (LARGE, 150, 0.8, 0.7)],
     ids=["dense", "experts", "compiled", "large"],
 )
 def test_bounds_and_floors_are_below_the_plan(
