@@ -7,17 +7,17 @@ that were fitted without it; experiments/published/held_rows.py has the rules.
 from harness.plan.evidence import Evidence, Resolution
 
 EVIDENCE = {
-    "dense models on Ampere": Evidence(rows=8, sources=1, low=0.62, high=1.18, pooled=True),
-    "dense models on Blackwell": Evidence(rows=11, sources=3, low=0.62, high=1.18, pooled=True),
-    "dense models on CDNA 3": Evidence(rows=4, sources=1, low=0.62, high=1.18, pooled=True),
-    "dense models on Hopper": Evidence(rows=75, sources=7, low=0.91, high=1.24, pooled=False),
-    "mixtures of experts on Blackwell": Evidence(rows=6, sources=1, low=0.62, high=1.18, pooled=True),
-    "mixtures of experts on Hopper": Evidence(rows=9, sources=3, low=0.62, high=1.18, pooled=True),
+    "dense models on Ampere": Evidence(rows=8, sources=1, low=0.69, high=1.29, pooled=True),
+    "dense models on Blackwell": Evidence(rows=11, sources=3, low=0.69, high=1.29, pooled=True),
+    "dense models on CDNA 3": Evidence(rows=4, sources=1, low=0.69, high=1.29, pooled=True),
+    "dense models on Hopper": Evidence(rows=75, sources=7, low=0.91, high=1.26, pooled=False),
+    "mixtures of experts on Blackwell": Evidence(rows=6, sources=1, low=0.69, high=1.29, pooled=True),
+    "mixtures of experts on Hopper": Evidence(rows=9, sources=3, low=0.69, high=1.29, pooled=True),
 }
 """Throughput; classes without published rows are not here."""
 
 MEMORY = {
-    "dense models": Evidence(rows=27, sources=4, low=0.82, high=1.2, pooled=False),
+    "dense models": Evidence(rows=27, sources=4, low=0.86, high=1.14, pooled=False),
 }
 """Peak memory on a GPU; classes without published rows are not here."""
 
