@@ -77,7 +77,7 @@ def _actions_of_torch(name: str, pp: int, stages: int, microbatches: int) -> lis
 
 @dataclass(frozen=True)
 class Moment:
-    """A pass of a rank, and what is there besides its own microbatch."""
+    """A pass of a rank, and the state of the rank without the microbatch of the pass."""
 
     stage: int
     kind: str
