@@ -221,10 +221,10 @@ def of_one_model(make: OfModel) -> OfModel:
     last: list[Any] = []
 
     @wraps(make)
-    def kept(model: ModelConfig, *others: Any) -> Any:
-        if not last or last[0] is not model or last[1] != others:
-            last[:] = model, others, make(model, *others)
-        return last[2]
+    def kept(model: ModelConfig, *others: Any, **named: Any) -> Any:
+        if not last or last[0] is not model or last[1:3] != [others, named]:
+            last[:] = model, others, named, make(model, *others, **named)
+        return last[3]
 
     return cast(OfModel, kept)
 

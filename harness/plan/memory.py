@@ -155,7 +155,7 @@ class RankStep:
         passes = self.job.accumulation_steps
         # The first pass starts without gradients; later passes except the last are like the second.
         for number in {0, min(1, passes - 1), passes - 1}:
-            yield from (plus(always, moment) for moment in self._pass(number, last=number + 1 == passes))
+            yield from self._pass(always, number, last=number + 1 == passes)
         yield plus(always, {"shards": self._gradients()}, self._update())
 
     def _always(self) -> Bytes:
@@ -187,7 +187,7 @@ class RankStep:
         returning = sum(stage.boundary for stage in self.stages.values() if not stage.has_head)
         return self.job.microbatches * (entering + returning)
 
-    def _pass(self, number: int, *, last: bool) -> Iterator[Bytes]:
+    def _pass(self, always: Bytes, number: int, *, last: bool) -> Iterator[Bytes]:
         """Yield the peaks of the passes over one local batch."""
         reduces = self.fsdp and not self.pipelined and (self.job.parallelism.parameter_shards > 1 or last)
         sharded_before = self._sharded_after(number)
@@ -204,7 +204,7 @@ class RankStep:
                 "gradients": sum(gradients),
                 "shards": sharded_before,
             }
-            kept = plus(base, *self._waiting(there))
+            kept = plus(always, base, *self._waiting(there))
             if moment.kind == "F":
                 yield plus(kept, stage.forward)
                 continue
@@ -214,12 +214,13 @@ class RankStep:
                 yield plus(kept, peak)
         if self.pipelined and self.fsdp:
             # Group by group: unsharded gradients are freed as their shards are allocated.
-            yield {
+            reduction = {
                 "gathered": self._gathered(self.numbers),
                 "gradients": sum(count * after[stage] for stage, count in self.numbers.items()),
                 "shards": sharded_before,
                 "communication": max(stage.reduction for stage in self.stages.values()),
             }
+            yield plus(always, reduction)
 
     def _waiting(self, there: dict[tuple[str, int], int]) -> Iterator[Bytes]:
         """Yield what microbatches keep that wait for their backward, or for its second half, or are done."""
@@ -233,8 +234,8 @@ class RankStep:
         """Bytes of gathered parameters that a pipeline rank holds at once; how many stages ran, by stage."""
         if not self.pipelined:
             return 0.0
-        sizes = sorted((self.stages[stage].resident for stage in Counter(ran).elements()), reverse=True)
-        return sum(sizes[:STAGES_GATHERED])
+        sizes = [size for stage, count in ran.items() for size in [self.stages[stage].resident] * count]
+        return sum(sorted(sizes, reverse=True)[:STAGES_GATHERED])
 
     def _accumulated_after(self, passes: int, stage: int) -> float:
         """Bytes of a stage's unsharded gradients, accumulated by earlier passes."""

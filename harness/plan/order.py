@@ -77,7 +77,7 @@ def _actions_of_torch(name: str, pp: int, stages: int, microbatches: int) -> lis
 
 @dataclass(frozen=True)
 class Moment:
-    """A pass of a rank, with the memory that is kept during it, besides that of its own microbatch."""
+    """A pass of a rank, and the state of the rank without the microbatch of the pass."""
 
     stage: int
     kind: str

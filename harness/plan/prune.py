@@ -159,8 +159,8 @@ class _Pipeline:
     """The different contents of its stages: kinds of blocks, the table and the head, with their numbers."""
     stages: list[int]
     """Index in ``contents`` of every stage."""
-    ranks: list[list[int]]
-    """Stages of every rank."""
+    ranks: list[tuple[int, tuple[int, ...]]]
+    """The first stage of every rank, and the indices in ``contents`` of its stages."""
     one_backward: bool
     """Whether gradients of inputs and of weights are computed in one pass."""
 
@@ -257,10 +257,12 @@ class TimeBounds:
         # The lists of modules do not name the block of multi-token prediction.
         held[-1].update(self._kinds[n_layers:])
         contents = {parts: i for i, parts in enumerate(dict.fromkeys(tuple(each.items()) for each in held))}
+        stages = [contents[tuple(each.items())] for each in held]
+        owned = [stages_of_rank(layout, n_layers, rank) for rank in range(layout.pp)]
         return _Pipeline(
             list(contents),
-            [contents[tuple(each.items())] for each in held],
-            [stages_of_rank(layout, n_layers, rank) for rank in range(layout.pp)],
+            stages,
+            [(own[0], tuple(stages[stage] for stage in own)) for own in owned],
             layout.pp > 1 and not layout.splits_backward,
         )
 
@@ -278,11 +280,11 @@ def _slowest(pipeline: _Pipeline, loads: dict[Any, _Load]) -> list[_Rank]:
     back = [sum(count * load.backward for count, load in each) for each in counted]
     reached = [0.0, *accumulate(there[at] for at in pipeline.stages)]
     left = [0.0, *accumulate(back[at] for at in pipeline.stages)]
+    work = {held: sum(there[at] + back[at] for at in held) for held in {held for _, held in pipeline.ranks}}
     ranks: list[_Rank] = []
-    for own in pipeline.ranks:
-        held = [pipeline.stages[stage] for stage in own]
-        busy = sum(there[at] + back[at] for at in held)
-        idle = reached[own[0]] + (left[own[0]] if pipeline.one_backward else 0.0)
+    for first, held in pipeline.ranks:
+        busy = work[held]
+        idle = reached[first] + (left[first] if pipeline.one_backward else 0.0)
         if not any(other.busy >= busy and other.idle >= idle for other in ranks):
             parts = ([count * part for part in load.parts] for at in held for count, load in counted[at])
             ranks.append(_Rank(busy, idle, tuple(map(sum, zip(*parts, strict=True)))))

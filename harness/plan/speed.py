@@ -363,19 +363,27 @@ class StepModel:
         """Add up equal collectives of the same axis and group."""
         sums: dict[tuple[str, str, Group], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
         for item, times in collectives:
-            ranks = item.group.ranks
-            share = {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(
-                item.collective, (ranks - 1) / ranks
-            )
             total = sums[item.axis, item.collective, item.group]
-            for i, value in enumerate((1, item.bytes * share, item.seconds, item.exposed)):
+            for i, value in enumerate((1, item.bytes, item.seconds, item.exposed)):
                 total[i] += value * times
         order = {axis: i for i, axis in enumerate(PARTS)}
         return [
             Traffic(
-                axis, collective, group.ranks, int(n), size, self.machine.link_of(group), seconds, exposed
+                axis,
+                collective,
+                group.ranks,
+                int(n),
+                size * _sent(collective, group.ranks),
+                self.machine.link_of(group),
+                seconds,
+                exposed,
             )
             for (axis, collective, group), (n, size, seconds, exposed) in sorted(
                 sums.items(), key=lambda item: (order[item[0][0]], item[0][1])
             )
         ]
+
+
+def _sent(collective: str, ranks: int) -> float:
+    """Bytes that a rank sends, as a multiple of the full tensor."""
+    return {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(collective, (ranks - 1) / ranks)

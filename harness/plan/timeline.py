@@ -79,7 +79,7 @@ def sends_of_rank(order: list[list[Action]], rank: int) -> int:
 
     Gradients of weights are not sent, and neither are activations between two stages of one rank.
     """
-    rank_of = {action.stage: owner for owner, actions in enumerate(order) for action in actions}
+    rank_of = {stage: owner for owner, actions in enumerate(order) for stage in {a.stage for a in actions}}
     steps = {"F": 1, "B": -1, "I": -1}
     receivers = (rank_of.get(a.stage + steps[a.kind], rank) for a in order[rank] if a.kind in steps)
     return sum(receiver != rank for receiver in receivers)

@@ -13,7 +13,7 @@ from families_table import MODELS, shipped
 
 from harness.flux.model import Flux
 from harness.model.accounting import account, block_parameters
-from harness.model.config import ModelConfig
+from harness.model.config import ModelConfig, of_one_model
 from harness.model.decoder import Block, Decoder
 from harness.model.spec import parameter_shapes
 
@@ -130,3 +130,22 @@ def test_attention_grows_with_the_sequence_and_nothing_else_does() -> None:
     assert short.parameters == long.parameters
     assert long.flops_per_token_full - short.flops_per_token_full == 12 * 32 * 4096 * 2048
     assert long.flops_per_token_causal - short.flops_per_token_causal == 6 * 32 * 4096 * 2048
+
+
+def test_a_resolved_model_stays_the_same_object_and_its_results_are_kept() -> None:
+    model = ModelConfig(
+        name="m", vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_hidden_dim=64
+    )
+    calls: list[tuple[ModelConfig, int]] = []
+
+    @of_one_model
+    def count(model: ModelConfig, length: int) -> int:
+        calls.append((model, length))
+        return model.dim * length
+
+    resolved = model.resolve()
+    assert resolved.resolve() is resolved
+    wider = dataclasses.replace(resolved, dim=64)
+    asked = [(resolved, 2), (resolved, 2), (resolved, 3), (wider, 3), (dataclasses.replace(wider), 3)]
+    assert [count(*each) for each in asked] == [64, 64, 96, 192, 192]
+    assert len(calls) == 4
