@@ -70,7 +70,7 @@ def _actions(line: str) -> Iterator[Action]:
     return (Action(int(cell[1]), cell[2], int(cell[3])) for cell in cells if cell is not None)
 
 
-@lru_cache(maxsize=2)  # the parts of a plan ask for the same one
+@lru_cache(maxsize=16)  # the parts of a plan, and many layouts of a search, ask for the same one
 def _actions_of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[Action]]:
     return [list(_actions(line)) for line in _of_torch(name, pp, stages, microbatches)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from harness.hardware import POWER_SHARE, Accelerator
 from harness.job import Job
@@ -65,8 +66,7 @@ class Traffic:
     """Part of it that is not overlapped with compute."""
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One pass of a pipeline rank, with its times."""
 
     stage: int

@@ -22,6 +22,7 @@ from harness.plan.memory_activations import ActivationBytes
 from harness.plan.order import fullest, passes_of_rank
 from harness.plan.parameters import RankParameters, parameters_of
 from harness.plan.plan import Action
+from harness.plan.sharing import Sharer
 from harness.plan.space import Point
 from harness.plan.traffic import Pass
 from harness.plan.work import Block, Worker
@@ -29,6 +30,7 @@ from harness.precision.linears import sort_linears
 
 KNOWN = ("compute", "tp", "cp", "ep")
 """Parts of a step's time that come from single blocks."""
+TABLES = ("tok_embeddings", "output")
 Key = tuple[Any, ...]
 Made = TypeVar("Made")
 
@@ -175,6 +177,8 @@ class _Rank:
     """Seconds at the start and end of the step in which it has no work."""
     parts: tuple[float, ...]
     """``busy``, split by ``KNOWN``."""
+    blocks: tuple[tuple[Any, int], ...]
+    """The kinds of its blocks, with their numbers."""
 
 
 class TimeBounds:
@@ -182,8 +186,8 @@ class TimeBounds:
 
     A rank runs the passes of its stages once per microbatch. Before its first pass, the microbatch goes
     through the earlier stages. If backward is not split, the gradients go back through them after its last
-    pass. No schedule of these passes is faster; FSDP's collectives and the update come on top. If ranks share
-    cores, one works while another waits.
+    pass. No schedule of these passes is faster. FSDP's collectives slow down the computation that hides them.
+    The update comes on top. If ranks share cores, one works while another waits.
     """
 
     def __init__(self, base: Job, machine: Machine, world: int) -> None:
@@ -194,6 +198,7 @@ class TimeBounds:
         self._loads: dict[Key, dict[Any, _Load]] = {}
         self._pipelines: dict[Key, _Pipeline] = {}
         self._ranks: dict[Key, list[_Rank]] = {}
+        self._sharing: dict[Key, dict[Any, float]] = {}
         linear = base.precision.linear
         converted = () if linear == "none" else sort_linears(base.model, base.precision).converted
         self._converted = frozenset(converted)
@@ -201,23 +206,32 @@ class TimeBounds:
 
     def seconds(self, point: Point) -> float:
         """Lower bound on the step time of a legal point."""
+        if self._cores is None:
+            return self._slowest(point)[0]
         times = self._times(point)
         chain = max(times * rank.busy + rank.idle for rank in self._ranks_of(point))
-        if self._cores is None:
-            return chain
         # As in speed.py: all ranks' work on all cores, or the longest chain on one rank's share of cores.
         loads = self._loads_of(point)
-        model = [loads[part] for part in (*self._kinds, "tok_embeddings", "output")]
+        model = [loads[part] for part in (*self._kinds, *TABLES)]
         seconds = sum(load.forward + load.backward for load in model)
         total = times * seconds * self._world / point.pp / self._cores
         return max(chain / max(1, self._cores // self._world), total)
 
     def parts(self, point: Point) -> dict[str, float]:
-        """The bound, split by ``KNOWN`` and the bubble."""
-        times = self._times(point)
-        rank = max(self._ranks_of(point), key=lambda rank: times * rank.busy + rank.idle)
+        """The bound of ranks with own devices, split by ``KNOWN``, ``dp`` for FSDP, and the bubble."""
+        times, (_, sharing, rank) = self._times(point), self._slowest(point)
         parts = {name: times * part for name, part in zip(KNOWN, rank.parts, strict=True)}
-        return parts | {"bubble": rank.idle}
+        return parts | {"dp": sharing, "bubble": rank.idle}
+
+    def _slowest(self, point: Point) -> tuple[float, float, _Rank]:
+        """The largest bound of a rank, and FSDP's part of it."""
+        times, ranks = self._times(point), self._ranks_of(point)
+        of_block = self._sharing_of(point)
+        passes = times if point.pp == 1 else times * point.rows // point.local_batch_size
+        sharing = [passes * sum(count * of_block[kind] for kind, count in rank.blocks) for rank in ranks]
+        bounds = [times * rank.busy + rank.idle + more for rank, more in zip(ranks, sharing, strict=True)]
+        at = max(range(len(ranks)), key=bounds.__getitem__)
+        return bounds[at], sharing[at], ranks[at]
 
     def _times(self, point: Point) -> int:
         """Number of microbatches of a step."""
@@ -249,6 +263,20 @@ class TimeBounds:
                 for kind, block in blocks.items()
             }
         return self._loads[key]
+
+    def _sharing_of(self, point: Point) -> dict[Any, float]:
+        """Least seconds that FSDP takes for a block of each kind in one pass over a local batch."""
+        key = (point.degrees, point.ep)
+        if key not in self._sharing:
+            sharer = Sharer(point.job_unchecked(self._base), self._machine)
+            gathers, contention = 1 + sharer.layout.reshards_after_forward, min(1.0, self._machine.contention)
+            self._sharing[key] = {}
+            for kind, layer in self._first.items():
+                block = sharer.block(layer)
+                moving = gathers * sum(each.seconds for each in block.gather)
+                moving += sum(each.seconds for each in block.reduce)
+                self._sharing[key][kind] = contention * moving + gathers * block.copying
+        return self._sharing[key]
 
     def _pipeline(self, layout: ParallelismConfig) -> _Pipeline:
         n_layers = self._base.model.n_layers
@@ -287,5 +315,8 @@ def _slowest(pipeline: _Pipeline, loads: dict[Any, _Load]) -> list[_Rank]:
         idle = reached[first] + (left[first] if pipeline.one_backward else 0.0)
         if not any(other.busy >= busy and other.idle >= idle for other in ranks):
             parts = ([count * part for part in load.parts] for at in held for count, load in counted[at])
-            ranks.append(_Rank(busy, idle, tuple(map(sum, zip(*parts, strict=True)))))
+            blocks = Counter[Any]()
+            for at in held:
+                blocks.update({kind: count for kind, count in pipeline.contents[at] if kind not in TABLES})
+            ranks.append(_Rank(busy, idle, tuple(map(sum, zip(*parts, strict=True))), tuple(blocks.items())))
     return ranks

@@ -13,7 +13,7 @@ from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.stages import num_stages
 from harness.plan import bands
 from harness.plan.cost import cost_in_words
-from harness.plan.plan import KINDS, PARTS, Plan, RankMemory, Traffic
+from harness.plan.plan import KINDS, PARTS, Plan, RankMemory, Speed, Traffic
 from harness.tables import aligned, aligned_facts, counted, degrees_in_words, figure, gib, seconds
 
 _WORDS = {"compute": "computing", "bubble": "pipeline bubble", "optimizer": "update"}
@@ -61,7 +61,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "memory_limit": plan.memory_limit,
         "fits": plan.fits,
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
-        "speed": None if plan.speed is None else dataclasses.asdict(plan.speed),
+        "speed": None if plan.speed is None else _speed_as_dict(plan.speed),
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
         "budget": {
             "steps": job.steps,
@@ -74,6 +74,11 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,
     }
+
+
+def _speed_as_dict(speed: Speed) -> dict[str, Any]:
+    own = dataclasses.asdict(dataclasses.replace(speed, timeline=[]))
+    return own | {"timeline": [[action._asdict() for action in rank] for rank in speed.timeline]}
 
 
 def tokens_of(job: Job) -> int:

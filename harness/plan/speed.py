@@ -10,19 +10,20 @@ from typing import TypeVar
 
 from harness.job import Job
 from harness.metrics.mfu import mfu
-from harness.model.accounting import account, block_weights
+from harness.model.accounting import account
 from harness.model.config import ModelConfig, of_one_model
 from harness.model.operations import block_kinds
-from harness.model.spec import block_tensors, tensors
+from harness.model.spec import tensors
 from harness.optimizer.config import OptimizerConfig
 from harness.optimizer.kinds import KINDS
 from harness.optimizer.settings import exchanges, kinds_of
 from harness.parallelism.stages import split_modules, stages_of_rank
-from harness.plan.machine import DTYPE_BYTES, Group, Machine, expert_groups, group_of
+from harness.plan.machine import DTYPE_BYTES, Group, Machine, group_of
 from harness.plan.order import gathering_passes, pipeline_order
-from harness.plan.parameters import parameters_of, tensors_by_module
+from harness.plan.parameters import parameters_of
 from harness.plan.plan import PARTS, Action, Speed, Traffic
-from harness.plan.timeline import sends_of_rank, simulate
+from harness.plan.sharing import Sharer, Sharing
+from harness.plan.timeline import sends_of_ranks, simulate
 from harness.plan.traffic import Collective, Pass, added
 from harness.plan.update import planned_update
 from harness.plan.work import Block, Worker
@@ -43,18 +44,6 @@ def moved_by_update(model: ModelConfig, optimizer: OptimizerConfig) -> float:
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """Communication and copies of FSDP and replication for one block."""
-
-    gather: tuple[Collective, ...]
-    reduce: tuple[Collective, ...]
-    copying: float
-    """Seconds of copying gathered parameters out of the buffer that they came in."""
-    held: float
-    """Number of the block's parameters in the rank's shard."""
-
-
-@dataclass(frozen=True)
 class Stage:
     """One pipeline stage, or the full model: its passes of a microbatch, and FSDP's work around them."""
 
@@ -72,20 +61,16 @@ class StepModel:
 
     def __init__(self, job: Job, machine: Machine) -> None:
         self.job, self.machine, self.layout = job, machine, job.parallelism
-        self.worker = Worker(job, machine)
+        self.worker, self.sharer = Worker(job, machine), Sharer(job, machine)
         self._exchanges = exchanges(job.optimizer, tensors(job.model).values())
-        by_module = tensors_by_module(job.model)
-        self.tables = {
-            name: sum(tensor.size for tensor in by_module.get(name, ()))
-            for name in ("tok_embeddings", "output")
-        }
         of = job.activation_checkpoint
         thinned = of.mode == "selective_layer"
         kinds = enumerate(block_kinds(job.model))
         self.keys = [(*kind, thinned and layer % of.every_nth_layer == 0) for layer, kind in kinds]
         self.blocks: list[Block] = self._of_each_block(self.worker.block)
-        self.sharing: list[Sharing] = self._of_each_block(self._share)
+        self.sharing: list[Sharing] = self._of_each_block(self.sharer.block)
         self.order = pipeline_order(self.layout, job.model.n_layers, job.microbatches)
+        self.sends = sends_of_ranks(self.order)
         frees = self.layout.pp > 1 and self.layout.reshards_after_forward
         self.gathering = {each for row in self.order for each in gathering_passes(row)} if frees else set()
         modules = split_modules(self.layout, job.model.n_layers)
@@ -112,7 +97,7 @@ class StepModel:
         held = [tables[name]() for name in tables if name in names]
         if held:
             named = [name for name in tables if name in names]
-            sharing += [self._share_table(name) for name in named[: 1 if model.tied_embeddings else None]]
+            sharing += [self.sharer.table(name) for name in named[: 1 if model.tied_embeddings else None]]
         forward += [table_forward for table_forward, _ in held]
         inputs += [table_backward for _, table_backward in held]
         always, gathers, once = self._around(blocks, sharing, has_head="output" in names)
@@ -122,53 +107,6 @@ class StepModel:
         return Stage(passes | {"B": passes["I"] + passes["W"]}, gathers, tuple(sharing), once)
 
     # -- FSDP ----
-
-    def _share(self, layer: int) -> Sharing:
-        """FSDP's work for a block. Experts are a separate group, sharded over other ranks."""
-        layout = self.layout
-        experts, others = block_weights(self.job.model, layer)
-        matrices = [t for t in block_tensors(self.job.model, layer) if t.is_matrix and not t.is_expert]
-        split = sum(matrix.size for matrix in matrices if matrix.split_dim is not None)
-        dense = others - split + split / layout.tp
-        shared = self._share_values(dense, self._shards)
-        if not experts:
-            return shared
-        own = experts / layout.ep / (layout.tp if layout.splits_experts else 1)
-        of_experts = self._share_values(own, expert_groups(self.job, self.machine.ranks_per_node)[1])
-        return Sharing(
-            shared.gather + of_experts.gather,
-            shared.reduce + of_experts.reduce,
-            shared.copying + of_experts.copying,
-            shared.held + of_experts.held,
-        )
-
-    def _share_table(self, name: str) -> Sharing:
-        values = self.tables[name] / self.layout.tp
-        return self._share_values(values, self._shards)
-
-    @property
-    def _shards(self) -> Group:
-        """Ranks over which parameters other than experts are sharded."""
-        return group_of(self.job, self.machine.ranks_per_node, "dp_shard", "cp")
-
-    def _share_values(self, values: float, group: Group) -> Sharing:
-        precision, machine = self.job.precision, self.machine
-        param = 1 if precision.enable_fsdp_float8_all_gather else DTYPE_BYTES[precision.param_dtype]
-        reduced = DTYPE_BYTES[precision.reduce_dtype]
-        shards = group.ranks
-        gather, reduce = [], []
-        if shards > 1:
-            gather.append(self._over_shards("all_gather", values * param, group))
-            reduce.append(self._over_shards("reduce_scatter", values * reduced, group))
-        if self.layout.dp_replicate > 1:
-            replicas = group_of(self.job, machine.ranks_per_node, "dp_replicate")
-            reduce.append(self._over_shards("all_reduce", values / shards * reduced, replicas))
-        copying = machine.pass_seconds(2 * values * param) if shards > 1 else 0.0
-        return Sharing(tuple(gather), tuple(reduce), copying, values / shards)
-
-    def _over_shards(self, collective: str, size: float, group: Group) -> Collective:
-        seconds = self.machine.collective_seconds(collective, size, group)
-        return Collective("dp", collective, group, size, seconds, seconds)
 
     def _around(
         self, blocks: list[Block], sharing: list[Sharing], *, has_head: bool
@@ -338,7 +276,7 @@ class StepModel:
         parts["optimizer"] = self.update_seconds(stages) + orthogonalization.seconds
         collectives += [(item, 1) for item in orthogonalization.collectives]
         if self.layout.pp > 1:
-            sends = sends_of_rank(self.order, rank) * self.passes
+            sends = self.sends[rank] * self.passes
             collectives.append((self._send, sends))
             if self.machine.shares_cores:
                 parts["pp"] += self._send.seconds * sends

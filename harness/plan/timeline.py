@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 
 from harness.plan.plan import Action
 
@@ -26,60 +28,62 @@ def simulate(
     """
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     last = max(rank_of)
-    ended: dict[tuple[str, int, int], float] = {}
+    # Seconds from the end of a pass to its output's arrival at the next stage, by the first of both stages.
+    hop = {at: 0.0 if rank_of[at] == rank_of[at + 1] else send_seconds for at in range(last)}
+    # When inputs, own forwards, gradients and backwards for inputs are there, by stage and microbatch.
+    inputs: dict[tuple[int, int], float] = {}
+    own: dict[tuple[int, int], float] = {}
+    gradients: dict[tuple[int, int], float] = {}
+    halves: dict[tuple[int, int], float] = {}
     timed: list[list[Action]] = [[] for _ in order]
-    clocks, positions = [0.0] * len(order), [0] * len(order)
     remaining = sum(map(len, order))
     while remaining:
         before = remaining
-        for rank, actions in enumerate(order):
-            while positions[rank] < len(actions):
-                action = actions[positions[rank]]
-                ready = _ready(action, ended, rank_of, last, send_seconds)
+        for actions, done in zip(order, timed, strict=True):
+            clock = done[-1].end if done else 0.0
+            for action in islice(actions, len(done), None):
+                stage, kind, microbatch = action.stage, action.kind, action.microbatch
+                at = (stage, microbatch)
+                if kind == "F":
+                    ready = inputs.get(at) if stage else 0.0
+                elif kind == "W":
+                    ready = halves.get(at)
+                elif at not in own:
+                    ready = None
+                else:
+                    ready = gradients.get(at) if stage < last else own[at]
                 if ready is None:
                     break
-                start = max(clocks[rank], ready)
-                end = start + seconds(action)
-                timed[rank].append(Action(action.stage, action.kind, action.microbatch, start, end))
-                kind = "B" if action.kind == "I" else action.kind
-                ended[kind, action.stage, action.microbatch] = clocks[rank] = end
-                positions[rank] += 1
+                start = max(clock, ready)
+                clock = start + seconds(action)
+                done.append(Action(stage, kind, microbatch, start, clock))
                 remaining -= 1
+                if kind == "F":
+                    own[at] = clock
+                    if stage < last:
+                        inputs[stage + 1, microbatch] = clock + hop[stage]
+                elif kind != "W":
+                    halves[at] = clock
+                    if stage:
+                        gradients[stage - 1, microbatch] = clock + hop[stage - 1]
         if remaining == before:
             raise ValueError("the schedule deadlocks")
     return timed
 
 
-def _ready(
-    action: Action,
-    ended: dict[tuple[str, int, int], float],
-    rank_of: dict[int, int],
-    last: int,
-    send_seconds: float,
-) -> float | None:
-    """Time at which the inputs of an action are ready; None if that is not known yet."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind == "W":
-        return ended.get(("B", stage, microbatch))
-    if action.kind == "F":
-        needs = [("F", stage - 1)] if stage else []
-    else:
-        needs = [("F", stage)] + ([("B", stage + 1)] if stage < last else [])
-    ready = 0.0
-    for kind, other in needs:
-        end = ended.get((kind, other, microbatch))
-        if end is None:
-            return None
-        ready = max(ready, end + (send_seconds if rank_of[other] != rank_of[stage] else 0.0))
-    return ready
-
-
-def sends_of_rank(order: list[list[Action]], rank: int) -> int:
-    """Count the activations and gradients that a pipeline rank sends to other ranks.
+def sends_of_ranks(order: list[list[Action]]) -> list[int]:
+    """Count the activations and gradients that each pipeline rank sends to other ranks.
 
     Gradients of weights are not sent, and neither are activations between two stages of one rank.
     """
-    rank_of = {stage: owner for owner, actions in enumerate(order) for stage in {a.stage for a in actions}}
+    passes = [Counter((action.stage, action.kind) for action in actions) for actions in order]
+    rank_of = {stage: rank for rank, counts in enumerate(passes) for stage, _ in counts}
     steps = {"F": 1, "B": -1, "I": -1}
-    receivers = (rank_of.get(a.stage + steps[a.kind], rank) for a in order[rank] if a.kind in steps)
-    return sum(receiver != rank for receiver in receivers)
+    return [
+        sum(
+            count
+            for (stage, kind), count in counts.items()
+            if kind in steps and rank_of.get(stage + steps[kind], rank) != rank
+        )
+        for rank, counts in enumerate(passes)
+    ]

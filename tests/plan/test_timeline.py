@@ -7,7 +7,7 @@ import pytest
 from harness.parallelism.config import ParallelismConfig
 from harness.plan.order import pipeline_order
 from harness.plan.plan import Action
-from harness.plan.timeline import sends_of_rank, simulate
+from harness.plan.timeline import sends_of_ranks, simulate
 
 FORWARD, BACKWARD = 1.0, 2.0
 
@@ -78,4 +78,4 @@ def test_sends_of_every_rank(name: str, stages_per_rank: int, sends: list[int]) 
     In a V the first rank has the first and the last stage, and the last rank the two in the middle.
     """
     order = pipeline_order(ParallelismConfig(pp=4, pp_schedule=name), 4 * stages_per_rank * 2, 8)
-    assert [sends_of_rank(order, rank) for rank in range(4)] == sends
+    assert sends_of_ranks(order) == sends
