@@ -41,20 +41,32 @@ def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
         job: the resolved job.
         calibration: constants other than the defaults, and measured hardware.
     """
-    machine, device = machine_of(job, calibration), device_of(job, calibration)
-    speed, traffic = (None, []) if machine is None else StepModel(job, machine).speed()
-    parameters = parameters_of_ranks(job)
+    return with_speed(plan_memory(job, calibration), calibration)
+
+
+def with_speed(plan: Plan, calibration: Calibration | None = None) -> Plan:
+    """Return a plan of memory with traffic and speed, which take longer to predict."""
+    machine = machine_of(plan.job, calibration)
+    if machine is None:
+        return plan
+    speed, traffic = StepModel(plan.job, machine).speed()
+    return replace(plan, speed=speed, traffic=traffic, phases=_phases(plan.job, machine))
+
+
+def plan_memory(job: Job, calibration: Calibration | None = None) -> Plan:
+    """Predict only the memory of a job; arguments as of ``make_plan``."""
+    device, parameters = device_of(job, calibration), parameters_of_ranks(job)
     return Plan(
         job=job,
         accounting=account(job.model, job.training.seq_len),
         parameters_per_rank=[rank.held for rank in parameters],
         memory=rank_memory(job, parameters, None if calibration is None else calibration.software),
         memory_limit=memory_limit(job, device),
-        traffic=traffic,
-        speed=speed,
+        traffic=[],
+        speed=None,
         accelerator=None if device is None or on_cpu(job) else device,
         notes=_notes(job),
-        phases=_phases(job, machine),
+        phases=_phases(job, None),
         is_calibrated=calibration is not None,
     )
 

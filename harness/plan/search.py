@@ -18,7 +18,7 @@ from harness.hardware import ACCELERATORS
 from harness.plan.constants import Calibration
 from harness.plan.legality import Legality
 from harness.plan.machine import device_of, machine_of
-from harness.plan.make import make_plan
+from harness.plan.make import plan_memory, with_speed
 from harness.plan.plan import PARTS, Plan
 from harness.plan.prune import MemoryBounds, TimeBounds
 from harness.plan.render import mesh_of
@@ -225,13 +225,13 @@ class Ranking:
         except ConfigError as error:
             self.rejected.add_illegal(error)
             return
-        plan = make_plan(job, self.calibration)
+        plan = plan_memory(job, self.calibration)
         self.planned += 1
         usable = None if plan.memory_limit is None else (1 - self.headroom) * plan.memory_limit
         if usable is not None and plan.peak > usable:
             self._note_too_large(point, plan.peak - usable)
             return
-        self._insert(Candidate(point, plan))
+        self._insert(Candidate(point, with_speed(plan, self.calibration)))
 
     def _insert(self, new: Candidate) -> None:
         """Keep a candidate if it is among the best; among equally fast ones only the simplest."""
