@@ -38,8 +38,8 @@ Made = TypeVar("Made")
 class MemoryBounds:
     """Lower bounds of the memory of many points of one job.
 
-    That of the first two pipeline ranks, at some moments: the first one has the most microbatches in flight,
-    the second one most often has more layers.
+    That of some pipeline ranks: the first one has the most microbatches in flight, the second one most often
+    has more layers, and the last two have the most halves of backward passes left if they are split.
     """
 
     def __init__(self, base: Job, device: Accelerator | None, headroom: float = 0.0) -> None:
@@ -64,9 +64,13 @@ class MemoryBounds:
     def shortfall(self, point: Point) -> float:
         """Least bytes by which a legal point exceeds the limit with its own microbatches; 0 if it may fit."""
         job = point.job_unchecked(self._base)
+        layout, order = job.parallelism, (job.microbatches, point.schedule)
         for rank in _ranks(job):
-            order = (job.microbatches, point.schedule)
             if found := self._over_limit(point, self._peak(job, rank, order, self._first_passes(job, rank))):
+                return found
+        for rank in (layout.pp - 1, layout.pp - 2) if layout.pp > 2 and layout.splits_backward else ():
+            passes = passes_of_rank(layout, job.model.n_layers, job.microbatches, rank)
+            if found := self._over_limit(point, self._peak(job, rank, (*order, "all"), passes)):
                 return found
         return 0.0
 
@@ -108,12 +112,12 @@ class MemoryBounds:
         return RankStep(job, parameters, ActivationBytes(job), equal, passes).memory().peak
 
     def _held_by(self, layout: ParallelismConfig) -> Key:
-        """The fields on which the parameters of the first two pipeline ranks depend."""
+        """The fields on which the parameters of a pipeline rank depend."""
         shards = (layout.parameter_shards, layout.tp, layout.ep, layout.dp_replicate > 1)
         return *self._split(layout), *shards
 
     def _split(self, layout: ParallelismConfig) -> Key:
-        """The fields on which the stages of these ranks depend."""
+        """The fields on which the stages of a rank depend."""
         return layout.pp, num_stages(layout, self._base.model.n_layers), *self._stages(layout, 0)
 
     def _stages(self, layout: ParallelismConfig, rank: int) -> list[int]:
