@@ -142,7 +142,8 @@ def test_the_best_are_those_of_brute_force(
     space, plans = planned(*BRUTE)
     limit = memory_gib * 2**30
     plans = {key: replace(plan, memory_limit=limit) for key, plan in plans.items()}
-    monkeypatch.setattr("harness.plan.search.make_plan", lambda job, _: plans[key_of(job)])
+    monkeypatch.setattr("harness.plan.search.plan_memory", lambda job, _: plans[key_of(job)])
+    monkeypatch.setattr("harness.plan.search.with_speed", lambda plan, _: plan)
     monkeypatch.setattr("harness.plan.prune.memory_limit", lambda job, device: limit)
     found = search(space, 10, headroom=headroom)
     fitting = [plan for plan in plans.values() if plan.peak <= (1 - headroom) * limit]
