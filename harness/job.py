@@ -266,7 +266,6 @@ class Job:
             self.profiling.refuse_snapshots("cluster.device=cpu")
         if self.validation.interval:
             self.data.require_validation()
-        self.validation.validate()
         self.evaluation.validate(self.data, self.training.seq_len)
         self.debug.validate(self.parallelism.tp, self.compile.blocks)
 

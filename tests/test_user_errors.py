@@ -165,11 +165,6 @@ VALUES = [
     mistake("training.gc_interval=-1", "must be at least 0"),
     mistake("validation.interval=-1", "must be at least 0"),
     mistake("validation.steps=0", "must be at least 1"),
-    mistake(
-        "experiment=flux_debug validation.interval=0 validation.pictures=2",
-        "has no effect without validation.interval",
-        "validation.interval=100",
-    ),
     shown_as(
         "validation.interval=5 data.validation_fraction=0",
         "data.validation_fraction=0.0: validation is enabled, but no documents are held out for it",

@@ -163,12 +163,6 @@ class ValidationConfig:
     picture_steps: int = label(28, least=1)
     """Euler steps from noise to these pictures."""
 
-    def validate(self) -> None:
-        """Raise ConfigError if pictures are asked for that no validation would make."""
-        if self.pictures and not self.interval:
-            rule = "has no effect without validation.interval"
-            raise ConfigError("validation.pictures", self.pictures, rule, "validation.interval=100")
-
 
 @dataclass(frozen=True)
 class EvaluationConfig:

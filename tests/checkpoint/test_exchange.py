@@ -61,7 +61,7 @@ def loss_of(model: torch.nn.Module, job: Job) -> float:
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels_BT.flatten()))
 
 
-@pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "fsdp_tp_pp"))
+@pytest.mark.parametrize("layout", rest_is_thorough(LAYOUTS, "fsdp3"))
 @pytest.mark.parametrize("dtype", rest_is_thorough([torch.float32, torch.bfloat16], torch.float32), ids=str)
 def test_training_starts_from_safetensors(
     pool: RankPool, tmp_path: Path, layout: str, dtype: torch.dtype
@@ -189,7 +189,7 @@ def test_balancing_biases_are_resharded(pool: RankPool, tmp_path: Path) -> None:
     pool.run(first.world_size, train, first.to_json(), str(tmp_path / "first"))
     saved = tmp_path / "first" / "checkpoints" / "step-2"
     assert open_checkpoint(str(saved)).holds == "full"
-    start = (f"checkpoint.initial_load_path={saved}", "parallelism=fsdp_tp_pp", "parallelism.ep=4")
+    start = (f"checkpoint.initial_load_path={saved}", "parallelism=tp_pp", "parallelism.ep=2")
     ends = ("checkpoint.last_save_model_only=true", "checkpoint.last_save_in_hf=true")
     second = job_of(tmp_path, *model, *start, *ends, "model.rope.scaling=none", "training.steps=2")
     pool.run(second.world_size, train, second.to_json(), str(tmp_path / "second"))

@@ -173,7 +173,7 @@ def assert_same(left: list[Outcome], right: list[Outcome]) -> None:
         assert_equal(a.weights, b.weights, f"rank {rank}")
 
 
-@pytest.mark.parametrize("layout", rest_is_thorough(["fsdp_tp", "hsdp"], "fsdp_tp"))
+@pytest.mark.parametrize("layout", rest_is_thorough(["fsdp_tp", "hsdp", "fsdp"], "fsdp"))
 def test_gathering_weights_in_float8(pool: RankPool, layout: str) -> None:
     """Bitwise equal to casting after the gather, in float32; precomputed scales change nothing."""
     tensorwise = (*precision_of("float8_tensorwise"), *f"parallelism={layout}".split())
