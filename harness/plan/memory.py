@@ -194,17 +194,17 @@ class RankStep:
         before = {stage: self._accumulated_after(number, stage) for stage in self.numbers}
         after = before if reduces else {stage: self.stages[stage].accumulated for stage in self.numbers}
         for moment in self.passes:
-            stage, there = self.stages[moment.stage], moment.there
+            stage, counts = self.stages[moment.stage], moment.counts
             gradients = (
-                there["gradients", each] * after[each] + (count - there["gradients", each]) * before[each]
+                counts["gradients", each] * after[each] + (count - counts["gradients", each]) * before[each]
                 for each, count in self.numbers.items()
             )
             base = {
-                "gathered": self._gathered({each: there["ran", each] for each in self.numbers}),
+                "gathered": self._gathered({each: counts["ran", each] for each in self.numbers}),
                 "gradients": sum(gradients),
                 "shards": sharded_before,
             }
-            kept = plus(always, base, *self._waiting(there))
+            kept = plus(always, base, *self._waiting(counts))
             if moment.kind == "F":
                 yield plus(kept, stage.forward)
                 continue
@@ -222,12 +222,12 @@ class RankStep:
             }
             yield plus(always, reduction)
 
-    def _waiting(self, there: dict[tuple[str, int], int]) -> Iterator[Bytes]:
-        """Yield what microbatches keep that wait for their backward, or for its second half, or are done."""
+    def _waiting(self, counts: dict[tuple[str, int], int]) -> Iterator[Bytes]:
+        """Yield what microbatches keep: before their backward, before its second half, and after it."""
         for number in self.numbers:
             stage = self.stages[number]
             for kind, saved in (("F", stage.kept), ("I", stage.kept_for_weights), ("left", stage.left)):
-                if count := there.get((kind, number), 0):
+                if count := counts.get((kind, number), 0):
                     yield {of: count * size for of, size in saved.items()}
 
     def _gathered(self, ran: Mapping[int, int]) -> float:

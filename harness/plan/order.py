@@ -83,9 +83,9 @@ class Moment:
     kind: str
     again: bool
     """Whether its stage has gradients of earlier microbatches."""
-    there: dict[tuple[str, int], int]
-    """By stage: how many equal ones ``ran`` and have ``gradients``; microbatches after ``F`` and ``I``, and
-    those that ``left`` outputs."""
+    counts: dict[tuple[str, int], int]
+    """By name and first equal stage: stages that ``ran``, stages with ``gradients``, microbatches after ``F``
+    and after ``I``, microbatches whose outputs are ``left``."""
 
 
 def fullest(
@@ -93,7 +93,7 @@ def fullest(
 ) -> list[Moment]:
     """Return the passes of a rank at which its memory can be the largest, in order.
 
-    Left out are those with no more of anything there than at another pass of the same kind.
+    A pass is left out if another one of its kind has at least as large counts.
 
     Args:
         actions: the passes.
@@ -101,30 +101,30 @@ def fullest(
         keeps_outputs: that of ``Software``.
     """
     counted = ("ran", "gradients", "F", "I", *(("left",) if keeps_outputs else ()))
-    there = {(what, stage): 0 for stage in equal.values() for what in counted}
+    counts = {(what, stage): 0 for stage in equal.values() for what in counted}
     found: dict[tuple[int, str, bool], dict[tuple[int, ...], tuple[int, Moment]]] = {}
     ran, again = set[int](), set[int]()
     for number, action in enumerate(actions):
         stage, kind = equal[action.stage], action.kind
         if action.stage not in ran:
             ran.add(action.stage)
-            there["ran", stage] += 1
+            counts["ran", stage] += 1
         if kind != "F":
-            there["I" if kind == "W" else "F", stage] -= 1
+            counts["I" if kind == "W" else "F", stage] -= 1
         largest = found.setdefault((stage, kind, action.stage in again), {})
-        now = tuple(there.values())
+        now = tuple(counts.values())
         if now not in largest and not any(all(map(ge, other, now)) for other in largest):
             for less in [other for other in largest if all(map(le, other, now))]:
                 del largest[less]
-            largest[now] = number, Moment(stage, kind, action.stage in again, dict(there))
+            largest[now] = number, Moment(stage, kind, action.stage in again, dict(counts))
         if kind in "FI":
-            there[kind, stage] += 1
+            counts[kind, stage] += 1
             continue
         if keeps_outputs:
-            there["left", stage] += 1
+            counts["left", stage] += 1
         if action.stage not in again:
             again.add(action.stage)
-            there["gradients", stage] += 1
+            counts["gradients", stage] += 1
     numbered = dict(each for largest in found.values() for each in largest.values())
     return [numbered[number] for number in sorted(numbered)]
 

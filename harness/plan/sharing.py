@@ -25,7 +25,7 @@ class Sharing:
 
 
 class Sharer:
-    """FSDP's collectives of a job on a machine."""
+    """Computes the ``Sharing`` of a job's blocks and tables on a machine."""
 
     def __init__(self, job: Job, machine: Machine) -> None:
         self.job, self.machine, self.layout = job, machine, job.parallelism

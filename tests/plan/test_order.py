@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -49,8 +50,10 @@ def test_without_a_pipeline_passes_follow_each_other() -> None:
     assert [f"{a.kind}{a.microbatch}" for a in order] == ["F0", "B0", "F1", "B1"]
 
 
-def there(before: list[Action], now: Action, equal: dict[int, int]) -> dict[tuple[str, int], int]:
-    """What is there at a pass, counted from all passes before it."""
+def counts_at(
+    before: list[Action], now: Action, equal: dict[int, int], *, keeps_outputs: bool
+) -> dict[tuple[str, int], int]:
+    """The counts of a moment, from all passes before it."""
     counts = Counter((action.kind, equal[action.stage]) for action in before)
     found = {}
     for stage in equal.values():
@@ -59,6 +62,8 @@ def there(before: list[Action], now: Action, equal: dict[int, int]) -> dict[tupl
         found |= {("ran", stage): len(own), ("gradients", stage): len(done)}
         found["F", stage] = counts["F", stage] - counts["B", stage] - counts["I", stage]
         found["I", stage] = counts["I", stage] - counts["W", stage]
+        if keeps_outputs:
+            found["left", stage] = counts["B", stage] + counts["W", stage]
     if now.kind != "F":
         found["I" if now.kind == "W" else "F", equal[now.stage]] -= 1
     return found
@@ -69,13 +74,15 @@ def test_the_fullest_passes_have_at_least_as_much_as_every_other(name: str) -> N
     layout = ParallelismConfig(pp=4, pp_schedule=name)
     for rank, actions in enumerate(pipeline_order(layout, 32, 16)):
         stages = stages_of_rank(layout, 32, rank)
-        for equal in ({stage: stage for stage in stages}, dict.fromkeys(stages, stages[0])):
-            moments, found = fullest(actions, equal), []
+        partitions = ({each: each for each in stages}, dict.fromkeys(stages, stages[0]))
+        for equal, keeps in product(partitions, (False, True)):
+            moments, found = fullest(actions, equal, keeps_outputs=keeps), []
             for number, now in enumerate(actions):
                 again = any(a.stage == now.stage and a.kind in "BW" for a in actions[:number])
-                found.append((equal[now.stage], now.kind, again, there(actions[:number], now, equal)))
-            assert all((m.stage, m.kind, m.again, m.there) in found for m in moments)
+                counts = counts_at(actions[:number], now, equal, keeps_outputs=keeps)
+                found.append((equal[now.stage], now.kind, again, counts))
+            assert all((m.stage, m.kind, m.again, m.counts) in found for m in moments)
             for stage, kind, again, held in found:
-                alike = [m.there for m in moments if (m.stage, m.kind, m.again) == (stage, kind, again)]
+                alike = [m.counts for m in moments if (m.stage, m.kind, m.again) == (stage, kind, again)]
                 assert any(all(more[key] >= held[key] for key in held) for more in alike)
             assert len(moments) < len(actions)
