@@ -61,9 +61,9 @@ class Constants:
     multiprocessors (24 of an H100's 132, forums.developer.nvidia.com/t/337991) and memory bandwidth;
     assumed, 0.1 to 0.4 (arXiv:2507.03114: 0.19 in the mean, at most 0.4)."""
     second_wave: float = 0.25
-    """The same, more, where products are persistent kernels: the blocks that find their multiprocessor taken
-    run after all others; assumed, 0 to 0.35. Products alone take twice the time, which is 0.5 in all
-    (github.com/pytorch/pytorch/issues/143988); others are not affected."""
+    """Fraction that is lost in addition where matrix products are persistent kernels: a block whose
+    multiprocessor NCCL holds runs after all others. Assumed, 0 to 0.35: a product beside a collective takes
+    up to twice the time, a loss of 0.5 in all (github.com/pytorch/pytorch/issues/143988)."""
     async_tp: float = 0.3
     """Fraction of tensor parallel's collectives that asynchronous tensor parallel hides: 0.15 to 0.5 by the
     gains of 5 to 12 % in torchtitan's tables."""

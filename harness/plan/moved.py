@@ -22,7 +22,7 @@ class ElementWise:
     bias: float
     """Per output of an expert with biases: each row's is looked up and added."""
     bias_gradient: float
-    """The same in backward, as time: the rows' gradients are added up with atomics."""
+    """The same in backward, as bytes that take the same time: rows are added up with atomics."""
     router: float
     """Per value of the residual stream, which routers read in 32 bits."""
     sort: float
