@@ -37,7 +37,9 @@ _BROKEN_NPY = (OSError, ValueError, EOFError, SyntaxError, TokenError)
 
 _MOST_MAPPED = 16384  # files mapped at once; Linux allows 65,530 maps in a process (vm.max_map_count)
 _MOST_CHECKED = 1 << 24  # entries at each end of an index; more would delay the start
-_SAMPLE = 4096
+_SAMPLE = 1 << 15  # bytes at the beginning of a file that show how many bytes an id has
+_FEWEST = 8  # ids other than 0 in them; fewer show nothing
+_WIDTHS = {8: "int64", 4: "uint32", 2: "uint16"}
 
 
 class _Array:
@@ -109,29 +111,32 @@ def open_memmap(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
 
     Args:
         dtype: type of the ids; null: uint16 if the vocabulary allows it, else uint32.
+
+    Raises:
+        DataError: the file's length, or the first ids, show that its ids have another number of bytes.
     """
     if file.suffix == ".npy":
         return _open_npy(file, dtype)
-    part = TokenFile(file, dtype or smallest_dtype(vocab_size))
-    if dtype is None:
-        _check_width(part, file, vocab_size)
+    dtype = dtype or smallest_dtype(vocab_size)
+    part = TokenFile(file, dtype)
+    _check_width(file, dtype, vocab_size)
     return part
 
 
-def _check_width(part: TokenFile, file: Path, vocab_size: int) -> None:
-    """Check that ids of 4 bytes are not read as two, nor ids of 2 bytes as one."""
-    ids = part.read(0, _SAMPLE)
-    if len(ids) < 2:
-        return
-    if smallest_dtype(vocab_size) == "uint32":
-        wrong, width, works = bool(np.mean(ids >= vocab_size) > 0.5), 2, "uint16"
-        problem = "most ids are outside the vocabulary"
-    else:
-        wrong, width, works = bool(ids[0::2].any() and not ids[1::2].any()), 4, "uint32"
-        problem = "every second id is 0"
-    if wrong:
-        rule = f"{problem}, so its ids seem to have {width} bytes"
-        _refuse(file, f"{rule}; would work: data.dtype={works}")
+def _check_width(file: Path, dtype: str, vocab_size: int) -> None:
+    """Check that no other number of bytes than that of ``dtype`` makes the first ids those of a vocabulary.
+
+    Of several numbers the largest is right: read with fewer bytes, an id is followed by ids 0.
+    """
+    head, size = _head(file, _SAMPLE), np.dtype(dtype).itemsize
+    for width, works in _WIDTHS.items():
+        ids = np.frombuffer(head, f"<u{width}", len(head) // width)
+        fits = _size(file) % width == 0 and bool(np.all(ids < vocab_size))
+        if fits and np.count_nonzero(ids) >= _FEWEST:
+            if width != size:
+                problem = f"its ids seem to have {width} bytes, and {dtype} has {size}"
+                _refuse(file, f"{problem}; would work: data.dtype={works}")
+            return
 
 
 def _open_npy(file: Path, dtype: str | None) -> TokenFile:

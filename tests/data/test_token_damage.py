@@ -29,6 +29,8 @@ from token_writers import (
 )
 
 from harness.data import TokenizerConfig
+from harness.data.config import TOKEN_DTYPES
+from harness.data.token_formats import smallest_dtype
 from harness.data.tokenizer import build_tokenizer
 from harness.errors import DataError
 
@@ -79,7 +81,11 @@ DAMAGED = [
     (write_llmc, change("a.bin", 0, struct.pack("<i", 20240522)), "multiple-choice examples"),
     (write_llmc, lambda: Path("a.bin").write_bytes(struct.pack("<i", 20240520)), "shorter than the header"),
     (write_memmap, append("a.bin"), r"has 135 bytes, which are not 67 tokens of uint16"),
-    (with_int32(write_memmap), lambda: None, "every second id is 0.*would work: data.dtype=uint32"),
+    (
+        with_int32(write_memmap),
+        lambda: None,
+        "seem to have 4 bytes, and uint16 has 2; would work: data.dtype=",
+    ),
     (write_npy, lambda: Path("a.npy").write_bytes(b"\x93NUMPY"), "is not a readable .npy file"),
     (write_npy, lambda: np.save("a.npy", np.zeros((2, 2), "u2")), "has uint16 in 2 dimensions"),
     (write_npy, lambda: np.save("a.npy", np.zeros(99)), "has float64 in 1 dimensions"),
@@ -155,7 +161,17 @@ def test_ids_of_another_tokenizer():
         loader(config(paths=["c.bin"], dtype="int32"))
 
 
-def test_ids_of_two_bytes_read_as_four():
-    write_memmap("a", [range(80)])
-    with pytest.raises(DataError, match=r"most ids are outside.*would work: data\.dtype=uint16"):
-        loader(config(), tokenizer=build_tokenizer(TokenizerConfig("none")), vocab_size=128_256)
+@pytest.mark.parametrize("vocab_size", [300, 128_256])
+@pytest.mark.parametrize("typed", [None, *TOKEN_DTYPES])
+@pytest.mark.parametrize("stored", [np.uint16, np.int32, np.int64])
+def test_bytes_of_ids_without_a_header(stored, typed, vocab_size):
+    """Another number of bytes than the file's is refused, and what the message advises reads the ids."""
+    ids = np.arange(1, 161) % 299 * (1 if stored == np.uint16 else vocab_size // 300)
+    ids.astype(stored).tofile("a.bin")
+    settings = {"tokenizer": build_tokenizer(TokenizerConfig("none")), "vocab_size": vocab_size}
+    right = {2: "uint16", 4: "uint32", 8: "int64"}[np.dtype(stored).itemsize]
+    if np.dtype(typed or smallest_dtype(vocab_size)).itemsize != np.dtype(stored).itemsize:
+        with pytest.raises(DataError, match=rf"a\.bin: its ids seem .*; would work: data\.dtype={right}$"):
+            loader(config(dtype=typed), **settings)
+        typed = right
+    assert loader(config(dtype=typed), **settings).next().inputs_BT[0].tolist() == ids[:T].tolist()
