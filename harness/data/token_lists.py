@@ -94,6 +94,7 @@ def _part_of(file: Path, field: str, batch: Any, index: int) -> TokenizedSplit:
 
     batch.validate()  # its buffers may be shorter than it says
     column = batch.column(index)
+    column.validate(full=True)  # reads the offsets of its lists: 4 or 8 bytes of each, and no value
     values = _values_of(column, field, file)
     if pyarrow.types.is_fixed_size_list(column.type):
         starts = np.arange(0, len(values), column.type.list_size)

@@ -49,6 +49,15 @@ def change(name, at, content):
     return damage
 
 
+def replace(name, old, new):
+    def damage():
+        content = Path(name).read_bytes()
+        assert old in content
+        Path(name).write_bytes(content.replace(old, new))
+
+    return damage
+
+
 def append(name, content=b"\0"):
     return lambda: Path(name).open("ab").write(content)
 
@@ -91,6 +100,11 @@ DAMAGED = [
     (write_npy, lambda: np.save("a.npy", np.zeros(99)), "has float64 in 1 dimensions"),
     (write_stream, change("a.arrow", 8, b"\xff" * 64), r"a\.arrow: is no readable Arrow file"),
     (write_stream, lambda: Path("a.arrow").write_bytes(b""), r"a\.arrow: "),
+    (
+        write_arrow,
+        replace("a.arrow", struct.pack("<4i", 0, 22, 44, 67), struct.pack("<4i", 0, 60, 44, 67)),
+        r"a\.arrow: is no readable Arrow file \(.*offset",
+    ),
     (write_arrow, lambda: write_arrow("a", [[1.5]], pa.list_(pa.float32())), "has values of type list<"),
     (write_arrow, lambda: write_arrow("a", [[1, None, 2]]), "has null among its token ids"),
     (write_arrow, lambda: write_arrow("a", [[7] * 9999], compression="lz4"), "is compressed"),
