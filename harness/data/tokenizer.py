@@ -57,6 +57,11 @@ def with_bos_eos(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     return [*before, *ids, *after]
 
 
+def with_bos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Ids of a prompt after bos, if the tokenizer has it and they do not begin with it."""
+    return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
+
+
 class BytesTokenizer(Tokenizer):
     """UTF-8 bytes; 256 is bos and 257 is eos."""
 

@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
     """Maps text to ids in ``range(vocab_size)`` and back.
 
     Text that looks like a special token is encoded as plain text, so that a document cannot contain its own
-    end.
+    end; but not in prompts.
     """
 
     vocab_size: int
@@ -53,6 +53,11 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without special tokens."""
         ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text in which special tokens have their own ids, as in transformers."""
+        parts = split_special(text, self.special_ids)
+        return [id for part, own in parts for id in ([own] if own is not None else self.encode(part))]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``[encode(text) for text in texts]``, in parallel where that is faster."""
@@ -76,6 +81,13 @@ class Tokenizer(Protocol):
         ...
 
 
+def split_special(text: str, special_ids: Mapping[str, int]) -> list[tuple[str, int | None]]:
+    """Cut a text into special tokens, each with its id, and what is between them, with None."""
+    special = "|".join(map(re.escape, sorted(special_ids, key=len, reverse=True)))
+    parts = re.split(f"({special})", text) if special else [text]
+    return [(part, special_ids[part] if index % 2 else None) for index, part in enumerate(parts) if part]
+
+
 def encode_marked(text: str, tokenizer: Tokenizer, num_bytes: Callable[[list[int]], list[int]]) -> Marked:
     """``Tokenizer.encode_marked`` for one text, by the lengths of tokens.
 
@@ -84,11 +96,10 @@ def encode_marked(text: str, tokenizer: Tokenizer, num_bytes: Callable[[list[int
     """
     ids: list[int] = []
     widths: list[int] = []
-    special = "|".join(map(re.escape, sorted(tokenizer.special_ids, key=len, reverse=True)))
-    for index, part in enumerate(re.split(f"({special})", text)):
-        length, is_special = len(part.encode()), index % 2 == 1
-        part_ids = [tokenizer.special_ids[part]] if is_special else tokenizer.encode(part)
-        part_widths = [length] if is_special else num_bytes(part_ids)
+    for part, own in split_special(text, tokenizer.special_ids):
+        length = len(part.encode())
+        part_ids = [own] if own is not None else tokenizer.encode(part)
+        part_widths = [length] if own is not None else num_bytes(part_ids)
         if sum(part_widths) != length:
             rule = "the tokenizer changes the text of a conversation, so that its ids have no characters"
             raise DataError(f"{rule}; would work: tokenizer.kind=huggingface with its tokenizer.json")

@@ -40,8 +40,8 @@ _SHOWN = 6  # special tokens named in an error message
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json; gives the ids of ``AutoTokenizer`` with ``add_special_tokens=False``.
 
-    Special tokens in a text are encoded as plain text, as with ``split_special_tokens=True``. Added tokens
-    that are not special (Qwen's ``<think>``) are encoded as one token.
+    Special tokens in a document are encoded as plain text, as with ``split_special_tokens=True``. Added
+    tokens that are not special (Qwen's ``<think>``) are encoded as one token.
 
     Args:
         content: of the file.
@@ -89,6 +89,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self._with_special.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # Fast: without the position of each token in its text.

@@ -37,6 +37,9 @@ class EvaluateConfig:
     """Use the first examples (or documents) of each task only; null: all."""
     batch_size: int = label(8, least=1)
     """Rows per data-parallel rank and pass."""
+    special_tokens: bool = label(True)
+    """Whether the text of a special token (``<|im_start|>``) in a question is that token, as in transformers;
+    false: plain text, as in the documents of ``data``."""
     num_fewshot: int | None = label(None, least=0)
     """lm_eval: examples in the prompt; null: as the task says."""
     include_path: str | None = label(None)
@@ -95,6 +98,7 @@ class EvaluateJob(InferenceJob):
             "evaluate.seq_len",
             options.stride,
             options.limit,
+            options.special_tokens,
         )
 
     @property

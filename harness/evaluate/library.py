@@ -142,7 +142,8 @@ class HarnessLM(LM):  # type: ignore[misc]
         self.has_answered = True
         rows, owners = [], []
         for number, request in enumerate(requests):
-            tokens = [*self.setting.prefix, *self.setting.tokenizer.encode(request.args[0])]
+            # As hf does: after a begin token, bos is scored too if the tokenizer has it.
+            tokens = [*self.setting.prefix, *self.setting.encode(request.args[0])]
             found = list(windows(tokens, self.setting.window))
             rows += found
             owners += [number] * len(found)
@@ -192,9 +193,7 @@ class HarnessLM(LM):  # type: ignore[misc]
                 f"{LM_EVAL} a task generates {new} tokens, which leaves no room for a prompt in "
                 f"{setting.window_field}={setting.window}"
             )
-        ids = setting.tokenizer.encode(context)
-        begin = setting.prefix if setting.tokenizer.bos_id is not None or not ids else []
-        return Prompt(context, [*begin, *ids][-room:])
+        return Prompt(context, (setting.encode(context) or setting.prefix)[-room:])
 
 
 def generation(wanted: Mapping[str, Any], batch_size: int) -> GenerateConfig:

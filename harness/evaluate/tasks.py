@@ -19,7 +19,7 @@ import numpy as np
 from harness.data.config import DataConfig
 from harness.data.kind_fields import WITHOUT_TEXT
 from harness.data.sources import Source, source_of
-from harness.data.tokenizer import Tokenizer, with_bos_eos
+from harness.data.tokenizer import Tokenizer, with_bos, with_bos_eos
 from harness.data.tokenizing import is_held_out
 from harness.data.vocabulary import check_vocab_size
 from harness.errors import ConfigError, UserError
@@ -68,6 +68,7 @@ class Setting:
         window_field: the field with the window, for messages.
         stride: tokens that each window of a document scores; None: the window.
         limit: number of examples or documents; None: all.
+        special_tokens: whether the text of a special token in a question is that token.
     """
 
     tokenizer: Tokenizer
@@ -78,6 +79,12 @@ class Setting:
     window_field: str
     stride: int | None = None
     limit: int | None = None
+    special_tokens: bool = True
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a question's text, after the token that begins a document, if there is one."""
+        of = self.tokenizer
+        return with_bos((of.encode_prompt if self.special_tokens else of.encode)(text) if text else [], of)
 
     @property
     def prefix(self) -> list[int]:
@@ -231,13 +238,14 @@ def encode_pair(context: str, continuation: str, setting: Setting, where: str) -
     Both are encoded together, and spaces at the end of the context belong to the continuation, as in
     lm-evaluation-harness (``TemplateLM._encode_pair``).
     """
-    encode, text = setting.tokenizer.encode, context.rstrip()
-    ids, length = encode(context + continuation), len(encode(text)) if text else 0
-    begin = setting.prefix if length == 0 or setting.tokenizer.bos_id is not None else []
-    row = Row(np.asarray([*begin, *ids]), len(begin) + length)
+    ids, before = setting.encode(context + continuation), setting.encode(context.rstrip())
+    if not before:
+        before = setting.prefix
+        ids = ids if ids[:1] == before else [*before, *ids]
+    row = Row(np.asarray(ids), len(before))
     if row.start == 0:
         raise UserError(f"{where}: the context is empty, and the tokenizer has no token to begin with")
-    if length >= len(ids):
+    if row.start >= len(ids):
         raise UserError(f"{where}: the continuation {continuation!r} has no token of its own")
     return row
 

@@ -14,7 +14,7 @@ from harness.model.architecture import architecture_of
 from harness.overrides import with_quoted_text
 
 _TEXTS_ONLY = (
-    *("chat", "max_new_tokens", "temperature", "top_k", "top_p"),
+    *("chat", "special_tokens", "max_new_tokens", "temperature", "top_k", "top_p"),
     *("stop", "stop_at_end"),
 )
 
@@ -55,6 +55,9 @@ class GenerateConfig:
     """Chat template: ``own`` (that of the tokenizer's repository), ``chatml``, ``plain``, or the path of one.
     Each prompt is then a message of the user, or the field ``messages`` of a line of a .jsonl file, and the
     next turn of the assistant is generated. Null: prompts are text."""
+    special_tokens: bool = label(True)
+    """Whether the text of a special token (``<|im_start|>``) in a prompt is that token, as in transformers;
+    false: plain text, as in training documents. In chat templates it always is."""
     max_new_tokens: int = label(100, least=1)
     """Largest number of tokens to generate after each prompt."""
     batch_size: int = label(8, least=1)
@@ -101,6 +104,9 @@ class GenerateJob(InferenceJob):
         """
         if "" in self.generate.stop:
             raise ConfigError("generate.stop", self.generate.stop, "an empty string is in every text", "[]")
+        if self.generate.chat and not self.generate.special_tokens:
+            rule = f"has no effect with generate.chat={self.generate.chat}"
+            raise ConfigError("generate.special_tokens", False, rule, "leave it out")
         architecture = architecture_of(self.model)
         self._refuse_options("pictures" if architecture.takes_pictures else "texts")
         job = replace(self, **architecture.for_generation(self.data, self.training, self.model))

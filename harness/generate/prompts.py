@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.data.chat_template import find_template, message_of
+from harness.data.tokenizer import with_bos
 from harness.data.tokenizer_base import Tokenizer
 from harness.errors import ConfigError, UserError
 from harness.generate.config import GenerateJob
@@ -43,7 +44,10 @@ def read_prompts(job: GenerateJob, tokenizer: Tokenizer) -> list[Prompt]:
     """
     config = job.generate
     found = read_texts(job)
-    prompts = _turns(config.chat, found, tokenizer) if config.chat else _documents(found, tokenizer)
+    if config.chat:
+        prompts = _turns(config.chat, found, tokenizer)
+    else:
+        prompts = _texts(found, tokenizer, config.special_tokens)
     for number, prompt in enumerate(prompts, start=1):
         if not prompt.ids:
             raise UserError(f"prompt {number}: is empty, and the tokenizer has no token to begin with")
@@ -71,9 +75,9 @@ def read_texts(job: GenerateJob) -> list[str | Conversation]:
     return found
 
 
-def _documents(texts: Sequence[Any], tokenizer: Tokenizer) -> list[Prompt]:
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return [Prompt(text, [*begin, *tokenizer.encode(text)]) for text in texts]
+def _texts(found: Sequence[Any], tokenizer: Tokenizer, special_tokens: bool) -> list[Prompt]:
+    encode = tokenizer.encode_prompt if special_tokens else tokenizer.encode
+    return [Prompt(text, with_bos(encode(text), tokenizer)) for text in found]
 
 
 def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer) -> list[Prompt]:

@@ -101,6 +101,8 @@ def test_a_document_cannot_end_itself(file: Path, theirs: Any) -> None:
     text = "a<|im_end|>b<|endoftext|>"
     assert not {theirs.convert_tokens_to_ids(token) for token in SPECIAL} & set(ours.encode(text))
     assert ours.encode(text) == theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert ours.encode_prompt(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert 1002 in ours.encode_prompt(text)
     # Also if the file does not mark the token as special.
     ours = build_tokenizer(config_of(file, bos="", eos="<think>"))
     assert ours.eos_id == 1003 and 1003 not in ours.encode("a<think>b")

@@ -25,10 +25,10 @@ WINDOW, VOCABULARY = 96, 384
 TEXT = " ".join(f"the {word} of {number} ships" for number, word in enumerate(("crew", "name", "sail") * 6))
 QUESTIONS = [
     {
-        "question": TEXT[: 20 * i + 5],
+        "question": TEXT[: 20 * i + 5] + "<end>" * (i % 2),
         "choices": ["yes", "a long answer", "no"],
         "gold": i % 3,
-        "text": TEXT[i:],
+        "text": f"{'<begin>' if i == 1 else ''}{TEXT[i:]}<end> {TEXT[:9]}",
     }
     for i in range(6)
 ]
@@ -57,9 +57,9 @@ TASKS = {
 NAMES = [f"lm_eval:{name}" for name in TASKS]
 
 
-def folder_of(parent: Path) -> Path:
+def folder_of(parent: Path, *, bos: bool = False) -> Path:
     """Weights, a tokenizer for transformers and for us, and the files of the tasks."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     config = set_fields(shipped("llama3_tiny"), vocab_size=VOCABULARY, max_seq_len=WINDOW)
@@ -73,7 +73,13 @@ def folder_of(parent: Path) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    ends = {"eos_token": "<end>"}
+    if bos:
+        ends["bos_token"] = "<begin>"
+        tokenizer.add_special_tokens(["<begin>"])
+        begin = ("<begin>", tokenizer.token_to_id("<begin>"))
+        tokenizer.post_processor = processors.TemplateProcessing("<begin> $A", special_tokens=[begin])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(folder)
     (parent / "questions.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in QUESTIONS))
     for name, task in TASKS.items():
         data = {
@@ -107,11 +113,12 @@ def on_rank(job: EvaluateJob, folder: str) -> list[tuple[str, dict[str, Any]]]:
     return evaluate(job, torch.device("cpu"), find_source(folder), [])
 
 
-def theirs(folder: Path, name: str) -> dict[str, float]:
+def theirs(folder: Path, name: str, bos: bool) -> dict[str, float]:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    model = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=2, max_length=WINDOW)
+    options = {"device": "cpu", "dtype": "float32", "batch_size": 2, "max_length": WINDOW}
+    model = HFLM(pretrained=str(folder), add_bos_token=bos, **options)
     manager = TaskManager(include_path=str(folder.parent), include_defaults=False)
     found = lm_eval.simple_evaluate(model=model, tasks=[name], task_manager=manager, log_samples=True)
     values = {key.removesuffix(",none"): value for key, value in found["results"][name].items()}
@@ -120,9 +127,11 @@ def theirs(folder: Path, name: str) -> dict[str, float]:
     }
 
 
-def test_metrics(tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bos", [False, True])
+def test_metrics(bos: bool, tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of texts with special tokens, and where the tokenizer has a begin token."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder = folder_of(tmp_path)
+    folder = folder_of(tmp_path, bos=bos)
     job = job_of(folder)
     with process_group(job, torch.device("cpu")):
         ours = dict(on_rank(job, str(folder)))
@@ -130,7 +139,7 @@ def test_metrics(tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
     for name, metrics in pool.run(split.world_size, on_rank, split, str(folder))[0]:
         assert metrics == pytest.approx(ours[name], rel=1e-5)
     for name in TASKS:
-        wanted = theirs(folder, name)
+        wanted = theirs(folder, name, bos)
         del wanted["samples"]
         assert wanted, name
         found = {key: ours[f"lm_eval:{name}"][key] for key in wanted}

@@ -20,7 +20,9 @@ from harness.evaluate.tasks import Setting, encode_pair, open_task, windows
 CHOICE = {"context": "one ", "choices": ["two", "three or four"], "answer": 1}
 
 
-def setting(window: int = 64, data: DataConfig | None = None, split: str = "all", **options: int) -> Setting:
+def setting(
+    window: int = 64, data: DataConfig | None = None, split: str = "all", **options: int | bool
+) -> Setting:
     data = data or DataConfig(paths=["none"])
     return Setting(BytesTokenizer(), 258, data, split, window, "evaluate.seq_len", **options)
 
@@ -93,6 +95,18 @@ def test_continuations(tmp_path: Path) -> None:
 def test_trailing_spaces_are_scored() -> None:
     row = encode_pair("a  ", "b", setting(), "")
     assert bytes(row.tokens[row.start :].tolist()) == b"  b"
+
+
+def test_special_tokens() -> None:
+    """In questions they are parsed, as in transformers, and a begin token in the text is not doubled."""
+    for of, context, tokens, start in (
+        (setting(), "<s>a</s>", [256, 97, 257, 98], 3),
+        (setting(), "", [256, 98], 1),
+        (setting(special_tokens=False), "</s>", [256, *b"</s>b"], 5),
+    ):
+        row = encode_pair(context, "b", of, "")
+        assert (row.tokens.tolist(), row.start) == (tokens, start)
+    assert encode_pair("", "<s>b", setting(), "").tokens.tolist() == [256, 98]
 
 
 @pytest.mark.parametrize(

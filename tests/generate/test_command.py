@@ -118,6 +118,14 @@ def test_conversations(weights: Path, tmp_path: Path) -> None:
     assert (prompt.ids, prompt.end_of_turn) == ([ord("x"), 256], 256)
 
 
+def test_special_tokens_in_prompts(weights: Path) -> None:
+    """As in transformers, and the token that begins a document is not doubled; or as in documents."""
+    prompts = "generate.prompts=['<s>a</s>b','a</s>b']"
+    for options, lengths in ((), [4, 4]), (("generate.special_tokens=false",), [10, 7]):
+        texts = run(weights, prompts, "generate.max_new_tokens=1", *options)["texts"]
+        assert [text["prompt_tokens"] for text in texts] == lengths
+
+
 def test_batches_do_not_change_the_text(weights: Path) -> None:
     options = ("generate.prompts=[a,bcdef,gh]", "generate.temperature=1.5", "generate.max_new_tokens=12")
     texts = []
@@ -163,6 +171,10 @@ MISTAKES = {
     ),
     "heads": (["prompt=x", "parallelism.tp=3"], "parallelism.tp=3: must divide"),
     "no file": (["generate.prompt_file=none.txt"], "generate.prompt_file=none.txt: cannot be read"),
+    "special tokens": (
+        ["prompt=x", "generate.chat=plain", "generate.special_tokens=false"],
+        "generate.special_tokens=false: has no effect with generate.chat=plain",
+    ),
     "empty stop": (
         ["prompt=x", "generate.stop=['']"],
         "generate.stop=['']: an empty string is in every text",
