@@ -248,7 +248,7 @@ VALUES = [
     mistake(
         "schedule.batch_size=[{until_step:5}]",
         "each phase has until_step and sequences, both at least 1",
-        "schedule.batch_size=[{until_step:100,sequences:8},{until_step:200,sequences:16}] "
+        "schedule.batch_size=[{until_step:10,sequences:8},{until_step:20,sequences:16}] "
         "training.global_batch_size=16",
     ),
     mistake(
@@ -257,6 +257,18 @@ VALUES = [
     mistake(
         "schedule.seq_len=[{until_step:9,tokens:8},{until_step:9,tokens:16}]",
         "until_step must rise from phase to phase",
+    ),
+    shown_as(
+        "schedule.batch_size=[{until_step:500,sequences:2}] training.steps=200",
+        "schedule.batch_size=[{until_step:500,sequences:2}]: the size after step 500 is never reached: "
+        "training.steps is 200; would work: until_step at most 199",
+        "training.steps=501",
+    ),
+    shown_as(
+        "schedule.seq_len=[{until_step:5,tokens:8},{until_step:300,tokens:16}] schedule.total_steps=300",
+        "schedule.seq_len=[{until_step:5,tokens:8},{until_step:300,tokens:16}]: the size after step 300 "
+        "is never reached: schedule.total_steps is 300",
+        "schedule.total_steps=301",
     ),
     shown_as(
         "schedule.batch_size=[{until_step:5,sequences:16}]",

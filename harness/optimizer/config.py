@@ -218,7 +218,7 @@ class ScheduleConfig:
         """Raise ConfigError for phases that are not complete, or not in order."""
         for name, unit in (("batch_size", "sequences"), ("seq_len", "tokens")):
             field, phases = f"schedule.{name}", getattr(self, name)
-            works = f"[{{until_step:100,{unit}:8}},{{until_step:200,{unit}:16}}]"
+            works = f"[{{until_step:10,{unit}:8}},{{until_step:20,{unit}:16}}]"
             for phase in phases:
                 if set(phase) != {"until_step", unit} or min(phase.values()) < 1:
                     rule = f"each phase has until_step and {unit}, both at least 1"
@@ -227,11 +227,18 @@ class ScheduleConfig:
                 raise ConfigError(field, phases, "until_step must rise from phase to phase", works)
 
     def validate(self, steps: int) -> None:
-        """Raise ConfigError for phases of the learning rate that are longer than its curve."""
+        """Raise ConfigError for phases that the curve of the learning rate is too short for."""
         curve = self.curve_steps(steps)
+        name = "schedule.total_steps" if curve > steps else "training.steps"
+        for sizes in ("batch_size", "seq_len"):
+            last = max((phase["until_step"] for phase in getattr(self, sizes)), default=0)
+            if last >= curve:
+                rule = f"the size after step {last} is never reached: {name} is {curve}"
+                longer = f"training.steps={last + 1}, or, of a longer run, schedule.total_steps={last + 1}"
+                works = f"until_step at most {curve - 1}, {longer}"
+                raise ConfigError(f"schedule.{sizes}", getattr(self, sizes), rule, works)
         decay_steps = 0 if self.decay_ratio is None else round(self.decay_ratio * curve)
         if self.warmup_steps + decay_steps > curve:
-            name = "schedule.total_steps" if curve > steps else "training.steps"
             works = f"at most {curve - decay_steps}"
             if self.decay_ratio is None or self.decay_ratio < 1:
                 # The decay's number of steps is rounded, by half a step at most.
