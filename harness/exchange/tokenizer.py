@@ -113,8 +113,13 @@ def _published(config: TokenizerConfig, ours: Tokenizer) -> TokenizerConfig | No
         theirs = build_tokenizer(found)
     except DataError:
         return None  # of another tokenizer
-    same = [(each.vocab_size, each.bos_id, each.eos_id, each.encode(_SAMPLE)) for each in (ours, theirs)]
-    return found if same[0] == same[1] else None
+    same_ends = (ours.bos_id, ours.eos_id) == (theirs.bos_id, theirs.eos_id)
+    return found if same_ends and gives_same_ids(ours, theirs) else None
+
+
+def gives_same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers have as many tokens, and give the same ids for a sample of text."""
+    return one.vocab_size == other.vocab_size and one.encode(_SAMPLE) == other.encode(_SAMPLE)
 
 
 def _transformers_config(export: _Export) -> dict[str, Any]:

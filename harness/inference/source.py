@@ -11,8 +11,10 @@ from typing import Any
 
 from harness.checkpoint.catalog import DamagedCheckpoint
 from harness.data import TokenizerConfig
-from harness.errors import ConfigError, UserError
+from harness.data.tokenizer import build_tokenizer
+from harness.errors import ConfigError, DataError, UserError
 from harness.exchange.found import WeightFolder, choose_tokenizer, find_source
+from harness.exchange.tokenizer import gives_same_ids
 from harness.inference.ranks import is_first
 
 
@@ -51,11 +53,26 @@ def use_checkpoint(job: Any, overrides: list[str], field: str, *, has_text: bool
         sys.stderr.write("".join(f"note: {note}\n" for note in found.notes))
     if not has_text:
         return Used(job, found)
-    tokenizer = choose_tokenizer(job, overrides, found) or _tokenizer_beside(found)
+    own = choose_tokenizer(job, [], found) or _tokenizer_beside(found)
+    tokenizer = choose_tokenizer(job, overrides, found) or own
+    if own and tokenizer and tokenizer != own and is_first():
+        _warn_of_another(tokenizer, own, found)
     if tokenizer is None:
         works = "tokenizer=NAME, an option of conf/tokenizer"
         raise UserError(f"{found.path}: has no tokenizer, and records none; would work: {works}")
     return Used(dataclasses.replace(job, tokenizer=tokenizer), found)
+
+
+def _warn_of_another(chosen: TokenizerConfig, own: TokenizerConfig, found: WeightFolder) -> None:
+    """Warn if a tokenizer gives other ids than the one that the weights were trained with."""
+    try:
+        theirs = build_tokenizer(dataclasses.replace(own, bos="", eos=""))
+    except DataError:  # its file is not where it was
+        return
+    if not gives_same_ids(build_tokenizer(chosen), theirs):
+        own_name, name = (each.path or each.kind for each in (own, chosen))
+        rule = f"the tokenizer of {found.path} is {own_name}, and {name} gives other ids"
+        sys.stderr.write(f"WARNING {rule}; would work: no tokenizer= at all\n")
 
 
 def _tokenizer_beside(found: WeightFolder) -> TokenizerConfig | None:

@@ -18,6 +18,7 @@ from harness.config import with_value
 from harness.data.tokenizer import build_tokenizer
 from harness.generate.config import GenerateJob
 from harness.generate.prompts import Prompt, read_prompts
+from harness.inference.source import use_checkpoint
 from harness.loop.setup import process_group
 
 TRAINED = (
@@ -28,9 +29,10 @@ PROMPTS = ("while with", "import ", "return raise pass")
 
 
 class Trained(NamedTuple):
-    """A run folder, its prompts' ids, and the model of transformers with its weights."""
+    """A run folder, its export, its prompts' ids, and the model of transformers with its weights."""
 
     run_dir: Path
+    export: Path
     prompts: list[Prompt]
     theirs: Any
 
@@ -54,7 +56,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ).eval()
     job = job_of(run.folder.path, f"generate.prompts=[{','.join(map(repr, PROMPTS))}]")
     prompts = read_prompts(job, build_tokenizer(job.tokenizer))
-    return Trained(run.folder.path, prompts, theirs)
+    return Trained(run.folder.path, folder / "hf", prompts, theirs)
 
 
 def job_of(run_dir: Path, *overrides: str) -> GenerateJob:
@@ -70,6 +72,18 @@ def test_one_process(trained: Trained) -> None:
         made = on_rank(job, str(trained.run_dir), trained.prompts)
     trained.check(made)
     assert all(len(set(tokens)) > 5 for tokens in made), "the text is not one token again and again"
+
+
+def test_another_tokenizer(trained: Trained, capfd: pytest.CaptureFixture[str]) -> None:
+    """A warning if it gives other ids than the weights' own; the export's tokenizer.json gives the same."""
+    for folder in (trained.run_dir, trained.export):
+        for tokenizer, warned in (("bytes", False), ("python_2k", True)):
+            typed = [f"checkpoint={folder}", f"tokenizer={tokenizer}", "prompt=x"]
+            job = compose_job(typed, config_name="generate", schema=GenerateJob)
+            use_checkpoint(job, typed, "generate.checkpoint")
+            error = capfd.readouterr().err
+            assert ("gives other ids; would work: no tokenizer= at all" in error) is warned
+            assert error.count("\n") == warned
 
 
 @pytest.mark.parametrize("layout", ["tp", "fsdp", "ep"])
