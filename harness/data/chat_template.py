@@ -44,6 +44,7 @@ _EXAMPLE = '{"role": "user", "content": "Hello"}'
 _NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}
 _VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_HALF_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SETTING = "data.chat_template"
 _WORKS = f"{', '.join(TEMPLATES)}, or the path of a template with {{% generation %}}"
@@ -112,8 +113,8 @@ class ChatTemplate:
         if _GENERATION.search(self.text_with_tools if tools else self.text):
             text, marked = split_marks(self._rendered(messages, tools))
             earlier = messages[: turns[0]] if self.only_last else []
-            return text, marked[self._rendered(earlier, tools).count(BEGIN) if earlier else 0 :]
-        text = self.render(messages, tools)
+            return require_text(text), marked[self._rendered(earlier, tools).count(BEGIN) if earlier else 0 :]
+        text = require_text(self.render(messages, tools))
         return text, [self._turn(messages, tools, index, text) for index in turns]
 
     def _turn(
@@ -159,7 +160,7 @@ class ChatTemplate:
         """The text with the marks of generation blocks."""
         template = compile_template(self.text_with_tools if tools else self.text, self.date)
         try:
-            return template.render(
+            text: str = template.render(
                 messages=[_with_reasoning(message) for message in messages],
                 tools=tools or None,
                 documents=None,
@@ -169,7 +170,22 @@ class ChatTemplate:
         except DataError:
             raise
         except Exception as error:  # a template is a program, which can raise anything
-            raise DataError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__  # a MemoryError says nothing
+            raise DataError(f"the chat template refuses it: {reason}") from error
+        if bad := _HALF_PAIR.search(text):
+            raise DataError(f"the chat template renders U+{ord(bad[0]):04X}, which is not a character")
+        return text
+
+
+def require_text(text: str) -> str:
+    """Return the text of a conversation.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not text.strip():
+        raise DataError(f"the chat template renders no text; would work: {SETTING}={_WORKS}")
+    return text
 
 
 def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -217,8 +233,8 @@ def find_template(
     for text in texts.values():
         try:
             compile_template(text, date)
-        except jinja2.TemplateError as error:
-            reason = " ".join(str(error).split())
+        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(f"the chat template is not a Jinja template: {reason}") from error
     return template
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from harness.data.tokenizer_base import (
     fingerprint_of,
     read_tokenizer,
 )
-from harness.errors import DataError
+from harness.errors import DataError, one_line
 
 TOKENIZER, CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 # Other tokenizer files of a repository, copied together with tokenizer.json.
@@ -56,11 +57,13 @@ class HuggingFaceTokenizer(Tokenizer):
         os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_THREADS))
         import tokenizers
 
-        try:
-            self._model = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises nothing narrower
-            reason = " ".join(str(error).split())
-            raise DataError(f"tokenizer file {config.file} is not a tokenizer.json: {reason}") from error
+        self.file = config.file
+        with self._without_panic():
+            try:
+                self._model = tokenizers.Tokenizer.from_buffer(content)
+            except Exception as error:  # the library raises nothing narrower
+                reason = " ".join(str(error).split())
+                raise DataError(f"tokenizer file {config.file} is not a tokenizer.json: {reason}") from error
         self._model.no_truncation()
         self._model.no_padding()
         ids = self._model.get_vocab(with_added_tokens=True)
@@ -80,7 +83,6 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos_id = ids[bos] if bos else None
         self.eos_id = ids[eos] if eos else None
         self.special_ids = {token.content: ids[token.content] for token in self._special_tokens()}
-        self.file = config.file
         self.fingerprint = fingerprint_of(f"huggingface/{bos}/{eos}", content)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -88,14 +90,17 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.encode_special_tokens = True  # the library does not pickle it
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+        with self._without_panic():
+            return self._model.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        return self._with_special.encode(text, add_special_tokens=False).ids
+        with self._without_panic():
+            return self._with_special.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # Fast: without the position of each token in its text.
-        encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._without_panic():
+            encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
     @cached_property
@@ -104,7 +109,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return type(self._model).from_str(self._model.to_str())
 
     def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
-        encoded = self._with_special.encode_batch(list(texts), add_special_tokens=False)
+        with self._without_panic():
+            encoded = self._with_special.encode_batch(list(texts), add_special_tokens=False)
         return [Marked(encoding.ids, encoding.offsets) for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -112,6 +118,19 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids, skip_special_tokens=False)
+
+    @contextmanager
+    def _without_panic(self) -> Iterator[None]:
+        """Context manager in which a panic of the library is a DataError, as when a regex tries too much."""
+        try:
+            yield
+        except BaseException as error:  # Rust's PanicException is no Exception, and no module has it
+            if type(error).__name__ != "PanicException":
+                raise
+            reason = one_line(str(error))
+            raise DataError(
+                f"tokenizer file {self.file}: its library cannot encode a text: {reason}"
+            ) from error
 
     def _find_bos_eos(self, config: TokenizerConfig) -> tuple[str, str]:
         """Tokens before and after a document; empty for none."""

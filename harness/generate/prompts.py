@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from harness.data.chat_template import find_template, message_of
+from harness.data.chat_template import find_template, message_of, require_text
 from harness.data.tokenizer import with_bos
 from harness.data.tokenizer_base import Tokenizer
 from harness.errors import ConfigError, UserError
@@ -87,7 +87,7 @@ def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer)
     )
     end = tokenizer.special_ids.get(template.end_of_turn or "")
     conversations = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in found]
-    texts = [template.render(messages, add_generation_prompt=True) for messages in conversations]
+    texts = [require_text(template.render(each, add_generation_prompt=True)) for each in conversations]
     encoded = tokenizer.encode_marked(texts)
     return [Prompt(text, each.ids, end) for text, each in zip(texts, encoded, strict=True)]
 

@@ -253,6 +253,7 @@ def test_the_repository_has_the_template(folder: Path, tmp_path: Path) -> None:
         ({}, r"the tokenizer has no chat template \(.*would work: data.chat_template=chatml, plain"),
         ({"chat_template": "no.jinja"}, "data.chat_template=no.jinja: No such file"),
         ({"chat_template": "bad.jinja"}, "is not a Jinja template: "),
+        ({"chat_template": "deep.jinja"}, "is not a Jinja template: maximum recursion depth"),
     ],
 )
 def test_a_template_that_cannot_be_used(
@@ -260,6 +261,7 @@ def test_a_template_that_cannot_be_used(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.jinja").write_text("{% for %}")
+    Path("deep.jinja").write_text(f"{{{{ {'(' * 3000}1{')' * 3000} }}}}")
     with pytest.raises(DataError, match=message) as caught:
         found(folder, **fields)
     assert "\n" not in str(caught.value)
@@ -281,6 +283,14 @@ def test_templates_are_checked_before_ranks_start() -> None:
         ("{{ messages[9].role }}", [user("a"), assistant("b")], "the chat template refuses it"),
         ("{{ ''.__class__.__mro__ }}", [user("a"), assistant("b")], "refuses it: access to attribute"),
         ("{% set n = namespace(_a=1) %}", [user("a"), assistant("b")], "cannot store '_a'"),
+        ("{{ 'a' * 10**18 }}", [user("a"), assistant("b")], "the chat template refuses it: MemoryError$"),
+        ("{{ '\\ud800' }}", [user("a"), assistant("b")], r"renders U\+D800, which is not a character$"),
+        (
+            "{% macro a() %}b{% endmacro %}",
+            [user("a"), assistant("b")],
+            "renders no text; would work: data.chat_",
+        ),
+        ("{% generation %}{% endgeneration %}", [user("a"), assistant("b")], "renders no text; would work"),
         (FORGETFUL, [user("a"), assistant("b")], "asks for today's date.*would work: data.chat_date="),
         (
             "{{ messages[-1].content }}",

@@ -108,6 +108,22 @@ def test_a_document_cannot_end_itself(file: Path, theirs: Any) -> None:
     assert ours.eos_id == 1003 and 1003 not in ours.encode("a<think>b")
 
 
+def test_a_panic_of_the_library_is_one_line(file: Path, tmp_path: Path) -> None:
+    """A regex that tries too much ends in Rust's PanicException, which is no Exception."""
+    content = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(h+)+$"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    ours, text = build_tokenizer(config_of(tmp_path / "tokenizer.json", bos="", eos="")), "h" * 60 + "x"
+    assert ours.encode("hhh")
+    calls: list[Any] = [ours.encode, ours.encode_prompt]
+    calls += [lambda text: ours.encode_batch([text]), lambda text: ours.encode_marked([text])]
+    for call in calls:
+        with pytest.raises(DataError, match=r"tokenizer\.json: .*cannot encode a text: .*Regex") as caught:
+            call(text)
+        assert "\n" not in str(caught.value)
+
+
 def test_bos_and_eos_from_transformers_files(file: Path, theirs: Any, tmp_path: Path) -> None:
     ours = build_tokenizer(config_of(file))
     assert (ours.bos_id, ours.eos_id) == (None, theirs.eos_token_id) == (None, 1002)

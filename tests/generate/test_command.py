@@ -116,6 +116,9 @@ def test_conversations(weights: Path, tmp_path: Path) -> None:
     )
     [prompt] = read_prompts(job, build_tokenizer(job.tokenizer))
     assert (prompt.ids, prompt.end_of_turn) == ([ord("x"), 256], 256)
+    template.write_text("{% macro a() %}b{% endmacro %}")
+    with pytest.raises(UserError, match="the chat template renders no text; would work: "):
+        read_prompts(job, build_tokenizer(job.tokenizer))
 
 
 def test_special_tokens_in_prompts(weights: Path) -> None:
