@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from harness.errors import ConfigError, one_line
 from harness.evaluate.config import EvaluateJob
 from harness.evaluate.names import is_lm_eval
 from harness.evaluate.scoring import Scorer
@@ -33,9 +34,15 @@ def evaluate(
     loaded = None
     if library:
         # Before the weights: a misspelled name costs nothing.
-        from harness.evaluate.library import Library
+        try:
+            from harness.evaluate.library import Library
 
-        loaded = Library(job, library)
+            loaded = Library(job, library)
+        except ImportError as error:
+            rule = (
+                f"lm-evaluation-harness or a module of its tasks cannot be imported ({one_line(str(error))})"
+            )
+            raise ConfigError("evaluate.tasks", library[0], rule, "pip install 'harness[eval]'") from error
     model = InferenceModel(job, device)
     model.load(found)
     scorer = Scorer(model)

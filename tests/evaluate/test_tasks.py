@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from harness.compose import compose_job
 from harness.data.config import DataConfig
@@ -15,6 +17,7 @@ from harness.data.tokenizer import BytesTokenizer
 from harness.errors import UserError
 from harness.evaluate.__main__ import evaluate
 from harness.evaluate.config import EvaluateJob
+from harness.evaluate.rank import evaluate as on_rank
 from harness.evaluate.tasks import Setting, encode_pair, open_task, windows
 
 CHOICE = {"context": "one ", "choices": ["two", "three or four"], "answer": 1}
@@ -177,6 +180,19 @@ def compose(*overrides: str) -> EvaluateJob:
 def test_wrong_options_of_training(overrides: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         compose_job(["model=llama3_tiny", "cluster.device=cpu", "evaluation.interval=1", *overrides.split()])
+
+
+def test_an_incomplete_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm_eval is there, and a package that it needs is not."""
+    (tmp_path / "lm_eval.py").write_text("import a_package_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("lm_eval", "harness.evaluate.library"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    message = (
+        r"^evaluate.tasks=lm_eval:x: .*No module named 'a_package_that_is_not_there'.*pip install 'harness"
+    )
+    with pytest.raises(UserError, match=message):
+        on_rank(compose("evaluate.tasks=[lm_eval:x]"), torch.device("cpu"), None, [])  # type: ignore[arg-type]
 
 
 def test_no_tokenizer_no_weights(tmp_path: Path) -> None:
