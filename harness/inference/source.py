@@ -67,9 +67,10 @@ def _warn_of_another(chosen: TokenizerConfig, own: TokenizerConfig, found: Weigh
     """Warn if a tokenizer gives other ids than the one that the weights were trained with."""
     try:
         theirs = build_tokenizer(dataclasses.replace(own, bos="", eos=""))
-    except DataError:  # its file is not where it was
+        is_same = gives_same_ids(build_tokenizer(chosen), theirs)
+    except DataError:  # the file is not where it was; one that is chosen is read again, and its error shown
         return
-    if not gives_same_ids(build_tokenizer(chosen), theirs):
+    if not is_same:
         own_name, name = (each.path or each.kind for each in (own, chosen))
         rule = f"the tokenizer of {found.path} is {own_name}, and {name} gives other ids"
         sys.stderr.write(f"WARNING {rule}; would work: no tokenizer= at all\n")
