@@ -93,7 +93,7 @@ def read_object(path: Path, kind: type[UserError] = UserError) -> dict[str, Any]
     except OSError as error:
         raise kind(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise kind(f"{path}: cannot be read as JSON: {error}") from None
+        raise kind(f"{path}: damaged, cannot be read as JSON: {error}") from None
 
 
 def _check_depth(value: Any) -> None:
