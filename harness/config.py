@@ -353,6 +353,7 @@ def _describe_kind(kind: Any, key: str) -> str:
             dict: "a list of mappings, like [{a:1,b:2}]",
             int: "a list of integers, like [1,2]",
             float: "a list of numbers, like [0.5,2]",
+            str: "a list of texts, like [a,b]",
         }
         return examples.get(get_origin(inner) or inner, "a list, like [a,b]")
     if get_origin(kind) is dict and dataclasses.is_dataclass(get_args(kind)[1]):

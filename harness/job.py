@@ -298,6 +298,8 @@ class Job:
         plain = read_object(path)
         try:
             job = cls._from_dict(plain)
+            if missing := [name for name, _, value in leaves(job) if value == "???"]:
+                raise ConfigError(missing[0], None, "must be given")
             validate_texts(job)
             return job
         except ConfigError as error:

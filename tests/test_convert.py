@@ -346,7 +346,10 @@ def test_invalid_indexes(copy: Path, tmp_path: Path) -> None:
     for content in INDICES:
         index.write_text(json.dumps(content))
         assert "\n" not in refused(copy, tmp_path / "out", *TINY)
-    for raw in (b"\xff", b"[" * 100_000, b""):
+    for name in ("/etc/x.safetensors", "../x.safetensors", "\0.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        assert "instead of a file name" in refused(copy, tmp_path / "out", *TINY)
+    for raw in (b"\xff", b"[" * 100_000, b"9" * 5000, b""):
         index.write_bytes(raw)
         assert "cannot be read as JSON" in refused(copy, tmp_path / "out", *TINY)
     index.unlink()

@@ -18,7 +18,7 @@ import pytest
 from harness import job_rules
 from harness.compose import compose_job
 from harness.config import EXECUTION, LABEL, NUMERICS, identity, label, leaves, numerics
-from harness.errors import ConfigError
+from harness.errors import ConfigError, UserError
 from harness.job import Job, differing_numerics, from_dict
 from harness.overrides import with_one_length
 
@@ -233,6 +233,14 @@ def test_json_of_a_resolved_job_is_resolved() -> None:
     assert (back.world_size, back.global_batch_size, back.local_batch_size) == (4, 32, 8)
     before = back.to_json()
     assert back.resolve(gpus=0).to_json() == before
+
+
+def test_an_empty_json_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"job\.json: damaged, or another version wrote it: name=null: must be"
+    ):
+        Job.read(tmp_path / "job.json")
 
 
 def test_json_with_an_unknown_field_is_refused() -> None:

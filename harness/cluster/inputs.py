@@ -20,6 +20,7 @@ from harness.data.picture_config import PATCHES
 from harness.data.size_limit import is_small, too_large
 from harness.data.sources import expand, source_of
 from harness.errors import ConfigError, DataError
+from harness.files import matching
 from harness.job import Job
 
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/scratch/local")
@@ -110,7 +111,7 @@ def _require_tokenized(data: DataConfig, job: Job) -> None:
 def _matches_any(patterns: tuple[str, ...]) -> bool:
     """Whether a pattern matches a path here, or may match one that is not visible here."""
     return any(
-        next(glob.iglob(path, recursive=True), None) is not None or not _is_visible(_without_wildcards(path))
+        next(matching(path), None) is not None or not _is_visible(_without_wildcards(path))
         for path in map(expand, patterns)
     )
 

@@ -16,8 +16,9 @@ import jinja2
 from harness.data.chat_sandbox import BEGIN, END, compile_template, split_marks
 from harness.data.config import DataConfig
 from harness.data.tokenizer_base import Tokenizer
-from harness.data.tokenizer_json import CONFIG, read_json, read_transformers_settings, token_of
+from harness.data.tokenizer_json import CONFIG, read_transformers_settings, token_of
 from harness.errors import DataError
+from harness.metrics.encoding import read_object
 
 TEMPLATES = {
     "chatml": (
@@ -286,7 +287,7 @@ def _stored_texts(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
         return {"default": _read(folder / JINJA, str(folder / JINJA))}
     stored = settings.get("chat_template")
     if stored is None and (folder / PROCESSOR).is_file():
-        stored = read_json(folder / PROCESSOR).get("chat_template")
+        stored = read_object(folder / PROCESSOR, DataError).get("chat_template")
     if isinstance(stored, list) and all(isinstance(each, dict) for each in stored):
         stored = {each.get("name"): each.get("template") for each in stored}
     texts = stored if isinstance(stored, dict) else {"default": stored} if stored else {}

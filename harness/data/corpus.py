@@ -20,6 +20,7 @@ from harness.data.cache import TokenizedSplit, open_split
 from harness.data.cache_check import META, SPLITS, DamagedCache, check_contents, read_meta
 from harness.data.tokenizer import Tokenizer
 from harness.errors import ConfigError, DataError
+from harness.files import is_file_name
 from harness.shards.manifest import MANIFEST, load_manifest
 
 
@@ -84,23 +85,30 @@ def read_manifest(folder: Path) -> Manifest:
     """
     plain = load_manifest(folder, "tokenize", "corpus")
     try:
-        shards = [_from_plain(Shard, shard) for shard in plain["shards"]]
-        manifest = _from_plain(Manifest, {**plain, "shards": []})
-        if not isinstance(manifest.tokenizer["vocab_size"], int) or not manifest.tokenizer["fingerprint"]:
-            raise ValueError("tokenizer")
+        shards = [from_dict(Shard, shard) for shard in plain["shards"]]
+        manifest: Manifest = from_dict(Manifest, {**plain, "shards": []})
+        _check_plain(manifest, shards)
     except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{folder / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
     return dataclasses.replace(manifest, shards=shards)
 
 
-def _from_plain(cls: type, plain: dict[str, Any]) -> Any:
-    made = from_dict(cls, plain)
-    counts = made.counts
-    if not all(
-        isinstance(count[split], int) for count in (counts.tokens, counts.documents) for split in SPLITS
-    ):
-        raise ValueError("counts")
-    return made
+def _check_plain(manifest: Manifest, shards: list[Shard]) -> None:
+    """Raise ValueError for names outside of the corpus and for numbers that cannot be."""
+    for name in (shard.folder for shard in shards):
+        if not is_file_name(name):
+            raise ValueError(f"{name!r} is no name of a folder in it")
+    vocab_size = manifest.tokenizer["vocab_size"]
+    if type(vocab_size) is not int or not 0 < vocab_size <= 2**32 or not manifest.tokenizer["fingerprint"]:
+        raise ValueError("tokenizer")
+    counted = [manifest.counts, *(shard.counts for shard in shards)]
+    for split in SPLITS:
+        for kind in ("tokens", "documents"):
+            counts = [getattr(each, kind)[split] for each in counted]
+            if any(type(count) is not int or not 0 <= count < 2**63 for count in counts):
+                raise ValueError(f"counts of {kind}")
+            if counts[0] != sum(counts[1:]):
+                raise ValueError(f"{counts[0]} {kind}, and its shards have {sum(counts[1:])}")
 
 
 def describe_shard(folder: Path, counts: Counts) -> Shard:

@@ -8,8 +8,6 @@ documents in a fixed order, including empty ones, so that a document's index is 
 from __future__ import annotations
 
 import codecs
-import glob
-import json
 import lzma
 import os
 import re
@@ -27,6 +25,7 @@ from harness.data.kinds import DATA_KINDS
 from harness.data.parquet_files import read_columns, row_groups
 from harness.data.text_files import (
     COMPRESSIONS,
+    LONGEST_LINE,
     Line,
     find_damage,
     format_of,
@@ -35,6 +34,8 @@ from harness.data.text_files import (
     skip_to_line,
 )
 from harness.errors import ConfigError, DataError
+from harness.files import matching
+from harness.metrics.encoding import parse_object
 from harness.registry import load_attribute
 
 _ROWS_PER_READ = 256
@@ -174,11 +175,15 @@ class LocalFiles:
         """Yield the document of each line that begins in a span."""
         with opened(file) as lines:
             offset = skip_to_line(lines, span.begin) if span.begin else 0
-            for number, line in enumerate(lines):
+            for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE + 1), b"")):
                 if span.end is not None and offset >= span.end:
                     return
                 where, start = Line(file, span.begin, number), offset
                 offset += len(line)
+                if len(line) > LONGEST_LINE:
+                    raise DataError(
+                        f"{where}: has more than {LONGEST_LINE} bytes; would work: shorter documents"
+                    )
                 if start == 0:
                     line = line.removeprefix(codecs.BOM_UTF8)
                     start = offset - len(line)
@@ -217,9 +222,7 @@ def file_stats(files: Iterable[Path]) -> list[list[Any]]:
 def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
     """Files that match one of the globs ``patterns`` and none of ``exclude``, each once, sorted."""
     excluded = [_glob_to_regex(expand(pattern)) for pattern in exclude]
-    found = {
-        os.path.abspath(name) for pattern in patterns for name in glob.iglob(expand(pattern), recursive=True)
-    }
+    found = {os.path.abspath(name) for pattern in patterns for name in matching(expand(pattern))}
     kept = (name for name in found if not any(regex.fullmatch(name) for regex in excluded))
     return sorted(Path(name) for name in kept if os.path.isfile(name))
 
@@ -241,12 +244,9 @@ def _glob_to_regex(pattern: str) -> re.Pattern[str]:
 
 def _row_of_line(line: str, where: object) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: not a JSON object")
-    return row
+        return parse_object(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not a JSON object ({error})") from error
 
 
 def _text_of_row(row: dict[str, Any], field: str, where: object) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 _BLOCK_BYTES = 1 << 20
+LONGEST_LINE = 100_000_000
+"""Bytes of a line of JSON; a longer one is no document, and would fill the memory."""
 
 
 def format_of(file: Path) -> str:

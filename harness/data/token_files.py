@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 import sys
@@ -20,11 +19,13 @@ from harness.data.token_formats import (
     open_megatron,
     open_memmap,
     read_metadata,
+    size_of,
 )
 from harness.data.token_lists import Ids, TokenLists, open_arrow, saved_files
 from harness.data.tokenizer import NoTokenizer, Tokenizer
 from harness.data.tokens import Concatenation, Delimited, Limit, Section, Tokens
 from harness.errors import ConfigError, DataError
+from harness.files import matching
 from harness.shards.manifest import MANIFEST
 
 # Endings of each format's files in a folder.
@@ -143,13 +144,15 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
     """
     found: set[Path] = set()
     for pattern in map(expand, patterns):
-        matches = glob.glob(pattern, recursive=True) or glob.glob(f"{pattern}.idx", recursive=True)
-        for match in map(Path, matches):
+        for match in map(Path, [*matching(pattern)] or matching(f"{pattern}.idx")):
             found.update(_files_of(match, format))
     files = sorted(found)
     if not files:
         where = f"data.{field}=[{', '.join(patterns)}], seen from {os.getcwd()}"
         raise DataError(f"no token file matches {where}")
+    for file in files:
+        if not file.is_dir():
+            size_of(file)
     if format != "auto":
         return files, format
     formats = {_format_of(file): file for file in reversed(files)}

@@ -6,18 +6,17 @@ token sequence (``tokens.Tokens``).
 
 from __future__ import annotations
 
-import os
 import struct
 from bisect import bisect_left
 from functools import lru_cache
 from pathlib import Path
-from tokenize import TokenError
 from typing import NoReturn, Protocol
 
 import numpy as np
 
 from harness.data.tokens import map_file
 from harness.errors import DataError
+from harness.files import require_regular
 
 # Megatron-Core 0.16, megatron/core/datasets/indexed_dataset.py (_IndexWriter and DType): magic, version, code
 # of the type, number of sequences, number of documents + 1; then int32 lengths, int64 offsets in bytes, int64
@@ -31,9 +30,6 @@ _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8
 _LLMC_HEADER_BYTES = 1024
 _LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _LLMC_EXAMPLES = 20240522
-
-# The header is a Python literal, which numpy parses.
-_BROKEN_NPY = (OSError, ValueError, EOFError, SyntaxError, TokenError)
 
 _MOST_MAPPED = 16384  # files mapped at once; Linux allows 65,530 maps in a process (vm.max_map_count)
 _MOST_CHECKED = 1 << 24  # entries at each end of an index; more would delay the start
@@ -84,7 +80,7 @@ class TokenFile:
         starts: Starts | None = None,
     ) -> None:
         self.name, self._starts = str(file), starts
-        size, itemsize = _size(file) - skip, np.dtype(dtype).itemsize
+        size, itemsize = size_of(file) - skip, np.dtype(dtype).itemsize
         self._num_tokens = size // itemsize if num_tokens is None else num_tokens
         if size != self._num_tokens * itemsize:
             expected = f"{self._num_tokens} tokens of {dtype}{_after(skip)}"
@@ -141,8 +137,8 @@ def _check_width(file: Path, dtype: str, vocab_size: int) -> None:
 
 def _open_npy(file: Path, dtype: str | None) -> TokenFile:
     try:
-        array = np.load(file, mmap_mode="r")
-    except _BROKEN_NPY as error:
+        array = np.lib.format.open_memmap(str(file), mode="r")
+    except Exception as error:  # the header is a Python literal, and numpy raises almost anything
         _refuse(file, f"is not a readable .npy file ({' '.join(str(error).split())})")
     if array.ndim != 1 or array.dtype.kind not in "ui":
         _refuse(file, f"has {array.dtype} in {array.ndim} dimensions; ids are integers in one dimension")
@@ -186,7 +182,7 @@ def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
     ends = DocumentEnds(index)
     if dtype is None:
         # 2 or 4 bytes for a token follow from the number of tokens.
-        dtype = "uint32" if _size(file) == 4 * ends.num_tokens else "uint16"
+        dtype = "uint32" if size_of(file) == 4 * ends.num_tokens else "uint16"
     return TokenFile(file, dtype, num_tokens=ends.num_tokens, starts=ends)
 
 
@@ -209,7 +205,7 @@ class DocumentEnds:
     """The index of a .ds file: the end of each document, uint64."""
 
     def __init__(self, index: Path) -> None:
-        size = _size(index)
+        size = size_of(index)
         if size % 8:
             _refuse(index, f"has {size} bytes, which are no complete offsets of 8 bytes")
         self._count = size // 8
@@ -255,9 +251,9 @@ class MegatronIndex:
         if code not in _MEGATRON_DTYPES:
             _refuse(index, f"has type code {code}, which is no type of integers; {_MEGATRON_DTYPES} are read")
         without_modes = _MEGATRON_HEADER.size + 12 * sequences + 8 * documents
-        if documents < 1 or _size(index) not in (without_modes, without_modes + sequences):
+        if documents < 1 or size_of(index) not in (without_modes, without_modes + sequences):
             counts = f"{sequences} sequences and {documents} document boundaries"
-            _refuse(index, f"has {_size(index)} bytes, which are not {counts}")
+            _refuse(index, f"has {size_of(index)} bytes, which are not {counts}")
         self._file, self._sequences, self._boundaries = index, sequences, documents
         skips = (_MEGATRON_HEADER.size + size * sequences for size in (0, 4, 12))
         self._lengths = _Array(index, "<i4", next(skips), sequences)
@@ -318,14 +314,20 @@ def _both_ends(count: int) -> list[slice]:
     return [slice(0, _MOST_CHECKED), slice(count - _MOST_CHECKED, count)]
 
 
-def _size(file: Path) -> int:
+def size_of(file: Path) -> int:
+    """Return the size of a file.
+
+    Raises:
+        DataError: it is missing or no regular file: a pipe would never end.
+    """
     try:
-        return os.path.getsize(file)
+        return require_regular(file)
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}") from error
 
 
 def _head(file: Path, size: int) -> bytes:
+    size_of(file)
     try:
         with file.open("rb") as content:
             return content.read(size)

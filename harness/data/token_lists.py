@@ -5,7 +5,6 @@ A row is a document. Values of a list column are one array in an Arrow file, whi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,8 @@ from harness.data.token_formats import smallest_dtype
 from harness.data.tokenizer_base import Tokenizer
 from harness.data.tokens import Limit
 from harness.errors import DataError
+from harness.files import is_file_name
+from harness.metrics.encoding import read_object
 
 _FILE_MAGIC = b"ARROW1"
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
@@ -35,16 +36,18 @@ def saved_files(folder: Path) -> list[Path]:
     """
     try:
         if (folder / _SAVED_SPLITS).is_file():
-            splits = json.loads((folder / _SAVED_SPLITS).read_text())["splits"]
+            splits = read_object(folder / _SAVED_SPLITS, DataError)["splits"]
             raise DataError(
                 f"{folder} has the splits {', '.join(splits)}; would work: the folder of one, "
                 f"{folder / splits[0]}"
             )
         if not (folder / _SAVED).is_file():
             return []
-        state = json.loads((folder / _SAVED).read_text())
-        return [folder / file["filename"] for file in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        names = [file["filename"] for file in read_object(folder / _SAVED, DataError)["_data_files"]]
+        if others := [name for name in names if not is_file_name(name)]:
+            raise ValueError(f"{others[0]!r} is no name of a file in it")
+        return [folder / name for name in names]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(f"{folder}: its {_SAVED} or {_SAVED_SPLITS} is damaged: {error!r}") from error
 
 

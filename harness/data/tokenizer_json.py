@@ -24,6 +24,7 @@ from harness.data.tokenizer_base import (
     read_tokenizer,
 )
 from harness.errors import DataError, one_line
+from harness.metrics.encoding import parse_object, read_object
 
 TOKENIZER, CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 # Other tokenizer files of a repository, copied together with tokenizer.json.
@@ -166,12 +167,12 @@ def number_of_ids(content: bytes, file: Path) -> int:
         DataError: the file is not a tokenizer.json.
     """
     try:
-        plain = json.loads(content)
+        plain = parse_object(content)
         vocabulary = plain["model"]["vocab"]
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
         ids += [token["id"] for token in plain.get("added_tokens") or []]
         return int(max(ids)) + 1
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise DataError(f"tokenizer file {file} is not a tokenizer.json: no vocabulary") from error
 
 
@@ -181,18 +182,8 @@ def read_transformers_settings(file: Path) -> dict[str, Any]:
     for name in (SPECIAL_TOKENS, CONFIG):
         path = file.with_name(name)
         if path.is_file():
-            settings |= read_json(path)
+            settings |= read_object(path, DataError)
     return settings
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: not a JSON object")
-    return content
 
 
 def token_of(settings: dict[str, Any], name: str) -> str | None:
@@ -226,7 +217,9 @@ def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
         path = config.file.with_name(name)
         if name == SPECIAL_TOKENS and not path.is_file():
             continue
-        theirs = read_json(path) if path.is_file() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+        theirs = (
+            read_object(path, DataError) if path.is_file() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+        )
         changed = {key: token for key, token in ours.items() if token and token != token_of(theirs, key)}
         if changed or not path.is_file():
             text = json.dumps({**theirs, **changed}, indent=2, ensure_ascii=False) + "\n"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -252,10 +251,7 @@ def encode_pair(context: str, continuation: str, setting: Setting, where: str) -
 
 def _examples(name: str, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each example of a file, with its position for messages."""
-    numbered = numbered_lines(
-        name, lambda: Path(name).read_text(encoding="utf-8"), f"lines such as {EXAMPLES}"
-    )
-    for where, line in numbered[:limit]:
+    for where, line in numbered_lines(name, name, f"lines such as {EXAMPLES}")[:limit]:
         yield where, _parsed(line, where)
 
 

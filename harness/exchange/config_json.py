@@ -12,6 +12,7 @@ from harness.config import NUMERICS, leaves
 from harness.errors import ConfigError, UserError
 from harness.exchange.families.core import NEEDED, ConfigField, Family
 from harness.exchange.quantization import quantization_of
+from harness.metrics import encoding
 from harness.model.architecture import architecture_of
 from harness.model.config import FAMILIES, ModelConfig
 
@@ -46,22 +47,15 @@ _MUP = ("mup.base_dim", "mup.base_widths")
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read the object in a JSON file, with or without a byte order mark.
+    """Read the object in a JSON file that must exist.
 
     Raises:
         UserError: the file is missing, cannot be read, or contains no JSON object.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no object")
+        return encoding.read_object(file)
     except FileNotFoundError:
         raise UserError(f"{file}: is missing") from None
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read as JSON: {error}") from None
-    return content
 
 
 def family_of(model: ModelConfig) -> Family:

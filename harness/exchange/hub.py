@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from harness.errors import DISK_FULL, ConfigError, MachineError, UserError
+from harness.metrics.encoding import parse_object
 
 RECORD, CACHE = "download.json", ".cache"  # huggingface_hub keeps its own records in .cache/huggingface
 _WORKERS = 4  # files at once; more would share the same bandwidth
@@ -198,7 +199,7 @@ def _read_record(target: Path, repo: str) -> _Record:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_object(path.read_bytes())
         owner, files = content["repo"], {name: dict(facts) for name, facts in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read; would work: removing it") from error

@@ -18,6 +18,7 @@ from harness.exchange.families.core import Shape
 from harness.exchange.quantization import GROUP, Find, QuantizedTensor, part_names
 from harness.exchange.source import TensorFacts
 from harness.exchange.tensor_names import own_name
+from harness.files import is_file_name
 from harness.model.config import ModelConfig
 
 INDEX_ENDING = "safetensors.index.json"
@@ -181,7 +182,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise UserError(f"{folder / index_name}: has no weight_map")
         names = list(index["weight_map"].values())
         for name in names:
-            if not isinstance(name, str) or not name.endswith(".safetensors"):
+            if not is_file_name(name) or not name.endswith(".safetensors"):
                 shown = json.dumps(name)[:_SHOWN_CHARACTERS]
                 raise UserError(f"{folder / index_name}: weight_map has {shown} instead of a file name")
         files = [folder / name for name in sorted(set(names))]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from harness.data.chat_template import find_template, message_of, require_text
@@ -14,10 +12,9 @@ from harness.data.tokenizer import with_bos
 from harness.data.tokenizer_base import Tokenizer
 from harness.errors import ConfigError, UserError
 from harness.generate.config import GenerateJob
-from harness.inference.lines import numbered_lines, parse_json
+from harness.inference.lines import STDIN, numbered_lines, parse_json
 from harness.launched import launched_ranks
 
-STDIN = "-"
 OWN = "own"
 """Value of generate.chat: the template of the tokenizer's repository."""
 Conversation = list[dict[str, Any]]
@@ -118,11 +115,7 @@ def _lines(name: str, *, with_messages: bool) -> list[str | Conversation]:
     if name == STDIN and ranks > 1:
         rule = f"{ranks} ranks of a launcher cannot share standard input"
         raise ConfigError("generate.prompt_file", name, rule, "a file")
-    lines = numbered_lines(
-        f"generate.prompt_file={name}",
-        sys.stdin.read if name == STDIN else lambda: Path(name).read_text(encoding="utf-8"),
-        "a prompt on each line",
-    )
+    lines = numbered_lines(f"generate.prompt_file={name}", name, "a prompt on each line")
     if not name.endswith(".jsonl"):
         return [line for _, line in lines]
     return [_prompt_of(line, where, with_messages) for where, line in lines]

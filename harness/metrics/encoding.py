@@ -1,4 +1,4 @@
-"""Encode values as strict JSON.
+"""Encode values as strict JSON, and read JSON of any origin.
 
 JSON has no NaN and no infinity, and other parsers reject what Python writes for them. They are written as the
 strings "nan", "inf" and "-inf", and read back as floats: a diverged loss must neither become null nor make
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path, PurePath
 from typing import Any
 
 from harness.errors import UserError
+from harness.files import require_regular
 
 _MAX_DEPTH = 64
 _TOO_DEEP = f"it is nested deeper than {_MAX_DEPTH} levels"
-_JSON_NAMES = {
+_JSON_NAMES: dict[type, str] = {
+    dict: "an object",
     list: "an array",
     str: "a string",
     int: "a number",
@@ -42,49 +45,61 @@ def loads(text: str) -> Any:
     Raises:
         ValueError: ``text`` is not JSON, or is nested too deeply.
     """
-    try:
-        return _decode(json.loads(text))
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+    return _decode(parse(text))
 
 
-def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Parse a JSON object; non-finite floats stay the strings that ``dumps`` wrote.
+def parse(text: str | bytes, kind: type = object) -> Any:
+    """Parse JSON of any origin, with or without a byte order mark; non-finite floats stay strings.
+
+    Args:
+        text: bytes are UTF-8.
+        kind: ``dict`` or ``list``, if the value must be one.
 
     Raises:
-        ValueError: it is not JSON, is nested too deeply, or is not an object.
+        ValueError: it is not JSON or of another kind, is nested too deeply, or a number has too many digits.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds {_JSON_NAMES[type(value)]}, not an object")
+    except ValueError:
+        raise ValueError(f"a number has more than {sys.get_int_max_str_digits()} digits") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"it holds {_JSON_NAMES[type(value)]}, not {_JSON_NAMES[kind]}")
     _check_depth(value)
     return value
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Parse a JSON object; see ``parse``."""
+    value: dict[str, Any] = parse(text, dict)
+    return value
+
+
+def read_object(path: Path, kind: type[UserError] = UserError) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: it cannot be read, or is damaged.
+        UserError: of the given kind; it is no regular file, cannot be read, or is damaged.
     """
     try:
+        require_regular(path)
         return parse_object(path.read_bytes())
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        raise kind(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise UserError(f"{path}: damaged: {error}") from None
+        raise kind(f"{path}: damaged, cannot be read as JSON: {error}") from None
 
 
 def _check_depth(value: Any) -> None:
     """Raise ValueError for nesting that would exceed the recursion limit, here or in pickle or json."""
-    level = [value]
-    for _ in range(_MAX_DEPTH):
+    level: list[Any] = [[value]]
+    for _ in range(_MAX_DEPTH + 1):
         level = [
             item
             for each in level

@@ -37,7 +37,7 @@ class MetricsFile:
         self.path = path
         self.notes: list[str] = []
         path.parent.mkdir(parents=True, exist_ok=True)
-        _repair_tail(path)
+        repair_tail(path)
         self._file = path.open("a+b")
 
     def write(self, row: Row) -> None:
@@ -187,7 +187,7 @@ def _row(line: bytes) -> Row | None:
     return row if isinstance(row, dict) else None
 
 
-def _repair_tail(path: Path) -> None:
+def repair_tail(path: Path) -> None:
     """Make the file end with a complete row and a newline."""
     content = path.read_bytes() if path.exists() else b""
     end = content.rfind(b"\n", 0, len(content) - 1) + 1 if content else 0

@@ -6,7 +6,6 @@ does waiting for a core: of ranks that share cores, one waits longer now, and an
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from harness.errors import UserError
+from harness.metrics.encoding import parse_object
 
 FILE = "slow_ranks.json"
 KINDS = ("data", "forward", "backward", "optimizer")
@@ -60,7 +60,8 @@ def slow_ranks(run_dir: Path) -> list[SlowRank]:
     """
     path = run_dir / FILE
     try:
-        return [SlowRank(**each) for each in json.loads(path.read_bytes())["slow"]] if path.is_file() else []
+        found = parse_object(path.read_bytes())["slow"] if path.is_file() else []
+        return [SlowRank(**each) for each in found]
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: is damaged ({error}); remove it to continue") from error
 

@@ -9,7 +9,6 @@ latents/photos/empty.safetensors             text and pooled of the empty captio
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from safetensors import SafetensorError, safe_open
 from harness.config import from_dict
 from harness.data.samples import EpochOrder
 from harness.errors import ConfigError, DataError
+from harness.files import is_file_name
+from harness.metrics.encoding import parse
 from harness.pictures.loader import Caption, Picture
 from harness.shards.manifest import MANIFEST, load_manifest
 
@@ -87,8 +88,10 @@ def read_manifest(folder: Path) -> LatentManifest:
     plain = load_manifest(folder, "encode", "folder")
     try:
         files = [from_dict(LatentFile, file) for file in plain["files"]]
+        if others := [file.name for file in files if not is_file_name(file.name)]:
+            raise ValueError(f"{others[0]!r} is no name of a file in it")
         manifest: LatentManifest = from_dict(LatentManifest, {**plain, "files": []})
-    except (ConfigError, KeyError, TypeError, AttributeError) as error:
+    except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{folder / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
     return dataclasses.replace(manifest, files=files)
 
@@ -165,8 +168,7 @@ class LatentSamples:
         file, row = self._place(number)
         path = self._folder / f"{file.name}.json"
         try:
-            captions = json.loads(path.read_bytes())
-            return str(captions[row])
+            return str(parse(path.read_bytes(), list)[row])
         except (OSError, ValueError, IndexError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from harness.data.documents import describe
 from harness.data.picture_config import EncodersConfig
 from harness.errors import ConfigError, UserError
+from harness.metrics.encoding import parse_object
 from harness.pictures.encoder_base import Embeddings, Moments, hash_of
 
 INSTALL = "pip install 'harness[diffusion]'"
@@ -169,7 +169,7 @@ def fingerprint(field: str, path: str, *settings: object) -> str:
     """
     folder = Path(path).expanduser()
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = parse_object((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         rule, works = f"its config.json cannot be read: {describe(error)}", "the folder of a model"
         raise ConfigError(field, path, rule, works) from error

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from harness.data.samples import EpochOrder, random_stream
 from harness.data.sources import file_stats, find_files, open_dataset
 from harness.data.tokenizing import is_held_out
 from harness.errors import DataError
+from harness.metrics.encoding import parse_object
 from harness.pictures.shapes import DrawnShapes
 from harness.pictures.tar_index import SUFFIXES, TarIndex, open_tar_index
 
@@ -241,10 +241,7 @@ class _FilePictures:
             if text is not None:
                 return text.decode("utf-8").strip()
             if plain is not None:
-                fields = json.loads(plain)
-                if not isinstance(fields, dict):
-                    raise ValueError("not an object")
-                return caption_of(fields, self._field, where)
+                return caption_of(parse_object(plain), self._field, where)
         except ValueError as error:
             raise DataError(f"{where}: its caption cannot be read: {describe(error)}") from error
         raise DataError(

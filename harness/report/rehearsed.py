@@ -12,6 +12,7 @@ from typing import Any
 from harness.compose import compose_job
 from harness.errors import UserError
 from harness.files import write_atomically
+from harness.metrics.encoding import read_object
 from harness.rehearse.config import RehearseJob, ranks_to_rehearse
 from harness.rehearse.server import Rehearsals, require_no_gpu
 from harness.tables import GIB
@@ -29,12 +30,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
         UserError: the file cannot be read.
     """
     path = folder / FILE
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except ValueError as error:
-        raise UserError(f"{path}: is not JSON: {error}") from error
+    return read_object(path) if path.is_file() else {}
 
 
 def rehearse_missing(folder: Path, jobs: Sequence[tuple[str, list[str], str]]) -> None:

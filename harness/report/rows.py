@@ -200,7 +200,7 @@ def read_kept(folder: Path) -> list[Row]:
     if not path.is_file():
         return []
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             row = parse_object(line)
         except ValueError as error:

@@ -38,7 +38,7 @@ def load_manifest(folder: Path, verb: str, noun: str) -> dict[str, Any]:
         raise DataError(f"{path} is damaged: {error}") from None
     version = found.get("version")
     if version != FORMAT_VERSION:
-        raise DataError(f"{path} has format version {version}; this harness reads version {FORMAT_VERSION}")
+        raise DataError(f"{path} has format version {version!r}; this harness reads version {FORMAT_VERSION}")
     return found
 
 

@@ -20,6 +20,8 @@ from harness.errors import UserError
 from harness.files import sync_file
 from harness.job import Job
 from harness.locks import LockedError, lock
+from harness.metrics.encoding import parse_object
+from harness.metrics.jsonl import repair_tail
 
 FILE = "sweep.jsonl"
 LOCK = ".sweep.lock"
@@ -176,32 +178,44 @@ class Registry:
         return os.path.relpath(point.run_dir, self.path)
 
     def _rows(self) -> list[dict[str, Any]]:
+        """All rows, without a last one that a killed writer left incomplete.
+
+        Raises:
+            UserError: a line is damaged.
+        """
+        path, rows = self.path / FILE, []
         try:
-            lines = (self.path / FILE).read_bytes().split(b"\n")
+            lines = path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
-        rows = []
-        for line in lines:
-            # A killed writer leaves a partial line; the next writer starts a new line after it.
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        for number, line in enumerate(lines, start=1):
             try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
+                rows.append(_checked(parse_object(line)))
+            except ValueError as error:
+                if number < len(lines):
+                    works = "would work: the file without this line, and without its point"
+                    raise UserError(f"{path}: line {number} is damaged: {error}; {works}") from None
         return rows
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         path = self.path / FILE
         now = time.time()
-        text = "".join(json.dumps({**row, "time": now}) + "\n" for row in rows).encode()
-        with path.open("ab+") as file:
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    text = b"\n" + text
-            file.write(text)
+        repair_tail(path)
+        with path.open("ab") as file:
+            file.write("".join(json.dumps({**row, "time": now}) + "\n" for row in rows).encode())
             sync_file(file)
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of the file; raise ValueError if it is none."""
+    texts = [row.get("point"), row.get("run_dir")] if "point" in row else [row.get("skipped")]
+    for each in (row.get("overrides"), row.get("swept", [])):
+        texts += each if isinstance(each, list) else [None]
+    if not all(isinstance(text, str) for text in texts) or not row.get("run_dir", "").isprintable():
+        raise ValueError("it is no point, and none that was skipped")
+    return row
 
 
 def folder_of(jobs: Sequence[Job]) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.config import from_dict
 from harness.errors import ConfigError, UserError
 from harness.metrics.columns import RESULT
 from harness.metrics.encoding import read_object
@@ -58,11 +59,14 @@ class StudyRecord:
         path = folder / FILE
         if not path.is_file():
             return None
-        plain = read_object(path)
         try:
-            return cls(**plain)
-        except TypeError as error:
+            record: StudyRecord = from_dict(cls, read_object(path))
+            if not 0 < len(record.objective) == len(record.direction):
+                raise ConfigError("direction", record.direction, "must have one for each of objective")
+            check_directions(record.direction, record.objective, "direction")
+        except ConfigError as error:
             raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
+        return record
 
     def is_same(self, other: StudyRecord) -> bool:
         """Whether values of both are comparable."""

@@ -17,7 +17,7 @@ from harness.job import Job
 from harness.overrides import in_hydra_syntax, typed_value
 from harness.search_path import sets_search_path
 from harness.sweep import optuna_study
-from harness.sweep.registry import Registry, sets_label
+from harness.sweep.registry import FILE, Registry, sets_label
 from harness.sweep.run import states_of
 from harness.sweep.study import Study
 from harness.sweep.study_record import (
@@ -166,6 +166,9 @@ def _trials(config: Any, registry: Registry, record: StudyRecord) -> tuple[int |
     sweeper = config.hydra.sweeper
     if optuna_study.is_optuna(sweeper):
         trials, before = optuna_study.take_up(sweeper, registry)
+        if before and not registry.points() and not registry.skipped():
+            rule = f"has none of the {before} points of the stored study"
+            raise UserError(f"{registry.path / FILE}: {rule}; would work: another name=NAME")
         words = f"{trials} of {trials + before} trials left" if before else f"{trials} trials"
     else:
         trials, before = sweeper.get("ax_config", {}).get("max_trials"), 0

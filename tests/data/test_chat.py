@@ -380,7 +380,7 @@ HELLO = '{"role": "user", "content": "Hello"}'
     ("line", "message"),
     [
         ("[1]", "line 2: not a JSON object"),
-        ("{", "line 2: not JSON"),
+        ("{", "line 2: not a JSON object"),
         ('{"text": "a"}', "line 2: no field 'messages' among text; set data.messages_field"),
         ('{"messages": "a"}', "line 2: field 'messages' holds str, not a list"),
         (f'{{"messages": [{HELLO}], "tools": "a"}}', "line 2: field 'tools' holds str, not a list"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_an_error_keeps_finished_units_and_the_same_command_continues() -> None:
     lines[50] = "no JSON"
     Path("a.jsonl").write_text("\n".join(lines))
     both = "data.paths=[a.jsonl,b.jsonl]"
-    with pytest.raises(DataError, match=r"a\.jsonl, line 51: not JSON"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 51: not a JSON object"):
         run(both)
     units = Path("corpus/.unfinished/units")
     assert len(list(units.glob("*.index"))) > 5
@@ -137,6 +138,12 @@ def flip(path: Path) -> None:
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
+def rewrite(change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(Path("corpus/manifest.json").read_text())
+    change(content)
+    Path("corpus/manifest.json").write_text(json.dumps(content))
+
+
 DAMAGES = {
     "shard-00001 is damaged: train.tokens: bytes 0": lambda: flip(Path("corpus/shard-00001/train.tokens")),
     "shard-00000 is damaged: train.starts: No such": lambda: Path("corpus/shard-00000/train.starts").unlink(),
@@ -145,6 +152,16 @@ DAMAGES = {
     "manifest.json is damaged": lambda: Path("corpus/manifest.json").write_text("{"),
     "manifest.json is damaged: KeyError": lambda: Path("corpus/manifest.json").write_text('{"version": 1}'),
     "has format version 9; this": lambda: Path("corpus/manifest.json").write_text('{"version": 9}'),
+    "has format version '1'; this": lambda: rewrite(lambda m: m.update(version="1")),
+    "damaged: ValueError: '/etc' is no name": lambda: rewrite(lambda m: m["shards"][0].update(folder="/etc")),
+    "damaged: ValueError: '../x' is no": lambda: rewrite(lambda m: m["shards"][1].update(folder="../x")),
+    "damaged: ValueError: counts of tokens": lambda: rewrite(
+        lambda m: m["counts"]["tokens"].update(train=2**70)
+    ),
+    "damaged: ValueError: 7 documents, and its shards have": lambda: rewrite(
+        lambda m: m["counts"]["documents"].update(train=7)
+    ),
+    "damaged: ValueError: tokenizer": lambda: rewrite(lambda m: m["tokenizer"].update(vocab_size=-1)),
 }
 
 

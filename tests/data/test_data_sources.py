@@ -40,6 +40,25 @@ def names(patterns, exclude=()):
     return [str(file.relative_to(Path.cwd())) for file in find_files(list(patterns), list(exclude))]
 
 
+def test_links_to_a_folder_on_the_path_are_not_followed():
+    for name in ("a/x.txt", "a/sub/y.txt", "a/.hidden/z.txt", "b/[c]/x.txt"):
+        write(name, "x")
+    for link, target in {
+        "a/loop": ".",
+        "a/sub/up": "../..",
+        "b/over": "../a",
+        "a/sub/back": "../../b",
+    }.items():
+        Path(link).symlink_to(target)
+    assert names(["a/**/*.txt"]) == [
+        "a/sub/back/[c]/x.txt",
+        "a/sub/up/b/[c]/x.txt",
+        "a/sub/y.txt",
+        "a/x.txt",
+    ]
+    assert names(["b/**/x.txt"]) == ["b/[c]/x.txt", "b/over/x.txt"]
+
+
 def test_globs():
     for name in ["a.py", "b.txt", "s/c.py", "s/t/d.py", "s/test/e.py"]:
         write(name, "x")
@@ -92,10 +111,10 @@ def test_a_line_of_many_megabytes():
     ("name", "content", "says"),
     [
         ("a.txt", b"abc\xff", r"a.txt: not UTF-8 at byte 3"),
-        ("a.jsonl", '{"text": "x"}\nnot json', r"a.jsonl, line 2: not JSON"),
+        ("a.jsonl", '{"text": "x"}\nnot json', r"a.jsonl, line 2: not a JSON object"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', r"a.jsonl, line 2: not UTF-8 at byte 24 of the file"),
         ("a.jsonl", "[1]", r"a.jsonl, line 1: not a JSON object"),
-        ("a.json", '[\n{"text": "x"}\n]', r"a.json, line 1: not JSON"),
+        ("a.json", '[\n{"text": "x"}\n]', r"a.json, line 1: not a JSON object"),
         (
             "a.jsonl",
             '{"body": "x", "n": 1}',
@@ -103,7 +122,10 @@ def test_a_line_of_many_megabytes():
         ),
         ("a.jsonl", '{"text": 5}', r"a.jsonl, line 1: field 'text' holds int, not text"),
         ("a.jsonl", '{"text": "a\\ud800"}', r"a.jsonl, line 1: field 'text' holds half a surrogate pair"),
-        ("a.jsonl", "[" * 100_000, r"a.jsonl, line 1: not JSON"),
+        ("a.jsonl", "[" * 100_000, r"a.jsonl, line 1: not a JSON object"),
+        ("a.jsonl", '{"text": "x", "n": ' + "[" * 90 + "]" * 90 + "}", r"line 1: .*nested deeper than 64"),
+        ("a.jsonl", f'{{"text": "x", "n": {"9" * 5000}}}', r"line 1: .*a number has more than 4300 digits"),
+        ("a.jsonl.gz", gzip.compress(b" " * 100_000_001, 1), r"line 1: has more than 100000000 bytes"),
         ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:-9], r"a.jsonl.gz cannot be read"),
         ("a.parquet", b"no parquet", r"a.parquet: not a readable parquet file"),

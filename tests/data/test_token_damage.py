@@ -1,5 +1,7 @@
 """Damaged token files and ids of another tokenizer are one line that names the file."""
 
+import json
+import os
 import struct
 from pathlib import Path
 
@@ -58,6 +60,11 @@ def replace(name, old, new):
     return damage
 
 
+def replaced(name):
+    Path(name).unlink()
+    return Path(name)
+
+
 def append(name, content=b"\0"):
     return lambda: Path(name).open("ab").write(content)
 
@@ -96,6 +103,15 @@ DAMAGED = [
         "seem to have 4 bytes, and uint16 has 2; would work: data.dtype=",
     ),
     (write_npy, lambda: Path("a.npy").write_bytes(b"\x93NUMPY"), "is not a readable .npy file"),
+    (write_npy, lambda: replaced("a.npy").symlink_to("/dev/zero"), r"a\.npy: it is no regular file"),
+    (
+        write_npy,
+        lambda: (np.savez("a", np.zeros(9)), Path("a.npz").rename("a.npy")),
+        "is not a readable .npy",
+    ),
+    (write_npy, change("a.npy", 60, b"(9223372036854775808,), }"), "is not a readable .npy file"),
+    (write_memmap, lambda: os.mkfifo(replaced("a.bin")), r"a\.bin: it is no regular file"),
+    (write_megatron, lambda: os.mkfifo(replaced("a.idx")), r"a\.idx: it is no regular file"),
     (write_npy, lambda: np.save("a.npy", np.zeros((2, 2), "u2")), "has uint16 in 2 dimensions"),
     (write_npy, lambda: np.save("a.npy", np.zeros(99)), "has float64 in 1 dimensions"),
     (write_stream, change("a.arrow", 8, b"\xff" * 64), r"a\.arrow: is no readable Arrow file"),
@@ -116,6 +132,22 @@ DAMAGED = [
         "row 0: token 1 has id 70000, but the tokenizer has 258",
     ),
 ]
+
+
+NAMES = ("/etc/x.arrow", "../../x.arrow", "..", "", "a\0.arrow", "\ud800.arrow", 3, None)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 100_000, "[]", "9" * 5000, *(json.dumps({"_data_files": [{"filename": name}]}) for name in NAMES)],
+    ids=lambda content: content[:60],
+)
+def test_a_foreign_state_of_a_saved_dataset_is_one_line(content):
+    Path("saved").mkdir()
+    Path("saved/state.json").write_text(content)
+    with pytest.raises(DataError, match=r"state\.json.*(cannot be read as JSON|is damaged)") as caught:
+        loader(config(paths=["saved"]))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("write", "damage", "says"), DAMAGED, ids=[says[:40] for *_, says in DAMAGED])

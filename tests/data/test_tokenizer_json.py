@@ -200,7 +200,7 @@ def test_a_bad_file_is_one_line(content: str, tmp_path: Path) -> None:
 
 def test_bad_transformers_files(file: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
-    for content, says in (("{", "cannot be read as JSON"), ("[]", "not a JSON object")):
+    for content, says in (("{", "cannot be read as JSON"), ("[]", "an array, not an object")):
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(DataError, match=says):
             build_tokenizer(config_of(tmp_path / "tokenizer.json"))

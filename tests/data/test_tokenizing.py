@@ -131,7 +131,7 @@ def test_lines_are_counted_from_the_beginning_of_the_file(monkeypatch: pytest.Mo
         Path("a.jsonl").write_text("\n".join(lines))
         for unit_bytes in (1, 30, 1000):
             source = LocalFiles(DataConfig(paths=["a.jsonl"]), "paths")
-            with pytest.raises(DataError, match=rf"a\.jsonl, line {wrong + 1}: not JSON"):
+            with pytest.raises(DataError, match=rf"a\.jsonl, line {wrong + 1}: not a JSON object"):
                 for span in source.spans(unit_bytes):
                     list(source.read(span))
 
@@ -148,7 +148,7 @@ def test_the_first_of_several_errors_is_reported(monkeypatch: pytest.MonkeyPatch
     lines[1] = lines[150] = lines[199] = "no JSON"
     Path("a.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(cache, "UNIT_BYTES", 3020)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not JSON"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not a JSON object"):
         tokenized(tokenize_workers=2)
     assert not list(Path("cache").iterdir()) and not workers()
 

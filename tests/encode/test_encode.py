@@ -192,6 +192,10 @@ def test_damage_is_found() -> None:
     path.write_bytes(content[:-1])
     with pytest.raises(DataError, match=r"bytes instead of"):
         LatentSamples(folder, "train", seed=0, shuffle=False)
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("train-00000", "../train-00000"))
+    with pytest.raises(DataError, match=r"manifest\.json is damaged: .*'\.\./train-00000' is no name"):
+        LatentSamples(folder, "train", seed=0, shuffle=False)
 
 
 @pytest.mark.parametrize(

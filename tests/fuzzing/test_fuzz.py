@@ -134,7 +134,7 @@ KNOWN = [
         ],
         "cluster.ranks=720720: a search of more than 20,000 layouts takes too long",
     ),
-    ("parity", ["parity.layouts=[[a]]"], "parity.layouts=[[a]]: must be a list, like [a,b]"),
+    ("parity", ["parity.layouts=[[a]]"], "parity.layouts=[[a]]: must be a list of texts, like [a,b]"),
     (
         "bench",
         ["bench.variants={a: 'hydra.mode=MULTIRUN'}"],

@@ -207,6 +207,8 @@ def test_empty_file(weights: Path, tmp_path: Path) -> None:
         ("empty.txt", "\n \n", "is empty; would work: a prompt on each line"),
         ("rows.jsonl", "{}\n", 'has no text in "prompt"'),
         ("bad.jsonl", "\n{\n", "line 2: is not JSON"),
+        ("digits.jsonl", "9" * 5000, "line 1: is not JSON: a number has more than 4300 digits"),
+        ("long.txt", "a\n" + "b" * 4_000_001, "line 2: has more than 4000000 characters"),
         ("half.jsonl", '{"prompt": "\\ud800"}', "line 1: has half a surrogate pair"),
     ):
         (tmp_path / name).write_text(content)

@@ -140,6 +140,7 @@ def test_a_damaged_picture_is_an_error_or_skipped() -> None:
             "no field 'text' among none; set data.images.caption_field",
         ),
         (lambda: Path("00.json").write_text("{"), "00.png: its caption cannot be read"),
+        (lambda: Path("00.json").write_text("[" * 100_000), "00.png: its caption cannot be read"),
         (lambda: Path("01.txt").write_bytes(b"\xff"), "01.png: its caption cannot be read"),
     ],
 )

@@ -60,5 +60,5 @@ def test_a_failed_rehearsal_is_not_kept(tmp_path: Path, fake: type[FakeRehearsal
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / rehearsed.FILE).write_text("{")
-    with pytest.raises(UserError, match="is not JSON"):
+    with pytest.raises(UserError, match="cannot be read as JSON"):
         rehearsed.read(tmp_path)

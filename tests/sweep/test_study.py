@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +307,39 @@ def test_objectives_and_their_directions() -> None:
         ConfigError, match=r"tokens_per_second: must be .*; would work: .*window.tokens_per_second"
     ):
         check_objective("tokens_per_second")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"objective": 5},
+        {"objective": []},
+        {"objective": ["a", "b"]},
+        {"objective": [None]},
+        {"direction": None},
+        {"direction": ["up"]},
+        {"sweeper": ["optuna"]},
+        {"shared": [3]},
+        {"command": "a"},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_damaged_record_is_one_line(change: dict[str, Any], tmp_path: Path) -> None:
+    record = StudyRecord("optuna", ["loss"], ["minimize"], [], [])
+    record.write(tmp_path)
+    assert StudyRecord.read(tmp_path) == record
+    (tmp_path / "study.json").write_text(json.dumps(asdict(record) | change))
+    with pytest.raises(UserError, match=r"study\.json: damaged, or another version wrote it: ") as raised:
+        StudyRecord.read(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_study_whose_points_are_lost(study: Callable[..., int], tmp_path: Path) -> None:
+    assert study(LOG_LR, "hydra.sweeper.n_trials=1") == EXIT_OK
+    (tmp_path / "s" / "sweep.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"sweep\.jsonl: has none of the 1 points of the stored study"):
+        study(LOG_LR, "hydra.sweeper.n_trials=1")
 
 
 def test_the_best_of_several_objectives_by_brute_force() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -91,6 +90,29 @@ def test_labels_are_what_differs() -> None:
     assert labels([]) == []
 
 
-def test_other_lines_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(json.dumps({"of": "a later version"}) + "\n[]\n")
-    assert Registry(tmp_path).points() == [] and Registry.open(tmp_path).skipped() == []
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "junk",
+        "[]",
+        "[" * 100_000,
+        "9" * 5000,
+        '{"of": "a later version"}',
+        '{"point": "b", "run_dir": "b"}',
+        '{"point": "b", "run_dir": "b", "overrides": [3]}',
+        '{"point": "b", "run_dir": "b\\u0000", "overrides": []}',
+        '{"point": 3, "run_dir": "b", "overrides": []}',
+        '{"skipped": null, "overrides": []}',
+    ],
+    ids=lambda line: line[:60],
+)
+def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    registry.add([point(tmp_path, "a")], [])
+    with (tmp_path / FILE).open("a") as file:
+        file.write(f"{line}\n")
+    for read in (registry.points, registry.skipped, lambda: registry.add([point(tmp_path, "c")], [])):
+        with pytest.raises(UserError, match=r"sweep\.jsonl: line 2 is damaged: .*; would work: ") as raised:
+            read()
+        assert "\n" not in str(raised.value)
