@@ -244,7 +244,7 @@ def lowest_format(job: Job) -> str:
 def in_float32(job: Job) -> Job:
     """Return a copy of a job that computes in float32.
 
-    The job is resolved, so formats that were derived from its precision are set. All of them are derived again.
+    The job is resolved, so its fields have formats that came from its precision; these are derived again.
     """
     job = dataclasses.replace(job, precision=type(job.precision)())
     for name, default in formats_of(Job()).items():

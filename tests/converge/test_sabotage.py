@@ -22,7 +22,7 @@ SEEDS, STEPS = (1, 2, 3), 40
 JOB = (
     *("data=python_stdlib", "data.paths=['{stdlib}/json/*.py']", "data.validation_fraction=0"),
     *("model.vocab_size=272", "training.seq_len=64", f"training.steps={STEPS}"),
-    *("optimizer.lr=4e-3", "schedule.warmup_steps=8"),
+    *("optimizer.lr=4e-3", "schedule.warmup_steps=8", "training.max_norm=0"),
 )
 FSDP = ("parallelism=fsdp", "parallelism.dp_shard=2")
 
