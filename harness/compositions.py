@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 
 from harness.compose import Composer
+from harness.data.vocabulary import require_vocabulary
 from harness.errors import ConfigError, UserError
 from harness.job import Job
 from harness.parallelism.block_config import MODES
@@ -22,7 +23,6 @@ DOCUMENTS = (
     "data=python_stdlib",
     "data.paths=['{stdlib}/json/*.py']",
     "data.validation_fraction=0",
-    "data.mask_fraction=0",
     "model.vocab_size=258",
 )
 SAMPLES = 500
@@ -36,7 +36,7 @@ def random_job(composer: Composer, seed: int, ranks: int, fixed: Sequence[str]) 
         composer: composes the primary config ``parity``.
         seed: determines the job.
         ranks: largest world size.
-        fixed: overrides that are not sampled.
+        fixed: overrides that are not sampled; with ``data`` among them no field of the data is.
 
     Returns:
         The overrides, and the job that they compose.
@@ -49,6 +49,15 @@ def random_job(composer: Composer, seed: int, ranks: int, fixed: Sequence[str]) 
     groups = _sample_groups(generator)
     sizes = random.Random(f"sizes {seed}")
     fixed_names = {override.partition("=")[0] for override in fixed}
+    if "experiment" in fixed_names:
+        fixed_names |= {"model", "data", "training.seq_len"}
+    # The vocabulary is sampled for the data: fields of a typed model are, unless the data is typed too.
+    whole = {"data", "model"} if fixed_names >= {"data", "model"} else fixed_names & {"data"}
+
+    def is_fixed(override: str) -> bool:
+        name = override.partition("=")[0]
+        return name in fixed_names or name.partition(".")[0] in whole
+
     rejected = ""
     for number in range(SAMPLES):
         # Try each set of degrees several times; otherwise most accepted jobs would have one rank, which is
@@ -56,9 +65,10 @@ def random_job(composer: Composer, seed: int, ranks: int, fixed: Sequence[str]) 
         if number % SAMPLES_PER_DEGREES == 0:
             degrees = _sample_degrees(generator, ranks)
         sampled = [*groups, *_sample_fields(generator, groups, degrees), *_sample_sizes(sizes)]
-        overrides = [*(o for o in sampled if o.partition("=")[0] not in fixed_names), *fixed]
+        overrides = [*(each for each in sampled if not is_fixed(each)), *fixed]
         try:
             job: Job = composer.job(overrides)
+            require_vocabulary(job)
         except ConfigError as error:
             rejected = str(error)
             continue
@@ -113,7 +123,7 @@ def _sample_fields(generator: random.Random, groups: list[str], degrees: dict[st
         sampled += one("model.tied_embeddings", True, False, False)
     if groups[1:]:
         return sampled + one("data.attend_across_documents", True, False)
-    return sampled + one("data.mask_fraction", 0.0, 0.3) + one("model.vocab_size", 256, 256, 259)
+    return sampled + one("data", "synthetic", "synthetic_masked") + one("model.vocab_size", 256, 256, 259)
 
 
 def _sample_sizes(generator: random.Random) -> list[str]:

@@ -261,8 +261,9 @@ def _groups_not_set(name: str) -> set[str]:
             chosen = {
                 str(group).removeprefix("override ").strip("/"): option for group, option in each.items()
             }
-            if any(option and not files_of_option(f"{group}={option}") for group, option in chosen.items()):
-                return set()
+            for group, option in chosen.items():
+                if option and not files_of_option(f"{group}={option}"):
+                    found &= _groups_not_set(f"{group}/{option}")
         elif not isinstance(each, str):
             return set()
         elif each not in ("job_schema", "_self_"):

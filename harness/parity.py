@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from harness.app import Result, Verb
 from harness.compose import Composer
 from harness.compositions import random_job
-from harness.config import label, part, with_value
+from harness.config import NUMERICS, label, leaves, part, with_value
+from harness.data.vocabulary import require_vocabulary
 from harness.errors import EXIT_OK, ConfigError
 from harness.job import Job, differing_numerics
 from harness.model.spec import BALANCE_BIAS, block_prefix
@@ -162,9 +163,9 @@ def compare(
         for each in traces:
             for name, gradient in each.gradients[index].items():
                 found.add(name)
-                difference = float(
-                    (gradient - expected[name]).double().norm() / expected[name].double().norm()
-                )
+                apart = (gradient - expected[name]).double().norm()
+                # Gradients that are 0 in both, as behind modulations that start at 0, are equal.
+                difference = float(apart / expected[name].double().norm()) if apart else 0.0
                 if difference > worst or math.isnan(difference):
                     worst, worst_parameter = difference, name
                 if math.isnan(worst):
@@ -214,7 +215,7 @@ class LayoutComparer:
 
         alone = single_process(job)
         verdict = against(self._reference(alone))
-        if verdict.passed or not is_low_precision(job):
+        if verdict.passed or lowest_format(job) == "float32":
             return verdict
         # One process sums all rows of a batch in low precision, and can be less exact than several ranks: an
         # embedding's gradient in bfloat16 was 5 % from float32, that of eight ranks 0.6 %.
@@ -228,20 +229,32 @@ class LayoutComparer:
         return self.references[alone.id]
 
 
-def is_low_precision(job: Job) -> bool:
-    """Whether a job computes in less than float32."""
-    return job.precision.param_dtype != "float32" or job.precision.linear != "none"
+def formats_of(job: Job) -> dict[str, Any]:
+    """Formats in which a job computes, by field; those of data and checkpoints are not among them."""
+    return {n: value for n, role, value in leaves(job) if role == NUMERICS and n.endswith("_dtype")}
+
+
+def lowest_format(job: Job) -> str:
+    """The least exact format in which a job computes, also where only its optimizer or reductions do."""
+    if job.precision.linear != "none":
+        return job.precision.linear
+    return "bfloat16" if "bfloat16" in formats_of(job).values() else "float32"
 
 
 def in_float32(job: Job) -> Job:
-    """Return a copy of a job that computes in float32."""
-    return dataclasses.replace(job, precision=type(job.precision)()).resolve(gpus=0)
+    """Return a copy of a job that computes in float32.
+
+    The job is resolved, so its fields have formats that came from its precision; these are derived again.
+    """
+    job = dataclasses.replace(job, precision=type(job.precision)())
+    for name, default in formats_of(Job()).items():
+        job = with_value(job, name, default)
+    return job.resolve(gpus=0)
 
 
 def tolerances_of(job: Job, config: ParityConfig) -> tuple[float, float]:
-    """Tolerances (loss, gradient) of a job: configured, or the default of its precision."""
-    is_float8 = job.precision.linear != "none"
-    loss, gradient = TOLERANCES["float8" if is_float8 else job.precision.param_dtype]
+    """Tolerances (loss, gradient) of a job: configured, or the default of its lowest format."""
+    loss, gradient = TOLERANCES.get(lowest_format(job), TOLERANCES["float8"])
     return (
         loss if config.loss_tolerance is None else config.loss_tolerance,
         gradient if config.gradient_tolerance is None else config.gradient_tolerance,
@@ -251,13 +264,15 @@ def tolerances_of(job: Job, config: ParityConfig) -> tuple[float, float]:
 def comparisons(job: Job) -> list[Job]:
     """Return the jobs to compare for a layout: usually the job itself.
 
-    Low precision changes router scores, so that some tokens go to other experts, and gradients differ more
-    than by an error in the layout. Such a job is compared twice: in float32 with its own routing, and in its
-    precision with ``model.moe.force_balance``.
+    A job of low precision is compared twice: in float32, whose tolerance is small, and in its precision. Low
+    precision changes router scores, so that some tokens go to other experts, and gradients differ more than
+    by an error in the layout. So experts are compared with their own routing in float32 only, and with
+    ``model.moe.force_balance`` in their precision.
     """
-    if not is_low_precision(job) or not job.model.moe.enabled or job.model.moe.force_balance:
+    if lowest_format(job) == "float32":
         return [job]
-    return [in_float32(job), with_value(job, "model.moe.force_balance", True).resolve(gpus=0)]
+    balanced = with_value(job, "model.moe.force_balance", True) if job.model.moe.enabled else job
+    return [in_float32(job), balanced.resolve(gpus=0)]
 
 
 def parity(job: ParityJob, overrides: list[str]) -> Result:
@@ -301,9 +316,8 @@ def _summary(config: ParityConfig, job: ParityJob, agree: int, compared: int) ->
     agreed = f"{agree} of {compared} {what} agree with one process over {config.steps} steps"
     if config.random:
         return f"{agreed} (seeds {config.seed} to {config.seed + config.random - 1})\n"
-    linear, (loss, gradient) = job.precision.linear, tolerances_of(job, config)
-    precision = job.precision.param_dtype if linear == "none" else linear
-    return f"{agreed} ({precision}; tolerance {loss:g} loss, {gradient:g} gradients)\n"
+    loss, gradient = tolerances_of(job, config)
+    return f"{agreed} ({lowest_format(job)}; tolerance {loss:g} loss, {gradient:g} gradients)\n"
 
 
 @dataclass(frozen=True)
@@ -318,6 +332,7 @@ class Row:
 
 def matrix_rows(job: ParityJob, overrides: list[str]) -> list[Row]:
     """Compose the chosen layouts of the matrix."""
+    require_vocabulary(job)
     layouts = compose_layouts(job.parity, overrides, has_experts=job.model.moe.enabled)
     return [Row(name, each) for name, (_, each) in layouts.items()]
 

@@ -13,6 +13,7 @@ from harness import compositions
 from harness.cluster.pool import RankPool
 from harness.compose import Composer
 from harness.compositions import random_job
+from harness.config import NUMERICS, leaves
 from harness.errors import UserError
 from harness.parity import (
     KEPT_REFERENCES,
@@ -21,6 +22,7 @@ from harness.parity import (
     ParityJob,
     Trace,
     comparisons,
+    lowest_format,
     single_process,
     trace,
 )
@@ -47,6 +49,49 @@ def test_a_random_job_computes_what_one_process_computes(judge: LayoutComparer, 
     overrides, job = sampled(seed)
     verdict = judge.verdict(f"parity.seed={seed}", job)
     require_agreement(verdict, " ".join(overrides))
+
+
+MUON = "optimizer=muon schedule.warmup_steps=0"
+TYPED = {
+    "muon_bfloat16_experts": (
+        300,
+        "model=qwen3_moe_debug optimizer=muon precision=bf16 schedule.warmup_steps=0",
+    ),
+    "mixture": (0, "data=python_mixture"),
+    "pictures": (0, "experiment=flux_debug"),
+    "random_pictures": (0, "model=flux_debug data=latents_synthetic training.seq_len=32"),
+}
+
+
+@pytest.mark.parametrize("name", rest_is_thorough(TYPED, "muon_bfloat16_experts", "pictures"))
+def test_random_jobs_of_a_typed_part(judge: LayoutComparer, name: str) -> None:
+    """The fields that are sampled fit what is typed, and right layouts agree."""
+    seed, typed = TYPED[name]
+    overrides, job = sampled(seed, *typed.split())
+    require_agreement(judge.verdict(name, job), " ".join(overrides))
+
+
+LOW = [
+    "precision=bf16_full optimizer=muon model=qwen3_moe_debug optimizer.momentum=0.9 optimizer.beta2=0.99",
+    *("precision=bf16", "precision.reduce_dtype=bfloat16", "optimizer.state_dtype=bfloat16"),
+    "optimizer=muon optimizer.newton_schulz_dtype=bfloat16",
+]
+
+
+@pytest.mark.parametrize("typed", LOW)
+def test_the_job_in_float32_has_no_other_format(typed: str) -> None:
+    """Also none that was derived from the precision when the job was resolved."""
+    with Composer("parity", ParityJob) as composer:
+        job = composer.job(typed.split()).plain
+    exact, own = comparisons(job)
+
+    def rounding(job: ParityJob) -> list[str]:
+        found = [name for name, role, value in leaves(job) if role == NUMERICS and value == "bfloat16"]
+        return [name for name in found if not name.startswith("data.")]
+
+    assert rounding(own) == rounding(job) != []
+    assert rounding(exact) == []
+    assert (lowest_format(own), lowest_format(exact)) == ("bfloat16", "float32")
 
 
 @pytest.mark.thorough

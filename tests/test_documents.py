@@ -67,7 +67,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         (folder / f"{number:02}.txt").write_text(f"document {number} " * (1 + number * number % 9))
     return [
         *("data=local_text", "tokenizer=bytes", "model.vocab_size=258", "data.validation_fraction=0"),
-        "data.mask_fraction=0",
         *(f"data.paths=[{folder}/*.txt]", f"data.cache_dir={folder}/cache"),
         "data.attend_across_documents=false",
     ]
@@ -104,7 +103,7 @@ def conversations() -> list[str]:
     """Overrides for the shipped conversations, several of which fit into a sample."""
     folder = Path(__file__).parents[1] / "experiments" / "chat"
     return [
-        *("data=chat", "data.mask_fraction=0", f"data.paths=[{folder}/conversations.jsonl]"),
+        *("data=chat", f"data.paths=[{folder}/conversations.jsonl]"),
         *("data.chat_template=plain", "tokenizer=python_2k", "model.vocab_size=2048"),
         *("training.seq_len=128", "model.max_seq_len=128"),
     ]

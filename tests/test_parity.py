@@ -352,6 +352,19 @@ def test_unknown_layout_and_changed_numerics_are_refused() -> None:
         compose_layouts(ParityConfig(matrix=changed), [])
 
 
+@pytest.mark.parametrize(
+    ("typed", "model", "kind"),
+    [
+        ("", "llama3_tiny", "synthetic"),
+        ("data=python_mixture model.vocab_size=258", "llama3_tiny", "mixture"),
+        ("experiment=flux_debug", "flux_debug", "drawn_shapes"),
+    ],
+)
+def test_what_is_typed_takes_the_place_of_the_small_llama(typed: str, model: str, kind: str) -> None:
+    job = layout("fsdp", *typed.split())
+    assert (job.model.name, job.data.kind, job.cluster.device) == (model, kind, "cpu")
+
+
 def test_verb_prints_a_table_and_fails_where_one_differs(capsys: pytest.CaptureFixture[str]) -> None:
     job = ParityJob(
         **vars(layout("fsdp")), parity=ParityConfig(matrix=MATRIX, layouts=["ddp", "tp4"], steps=2)

@@ -866,6 +866,18 @@ GOOD_ROWS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", "every stage and microbatch needs one B, or one I and one W"),
         ("0F0,0B0\n1F0,1I0\n", "every stage and microbatch needs one B, or one I and one W"),
         ("0F0,0B0,0W0\n1F0,1B0\n", "every stage and microbatch needs one B, or one I and one W"),
+        ("0F0,0B0\n1F0,1W0,1I0\n", "every stage and microbatch needs one B, or one I and one W after it"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "every stage needs one F of each of the microbatches 0 to 0"),
+        ("0F0,0B0,0B0\n1F0,1B0\n", "every stage and microbatch needs one B, or one I and one W"),
+        ("0F0,1B0\n1F0,0B0\n", "stages [0, 0, 1, 1] are not 0, 1, 2, ... each on one rank"),
+        (
+            "0F0,0B0\n1B0,1F0\n",
+            "the ranks wait for each other, or for themselves, for ever: 0B0 for 1B0, 1B0 for 1F0;",
+        ),
+        (
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+            "the ranks wait for each other, or for themselves, for ever: 0B0 for 1B0, 1F1 for 0F1;",
+        ),
     ],
 )
 def test_csv_schedule_malformed(rows: str, rule: str, tmp_path: Path) -> None:

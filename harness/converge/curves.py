@@ -18,7 +18,7 @@ class Found:
     """Curves of a technique, and the runs without one.
 
     Attributes:
-        curves: losses of the completed runs.
+        curves: losses and gradient norms of the completed runs.
         missing: reason for each seed without a curve.
         has_failed: whether any of these runs ended with an error.
     """
@@ -41,6 +41,7 @@ def read_curves(technique: Technique, control: Curves | None = None) -> Found:
     """
     steps = None if control is None else control.steps.tolist()
     losses: dict[int, Losses] = {}
+    norms: dict[int, Losses] = {}
     missing: dict[int, str] = {}
     has_failed = False
     for seed, run in technique.runs.items():
@@ -61,9 +62,11 @@ def read_curves(technique: Technique, control: Curves | None = None) -> Found:
             missing[seed] = "the control has no curve of this seed"
         else:
             losses[seed] = values
-    return Found(
-        Curves(np.array(steps or [], np.int64), losses, not technique.differs_in), missing, has_failed
-    )
+            own = np.array([each["grad_norm"] for each in rows], np.float64)
+            if np.isfinite(own).all() and own.all():  # a skipped step may have no finite norm
+                norms[seed] = own
+    same = not technique.differs_in
+    return Found(Curves(np.array(steps or [], np.int64), losses, same, norms), missing, has_failed)
 
 
 def _reason(row: dict[str, Any]) -> str:

@@ -12,15 +12,16 @@ seeds.
   ``1 / t``, because curves that are the same up to rounding drift apart with time. It is most sensitive
   early in training, where the loss falls fast and the drift is small.
 * **Departure**: size of the differences, whatever their sign, over that of a twin, which computes the
-  control's numbers in another order. It is a test for techniques with the control's numerics, which claim to
-  differ from it by rounding only.
+  control's numbers in another order: of losses or of gradient norms, whichever is larger. Norms show a
+  constant factor on some gradients, which AdamW removes from the losses. It is a test for techniques with the
+  control's numerics, which claim to differ from it by rounding only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,11 +47,13 @@ class Curves:
         steps: the steps at which losses were logged, ascending, shape [T].
         losses: losses by seed, each of shape [T].
         same_numerics: whether the technique claims to compute the control's numbers.
+        norms: gradient norms by seed, each of shape [T]; empty if they are not known.
     """
 
     steps: NDArray[np.int64]
     losses: Mapping[int, Losses]
     same_numerics: bool = False
+    norms: Mapping[int, Losses] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,9 +133,16 @@ def _measure(
     departure, p_values, needs_twin = None, [final.p_of_zero(), speed.p_of_zero()], False
     if twin is not None and curves.same_numerics:
         ratios = [
-            log_departure(steps, own, other, config.smooth_steps)
-            - log_departure(steps, twin.losses[seed], other, config.smooth_steps)
-            for seed, (own, other) in pairs.items()
+            max(
+                log_departure(steps, own[seed], other[seed], config.smooth_steps)
+                - log_departure(steps, twins[seed], other[seed], config.smooth_steps)
+                for own, twins, other in (
+                    (curves.losses, twin.losses, control.losses),
+                    (curves.norms, twin.norms, control.norms),
+                )
+                if seed in own and seed in twins and seed in other
+            )
+            for seed in pairs
             if seed in twin.losses
         ]
         if ratios:

@@ -170,8 +170,9 @@ def _method(config: ConvergeConfig) -> list[str]:
         "also in units of the standard deviation of the control's final loss over seeds;",
         "- learning speed: how far the curve runs ahead of the control's, as a share of the steps (least "
         "squares over all steps, weighted by 1 / step);",
-        "- departure: size of the differences over that of the twin, which computes the control's numbers in "
-        "another order; for techniques that claim the control's numerics.",
+        "- departure: size of the differences of losses or gradient norms, whichever is larger, over that of "
+        "the twin, which computes the control's numbers in another order; for techniques that claim the "
+        "control's numerics.",
         "Worse, better: the hypothesis that the mean difference, or learning speed, is 0 is rejected at "
         f"{level}, by Holm for all tests of the table, and the estimate exceeds its bound: "
         f"{config.final_bound:.1%} of the final loss, {config.speed_bound:.1%} of the learning speed. "

@@ -42,7 +42,8 @@ def settings(job: Job, run_dir: Path) -> dict[str, str]:
         # A collective that fails ends the process, and the launcher notices that.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         # Pipeline stages share one communicator, made with the mesh. torch warns that it serializes its
-        # operations; every schedule still completes (tests/parallelism/test_point_to_point.py).
+        # operations; every schedule still completes (tests/parallelism/test_point_to_point.py), and a file
+        # whose order would not is refused when the job is composed (read_csv_schedule).
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
         "TORCH_FR_BUFFER_SIZE": str(recorded),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(recorded > 0)),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import hashlib
 import re
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from harness.errors import ConfigError
@@ -65,6 +67,8 @@ SCHEDULES = {
 }
 
 _ACTION = re.compile(r"^(\d+)([A-Z_]+)(\d+)$")
+Pass = tuple[int, str, int]
+"""Stage, ``F``, ``B``, ``I`` or ``W``, microbatch."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class CsvSchedule:
     """Microbatches that every stage runs."""
     digest: str
     """SHA-256 of the file, twelve hex digits."""
-    passes_of_rank: list[list[tuple[int, str, int]]]
-    """Passes of every rank, in order: (stage, ``F``, ``B``, ``I`` or ``W``, microbatch)."""
+    passes_of_rank: list[list[Pass]]
+    """Passes of every rank, in order."""
 
     @property
     def num_stages(self) -> int:
@@ -87,10 +91,12 @@ class CsvSchedule:
 
 
 def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
-    """Read torch's compute-only CSV and check that it runs every stage and microbatch exactly once.
+    """Read torch's compute-only CSV and check that it runs every stage and microbatch exactly once, in an
+    order that ends.
 
     Raises:
-        ConfigError: the file is missing, has another number of ranks, or is incomplete.
+        ConfigError: the file is missing, has another number of ranks, is incomplete, or its ranks wait for
+            each other.
     """
     field = "parallelism.pp_schedule_csv"
     if not Path(path).is_file():
@@ -101,33 +107,57 @@ def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
         raise ConfigError(
             field, path, f"has {len(rows)} rows; needs one per pipeline rank, parallelism.pp={pp}"
         )
-    forwards: list[set[tuple[int, int]]] = []
-    backwards: dict[tuple[int, int], set[str]] = {}
-    passes: list[list[tuple[int, str, int]]] = []
-    for row in rows:
-        forwards.append(set())
-        passes.append([])
+    passes: list[list[Pass]] = [[] for _ in rows]
+    for row, own in zip(rows, passes, strict=True):
         for cell in row:
             match = _ACTION.match(cell)
             if match is None or match[2] not in ("F", "B", "I", "W"):
                 raise ConfigError(field, path, f"cell {cell!r} is not <stage><F|B|I|W><microbatch>, like 0F0")
-            action = (int(match[1]), int(match[3]))
-            passes[-1].append((action[0], match[2], action[1]))
-            if match[2] == "F":
-                forwards[-1].add(action)
-            else:
-                backwards.setdefault(action, set()).add(match[2])
-    stages_of_rank = [sorted({stage for stage, _ in row}) for row in forwards]
+            own.append((int(match[1]), match[2], int(match[3])))
+    stages_of_rank = [sorted({stage for stage, _, _ in row}) for row in passes]
     stages = sorted(stage for row in stages_of_rank for stage in row)
     if stages != list(range(len(stages))):
         raise ConfigError(field, path, f"stages {stages} are not 0, 1, 2, ... each on one rank")
-    microbatches = len({microbatch for row in forwards for _, microbatch in row})
-    wanted = {(stage, microbatch) for stage in stages for microbatch in range(microbatches)}
-    if set().union(*forwards) != wanted:
+    kinds: dict[tuple[int, int], str] = defaultdict(str)
+    for stage, kind, number in chain.from_iterable(passes):
+        kinds[stage, number] += kind
+    microbatches = len({number for _, number in kinds})
+    wanted = {(stage, number) for stage in stages for number in range(microbatches)}
+    if kinds.keys() != wanted or any(found.count("F") != 1 for found in kinds.values()):
         raise ConfigError(
             field, path, f"every stage needs one F of each of the microbatches 0 to {microbatches - 1}"
         )
-    if set(backwards) != wanted or any(kinds not in ({"B"}, {"I", "W"}) for kinds in backwards.values()):
-        raise ConfigError(field, path, "every stage and microbatch needs one B, or one I and one W")
+    if any(found.replace("F", "") not in ("B", "IW") for found in kinds.values()):
+        rule = "every stage and microbatch needs one B, or one I and one W after it"
+        raise ConfigError(field, path, rule)
+    if waiting := _waiting(passes, stages[-1]):
+        rule = f"the ranks wait for each other, or for themselves, for ever: {', '.join(waiting)}"
+        raise ConfigError(field, path, rule, "an order in which each pass comes after those that it needs")
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
     return CsvSchedule(stages_of_rank, microbatches, digest, passes)
+
+
+def _waiting(passes: list[list[Pass]], last: int) -> list[str]:
+    """Run all ranks, and say for each that cannot end at which pass it waits for which other one.
+
+    torch places a send and its receive, in the order of both ranks, where such a run makes them. So if all
+    end, sends and receives do too, also one after another, as one communicator executes them.
+    """
+    done: set[Pass] = set()
+    following, moved = [0] * len(passes), True
+
+    def missing(stage: int, kind: str, number: int) -> list[Pass]:
+        needed = [(stage - 1, "F")] if kind == "F" else [(stage, "F"), (stage + 1, "B")]
+        found = [(other, of, number) for other, of in needed if 0 <= other <= last]
+        return [] if kind == "W" else [each for each in found if each not in done]
+
+    while moved:
+        moved = False
+        for rank, row in enumerate(passes):
+            while following[rank] < len(row) and not missing(*row[following[rank]]):
+                stage, kind, number = row[following[rank]]
+                # The first half of a backward pass, I, has what the stage before it waits for.
+                done.add((stage, "B" if kind == "I" else kind, number))
+                following[rank], moved = following[rank] + 1, True
+    stopped = [row[here] for row, here in zip(passes, following, strict=True) if here < len(row)]
+    return ["{}{}{} for {}{}{}".format(*own, *missing(*own)[0]) for own in stopped]

@@ -189,6 +189,15 @@ def test_a_twin_with_the_same_bits_leaves_room_for_rounding() -> None:
     assert judge(control, same_bits(control), techniques, CONFIG)["rounded"].word == EQUAL
 
 
+@pytest.mark.parametrize(("factor", "word"), [(1 + 1e-7, EQUAL), (1.001, DIFFERENT)])
+def test_norms_depart_with_equal_losses(factor: float, word: str) -> None:
+    control, _ = experiment(np.random.default_rng(8), drift=0.0)
+    control = replace(same_bits(control), norms=control.losses)
+    scaled = replace(control, norms={seed: factor * norms for seed, norms in control.norms.items()})
+    found = judge(control, control, {"scaled": scaled}, CONFIG)["scaled"]
+    assert (found.word, found.final.mean) == (word, 0.0)
+
+
 @pytest.mark.parametrize(
     ("seeds", "reason"),
     [

@@ -1,4 +1,5 @@
-"""Training with an error is found: a learning rate 5 % off, a gradient scale missing on one rank."""
+"""Training with an error is found: a learning rate 5 % off, a gradient scale missing on one rank, or a
+constant factor on the gradients of some tensors, which AdamW removes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tiers import THOROUGH
 from harness.cluster.pool import RankPool
 from harness.config import with_value
 from harness.converge.config import ConvergeConfig
-from harness.converge.judge import BETTER, EQUAL, Curves, Verdict, judge
+from harness.converge.judge import BETTER, DIFFERENT, EQUAL, Curves, Verdict, judge
 from harness.job import Job
 from harness.parity import Trace, trace
 
@@ -21,7 +22,7 @@ SEEDS, STEPS = (1, 2, 3), 40
 JOB = (
     *("data=python_stdlib", "data.paths=['{stdlib}/json/*.py']", "data.validation_fraction=0"),
     *("model.vocab_size=272", "training.seq_len=64", f"training.steps={STEPS}"),
-    *("optimizer.lr=4e-3", "schedule.warmup_steps=8"),
+    *("optimizer.lr=4e-3", "schedule.warmup_steps=8", "training.max_norm=0"),
 )
 FSDP = ("parallelism=fsdp", "parallelism.dp_shard=2")
 
@@ -40,12 +41,29 @@ def missing_scale_on_one_rank(job_json: str, steps: int) -> Trace:
         return trace(job_json, steps)
 
 
+def smaller_gradients_of_norms(job_json: str, steps: int) -> Trace:
+    """Gradients of norms' weights are 3 % too small, as if a part of them were not reduced."""
+    from harness.loop.engine import Engine
+
+    original = Engine.__init__
+
+    def init(self, *args, **options):  # type: ignore[no-untyped-def]
+        original(self, *args, **options)
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                parameter.register_hook(lambda gradient: 0.97 * gradient)
+
+    with mock.patch.object(Engine, "__init__", init):
+        return trace(job_json, steps)
+
+
 def curves(pool: RankPool, job: Job, train=trace, *, same: bool = True) -> Curves:  # type: ignore[no-untyped-def]
-    losses = {}
+    losses, norms = {}, {}
     for seed in SEEDS:
         own = with_value(job, "training.seed", seed)
-        losses[seed] = np.array(pool.run(own.world_size, train, own.to_json(), STEPS)[0].losses)
-    return Curves(np.arange(1, STEPS + 1), losses, same)
+        found = pool.run(own.world_size, train, own.to_json(), STEPS)[0]
+        losses[seed], norms[seed] = np.array(found.losses), np.array(found.norms)
+    return Curves(np.arange(1, STEPS + 1), losses, same, norms)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +74,7 @@ def verdicts(pool: RankPool) -> dict[str, Verdict]:
         "fsdp": curves(pool, tiny(*JOB, *FSDP)),
         "lr": curves(pool, tiny(*JOB, "optimizer.lr=4.2e-3"), same=False),
         "scale": curves(pool, tiny(*JOB, *FSDP), missing_scale_on_one_rank),
+        "norms": curves(pool, tiny(*JOB), smaller_gradients_of_norms),
     }
     if THOROUGH:
         techniques["bf16"] = curves(pool, tiny(*JOB, "precision=bf16"), same=False)
@@ -64,7 +83,7 @@ def verdicts(pool: RankPool) -> dict[str, Verdict]:
 
 
 def test_correct_techniques_are_equal(verdicts: dict[str, Verdict]) -> None:
-    correct = verdicts.keys() - {"lr", "scale"}
+    correct = verdicts.keys() - {"lr", "scale", "norms"}
     assert correct and {verdicts[name].word for name in correct} == {EQUAL}
 
 
@@ -77,3 +96,8 @@ def test_missing_gradient_scale_on_one_rank_is_found(verdicts: dict[str, Verdict
     assert verdicts["scale"].word not in (EQUAL, "undecided")
     assert verdicts["scale"].departure is not None
     assert verdicts["scale"].departure.mean > 3, "a thousand times the effect of rounding"
+
+
+def test_a_factor_that_adamw_removes_is_found(verdicts: dict[str, Verdict]) -> None:
+    assert verdicts["norms"].word == DIFFERENT
+    assert abs(verdicts["norms"].final.mean) < ConvergeConfig().final_bound

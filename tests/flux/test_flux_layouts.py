@@ -33,7 +33,7 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("name", rest_is_thorough(LAYOUTS, "tp_cp_ulysses", "tp_no_sequence"))
 def test_layouts_agree_with_one_process(pool: RankPool, name: str) -> None:
-    require_parity(pool, name, layout(name, *SMALL, "data.mask_fraction=0"))
+    require_parity(pool, name, layout(name, *SMALL))
 
 
 RUN = ("tokenizer=bytes", "cluster.device=cpu", "metrics.console=none", "schedule.warmup_steps=0")

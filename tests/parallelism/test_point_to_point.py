@@ -6,7 +6,10 @@ does not, so an order that deadlocks with NCCL works on CPUs.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +18,9 @@ from tiers import rest_is_thorough
 
 from harness.cluster.pool import RankPool
 from harness.compose import compose_job
+from harness.errors import ConfigError
 from harness.job import Job
-from harness.parallelism.schedules import SCHEDULES
+from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
 
 Operation = tuple[str, int]
 """``send`` or ``receive``, and the other rank."""
@@ -107,3 +111,71 @@ def test_one_stream_per_rank_does_not_deadlock(pool: RankPool, row: str) -> None
         assert all(batches)
         assert unfinished(batches) == [0] * int(pp)
         assert unfinished(list(map(one_by_one, batches))) == [0] * int(pp)
+
+
+def lowered(rows: list[list[str]]) -> list[list[list[Operation]]]:
+    """Sends and receives of every rank, as torch adds them to the rows of a file.
+
+    Raises:
+        AssertionError: there is no order of them.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _add_send_recv
+
+    ranks = {int(cell[0]): rank for rank, row in enumerate(rows) for cell in row}
+    actions: Any = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+    added = _add_send_recv(actions, ranks.__getitem__, len(ranks))
+    batches: list[list[list[Operation]]] = []
+    for rank in range(len(rows)):
+        names = [(each.stage_index, each.computation_type.name) for each in added[rank]]
+        moves = [(stage, *name.split("_")) for stage, name in names if name.startswith(("SEND", "RECV"))]
+        batches.append(
+            [
+                [("send" if kind == "SEND" else "receive", ranks[stage + (1 if kind + way in AHEAD else -1)])]
+                for stage, kind, way in moves
+            ]
+        )
+    return batches
+
+
+AHEAD = ("SENDF", "RECVB")
+
+
+def is_in_order(row: list[str]) -> bool:
+    """Whether the passes of each stage and microbatch are in the order F, B or F, I, W."""
+    return all(
+        [kind for kind in "FBIW" if cell[0] + kind + cell[2:] in row]
+        == [each[1] for each in row if each[0] + each[2:] == cell[0] + cell[2:]]
+        for cell in row
+    )
+
+
+def test_an_order_in_a_file_is_accepted_if_it_ends(tmp_path: Path) -> None:
+    """Random orders: a schedule with more and more noise, until most are wrong."""
+    generator, counts = random.Random(0), {True: 0, False: 0}
+    for number in range(300):
+        noise = partial(generator.gauss, 0, number / 300)
+        pp, numbers = generator.choice((2, 3)), range(generator.randint(1, 3))
+        ranks = [*range(pp), *generator.sample(range(pp), generator.randint(0, pp))]
+        kinds = ["FIW" if generator.random() < 0.4 else "FB" for _ in ranks]
+        last = len(ranks) - 1
+        timed = [
+            (3 * i + (s if kind == "F" else 2 * last + 1 - s) + (kind == "W") + noise(), s, f"{s}{kind}{i}")
+            for s, own in enumerate(kinds)
+            for kind in own
+            for i in numbers
+        ]
+        rows = [[cell for _, s, cell in sorted(timed) if ranks[s] == rank] for rank in range(pp)]
+        path = tmp_path / "schedule.csv"
+        path.write_text("\n".join(map(",".join, rows)))
+        try:
+            batches, ends = lowered(rows), all(map(is_in_order, rows))
+        except AssertionError:
+            ends = False
+        counts[ends] += 1
+        if ends:
+            read_csv_schedule(str(path), pp)
+            assert unfinished(batches) == [0] * pp, rows
+        else:
+            with pytest.raises(ConfigError, match=r"for ever|one I and one W after it"):
+                read_csv_schedule(str(path), pp)
+    assert min(counts.values()) > 60, counts
