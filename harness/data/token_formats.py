@@ -127,7 +127,7 @@ def _check_width(file: Path, dtype: str, vocab_size: int) -> None:
     head, size = _head(file, _SAMPLE), np.dtype(dtype).itemsize
     for width, works in _WIDTHS.items():
         ids = np.frombuffer(head, f"<u{width}", len(head) // width)
-        fits = _size(file) % width == 0 and bool(np.all(ids < vocab_size))
+        fits = size_of(file) % width == 0 and bool(np.all(ids < vocab_size))
         if fits and np.count_nonzero(ids) >= _FEWEST:
             if width != size:
                 problem = f"its ids seem to have {width} bytes, and {dtype} has {size}"
