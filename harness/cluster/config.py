@@ -73,7 +73,7 @@ class ClusterConfig:
     ranks_per_node: int | None = label(None, least=1)
     """Ranks per node, one per GPU if the node has any; null (local only): as many as the layout needs."""
     device: str = execution("auto", choices=DEVICES)
-    """Device of every rank: cpu, cuda, or auto (cuda if available)."""
+    """Device of every rank: cpu, cuda, or auto (cuda on nodes with GPUs)."""
     accelerator: str | None = label(None)
     """Accelerator of the nodes: a name in harness/hardware.py (``H100 SXM``), or any name with the numbers of
     ``hardware``; null means unknown."""
@@ -342,7 +342,8 @@ def count_gpus() -> int:
     """Return the number of NVIDIA GPUs that this process may use. Imports no torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([d for d in visible.split(",") if d.strip() and d.strip() != "-1"])
+        # SLURM sets NoDevFiles for a job without GPUs.
+        return len([d for d in visible.split(",") if d.strip() not in ("", "-1", "NoDevFiles")])
     return len([p for p in Path("/dev").glob("nvidia*") if p.name[len("nvidia") :].isdigit()])
 
 

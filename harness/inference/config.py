@@ -74,4 +74,9 @@ class InferenceJob(Job):
             if self.model.moe.enabled and layout.tp > 1:
                 layout = dataclasses.replace(layout, expert_tensor_parallel=True)
             job = dataclasses.replace(job, parallelism=layout)
-        return super(InferenceJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
+        job = super(InferenceJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
+        # Nothing is updated or reduced: weights are loaded in the format of their products, and held once.
+        width = job.precision.param_dtype
+        return dataclasses.replace(
+            job, precision=dataclasses.replace(job.precision, master_dtype=width, reduce_dtype=width)
+        )

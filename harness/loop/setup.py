@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from harness.cluster.config import node_name
+from harness.cluster.config import count_gpus, node_name
 from harness.errors import ConfigError, UserError
 from harness.job import Job
 
@@ -32,14 +34,19 @@ def pick_device(job: Job) -> torch.device:
     """Return the device of this rank, and make a GPU current.
 
     Raises:
-        ConfigError: CUDA was requested and is not available, or has fewer devices than ranks.
+        ConfigError: CUDA was requested and is not available, or has fewer devices than ranks; or the node has
+            GPUs that torch cannot use.
     """
     wanted = job.cluster.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        node = node_name()
-        raise ConfigError("cluster.device", wanted, f"torch sees no CUDA device on {node}", ["cpu", "auto"])
+        rule, driver = f"torch sees no CUDA device on {node_name()}", _driver() if count_gpus() else None
+        if driver is not None:
+            raise ConfigError("cluster.device", wanted, *_unusable(rule, driver))
+        if wanted == "cuda":
+            raise ConfigError("cluster.device", wanted, rule, ["cpu", "auto"])
+        return torch.device("cpu")
     index, count = local_rank(), torch.cuda.device_count()
     if job.cluster.gpu_bind is not None:
         index %= count  # SLURM shows the rank only the GPUs that it is bound to
@@ -49,6 +56,31 @@ def pick_device(job: Job) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+DRIVERS = {580: "13.0", 525: "12.6"}
+"""Lowest driver for the versions of CUDA that torch 2.11 to 2.13 are built for (docs.nvidia.com/deploy, "CUDA
+Compatibility")."""
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA driver; None without one."""
+    with suppress(OSError):
+        if found := re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text()):
+            return found[1]
+    return None
+
+
+def _unusable(rule: str, driver: str) -> tuple[str, str]:
+    """Say why torch cannot use GPUs that have a driver, and what would work."""
+    built, major = torch.version.cuda, int(driver.partition(".")[0])
+    newest = next((cuda for lowest, cuda in DRIVERS.items() if major >= lowest), None)
+    works = f"a build of torch for CUDA {newest}" if newest else f"a driver of at least {min(DRIVERS)}"
+    if newest and built and int(built.partition(".")[0]) <= int(newest.partition(".")[0]):
+        works = "GPUs that nvidia-smi shows without errors"
+    rule += f", which has GPUs with driver {driver}: torch {torch.__version__} is built "
+    return rule + (f"for CUDA {built}" if built else "without CUDA"), f"{works}, or cpu"
 
 
 def set_up_process(job: Job) -> None:

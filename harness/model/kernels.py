@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from harness.model.attention_config import Span
@@ -107,15 +109,21 @@ class SdpaKernel(Kernel):
         if q_BTHD.device.type == "cpu":
             # The CPU's flash kernel needs equal widths; the other kernel saves the full square of scores.
             v_BTKE = F.pad(v_BTKE, (0, q_BTHD.shape[-1] - v_BTKE.shape[-1]))
-        out_BHTE = F.scaled_dot_product_attention(
-            q_BTHD.transpose(1, 2),
-            k_BTKD.transpose(1, 2),
-            v_BTKE.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None and self.spec.causal,
-            scale=self.spec.scale,
-            enable_gqa=grouped,
-        )
+        memory_efficient = needs_memory_efficient(q_BTHD, k_BTKD, mask)
+        if memory_efficient and grouped:
+            # It has no grouped queries; torch would compute all scores, T x T for every head.
+            k_BTKD, v_BTKE = (x.repeat_interleave(q_BTHD.shape[2] // x.shape[2], 2) for x in (k_BTKD, v_BTKE))
+            grouped = False
+        with sdpa_kernel(MEMORY_EFFICIENT) if memory_efficient else nullcontext():
+            out_BHTE = F.scaled_dot_product_attention(
+                q_BTHD.transpose(1, 2),
+                k_BTKD.transpose(1, 2),
+                v_BTKE.transpose(1, 2),
+                attn_mask=mask,
+                is_causal=mask is None and self.spec.causal,
+                scale=self.spec.scale,
+                enable_gqa=grouped,
+            )
         return out_BHTE.transpose(1, 2)[..., :width]
 
     def _with_sink(
@@ -132,6 +140,20 @@ class SdpaKernel(Kernel):
         sink_B1KD = F.pad(k_BTKD.new_ones(1), (D, ALIGNED - 1)).expand(B, 1, K, -1)
         k_BTKD = torch.cat((F.pad(k_BTKD, (0, ALIGNED)), sink_B1KD), dim=1)
         return q_BTHD, k_BTKD, F.pad(v_BTKE, (0, 0, 0, 0, 0, 1))
+
+
+MEMORY_EFFICIENT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Math is for what no other kernel supports."""
+
+
+def needs_memory_efficient(q_BTHD: Tensor, k_BTKD: Tensor, mask: Tensor | None) -> bool:
+    """Whether the memory-efficient kernel has to compute attention on a GPU.
+
+    Flash and cuDNN have no float32. With a mask, cuDNN's gradient of queries can be NaN if half of its last
+    tile of 128 keys is empty (github.com/pytorch/pytorch/issues/196678).
+    """
+    half_empty = mask is not None and 64 in (q_BTHD.shape[1] % 128, k_BTKD.shape[1] % 128)
+    return q_BTHD.device.type == "cuda" and (q_BTHD.dtype == torch.float32 or half_empty)
 
 
 class FlexKernel(Kernel):

@@ -125,10 +125,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 continue
             grad_NV = grad_NV.to(x_NC.dtype)
             torch.mm(grad_NV, weight_VC, out=grad_x_NC[piece])
-            if x_NC.dtype == torch.float32:
-                grad_weight_VC.addmm_(grad_NV.T, x_NC[piece])
-            else:
-                grad_weight_VC += grad_NV.T @ x_NC[piece]
+            _add_product(grad_weight_VC, grad_NV.T, x_NC[piece])
         if options.with_gradients:
             ctx.save_for_backward(grad_x_NC, grad_weight_VC)
             ctx.weight_dtype = weight_VC.dtype
@@ -147,6 +144,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _add_product(sum_VC: Tensor, grad_VN: Tensor, x_NC: Tensor) -> None:
+    """Add a product to a float32 sum, without rounding it to the format of its factors."""
+    if x_NC.is_cuda and x_NC.dtype != torch.float32:
+        torch.addmm(sum_VC, grad_VN, x_NC, out_dtype=torch.float32, out=sum_VC)
+    else:
+        sum_VC.addmm_(grad_VN.float(), x_NC.float())
 
 
 def _cross_entropy(

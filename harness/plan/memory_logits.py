@@ -70,10 +70,9 @@ class LogitBytes:
 
     def _chunked(self, chunk: float, weight: float, stream: float) -> None:
         copy = FLOAT32 if self.compute < FLOAT32 else 0
-        product = self.compute * weight if copy else 0
         self.kept = self.streams * FLOAT32 * weight + self.compute * stream
         # The gradient of a chunk is freed after the next one's is allocated.
-        self.forward = self.kept + self.compute * chunk + max((self.compute + copy) * chunk, product)
+        self.forward = self.kept + self.compute * chunk + (self.compute + copy) * chunk
         # The saved gradients are multiplied by the gradient of the loss, out of place.
         self.backward = self.kept + FLOAT32 * weight + (FLOAT32 + self.compute) * stream / self.streams
         self.gradient = 0.0

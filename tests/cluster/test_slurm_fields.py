@@ -16,6 +16,7 @@ from harness.compose import compose_job
 from harness.config import with_value
 from harness.errors import ConfigError, UserError
 from harness.job import Job
+from harness.loop import setup
 from harness.loop.setup import pick_device
 from harness.run.folder import RunFolder
 
@@ -203,11 +204,45 @@ def test_errors_of_sbatch_are_shown_once_and_waiting_is_announced(
     assert queue.submit_script(tmp_path / "x.sh") == "4711"
 
 
-def test_a_node_without_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+TORCH = "torch sees no CUDA device on node7"
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "driver", "built", "says"),
+    [
+        ("cuda", "", None, "13.0", f"{TORCH}; would work: cpu, auto"),
+        ("cuda", "NoDevFiles", "535.104.05", "13.0", f"{TORCH}; would work: cpu, auto"),
+        ("auto", "", "535.104.05", "13.0", None),
+        ("auto", "0", None, "13.0", None),
+        ("cpu", "0", "535.104.05", "13.0", None),
+        ("auto", "0", "535.104.05", "13.0", "driver 535.104.05: .* 13.0; would work: .* CUDA 12.6, or cpu"),
+        ("cuda", "0", "595.45", None, "without CUDA; would work: a build of torch for CUDA 13.0, or cpu"),
+        ("auto", "0", "470.82.01", "12.6", "would work: a driver of at least 525, or cpu"),
+        ("auto", "0", "580.65.06", "13.0", "would work: GPUs that nvidia-smi shows without errors, or cpu"),
+    ],
+)
+def test_gpus_that_torch_cannot_use(
+    device: str,
+    visible: str,
+    driver: str | None,
+    built: str | None,
+    says: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", built)
+    monkeypatch.setattr(setup, "DRIVER", tmp_path / "version")
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
-    with pytest.raises(ConfigError, match=r"cluster\.device=cuda: torch sees no CUDA device on node7"):
-        pick_device(job())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if driver is not None:
+        line = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat Aug 19 01:15:15 UTC 2023\n"
+        (tmp_path / "version").write_text(f"{line}GCC version:  gcc version 12.3.0 (Ubuntu)\n")
+    if says is None:
+        assert pick_device(job(f"cluster.device={device}")).type == "cpu"
+        return
+    with pytest.raises(ConfigError, match=says):
+        pick_device(job(f"cluster.device={device}"))
 
 
 SICK = "0, 12, 81559, 0\n1, 40960, 81559, 0\n2, 0, 81559, 3\n3, 0, 16000, [N/A]"

@@ -86,6 +86,17 @@ def test_another_tokenizer(trained: Trained, capfd: pytest.CaptureFixture[str]) 
             assert error.count("\n") == warned
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16_full"])
+def test_one_process_holds_weights_once(trained: Trained, precision: str) -> None:
+    """In the format of its products; the text is that of float32 weights cast by FSDP, which needs a copy."""
+    job = job_of(trained.run_dir, f"precision={precision}")
+    cast = with_value(job, "precision.master_dtype", "float32")
+    assert cast.uses_fsdp and not job.uses_fsdp
+    with process_group(job, torch.device("cpu")):
+        made = [on_rank(each, str(trained.run_dir), trained.prompts) for each in (job, cast)]
+    assert made[0] == made[1]
+
+
 @pytest.mark.parametrize("layout", ["tp", "fsdp", "ep"])
 def test_ranks(trained: Trained, layout: str, pool: RankPool) -> None:
     if layout == "ep" and "mixtral" not in str(trained.run_dir):

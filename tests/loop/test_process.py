@@ -75,7 +75,10 @@ def test_the_recorder_can_be_switched_off(environment: dict[str, str]) -> None:
 def test_one_line_describes_the_settings_in_force(environment: dict[str, str]) -> None:
     process.set_environment(job(), Path("/runs/x"))
     assert process.describe(job(), "cpu") == "process: float32 products in highest precision"
-    assert process.describe(job("training.matmul_precision=high"), "cuda") == (
+    assert "all products are; several times as fast on most GPUs: precision=bf16" in process.describe(
+        job(), "cuda"
+    )
+    assert process.describe(job("training.matmul_precision=high", "precision=bf16"), "cuda") == (
         "process: float32 products in high precision, PYTORCH_ALLOC_CONF=expandable_segments:True, "
         "TORCH_NCCL_ASYNC_ERROR_HANDLING=3"
     )

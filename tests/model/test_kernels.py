@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.model import kernels
 from harness.model.attention_config import Span
 from harness.model.kernels import AttentionSpec, FlexKernel, Kernel, SdpaKernel, VarlenKernel
 
@@ -60,8 +61,10 @@ def test_output(name: str, documents: Tensor | None, kernel: type[Kernel]) -> No
     torch.testing.assert_close(out, written_out(q, k, v, sinks, reach, documents), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("memory_efficient", [False, True])
 @pytest.mark.parametrize("name", REACHES)
-def test_gradients(name: str) -> None:
+def test_gradients(name: str, memory_efficient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "needs_memory_efficient", lambda *_: memory_efficient)
     reach, leaves = REACHES[name], [x.requires_grad_() for x in tensors()]
     wanted = leaves if reach.has_sinks else leaves[:3]
     kernel, weights = SdpaKernel(reach), torch.randn(B, T, H, E, generator=torch.Generator().manual_seed(1))

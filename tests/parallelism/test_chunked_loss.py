@@ -10,7 +10,7 @@ from torch import Tensor
 from waits import waits
 
 from harness.data.loader import IGNORE_INDEX
-from harness.parallelism.chunked_loss import ChunkedLoss
+from harness.parallelism.chunked_loss import ChunkedLoss, _add_product
 from harness.parallelism.loss import TokenLoss
 
 ROWS, WIDTH, VOCABULARY = 48, 32, 1031
@@ -76,6 +76,16 @@ def test_in_bfloat16_it_is_as_accurate_as_the_plain_loss() -> None:
         )
     for plain_error, chunked_error in zip(*errors, strict=True):
         assert chunked_error < max(1.2 * plain_error, 5e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_of_chunks_are_not_rounded_to_bfloat16(device: str) -> None:
+    x_BTC, _, _ = made_up(torch.bfloat16, rows=512)
+    x_NC = x_BTC.detach().flatten(0, 1).to(device)
+    found = torch.zeros(WIDTH, WIDTH, device=device)
+    for piece in x_NC.chunk(8):
+        _add_product(found, piece.T, piece)
+    torch.testing.assert_close(found.double(), x_NC.double().T @ x_NC.double(), rtol=1e-5, atol=1e-4)
 
 
 def test_a_weight_of_the_loss_is_not_rounded_to_bfloat16() -> None:

@@ -34,6 +34,7 @@ FLUX = [
     "parallelism.cp_method=ulysses",
 ]
 SMALL = ["model=llama3_debug", *SHAPE]
+MASK = "data.attend_across_documents=false"
 
 EXPERTS = {"parallelism/expert.py", "model/grouped.py"}
 """Where rows travel to experts the host has to know how many."""
@@ -166,11 +167,23 @@ def test_optimizers(rehearsals: Rehearsals, preset: str) -> None:
     check_close(lines["reserved"], 0.2)
 
 
-def test_ring_in_float32(rehearsals: Rehearsals) -> None:
-    """float32 has other kernels than the narrow formats."""
-    found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp_cp", "precision=fp32")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*SMALL, "parallelism=fsdp_cp", "precision=fp32"],
+        [*DENSE, "parallelism=fsdp", "precision=fp32", "training.local_batch_size=1"],
+        [*DENSE, "parallelism=fsdp", "data=python_stdlib", MASK, "training.seq_len=4032"],
+    ],
+    ids=["ring", "float32", "mask"],
+)
+def test_memory_efficient_attention(rehearsals: Rehearsals, overrides: list[str]) -> None:
+    """Of float32, and of masks of half tiles: neither all scores of a head, nor cuDNN's gradients."""
+    found = rehearsed(rehearsals, *overrides)
     check(found)
-    assert any("mem_eff" in name or "fmha" in name for name in found.ranks[0].kernels)
+    [figures] = found.ranks
+    kernels = " ".join(figures.kernels)
+    assert ("mem_eff" in kernels or "fmha" in kernels) and "cudnn" not in kernels
+    assert figures.product_flops == pytest.approx(product_flops(found.plan.job, 0), rel=0.1)
 
 
 @pytest.mark.parametrize("preset", options("activation_checkpoint"))
