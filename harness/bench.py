@@ -57,7 +57,7 @@ class BenchConfig:
     """Number of runs of every job."""
     variants: dict[str, str] = label(factory=dict)
     """Variants to compare with the job: name -> additional overrides, separated by spaces."""
-    out: str = label("runs/bench.jsonl", nonempty=True)
+    out: str = label("runs/bench.jsonl", written="file")
     """File to append a row per job to."""
 
     def validate(self) -> None:

@@ -123,13 +123,9 @@ def test_what_cannot_be_tokenized(typed: str, says: str) -> None:
     own = [
         each for each in TYPED if each not in replaced and each.partition("=")[0] != typed.partition("=")[0]
     ]
-    job = compose_job(
-        [*own, "tokenize.target=corpus", "data.validation_fraction=0", typed],
-        config_name="tokenize",
-        schema=TokenizeJob,
-    )
+    overrides = [*own, "tokenize.target=corpus", "data.validation_fraction=0", typed]
     with pytest.raises(ConfigError, match=says):
-        tokenize(job, [])
+        tokenize(compose_job(overrides, config_name="tokenize", schema=TokenizeJob), [])
 
 
 def flip(path: Path) -> None:
