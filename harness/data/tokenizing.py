@@ -21,7 +21,7 @@ from typing import IO, Any, TextIO
 
 import numpy as np
 
-from harness.data.cache_check import META, SPLITS, describe_files
+from harness.data.cache_check import FILES, META, SPLITS, describe_files
 from harness.data.config import TokenizerConfig
 from harness.data.documents import Source
 from harness.data.tokenizer import Tokenizer, build_tokenizer
@@ -187,7 +187,7 @@ def concatenate(
         "dtype": dtype.name,
         "tokens": {split: writers[split].num_tokens for split in SPLITS},
         "damaged": damaged,
-        "files": describe_files(folder, SPLITS),
+        "files": describe_files(folder, FILES),
         **facts,
     }
     (folder / META).write_text(json.dumps(meta))

@@ -131,6 +131,49 @@ def test_a_damaged_picture_is_an_error_or_skipped() -> None:
         skipping.sample(0)
 
 
+def rolled(content: bytes) -> bytes:
+    table = np.load(io.BytesIO(content))
+    table[:, 1:3] = np.roll(table[:, 1:3], 1, axis=0)  # each caption gets another picture
+    file = io.BytesIO()
+    np.save(file, table)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("members.npy", rolled, "do not have the checksum they were written with"),
+        ("members.npy", lambda content: content[:-1], "bytes instead of"),
+        ("members.npy", lambda content: b"", "members.npy has 0 bytes instead of"),
+        ("members.npy", None, "No such file"),
+        ("meta.json", lambda content: b"{}", "'files'"),
+    ],
+)
+def test_a_damaged_table_of_tar_files_is_rebuilt(
+    name: str, change: object, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_tars()
+
+    def captions_of_pictures() -> list[tuple[int, str]]:
+        read = (opened(data, images=ImagesConfig(size=8)).read(i, i) for i in range(NUMBER))
+        return [(int(pixels[0, 0, 0]), caption) for pixels, caption in read]
+
+    expected = captions_of_pictures()
+    assert expected[:2] == [(0, "caption 0"), (20, "caption 1")]
+    (file,) = Path("cache").glob(f"pictures/*/{name}")
+    if change is None:
+        file.unlink()
+    else:
+        file.write_bytes(change(file.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(DataError, match=r"picture table .* cannot be read here: "):
+        open_pictures(data, "train", seed=0, is_builder=False)
+    assert captions_of_pictures() == expected
+    warning = capsys.readouterr().err
+    assert says in warning and "is damaged and is rebuilt" in warning and warning.count("\n") == 1
+    assert captions_of_pictures() == expected
+    assert capsys.readouterr().err == "" and len(list(Path("cache/pictures").iterdir())) == 1
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
