@@ -138,7 +138,8 @@ def _members(file: Path) -> np.ndarray:
     try:
         with tarfile.open(file, "r:") as opened:
             return np.array(list(_places(opened)), dtype=np.int64).reshape(-1, 6)
-    except (tarfile.TarError, OSError) as error:
+    # tarfile believes the numbers in headers.
+    except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
         raise DataError(f"{file}: not a readable tar file without compression ({describe(error)})") from error
 
 
@@ -150,6 +151,8 @@ def _places(opened: tarfile.TarFile) -> Iterator[list[int]]:
         return [*found["picture"], *found.get(".txt", absent), *found.get(".json", absent)]
 
     for member in opened:
+        if member.issparse() or any(key.startswith("GNU.sparse") for key in member.pax_headers):
+            raise tarfile.TarError(f"{member.name!r} is sparse; would work: tar without --sparse")
         if not member.isfile():
             continue
         folder, name = os.path.split(member.name)
