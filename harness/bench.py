@@ -110,8 +110,6 @@ def bench(job: BenchJob, overrides: list[str]) -> int | Result:
     config.validate()
     variants = compose_variants(config, overrides)
     out = Path(config.out)
-    if out.is_dir():
-        raise ConfigError("bench.out", config.out, "is a folder", f"{config.out}/bench.jsonl")
     sys.stderr.write(
         f"{job.name}: {config.rounds} rounds of {', '.join(variants)}; "
         f"the first {job.metrics.warmup_steps} of {job.steps} steps do not count\n"
