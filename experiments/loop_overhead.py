@@ -94,7 +94,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
             recorder = Recorder(
                 job.metrics, run_folder.path, run_id=job.id, name=job.name, job={}, total_steps=steps
             )
-            trainer = Trainer(job, run_folder, engine, recorder, time.time())
+            trainer = Trainer(job, run_folder, engine, recorder, time.monotonic())
             add = trainer.window.add
 
             def book(seconds: float, *figures: Any, **options: Any) -> None:

@@ -128,7 +128,7 @@ def block(engine: Any, job: Any, folder: Path) -> float:
     from harness.run.folder import RunFolder
 
     engine.set_schedule(0)
-    trainer = Trainer(job, RunFolder(folder), engine, None, time.time())
+    trainer = Trainer(job, RunFolder(folder), engine, None, time.monotonic())
     stamps = []
     log = trainer._log
 

@@ -103,7 +103,7 @@ def train(job_json: str, folder: str, extra: tuple[int, str, float]) -> list[Any
         block = next(iter(engine.parts[0].blocks.values()))
         spend = compute if how == "computes" else time.sleep
         block.register_forward_pre_hook(lambda *_: spend(seconds))
-    trainer = Trainer(job, RunFolder(Path(folder)), engine, None, time.time())
+    trainer = Trainer(job, RunFolder(Path(folder)), engine, None, time.monotonic())
     trainer.train()
     assert trainer.phases is not None
     return trainer.phases.slow.found

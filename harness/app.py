@@ -162,7 +162,7 @@ class Verb:
 
     def _run_job(self, line: CommandLine, schema: type, run: Callable[..., int | Result]) -> int:
         files = line.naming_files()
-        name = (files.config_name or self.name).removesuffix(".yaml")
+        name = (self.name if files.config_name is None else files.config_name).removesuffix(".yaml")
         typed = spelled_out(files.overrides, schema)
         with search_path(typed, name, folders=files.config_dir or (), primaries={self.name: name}) as found:
             if files is line:

@@ -8,8 +8,10 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from harness.config import check_written
 from harness.errors import UserError
 
 CFG = ("job", "hydra", "all")
@@ -43,6 +45,12 @@ class Argument:
     def name(self) -> str:
         """Its name in the parsed line, and as a parameter of the verb's function."""
         return self.names[-1].lstrip("-").replace("-", "_")
+
+
+def report_folder(value: str) -> Path:
+    """The type of ``--out``: a folder that will be written."""
+    check_written("--out", value, "folder", "--out report")
+    return Path(value)
 
 
 VERSION = Argument("--version", help="print versions of the harness, Python and the main packages")

@@ -57,7 +57,7 @@ class BenchConfig:
     """Number of runs of every job."""
     variants: dict[str, str] = label(factory=dict)
     """Variants to compare with the job: name -> additional overrides, separated by spaces."""
-    out: str = label("runs/bench.jsonl", nonempty=True)
+    out: str = label("runs/bench.jsonl", written="file")
     """File to append a row per job to."""
 
     def validate(self) -> None:
@@ -110,8 +110,6 @@ def bench(job: BenchJob, overrides: list[str]) -> int | Result:
     config.validate()
     variants = compose_variants(config, overrides)
     out = Path(config.out)
-    if out.is_dir():
-        raise ConfigError("bench.out", config.out, "is a folder", f"{config.out}/bench.jsonl")
     sys.stderr.write(
         f"{job.name}: {config.rounds} rounds of {', '.join(variants)}; "
         f"the first {job.metrics.warmup_steps} of {job.steps} steps do not count\n"

@@ -13,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from types import UnionType
 from typing import (
     TYPE_CHECKING,
@@ -28,7 +30,7 @@ from typing import (
     get_type_hints,
 )
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, as_typed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -38,6 +40,8 @@ NUMERICS, EXECUTION, LABEL = "numerics", "execution", "label"
 LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER = 3.4e38
 """Maximum of float32, in which a job's numbers are used."""
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+"""Most bytes of a name and of a path in a file system of Linux."""
 
 
 class Rule(TypedDict, total=False):
@@ -57,6 +61,8 @@ class Rule(TypedDict, total=False):
     """The allowed values; of a list, the allowed elements."""
     nonempty: bool
     """An empty text is not allowed; the default would work."""
+    written: str
+    """The harness writes this path of the disk: a ``file``, a ``folder``, or a ``path`` of either kind."""
     works: str
     """What would work, for the error, if the rule does not say it."""
     id_omits_default: bool
@@ -179,6 +185,8 @@ def _range_in_words(rule: Any) -> str:
         return f"in {low}, {high}"
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below", "also": "or"}
     shown = [f"{word} {rule[name]}" for name, word in words.items() if name in rule]
+    if "written" in rule:
+        return f"a local {rule['written']}"
     return ", ".join(["non-empty"] if rule.get("nonempty") else shown)
 
 
@@ -198,15 +206,51 @@ def check_rules(config: Any, prefix: str = "") -> None:
         for number in _numbers(value):
             _check_number(name, value, number)
         rule = field.metadata
+        has_default = "nonempty" in rule or "written" in rule
+        works = rule.get("works", as_typed(field.default) if has_default else "")
+        if "written" in rule:
+            check_written(name, value, rule["written"], works)
         for each in _elements(value):
             if not _breaks(each, rule):
                 continue
             shown = "''" if each == "" else each
             if "choices" not in rule:
-                works = rule.get("works", field.default if "nonempty" in rule else "")
                 raise ConfigError(name, shown, f"must be {rules_of(field)}", works)
             null = ["null"] if str(field.type).endswith("None") else []
             raise ConfigError(name, shown, "no such choice", [*rule["choices"], *null])
+
+
+def check_written(name: str, value: str, kind: str, works: str) -> None:
+    """Check a path that will be written, as far as that is possible without writing.
+
+    Args:
+        name: of the field or flag.
+        value: the path.
+        kind: ``file``, ``folder``, or ``path`` for either.
+        works: what would work.
+
+    Raises:
+        ConfigError: it is empty, a URL or too long, or something of another kind is there.
+    """
+    path = Path(os.path.expanduser(value))
+    exists, is_folder, problem = os.path.exists, os.path.isdir, ""
+    if not value:
+        problem = "must be non-empty"
+    elif "://" in value:
+        problem = "is not a local path"
+    # Some files are written under a longer name first.
+    elif len(os.fsencode(path)) > LONGEST_PATH or any(
+        len(os.fsencode(part)) > LONGEST_NAME for part in (*path.parent.parts, f"{path.name}{'.' * 40}")
+    ):
+        problem = f"is too long: a name has at most {LONGEST_NAME - 40} bytes, a path {LONGEST_PATH}"
+    elif file := next((each for each in path.parents if exists(each) and not is_folder(each)), None):
+        problem = f"{file} is not a folder"
+    elif kind == "folder" and exists(path) and not is_folder(path):
+        problem = "is a file"
+    elif kind == "file" and is_folder(path):
+        problem = "is a folder"
+    if problem:
+        raise ConfigError(name, value or "''", problem, works)
 
 
 def _elements(value: Any) -> list[Any]:

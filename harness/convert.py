@@ -7,6 +7,7 @@ model and tokenizer; for other sources, name them with ``model=`` and ``tokenize
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 import time
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from harness.app import Verb
 from harness.checkpoint.catalog import (
     DamagedCheckpoint,
-    is_url,
     reading,
 )
 from harness.checkpoint.config import EXPORT_DTYPES
@@ -52,7 +52,7 @@ class ConvertConfig:
     checkpoint (ours or torchtitan's); or a run folder, whose newest complete checkpoint is used. A DCP
     checkpoint may also be an fsspec URL."""
 
-    target: str | None = label(None)
+    target: str | None = label(None, written="path", works="a path that does not exist")
     """Folder to write, or file with format=torch. Must not exist yet."""
 
     format: str = label("dcp", choices=FORMATS)
@@ -82,16 +82,13 @@ class ConvertConfig:
         self._validate_target(self.target)
 
     def _validate_target(self, target: str) -> None:
-        if is_url(target):
-            raise ConfigError(
-                "convert.target", target, "is not a local path", "a local folder, to copy from afterwards"
-            )
         path = Path(target)
         if path.is_dir() and self.format == "torch":
             raise ConfigError(
                 "convert.target", target, "is a folder; format=torch writes a file", f"{target}/model.pt"
             )
-        if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
+        is_new = not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir()))
+        if path.is_symlink() or not is_new:
             raise ConfigError("convert.target", target, "already exists", "a path that does not exist")
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.app import Verb
 from harness.compose import option_values
-from harness.config import label
+from harness.config import check_rules, label
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
 from harness.exchange.config_json import CONFIG, check_hf_config, read_object
 from harness.exchange.from_config import model_from_config
@@ -69,12 +69,13 @@ class DownloadJob:
     revision: str = label("main")
     """Branch, tag or commit."""
 
-    to: str | None = label(None)
+    to: str | None = label(None, written="folder", works="a folder")
     """Folder to download to; null is assets/hf/<repo>."""
 
     def resolve(self, launched_ranks: int | None = None) -> DownloadJob:
-        """Check the texts; return the job."""
+        """Check the texts and the folder; return the job."""
         validate_texts(self)
+        check_rules(self)
         return self
 
     @property
@@ -105,8 +106,6 @@ class DownloadJob:
             raise ConfigError("what", given, "no such files", works)
         if not self.revision:
             raise ConfigError("revision", "''", "must be given", "main")
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError("to", self.to, "is a file", "a folder")
 
 
 def choose(job: DownloadJob, repository: Repository) -> list[RemoteFile]:

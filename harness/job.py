@@ -13,7 +13,17 @@ from typing import Any, ClassVar, Self
 from harness import job_rules
 from harness.checkpoint import CheckpointConfig
 from harness.cluster.config import ClusterConfig, count_gpus
-from harness.config import EXECUTION, NUMERICS, check_rules, from_dict, identity, label, leaves, part
+from harness.config import (
+    EXECUTION,
+    LONGEST_NAME,
+    NUMERICS,
+    check_rules,
+    from_dict,
+    identity,
+    label,
+    leaves,
+    part,
+)
 from harness.data import DataConfig, TokenizerConfig
 from harness.data.sizes import Sizes
 from harness.errors import ConfigError, UserError
@@ -31,9 +41,6 @@ from harness.precision.linears import sort_linears
 from harness.scale import ScaleConfig
 from harness.text import validate_texts
 
-LONGEST_NAME = 255
-"""Maximum bytes in a folder's name on Linux file systems."""
-
 
 @dataclass(frozen=True)
 class Job:
@@ -44,7 +51,7 @@ class Job:
 
     name: str = label("???")
     """Folder inside runs_dir that holds the run folders of jobs with this name."""
-    runs_dir: str = label("runs", nonempty=True)
+    runs_dir: str = label("runs", written="folder")
     """Folder in which run folders are created."""
     training: TrainingConfig = part(TrainingConfig)
     validation: ValidationConfig = part(ValidationConfig)
@@ -216,17 +223,11 @@ class Job:
     def validate_folder(self) -> None:
         """Check that the run folder is inside runs_dir."""
         parts = Path(self.name).parts
-        if not parts or Path(self.name).is_absolute() or ".." in parts:
+        if not parts or Path(self.name).is_absolute() or ".." in parts or "://" in self.name:
             rule = "must name a folder inside runs_dir"
             raise ConfigError("name", self.name or "''", rule, self.model.name)
         if any(len(os.fsencode(part)) > LONGEST_NAME for part in parts):
             raise ConfigError("name", self.name, f"a folder's name has at most {LONGEST_NAME} bytes")
-        runs_dir = Path(self.runs_dir)
-        no_folders = [
-            path for path in (runs_dir, *runs_dir.parents) if os.path.exists(path) and not os.path.isdir(path)
-        ]
-        if no_folders:
-            raise ConfigError("runs_dir", self.runs_dir, f"{no_folders[0]} is not a folder", "runs")
 
     def _validate(self) -> None:
         """Check every part, and the rules between parts."""

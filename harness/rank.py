@@ -121,7 +121,7 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
     Args:
         job: the resolved job.
         folder: its run folder, begun.
-        started: time.time() at which the job was started.
+        started: time.monotonic() of this machine at which the job was started.
         store: the rendezvous store; None means the one that torchrun's variables name.
     """
     rank, run = int(os.environ.get("RANK", "0")), Run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 GIB = 2**30
@@ -81,6 +82,11 @@ def aligned(rows: Sequence[Mapping[str, str]], left: Collection[str] = (), *, in
         return indent + "  ".join(placed).rstrip() + "\n"
 
     return line({name: name for name in columns}) + "".join(line(row) for row in rows)
+
+
+def without_html(text: str) -> str:
+    """Return Markdown in which names of runs, fields and files are no HTML; ``a < b`` stays."""
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:

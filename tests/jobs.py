@@ -39,6 +39,6 @@ def train(runs_dir: Path, *overrides: str, adopt: bool = False) -> Run:
     folder = RunFolder(job.run_dir)
     folder.begin(job, list(overrides), adopt=adopt)
     try:
-        return Run(run_rank(job, folder, started=time.time()), folder, job)
+        return Run(run_rank(job, folder, started=time.monotonic()), folder, job)
     finally:
         folder.release()

@@ -323,7 +323,8 @@ def test_a_disk_that_fills_up(here: Hub, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_place_that_cannot_be_written(here: Hub, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert "cannot be written: Not a directory" in refused(UserError, f"repo={REPO}", "to=file/below")
+    below = refused(ConfigError, f"repo={REPO}", "to=file/below")
+    assert below == "to=file/below: file is not a folder; would work: a folder"
     assert refused(ConfigError, f"repo={REPO}", "to=file") == "to=file: is a file; would work: a folder"
 
 

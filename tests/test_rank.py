@@ -77,7 +77,7 @@ def test_errors_while_ending_do_not_hide_the_cause(
         raise error
 
     monkeypatch.setattr(rank, "_train", train)
-    assert rank.run_rank(job, folder, started=time.time()) == code
+    assert rank.run_rank(job, folder, started=time.monotonic()) == code
     row = json.loads((folder.path / "result.json").read_text())
     assert (row["exit_reason"], row["exit_code"]) == (reason, code)
     assert recorder.closed_with == {"exit_code": code}  # W&B shows the run as failed

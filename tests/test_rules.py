@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from harness.bench import BenchJob
+from harness.compose import compose_job
 from harness.config import check_rules, execution, label, numerics, rules_of
 from harness.converge.config import ConvergeJob
 from harness.convert import ConvertJob
@@ -16,6 +17,7 @@ from harness.errors import ConfigError
 from harness.parity import ParityJob
 from harness.plan.config import PlanJob
 from harness.rehearse.config import RehearseJob
+from harness.verbs import VERBS
 
 
 @dataclass
@@ -28,6 +30,9 @@ class Fields:
     mode: str | None = execution(None, choices=("fast", "slow"))
     parts: list[str] = execution(factory=list, choices=("a", "b"))
     folder: str = label("runs", nonempty=True)
+    report: str | None = label(None, nonempty=True)
+    out: str | None = label(None, written="file")
+    target: str = label("new", written="folder", works="a folder")
     number: float = label(0.0)
     lists: list[list[float]] = label(factory=list)
 
@@ -42,6 +47,9 @@ def test_rules_in_words() -> None:
         "mode": "one of fast, slow, or null",
         "parts": "each one of a, b",
         "folder": "non-empty",
+        "report": "non-empty, or null",
+        "out": "a local file, or null",
+        "target": "a local folder",
         "number": "",
         "lists": "",
     }
@@ -60,6 +68,15 @@ def test_rules_in_words() -> None:
         ("mode", "", "mode='': no such choice; would work: fast, slow, null"),
         ("parts", ["a", "c"], "parts=c: no such choice; would work: a, b"),
         ("folder", "", "folder='': must be non-empty; would work: runs"),
+        ("report", "", "report='': must be non-empty, or null; would work: null"),
+        ("out", "", "out='': must be non-empty; would work: null"),
+        ("out", "s3://a/x.jsonl", "out=s3://a/x.jsonl: is not a local path; would work: null"),
+        ("out", "tests", "out=tests: is a folder"),
+        ("out", "pyproject.toml/x", "out=pyproject.toml/x: pyproject.toml is not a folder"),
+        ("out", "x" * 216, f"out={'x' * 200}... (216 characters): is too long: a name has at most 215 bytes"),
+        ("out", "x/" * 2100, f"out={'x/' * 100}... (4200 characters): is too long"),
+        ("target", "file:///x", "target=file:///x: is not a local path; would work: a folder"),
+        ("target", "pyproject.toml", "target=pyproject.toml: is a file; would work: a folder"),
         ("number", -1e39, "number=-1e+39: must be a finite number"),
         ("lists", [[1.0], [2**63]], f"lists=[[1.0],[{2**63}]]: must be an integer of 64 bits"),
     ],
@@ -74,3 +91,19 @@ def test_broken_rules(field: str, value: object, message: str) -> None:
 )
 def test_defaults_obey_the_rules(schema: type) -> None:
     check_rules(schema())
+
+
+WRITTEN = {
+    *(("bench", "out"), ("converge", "out"), ("coordcheck", "out"), ("evaluate", "out")),
+    *(("tokenize", "target"), ("encode", "target"), ("convert", "target"), ("generate", "pictures.output")),
+    *(("train", "runs_dir"), ("train", "name"), ("train", "data.cache_dir"), ("plan", "picture")),
+    *(("plan", "sweep_file"), ("download", "to")),
+}
+
+
+@pytest.mark.parametrize(("verb", "field"), sorted(WRITTEN))
+def test_no_verb_writes_to_a_url(verb: str, field: str) -> None:
+    name = field if verb in ("train", "plan", "download") else f"{verb}.{field}"
+    schema = VERBS[verb].job
+    with pytest.raises(ConfigError, match=f"^{name}=s3://bucket/x"):
+        compose_job([f"{name}=s3://bucket/x"], config_name=verb, schema=schema)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from harness.checkpoint import verify as module
+from harness.checkpoint.catalog import CheckpointFolder
 from harness.checkpoint.storage import Reader, Writer
 from harness.checkpoint.verify import verify
 from harness.compose import compose_job
@@ -94,6 +95,34 @@ def test_a_half_written_checkpoint_is_no_damage(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "step-4").mkdir()
     assert run(monkeypatch, tmp_path) == EXIT_OK
     assert run(monkeypatch, "--newest", tmp_path) == EXIT_MACHINE
+
+
+def test_what_no_killed_writer_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    write(folder, 2)
+    newest = folder / "step-4"
+    for make, undo in (
+        (newest.touch, newest.unlink),
+        (lambda: newest.symlink_to("nowhere"), newest.unlink),
+    ):
+        make()
+        assert run(monkeypatch, tmp_path / "run") == EXIT_MACHINE
+        assert capsys.readouterr().out.endswith(f"{newest}: damaged: is no folder\n")
+        undo()
+    newest.mkdir()
+    for state, code in (("interrupted", EXIT_OK), ("completed", EXIT_MACHINE)):
+        RunFolder(tmp_path / "run").set_status(state)
+        assert run(monkeypatch, tmp_path / "run") == code
+    assert "no manifest.json, and status.json says that the run has completed" in capsys.readouterr().out
+
+
+def test_a_manifest_of_another_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MANIFEST, "state", {"train_state": {"step": 4}})
+    write(tmp_path, 4).rename(tmp_path / "step-24")
+    assert verify(str(tmp_path / "step-24")).reason == "manifest.json is of step 4"
+    assert CheckpointFolder(str(tmp_path)).complete()[0] == []
 
 
 def test_a_checkpoint_folder_outside_of_the_run_folder(

@@ -95,7 +95,7 @@ def train(steps: int, *, compiled: bool) -> tuple[list[float], list[float], floa
         optimizer.zero_grad()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - began)
-        first_ended = first_ended or time.time()
+        first_ended = first_ended or time.monotonic()
     return seconds, losses, first_ended, sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -103,7 +103,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measures a bare training loop on a CPU.")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--started", type=float, default=time.time(), help="time.time() of the launch")
+    parser.add_argument(
+        "--started", type=float, default=time.monotonic(), help="time.monotonic() of the launch"
+    )
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.steps <= WARMUP_STEPS:

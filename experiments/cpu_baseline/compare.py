@@ -92,7 +92,7 @@ def run(side: str, layout: str, arguments: argparse.Namespace) -> dict[str, Any]
 def run_harness(layout: str, steps: int, *, compiled: bool) -> dict[str, Any]:
     """One run of ``harness.train`` from a cold start."""
     with tempfile.TemporaryDirectory() as folder:
-        started = time.time()
+        started = time.monotonic()
         command = [
             *(sys.executable, "-m", "harness.train", "experiment=cpu_baseline/shape", *LAYOUTS[layout]),
             *(f"training.steps={steps}", f"runs_dir={folder}", "metrics.console=none"),
@@ -114,7 +114,7 @@ def run_bare(steps: int, *, compiled: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
         command = [sys.executable, str(HERE / "bare_loop.py"), "--steps", str(steps), "--output", str(output)]
-        command += ["--started", repr(time.time()), *(["--compile"] if compiled else [])]
+        command += ["--started", repr(time.monotonic()), *(["--compile"] if compiled else [])]
         cores = len(os.sched_getaffinity(0))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(cores)}
         subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)

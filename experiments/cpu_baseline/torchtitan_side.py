@@ -124,7 +124,7 @@ def launch(arguments: argparse.Namespace) -> int:
         **os.environ,
         "OMP_NUM_THREADS": str(arguments.threads or layout.threads),
         "CUDA_VISIBLE_DEVICES": "",
-        START_VARIABLE: repr(time.time()),
+        START_VARIABLE: repr(time.monotonic()),
     }
     return subprocess.run(command, env=environment, check=False).returncode
 
@@ -330,7 +330,7 @@ def timed_trainer(clock: Clock, facts: dict[str, Any]) -> type:
 
             def step(*args: Any, **kwargs: Any) -> None:
                 clock.timed(clock.optimizer, update, *args, **kwargs)
-                clock.first_update_ended = clock.first_update_ended or time.time()
+                clock.first_update_ended = clock.first_update_ended or time.monotonic()
 
             self.optimizers.step = step
 

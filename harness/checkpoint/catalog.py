@@ -194,11 +194,14 @@ def open_checkpoint(path: str) -> Checkpoint:
     """Open the checkpoint in a folder and check its file sizes.
 
     Raises:
-        DamagedCheckpoint: there is none, or it is incomplete.
+        DamagedCheckpoint: there is none, it is incomplete, or a run wrote it for another step.
     """
     fs, root = _open_url(path)
     fs.invalidate_cache()
     manifest = _read_manifest(fs, root)
+    named = _STEP.fullmatch(_name(root))
+    if named and "train_state" in manifest["state"] and manifest["step"] != int(named[1]):
+        raise DamagedCheckpoint(f"{MANIFEST} is of step {manifest['step']}")
     _check_sizes(fs, root, manifest["files"])
     return Checkpoint(path, manifest)
 

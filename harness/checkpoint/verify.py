@@ -102,7 +102,9 @@ def verify(path: str) -> Verdict:
         with reading(path):
             problems = _compare(checkpoint)
     except UnfinishedCheckpoint as error:
-        return Verdict(path, "unfinished", str(error))
+        fs, root = fsspec.url_to_fs(path)
+        # A killed writer leaves a folder.
+        return Verdict(path, *(("unfinished", str(error)) if fs.isdir(root) else ("damaged", "is no folder")))
     except DamagedCheckpoint as error:
         return Verdict(path, "damaged", str(error))
     if problems:

@@ -113,7 +113,7 @@ class Allocation:
 
 def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     """Run the job of a run folder; return its exit code."""
-    started = time.time()
+    started = time.monotonic()
     job = folder.read_job()
     if is_finished(job, folder.path):  # the script was submitted again by hand
         return show_finished(job, folder.path)
@@ -140,7 +140,7 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     if not _has_progress(folder):
         folder.record_error(None, NoProgress())
         return finish_run(job, folder, NoProgress.exit_code)
-    return _requeue(job, folder, allocation, time.time() - started)
+    return _requeue(job, folder, allocation, time.monotonic() - started)
 
 
 def _has_progress(folder: RunFolder) -> bool:

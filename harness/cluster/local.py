@@ -66,7 +66,7 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
         ends_process: this process ends with the run's exit code, so ignore stop signals once the ranks have
             ended.
     """
-    started = time.time()
+    started = time.monotonic()
     try:
         if job.world_size == 1 and not apart:
             code = _run_here(job, folder, started)

@@ -33,7 +33,7 @@ def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
     Args:
         job: the resolved job.
         port: port of the store, on this node.
-        started: time.time() at which the job was started.
+        started: time.monotonic() of this machine at which the job was started.
     """
     nodes, local = job.cluster.nodes_for(job.world_size)
     # A node may be unable to resolve its own name; without a network that takes minutes to fail.

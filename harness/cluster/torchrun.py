@@ -28,7 +28,7 @@ _BEGUN, _REFUSED, _FINISHED = "begun", "refused", "finished"
 
 def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoReturn:
     """Run this rank and end the process with its exit code."""
-    started, rank = time.time(), int(os.environ["RANK"])
+    started, rank = time.monotonic(), int(os.environ["RANK"])
     os.environ.update(openmp_environment(job))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Only if the parent is known to be the launcher: a shell in between may end earlier.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from harness.config import label, part
 from harness.errors import ConfigError
@@ -42,7 +41,7 @@ class ConvergeConfig:
     to the same loss."""
     rounding_factor: float = label(10.0, above=1)
     """Techniques with the control's numerics may depart from it this many times farther than the twin."""
-    out: str | None = label(None)
+    out: str | None = label(None, written="folder", works="a folder")
     """Folder of the report; null: runs_dir/name/converge."""
 
     def validate(self, job: Job) -> None:
@@ -66,8 +65,6 @@ class ConvergeConfig:
                 f"must be at most converge.smooth_steps={self.smooth_steps}; every block needs a loss",
                 f"at most {self.smooth_steps}",
             )
-        if self.out is not None and Path(self.out).is_file():
-            raise ConfigError("converge.out", self.out, "is a file", "a folder")
         for field, known in (
             ("techniques", self.techniques),
             ("expert_techniques", self.expert_techniques),

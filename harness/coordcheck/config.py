@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from harness.config import label, part
 from harness.errors import ConfigError
@@ -19,7 +18,7 @@ class CoordCheckConfig:
     """Values of model.dim. The other widths of the model are proportional to it; heads keep their width."""
     bound: float = label(0.25, above=0)
     """Largest exponent of a power of the width that an activation may follow."""
-    out: str | None = label(None)
+    out: str | None = label(None, written="folder", works="a folder")
     """Folder of the picture and the numbers; null: runs_dir/name/coordcheck."""
 
     def validate(self, job: Job) -> None:
@@ -30,8 +29,6 @@ class CoordCheckConfig:
         if job.world_size > 1:
             rule = "the check runs in one process; harness.parity compares layouts"
             raise ConfigError("parallelism", f"{job.world_size} ranks", rule, "single")
-        if self.out is not None and Path(self.out).is_file():
-            raise ConfigError("coordcheck.out", self.out, "is a file", "a folder")
 
     def jobs(self, job: Job) -> dict[int, Job]:
         """The job at every width, in ascending order.

@@ -114,7 +114,7 @@ def open_cache(
         damage = _find_damage(folder, stored_split) if folder.exists() else None
         if damage is not None:
             sys.stderr.write(f"WARNING token cache {folder} is damaged and is rebuilt: {damage}\n")
-            _remove(folder)
+            remove_damaged(folder)
         if not folder.exists():
             require_small(source, tokenizer)
             _build(folder, source, tokenizer, held_out)
@@ -235,7 +235,7 @@ def _write(folder: Path, work: Path, source: Source, tokenizer: Tokenizer, held_
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _remove(folder: Path) -> None:
+def remove_damaged(folder: Path) -> None:
     """Remove a damaged cache; it is renamed first, so that no reader finds part of it."""
     damaged = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):  # another builder was faster

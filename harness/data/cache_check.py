@@ -1,4 +1,4 @@
-"""Checksums of a token cache: written when it is built, compared when it is opened.
+"""Checksums of a cache: written when it is built, compared when it is opened.
 
 Files are hashed in blocks, by several threads. When a cache is opened, sizes are always compared. All blocks
 are compared if the file was modified since the last complete comparison, or has at most ``SAMPLE_BLOCKS``;
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedCache(Exception):
-    """A token cache is damaged; the message has the details."""
+    """A cache is damaged; the message has the details."""
 
 
 def files_of(split: str) -> tuple[str, str]:
@@ -39,28 +39,39 @@ def files_of(split: str) -> tuple[str, str]:
     return f"{split}.tokens", f"{split}.starts"
 
 
-def describe_files(folder: Path, splits: Iterable[str]) -> dict[str, Any]:
-    """Sizes and checksums of the files of ``splits``, for the cache's ``meta.json``."""
+FILES = tuple(name for split in SPLITS for name in files_of(split))
+"""Files of a token cache."""
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Sizes and checksums of files, for the cache's ``meta.json``."""
     found = {}
-    for name in (name for split in splits for name in files_of(split)):
+    for name in names:
         size = (folder / name).stat().st_size
         found[name] = {"size": size, "xxh3_64": _hash_blocks(folder / name, range(_num_blocks(size)))}
     return found
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path, names: Collection[str] = FILES) -> dict[str, Any]:
     """Read and check ``meta.json``.
+
+    Args:
+        folder: of the cache.
+        names: its files.
 
     Raises:
         DamagedCache: ``meta.json`` is missing or damaged.
     """
+    has_tokens = names is FILES
     try:
         meta = parse_object((folder / META).read_bytes())
-        if meta["dtype"] not in ("uint16", "uint32") or not all(
-            isinstance(meta["tokens"][split], int) for split in SPLITS
+        if has_tokens and (
+            meta["dtype"] not in ("uint16", "uint32")
+            or not all(isinstance(meta["tokens"][split], int) for split in SPLITS)
         ):
             raise ValueError("number or format of the tokens is missing")
-        for name in (name for split in SPLITS for name in files_of(split) if "files" in meta):
+        # Token caches of an earlier version have no checksums.
+        for name in names if "files" in meta or not has_tokens else ():
             facts = meta["files"][name]
             if len(facts["xxh3_64"]) != _num_blocks(facts["size"]):
                 raise ValueError("checksums are missing")
@@ -79,12 +90,16 @@ def check_sizes(folder: Path, meta: dict[str, Any], split: str) -> None:
     known = {name: facts["size"] for name, facts in meta.get("files", {}).items()}
     expected = {tokens: meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize, starts: known.get(starts)}
     for name, size in expected.items():
-        try:
-            found = (folder / name).stat().st_size
-        except _NO_FILE as error:
-            raise DamagedCache(f"{name}: {error.strerror}") from None
-        if size is not None and found != size:
-            raise DamagedCache(f"{name} has {found} bytes instead of {size}")
+        _check_size(folder / name, size)
+
+
+def _check_size(file: Path, size: int | None) -> None:
+    try:
+        found = file.stat().st_size
+    except _NO_FILE as error:
+        raise DamagedCache(f"{file.name}: {error.strerror}") from None
+    if size is not None and found != size:
+        raise DamagedCache(f"{file.name} has {found} bytes instead of {size}")
 
 
 def check_contents(folder: Path, meta: dict[str, Any], split: str) -> None:
@@ -101,10 +116,21 @@ def check_contents(folder: Path, meta: dict[str, Any], split: str) -> None:
             _check_starts(folder, meta, each)
         _add_checksums(folder, meta)
         return
+    check_files(folder, {name: meta["files"][name] for name in files_of(split)})
+
+
+def check_files(folder: Path, files: Mapping[str, Any]) -> None:
+    """Compare sizes and checksums of files with those that ``describe_files`` returned.
+
+    Raises:
+        DamagedCache: a file is missing, has another size, or a block's checksum differs.
+    """
+    for name, facts in files.items():
+        _check_size(folder / name, facts["size"])
     checked = _read_checked(folder)
-    times = {name: (folder / name).stat().st_mtime_ns for name in files_of(split)}
+    times = {name: (folder / name).stat().st_mtime_ns for name in files}
     for name, time in times.items():
-        sums = meta["files"][name]["xxh3_64"]
+        sums = files[name]["xxh3_64"]
         blocks = list(range(len(sums)))
         if checked.get(name) == time and len(blocks) > SAMPLE_BLOCKS:
             blocks = random.SystemRandom().sample(blocks, SAMPLE_BLOCKS)
@@ -144,7 +170,7 @@ def _check_starts(folder: Path, meta: dict[str, Any], split: str) -> None:
 
 
 def _add_checksums(folder: Path, meta: dict[str, Any]) -> None:
-    files = describe_files(folder, SPLITS)
+    files = describe_files(folder, FILES)
     _write_if_possible(folder / META, {**meta, "files": files})
 
 

@@ -174,7 +174,7 @@ class DataConfig:
     prefetch: int = execution(2, least=0)
     """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is needed."""
 
-    cache_dir: str = label("~/.cache/harness", nonempty=True)
+    cache_dir: str = label("~/.cache/harness", written="folder")
     """Folder of the token caches; all ranks must see it."""
 
     tokenize_workers: int | None = label(None, least=1)

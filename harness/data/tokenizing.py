@@ -21,11 +21,11 @@ from typing import IO, Any, TextIO
 
 import numpy as np
 
-from harness.data.cache_check import META, SPLITS, describe_files
+from harness.data.cache_check import FILES, META, SPLITS, describe_files
 from harness.data.config import TokenizerConfig
 from harness.data.documents import Source
 from harness.data.tokenizer import Tokenizer, build_tokenizer
-from harness.data.units import Index, Unit, bytes_of, cpus, read_index, token_dtype, write_unit
+from harness.data.units import Index, Unit, bytes_of, cpus, is_intact, read_index, token_dtype, write_unit
 from harness.data.workers import Workers, can_start_processes
 from harness.errors import DataError
 
@@ -68,7 +68,7 @@ def tokenize(
         MachineError: a process died.
     """
     dtype = token_dtype(tokenizer)
-    missing = [unit for unit in units if read_index(folder, unit, dtype) is None]
+    missing = [unit for unit in units if not is_intact(folder, unit, dtype)]
     config = tokenizer.config if can_start_processes() else None
     workers = 1 if config is None else min(workers or min(cpus(), MOST_WORKERS), len(missing))
     progress = Progress(source.name, units, missing, workers)
@@ -187,7 +187,7 @@ def concatenate(
         "dtype": dtype.name,
         "tokens": {split: writers[split].num_tokens for split in SPLITS},
         "damaged": damaged,
-        "files": describe_files(folder, SPLITS),
+        "files": describe_files(folder, FILES),
         **facts,
     }
     (folder / META).write_text(json.dumps(meta))

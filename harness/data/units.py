@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from harness.data.documents import LongText, Source, Span
 from harness.data.tokenizer import Tokenizer, with_bos_eos
@@ -33,7 +35,7 @@ UNIT_BYTES = 1 << 24
 CHARS_PER_BATCH = 250_000
 # A longer document is encoded in pieces.
 LONG_CHARS = 4_000_000
-_HEADER = 3
+_HEADER = 4
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Index:
         num_documents: including empty ones.
         damaged: documents that were not UTF-8.
         num_tokens: number of ids.
+        checksum: of the unit's files.
         starts: offset of each nonempty document (int64).
         numbers: number of each nonempty document among all of the unit (int64).
     """
@@ -99,8 +102,20 @@ class Index:
     num_documents: int
     damaged: int
     num_tokens: int
+    checksum: int
     starts: np.ndarray
     numbers: np.ndarray
+
+
+def _checksum(tokens: Path, *index: int | bytes) -> int:
+    """Checksum of a unit's ids and index, which fits into int64."""
+    digest = xxhash.xxh3_64()
+    with tokens.open("rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    for each in index:
+        digest.update(each if isinstance(each, bytes) else b"%d " % each)
+    return digest.intdigest() >> 1
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -119,6 +134,18 @@ def read_index(folder: Path, unit: Unit, dtype: np.dtype) -> Index | None:
     if len(header) < _HEADER or size != header[2] * dtype.itemsize or len(rest) % 2:
         return None
     return Index(*header, *np.split(rest, 2))
+
+
+def is_intact(folder: Path, unit: Unit, dtype: np.dtype) -> bool:
+    """Whether a unit is tokenized, and its files have the content that they were written with."""
+    index = read_index(folder, unit, dtype)
+    if index is None:
+        return False
+    tokens, counts = folder / f"{unit.key}.tokens", (index.num_documents, index.damaged, index.num_tokens)
+    if index.checksum == _checksum(tokens, *counts, index.starts.tobytes(), index.numbers.tobytes()):
+        return True
+    sys.stderr.write(f"WARNING {tokens} is damaged and is made again\n")
+    return False
 
 
 def write_unit(
@@ -152,10 +179,12 @@ def write_unit(
                     sum(CHARS_PER_BATCH if isinstance(text, LongText) else len(text) for _, text in batch)
                 )
             sync_file(file)
+        counts = documents.count, source.damaged - damaged, num_tokens
+        checksum = _checksum(temporary, *counts, starts.tobytes(), numbers.tobytes())
         temporary.replace(folder / f"{unit.key}.tokens")
     finally:
         temporary.unlink(missing_ok=True)
-    header = array("q", [documents.count, source.damaged - damaged, num_tokens])
+    header = array("q", [*counts, checksum])
     write_atomically(folder / f"{unit.key}.index", (header + starts + numbers).tobytes())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from harness.config import label, part
 from harness.data import DataConfig
@@ -17,7 +16,7 @@ SOURCES = ("pictures", "hub_pictures", "drawn_shapes")
 class EncodeConfig:
     """Target and parts of encoded pictures."""
 
-    target: str | None = label(None)
+    target: str | None = label(None, written="folder", works="latents/NAME")
     """Folder of the latents, which `data=latents` reads. An unfinished one of the same job is continued."""
 
     samples: int | None = label(None, least=1)
@@ -41,11 +40,8 @@ class EncodeConfig:
 
     def validate(self, data: DataConfig) -> None:
         """Raise ConfigError for a missing target, or data without pictures to encode."""
-        if not self.target:
+        if self.target is None:
             raise ConfigError("encode.target", self.target, "must be given", "latents/NAME")
-        target = Path(self.target)
-        if target.exists() and not target.is_dir():
-            raise ConfigError("encode.target", self.target, "is a file", "latents/NAME")
         if data.kind not in SOURCES:
             rule = "is encoded" if data.kind == "latents" else "has no pictures to encode"
             raise ConfigError("data.kind", data.kind, rule, [*SOURCES])

@@ -44,7 +44,7 @@ class EvaluateConfig:
     """lm_eval: examples in the prompt; null: as the task says."""
     include_path: str | None = label(None)
     """lm_eval: a folder with task files of your own."""
-    out: str | None = label(None, nonempty=True)
+    out: str | None = label(None, written="file")
     """File to which a row for each task is appended. Null: evaluations.jsonl in the run folder that the
     weights are from, else in the working directory."""
     json: bool = label(False)

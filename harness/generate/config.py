@@ -23,7 +23,7 @@ _TEXTS_ONLY = (
 class PicturesConfig:
     """How pictures are sampled, by models that make pictures."""
 
-    output: str = label("pictures", nonempty=True)
+    output: str = label("pictures", written="folder")
     """Folder of the PNG files, 000.png for the first prompt."""
     size: int | None = label(None, least=1)
     """Height and width in pixels; null: those of training, which weights of other software do not record."""

@@ -9,7 +9,7 @@ from typing import Any
 from harness.app import Result
 from harness.config import leaves, with_value
 from harness.data.config import DataConfig
-from harness.errors import EXIT_OK, ConfigError
+from harness.errors import EXIT_OK
 from harness.exchange.found import WeightFolder
 from harness.generate.config import GenerateJob
 from harness.generate.prompts import read_texts
@@ -25,8 +25,6 @@ def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
     prompts = [str(each) for each in read_texts(job)]
     job = with_encoders(used.job, overrides, used.found)
     output = Path(job.generate.pictures.output)
-    if output.exists() and not output.is_dir():
-        raise ConfigError("generate.pictures.output", output, "is a file", "a folder")
     output.mkdir(parents=True, exist_ok=True)
     outcome = run_on_ranks(job, "harness.generate.picture_rank:generate", used.found, prompts)
     if not is_first():

@@ -51,7 +51,7 @@ class Trainer:
         folder: the run folder.
         engine: model and optimizer.
         recorder: writes the metrics; on rank 0 only.
-        started: time.time() at which the process or its controller started.
+        started: time.monotonic() of this machine at which the process or its controller started.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class Trainer:
             seq_len=phase.seq_len,
         )
         if self.progress.first_step_seconds is None:
-            self.progress.first_step_seconds = time.time() - self.started
+            self.progress.first_step_seconds = time.monotonic() - self.started
             set_timeouts(self.job.cluster.step_timeout_seconds)
             if self.job.compile.enable:
                 graphs, seconds = self.compiler.graphs, self.compiler.seconds

@@ -28,6 +28,9 @@ from harness.pictures.tar_index import SUFFIXES, TarIndex, open_tar_index
 MOST_SKIPPED = 100
 """Pictures in a row that cannot be decoded, after which data.images.on_error=skip gives up."""
 
+MOST_ASPECT = 32
+"""Times the shorter side: what exceeds it of the longer side is cropped before the picture is resized."""
+
 
 class UnreadablePicture(DataError):
     """A picture cannot be decoded."""
@@ -174,15 +177,25 @@ def decode(content: bytes, size: int, place: float, where: str) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(content)) as opened:
             picture = ImageOps.exif_transpose(opened).convert("RGB")
+        # A side that is much longer would be as long as the file says, times the scale.
+        short = min(picture.size)
+        if max(picture.size) > MOST_ASPECT * short:
+            wide, high = (min(side, MOST_ASPECT * short) for side in picture.size)
+            picture = _cropped(picture, wide, high, place)
+        wide, high = (max(size, round(side * (size / short))) for side in picture.size)
+        resized = picture.resize((wide, high), Image.Resampling.BICUBIC)
+        return np.asarray(_cropped(resized, size, size, place))
     # Readers of damaged files raise many types.
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except (
+        *(OSError, ValueError, SyntaxError, EOFError, MemoryError),
+        Image.DecompressionBombError,
+    ) as error:
         raise UnreadablePicture(f"{where}: is no picture that can be decoded ({describe(error)})") from error
-    width, height = picture.size
-    scale = size / min(width, height)
-    wide, high = max(size, round(width * scale)), max(size, round(height * scale))
-    resized = picture.resize((wide, high), Image.Resampling.BICUBIC)
-    left, top = round((wide - size) * place), round((high - size) * place)
-    return np.asarray(resized.crop((left, top, left + size, top + size)))
+
+
+def _cropped(picture: Any, width: int, height: int, place: float) -> Any:
+    left, top = round((picture.width - width) * place), round((picture.height - height) * place)
+    return picture.crop((left, top, left + width, top + height))
 
 
 def caption_of(fields: dict[str, Any], name: str, where: str) -> str:

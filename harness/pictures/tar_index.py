@@ -2,7 +2,7 @@
 
 Members of one picture follow each other and have the same name up to the first dot of its last part:
 ``00012.jpg 00012.txt 00012.json`` (github.com/webdataset/webdataset). The table is built once, in
-``data.cache_dir``.
+``data.cache_dir``, and rebuilt if it is damaged (``harness/data/cache_check.py``).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from harness.data.build_lock import only_builder
+from harness.data.cache import remove_damaged
+from harness.data.cache_check import META, DamagedCache, check_files, describe_files, read_meta
 from harness.data.documents import describe
 from harness.data.sources import file_stats
 from harness.errors import DataError
@@ -86,32 +89,48 @@ def open_tar_index(
     *,
     is_builder: bool = True,
 ) -> TarIndex:
-    """Open the table of tar files, after building it if it is missing.
+    """Open the table of tar files, after building it if it is missing or damaged.
 
     Raises:
-        DataError: a file is no tar file.
+        DataError: a file is no tar file, or the builder's table is not visible here.
         OSError: the cache cannot be written.
     """
     stats = [_FORMAT_VERSION, file_stats(files)]
     key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:24]
     folder = Path(cache_dir).expanduser() / "pictures" / key
-    path = folder / TABLE
     if is_builder:
-        with only_builder(folder, path.exists) as building:
+        if (folder / META).exists():
+            try:
+                _check(folder)
+            except DamagedCache as error:
+                sys.stderr.write(f"WARNING picture table {folder} is damaged and is rebuilt: {error}\n")
+                remove_damaged(folder)
+        with only_builder(folder, (folder / META).exists) as building:
             if building is not None:
-                _build(path, files)
+                _build(folder, files)
     if wait_for_all is not None:
         wait_for_all()
-    return TarIndex(files, np.load(path, mmap_mode="r"), key)
+    try:
+        if not is_builder:
+            _check(folder)
+        return TarIndex(files, np.load(folder / TABLE, mmap_mode="r"), key)
+    except (DamagedCache, OSError) as error:
+        rule = "data.cache_dir must be a folder that all ranks share"
+        raise DataError(f"picture table {folder} cannot be read here: {error}; {rule}") from None
 
 
-def _build(path: Path, files: Sequence[Path]) -> None:
+def _check(folder: Path) -> None:
+    check_files(folder, read_meta(folder, (TABLE,))["files"])
+
+
+def _build(folder: Path, files: Sequence[Path]) -> None:
     with ThreadPoolExecutor(_THREADS) as threads:
         tables = list(threads.map(_members, files))
     rows = [np.insert(table, 0, number, axis=1) for number, table in enumerate(tables)]
     content = io.BytesIO()
     np.save(content, np.concatenate([np.zeros((0, 7), np.int64), *rows]))
-    write_atomically(path, content.getvalue())
+    write_atomically(folder / TABLE, content.getvalue())
+    write_atomically(folder / META, json.dumps({"files": describe_files(folder, (TABLE,))}).encode())
 
 
 def _members(file: Path) -> np.ndarray:
@@ -119,7 +138,8 @@ def _members(file: Path) -> np.ndarray:
     try:
         with tarfile.open(file, "r:") as opened:
             return np.array(list(_places(opened)), dtype=np.int64).reshape(-1, 6)
-    except (tarfile.TarError, OSError) as error:
+    # tarfile believes the numbers in headers.
+    except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
         raise DataError(f"{file}: not a readable tar file without compression ({describe(error)})") from error
 
 
@@ -131,6 +151,8 @@ def _places(opened: tarfile.TarFile) -> Iterator[list[int]]:
         return [*found["picture"], *found.get(".txt", absent), *found.get(".json", absent)]
 
     for member in opened:
+        if member.issparse() or any(key.startswith("GNU.sparse") for key in member.pax_headers):
+            raise tarfile.TarError(f"{member.name!r} is sparse; would work: tar without --sparse")
         if not member.isfile():
             continue
         folder, name = os.path.split(member.name)

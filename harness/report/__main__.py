@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.app import Result, Verb
-from harness.arguments import Argument
+from harness.arguments import Argument, report_folder
 from harness.errors import UserError
 from harness.files import write_atomically
 from harness.plan.constants import Calibration
@@ -160,7 +160,7 @@ VERB = Verb(
         ),
         Argument(
             "--out",
-            type=Path,
+            type=report_folder,
             help="output folder; default: the experiment's folder, or report/ in a folder of runs",
         ),
         Argument("--runs", type=Path, help="folder of an experiment's runs; default: runs/"),

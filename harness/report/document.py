@@ -79,13 +79,13 @@ class Report:
 
 
 def markdown(report: Report) -> str:
-    """Format the report as Markdown; pictures are linked."""
+    """Format the report as Markdown without HTML; pictures are linked."""
     blocks = [f"# {report.title}", _paragraphs(report.summary)]
     for section in report.sections:
         blocks += [f"{'#' * section.level} {section.title}", _paragraphs(section.text)]
         blocks += [table_markdown(section.table)] if section.table is not None else []
         blocks += [f"![{section.title}]({section.picture})"] if section.picture is not None else []
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    return tables.without_html("\n\n".join(block for block in blocks if block) + "\n")
 
 
 def _paragraphs(text: Sequence[str]) -> str:

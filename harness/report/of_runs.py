@@ -18,7 +18,7 @@ from harness.report.naming import MOST_FIELDS, by_part, in_short
 from harness.report.provenance import section_of
 from harness.report.rows import fastest_first, job_of
 from harness.report.statistics import Errors, errors_of, spearman
-from harness.report.words import NOT_MEASURED, formatted, layout_and_schedule, percent
+from harness.report.words import NOT_MEASURED, formatted, layout_and_schedule
 from harness.sweep.study_record import StudyRecord
 
 Row = dict[str, Any]
@@ -250,7 +250,7 @@ def _summary(rows: Sequence[Row], best: Row | None) -> list[str]:
 
 def errors_in_words(errors: Errors) -> str:
     """Format the median and worst of some errors."""
-    return f"median error {errors.median:.1%}, worst {percent(errors.worst)} ({errors.count} rows)"
+    return f"median error {errors.median:.1%}, worst {errors.worst:.1%} ({errors.count} rows)"
 
 
 def constants_in_words(calibration: Calibration | None) -> list[str]:

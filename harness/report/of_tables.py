@@ -132,12 +132,12 @@ def _errors(tables: Sequence[Table], found: dict[str, list[Effect]], title: str,
         Column("point", "table"),
         Column("rows", "rows", "d"),
         Column("rate_median", "throughput, median error", ".1%"),
-        Column("rate_worst", "worst", "+.1%"),
+        Column("rate_worst", "worst", ".1%"),
         Column("memory_median", "memory, median error", ".1%"),
-        Column("memory_worst", "worst of memory", "+.1%"),
+        Column("memory_worst", "worst of memory", ".1%"),
         Column("order", "effects with the right sign"),
     )
-    text = "Predicted against published, for the machine of the tables. Medians are of absolute errors."
+    text = "Predicted against published, for the machine of the tables. Errors here have no sign."
     rows = _rows_once(tables)
     names = [f"{row['table'].removeprefix('table')}: {row['point']}" for row in rows]
     picture = "errors.png"

@@ -22,21 +22,19 @@ def delta(value: float | None, reference: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Errors:
-    """Summary of relative errors."""
+    """Summary of relative errors, without their signs, as fractions."""
 
     count: int
     median: float
-    """Median of the absolute errors, as a fraction."""
     worst: float
-    """The error of largest magnitude, with its sign."""
 
 
 def errors_of(rows: Sequence[Row], key: str) -> Errors | None:
     """Summarize the errors under ``key``; None if no row has one."""
-    values = [row[key] for row in rows if row.get(key) is not None]
+    values = [abs(row[key]) for row in rows if row.get(key) is not None]
     if not values:
         return None
-    return Errors(len(values), statistics.median(map(abs, values)), max(values, key=abs))
+    return Errors(len(values), statistics.median(values), max(values))
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -15,7 +15,7 @@ from harness.metrics.encoding import parse_object
 from harness.metrics.jsonl import read_rows
 from harness.metrics.result import read_result, write_json_atomically
 
-METRICS = "metrics.jsonl"
+METRICS, STATUS = "metrics.jsonl", "status.json"
 EVALUATIONS = "evaluations.jsonl"
 LOCK = ".lock"
 # Disk space reserved for the run's result, in case the disk is full when it ends.
@@ -35,13 +35,13 @@ class RunStatus:
 
         planned, submitted, starting, running, requeued, completed, interrupted or failed.
         """
-        state = self._read("status.json").get("state")
+        state = self._read(STATUS).get("state")
         return state if isinstance(state, str) else None
 
     @property
     def stop_reason(self) -> str | None:
         """Why the last attempt was stopped early; None if unknown."""
-        return self._read("status.json").get("reason")
+        return self._read(STATUS).get("reason")
 
     @property
     def row(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class RunStatus:
     @property
     def may_be_running(self) -> bool:
         """Whether a process may be running the job; on another machine, judged by the lock if supported."""
-        status = self._read("status.json")
+        status = self._read(STATUS)
         if status.get("host") == socket.gethostname() or status.get("state") not in ("starting", "running"):
             return is_running(status)
         try:
@@ -96,7 +96,7 @@ class RunStatus:
         pid = os.getpid()
         owner = {"host": socket.gethostname(), "pid": pid, "pid_started": _start_of(pid), "time": time.time()}
         self._write_with_reserve(
-            lambda: write_json_atomically(self.path / "status.json", {"state": state, **owner, **facts})
+            lambda: write_json_atomically(self.path / STATUS, {"state": state, **owner, **facts})
         )
 
     def _read(self, name: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from harness.sweep.run import log_table, states_of
 from harness.sweep.run import resume as resume_points
 from harness.sweep.study_record import StudyRecord
 from harness.sweep.table import best_in_words, counted, rows_of, table_markdown, table_text, write_csv
+from harness.tables import without_html
 from harness.verify import verify_all
 
 
@@ -96,9 +97,8 @@ def collect(folder: Path) -> int:
     results = [{**RunFolder(each.run_dir).row, **newest(each.run_dir)} for each in seen]
     write_csv(registry.path / "table.csv", points, seen, results)
     evaluated = evaluations_markdown([row["point"] for row in rows], results)
-    (registry.path / "table.md").write_text(
-        f"# {registry.name}\n\n{table_markdown(rows)}{best}{evaluated}{_skipped_in_words(registry)}"
-    )
+    text = f"# {registry.name}\n\n{table_markdown(rows)}{best}{evaluated}{_skipped_in_words(registry)}"
+    (registry.path / "table.md").write_text(without_html(text))
     written = ["table.csv", "table.md", *(["plot.png"] if _draw(registry) else [])]
     log_table(registry, [(point, point.job) for point in points], seen)
     for name in written:

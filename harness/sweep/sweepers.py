@@ -11,6 +11,7 @@ from typing import Any
 
 from harness.compose import POINTS, Composed, Composer
 from harness.compose_errors import to_user_error
+from harness.config import check_rules
 from harness.errors import EXIT_INTERRUPTED, EXIT_OK, HarnessError, UserError
 from harness.hydra_settings import LAUNCHER
 from harness.job import Job
@@ -111,6 +112,7 @@ def _folder(config: Any) -> Path:
         job = Job(name=str(config.name), runs_dir=str(config.runs_dir))
     except Exception as error:
         raise to_user_error(error) from error
+    check_rules(job)
     job.validate_folder()
     return Path(job.runs_dir) / job.name
 

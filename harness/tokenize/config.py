@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from harness.config import label, part
 from harness.data import DataConfig
@@ -17,7 +16,7 @@ SOURCES = ("local", "hub")
 class TokenizeConfig:
     """Target and parts of a corpus."""
 
-    target: str | None = label(None)
+    target: str | None = label(None, written="folder", works="corpus/NAME")
     """Folder of the corpus, which `data=tokens` reads. An unfinished one of the same source is continued."""
 
     workers: int | None = label(None, least=1)
@@ -38,11 +37,8 @@ class TokenizeConfig:
 
     def validate(self, data: DataConfig) -> None:
         """Raise ConfigError for a missing target, or data without documents to tokenize."""
-        if not self.target:
+        if self.target is None:
             raise ConfigError("tokenize.target", self.target, "must be given", "corpus/NAME")
-        target = Path(self.target)
-        if target.exists() and not target.is_dir():
-            raise ConfigError("tokenize.target", self.target, "is a file", "corpus/NAME")
         if data.kind not in SOURCES:
             rule = {
                 "chat": "conversations are tokenized by the job",

@@ -57,7 +57,7 @@ def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome
     # Start like a new process, with no state from earlier runs in this one.
     torch.manual_seed(0)
     engine = Engine(job, torch.device("cpu"))
-    trainer = Trainer(job, folder, engine, None, time.time())
+    trainer = Trainer(job, folder, engine, None, time.monotonic())
     losses: dict[int, float] = {}
     norms: dict[int, float] = {}
     batches: dict[int, str] = {}

@@ -62,7 +62,7 @@ class Sweep:
             for name, content in self.written[job.id].items():
                 (folder.path / name).write_bytes(content)
             return
-        run_rank(job, folder, started=time.time())
+        run_rank(job, folder, started=time.monotonic())
         names = ("metrics.jsonl", "result.json")
         self.written[job.id] = {name: (folder.path / name).read_bytes() for name in names}
 

@@ -124,13 +124,9 @@ def test_what_cannot_be_tokenized(typed: str, says: str) -> None:
     own = [
         each for each in TYPED if each not in replaced and each.partition("=")[0] != typed.partition("=")[0]
     ]
-    job = compose_job(
-        [*own, "tokenize.target=corpus", "data.validation_fraction=0", typed],
-        config_name="tokenize",
-        schema=TokenizeJob,
-    )
+    overrides = [*own, "tokenize.target=corpus", "data.validation_fraction=0", typed]
     with pytest.raises(ConfigError, match=says):
-        tokenize(job, [])
+        tokenize(compose_job(overrides, config_name="tokenize", schema=TokenizeJob), [])
 
 
 def flip(path: Path) -> None:
@@ -219,8 +215,11 @@ def test_the_command_is_killed_with_its_processes_and_continued() -> None:
     assert killed.returncode == -signal.SIGKILL, words
     kept = len(list(units.glob("*.index")))
     assert kept >= 3
+    damaged = next(units.glob("*.index")).with_suffix(".tokens")
+    flip(damaged)
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count(f"WARNING {damaged} is damaged and is made again\n") == 1
     assert "next: python -m harness.train data=tokens 'data.paths=[corpus]'" in ended.stdout
     found = documents("train")
     held = {number for number in range(len(TEXTS) * 10) if is_held_out(number, 0.1)}

@@ -77,7 +77,9 @@ class Rows(Recorder):
 def train(job: Job) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows of metrics and the result of one rank."""
     recorder = Rows()
-    trainer = Trainer(job, RunFolder(job.run_dir), Engine(job, torch.device("cpu")), recorder, time.time())
+    trainer = Trainer(
+        job, RunFolder(job.run_dir), Engine(job, torch.device("cpu")), recorder, time.monotonic()
+    )
     assert trainer.train() == "completed"
     return recorder.rows, trainer.result()
 

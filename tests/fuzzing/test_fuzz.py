@@ -101,6 +101,8 @@ KNOWN = [
         "--config-dir=nope: no such folder; would work: ",
     ),
     ("train", ["-cn", "nope"], "--config-name=nope: no such file in "),
+    ("train", ["-cn", ""], "--config-name=: no such file in "),
+    ("report", [".", "--out", "s3://bucket/x"], "--out=s3://bucket/x: is not a local path; would work: "),
     ("train", ["-sc"], "-sc: takes one action and a shell; would work: -sc install=bash"),
     ("train", ["-sc", "query=bash"], "-sc query=bash: is for the shell, which sets COMP_LINE"),
     ("train", ["name=${nope}"], "name: Interpolation key 'nope' not found"),

@@ -37,7 +37,7 @@ def poisoned(job_json: str, run_dir: str, name: str) -> None:
         for own, parameter in engine.named_parameters():
             if own == name:
                 getattr(parameter, "_local_tensor", parameter).view(-1)[0] = float("nan")
-    Trainer(job, RunFolder(Path(run_dir)), engine, None, time.time()).train()
+    Trainer(job, RunFolder(Path(run_dir)), engine, None, time.monotonic()).train()
 
 
 def error_of(job_json: str, run_dir: str, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import jobs
 import pytest
 import torch
 
+from harness.cluster.local import launch
 from harness.errors import EXIT_NON_FINITE
 from harness.job import Job
 from harness.loop.engine import Engine
@@ -46,6 +48,19 @@ def test_rows_have_their_metrics(tmp_path: Path) -> None:
     assert result["window.window_steps"] == 5
     assert result["job.model.dim"] == job.model.dim
     assert all(not isinstance(value, dict) for value in result.values())
+
+
+def test_a_clock_that_is_set_back_changes_no_duration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = jobs.tiny(*SMALL, f"runs_dir={tmp_path}")
+    folder, now = RunFolder(job.run_dir), itertools.count(time.time(), -1e7)
+    folder.begin(job, [])
+    monkeypatch.setattr(time, "time", lambda: next(now))
+    assert launch(job, folder) == 0
+    durations = {name: value for name, value in folder.row.items() if "seconds" in name}
+    assert durations["first_step_seconds"] > 0
+    assert all(0 <= value < 600 for value in durations.values() if isinstance(value, float)), durations
 
 
 def test_rows_have_the_loss_of_multi_token_prediction(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_an_incomplete_trace_is_not_written(tmp_path: Path) -> None:
 
 def train(job_json: str, run_dir: str) -> list[float]:
     job = Job.from_json(job_json)
-    trainer = Trainer(job, RunFolder(Path(run_dir)), Engine(job, torch.device("cpu")), None, time.time())
+    trainer = Trainer(job, RunFolder(Path(run_dir)), Engine(job, torch.device("cpu")), None, time.monotonic())
     trainer.train()
     return [step.seconds for step in trainer.window._measured]
 

@@ -177,7 +177,7 @@ def train(job_json: str, run_dir: str, base: float = 0.0, slow: dict[int, float]
     if pause:
         block = next(iter(engine.parts[0].blocks.values()))
         block.register_forward_pre_hook(lambda *_: time.sleep(pause))
-    trainer = Trainer(job, folder, engine, None, time.time())
+    trainer = Trainer(job, folder, engine, None, time.monotonic())
     trainer.train()
     assert trainer.phases is not None
     with annotated("after the run"):  # no recorder any more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import tarfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from harness.data.config import DataConfig
 from harness.data.picture_config import ImagesConfig
 from harness.errors import DataError
 from harness.pictures.shapes import SHAPES, DrawnShapes, captions
-from harness.pictures.sources import PictureSource, RawSamples, decode, open_pictures
+from harness.pictures.sources import PictureSource, RawSamples, UnreadablePicture, decode, open_pictures
 
 NUMBER = 12
 
@@ -118,6 +119,48 @@ def test_resizing_keeps_the_shorter_side() -> None:
     assert np.array_equal(top, resized[:5]) and np.array_equal(bottom, resized[-5:])
 
 
+def test_a_very_long_picture_is_cropped_before_it_is_resized() -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.repeat(np.arange(200, dtype=np.uint8), 40)[:, None].repeat(3, 1)).save(file, "PNG")
+    limit, soft = resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(limit, (used + (256 << 20), soft[1]))
+    try:
+        pictures = [decode(file.getvalue(), 256, place, "x") for place in (0.0, 0.5, 1.0)]
+    finally:
+        resource.setrlimit(limit, soft)
+    assert [picture.shape for picture in pictures] == [(256, 256, 3)] * 3
+    assert [round(float(picture.mean())) for picture in pictures] == [0, 100, 199]
+
+
+def test_a_picture_that_exhausts_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise MemoryError
+
+    data = write_files()
+    monkeypatch.setattr(Image.Image, "resize", fail)
+    with pytest.raises(UnreadablePicture, match=r"00\.png: is no picture .*MemoryError"):
+        opened(data).read(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        (str(2**45), "'0.png' is sparse; would work: tar without --sparse"),
+        ("5", "'0.png' is sparse"),
+        ("x", "invalid literal"),
+    ],
+)
+def test_sparse_members_of_tar_files_are_refused(size: str, says: str) -> None:
+    with tarfile.open("a.tar", "w", format=tarfile.PAX_FORMAT) as file:
+        member = tarfile.TarInfo("0.png")
+        member.size, member.pax_headers = 4, {"GNU.sparse.size": size}
+        file.addfile(member, io.BytesIO(b"0123"))
+    with pytest.raises(DataError, match=r"a\.tar: not a readable tar file") as raised:
+        opened(DataConfig("pictures", paths=["*.tar"], cache_dir="cache"))
+    assert says in str(raised.value)
+
+
 def test_a_damaged_picture_is_an_error_or_skipped() -> None:
     data = write_files()
     Path("03.png").write_bytes(content(3)[:60])
@@ -129,6 +172,49 @@ def test_a_damaged_picture_is_an_error_or_skipped() -> None:
         Path(f"{number:02}.png").write_bytes(b"")
     with pytest.raises(DataError, match="is no picture that can be decoded"):
         skipping.sample(0)
+
+
+def rolled(content: bytes) -> bytes:
+    table = np.load(io.BytesIO(content))
+    table[:, 1:3] = np.roll(table[:, 1:3], 1, axis=0)  # each caption gets another picture
+    file = io.BytesIO()
+    np.save(file, table)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("members.npy", rolled, "do not have the checksum they were written with"),
+        ("members.npy", lambda content: content[:-1], "bytes instead of"),
+        ("members.npy", lambda content: b"", "members.npy has 0 bytes instead of"),
+        ("members.npy", None, "No such file"),
+        ("meta.json", lambda content: b"{}", "'files'"),
+    ],
+)
+def test_a_damaged_table_of_tar_files_is_rebuilt(
+    name: str, change: object, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_tars()
+
+    def captions_of_pictures() -> list[tuple[int, str]]:
+        read = (opened(data, images=ImagesConfig(size=8)).read(i, i) for i in range(NUMBER))
+        return [(int(pixels[0, 0, 0]), caption) for pixels, caption in read]
+
+    expected = captions_of_pictures()
+    assert expected[:2] == [(0, "caption 0"), (20, "caption 1")]
+    (file,) = Path("cache").glob(f"pictures/*/{name}")
+    if change is None:
+        file.unlink()
+    else:
+        file.write_bytes(change(file.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(DataError, match=r"picture table .* cannot be read here: "):
+        open_pictures(data, "train", seed=0, is_builder=False)
+    assert captions_of_pictures() == expected
+    warning = capsys.readouterr().err
+    assert says in warning and "is damaged and is rebuilt" in warning and warning.count("\n") == 1
+    assert captions_of_pictures() == expected
+    assert capsys.readouterr().err == "" and len(list(Path("cache/pictures").iterdir())) == 1
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_sweep(
     shown = capsys.readouterr().out
     assert "6 points: 3 completed, 1 failed, 2 skipped." in shown
     assert "The fastest: `tp=1 pp=1`, 1,008.0 tokens/s/rank (spread of its steps 4.0%)." in shown
-    assert "throughput median error 10.0%, worst +10.0% (3 rows)" in shown
+    assert "throughput median error 10.0%, worst 10.0% (3 rows)" in shown
     assert "Spearman rank correlation of throughput, 3 runs: 1.00." in shown
     text = (folder / "report" / "tables.md").read_text()
     assert "| **tp=1 pp=1** | FSDP8 | 8 | 1,008.0 | 4.0% | 1,108.8 | +10.0% |" in text
@@ -163,12 +163,12 @@ def test_published_tables_without_a_measurement(
     assert run(monkeypatch, LLAMA, "--out", tmp_path, "--runs", tmp_path / "no-runs") == 0
     shown = capsys.readouterr().out
     assert "18 published rows, 0 of them measured." in shown
-    assert "Predicted throughput against published: median error 5.0%, worst -10.0% (18 rows)." in shown
+    assert "Predicted throughput against published: median error 5.0%, worst 10.0% (18 rows)." in shown
     assert "Predicted memory against published: " in shown
     # Table 1 and 3: compile, float8; table 4: async TP; table 5: schedule.
     assert "Effects of one change with the right sign: 5 of 6; wrong: Table 4 async TP." in shown
     text = (tmp_path / "tables.md").read_text()
-    assert "| Table 1 | 3 | 5.0% | +5.0% | 0.3% | -6.6% | 2 of 2 |" in text
+    assert "| Table 1 | 3 | 5.0% | 5.0% | 0.3% | 6.6% | 2 of 2 |" in text
     assert "| Table 4 | async TP | +5.7% | -9.4% | no |" in text
     assert "| Table 5 | schedule: 1F1B to Interleaved1F1B | +28.0% | +28.0% | yes |" in text
     assert "| eager, bf16 | 5,762 | 6,050 | +5.0% | 82.4 | 77.0 | -6.6% | 74.4 | -9.7% |" in text
@@ -208,7 +208,7 @@ def test_published_tables_with_measurements(
     assert run(monkeypatch, LLAMA, "--out", tmp_path, "--runs", runs) == 0
     shown = capsys.readouterr().out
     assert "3 published rows, 1 of them measured." in shown
-    assert "Predicted throughput against measured: median error 4.8%, worst -4.8% (1 rows)." in shown
+    assert "Predicted throughput against measured: median error 4.8%, worst 4.8% (1 rows)." in shown
     text = (tmp_path / "tables.md").read_text()
     [line] = [line for line in text.splitlines() if line.startswith("| compile, bf16 | 6,667 ")][:1]
     for cell in ("6,000 | -10.0%", "7,350 | 4.0% | +10.2%", "7,000 | -4.8%", DEVICE):
@@ -267,7 +267,7 @@ def test_a_program_of_experiments_has_its_rows_in_runs(
     }
     keep(tmp_path / "runs" / "gpu_single", report_rows(facts, [row]))
     assert run(monkeypatch, ROOT / "experiments" / "gpu_single", "--out", tmp_path / "out") == 0
-    assert "throughput median error 10.0%, worst +10.0% (1 rows)" in capsys.readouterr().out
+    assert "throughput median error 10.0%, worst 10.0% (1 rows)" in capsys.readouterr().out
     text = (tmp_path / "out" / "tables.md").read_text()
     assert "| **tiny bf16 full** | single | 1 | 100.0 | 0.0% | 110.0 | +10.0% | 40.0% | 2.00 | 4.00 |" in text
     assert "python experiments/gpu_single/run.py" in text

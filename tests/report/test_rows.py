@@ -23,7 +23,7 @@ from harness.report.of_runs import report_of
 from harness.report.rows import KEPT, completed, job_of, keep, load, of_points, read_kept, shortened
 from harness.run.slurm_record import SlurmJobRecord
 from harness.run.state import read_states
-from harness.sweep.__main__ import status
+from harness.sweep.__main__ import collect, status
 from harness.sweep.registry import Registry, command_of
 from harness.sweep.table import rows_of, table_markdown, table_text
 
@@ -72,6 +72,16 @@ def test_slow_ranks_are_named_in_status_rows_and_report(tmp_path: Path) -> None:
     assert [row["slow"] for row in rows if "slow" in row] == [said]
     assert f"| {said} |" in markdown(report_of("made", rows, tmp_path))
     assert "slow" not in read_kept(keep(tmp_path, rows).parent)[0]
+
+
+def test_names_are_no_html(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>"
+    made = make_sweep(tmp_path)
+    rows = [{**row, "point": f"{row['point']} {bad}", "reason": bad} for row in load(made)]
+    folder = made.rename(tmp_path / "a <img src=x>")
+    collect(folder)
+    for text in (markdown(report_of(bad, rows, tmp_path)), (folder / "table.md").read_text()):
+        assert "&lt;" in text and "<script" not in text and "</" not in text and "<img" not in text
 
 
 def test_runs_without_a_sweep_are_found_too(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_errors_are_median_and_worst_by_amount() -> None:
     rows = [{"x": -0.3}, {"x": 0.1}, {"x": 0.02}, {"x": None}, {}]
     found = errors_of(rows, "x")
     assert found is not None
-    assert (found.count, found.median, found.worst) == (3, 0.1, -0.3)
+    assert (found.count, found.median, found.worst) == (3, 0.1, 0.3)
     assert errors_of([{}], "x") is None
 
 
