@@ -70,24 +70,28 @@ def is_live(state: str | None) -> bool:
 class Jobs:
     """Jobs listed by one call of squeue, including those that ended within the last minutes.
 
+    Attributes:
+        states: states by id and name. An id alone does not identify a job: SLURM gives it to another one when
+            its counter starts again.
+
     Args:
         listed: the jobs; each array task counts as a job.
     """
 
     def __init__(self, listed: Iterable[Queued]) -> None:
-        self.states = {}
-        self._by_id: dict[str, Queued] = {}
+        self.states: dict[tuple[str, str], str] = {}
+        self._by_id: dict[tuple[str, str], Queued] = {}
         self._by_name: dict[str, list[Queued]] = defaultdict(list)
         for job in listed:
-            self.states[job.id] = job.state
+            self.states[job.id, job.name] = job.state
             if job.state not in ENDED:
-                self._by_id[job.id] = job
+                self._by_id[job.id, job.name] = job
                 self._by_name[job.name].append(job)
 
     def find(self, job_id: str | None, name: str, index: int | None) -> Queued | None:
-        """Return the job that has not ended and has this id; without an id, this name and array index."""
+        """Return the job that has not ended and has this name and id; without an id, this array index."""
         if job_id is not None:
-            return self._by_id.get(job_id)
+            return self._by_id.get((job_id, name))
         # An array task has its index after an underscore; the id of a single job has no underscore.
         task = "" if index is None else str(index)
         return next((job for job in self._by_name[name] if job.id.partition("_")[2] == task), None)
@@ -185,38 +189,40 @@ def describe(job_id: str) -> dict[str, str]:
     return _facts(text)
 
 
-def last_states(job_ids: Sequence[str]) -> dict[str, str]:
-    """Return the states of any users' jobs by id, running or ended, except those that SLURM has forgotten.
+def last_states(wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return the states of any users' jobs by id and name, running or ended, if SLURM remembers them.
 
     Queries the controller first, then the accounting database if there is one, with one call each.
+
+    Args:
+        wanted: id and name of each job.
 
     Raises:
         SlurmError: the scheduler does not answer.
     """
-    if not job_ids:
+    if not wanted:
         return {}
     try:
-        states = Jobs(_listed(f"--jobs={','.join(job_ids)}")).states
+        states = Jobs(_listed(f"--jobs={','.join(job_id for job_id, _ in wanted)}")).states
     except SlurmError as error:
         if "Invalid job id" not in str(error):  # squeue's message if it knows none of them
             raise
         states = {}
-    unknown = [job_id for job_id in job_ids if job_id not in states]
+    unknown = [job_id for job_id, name in wanted if (job_id, name) not in states]
     return {**_accounted(unknown), **states}
 
 
-def _accounted(job_ids: Sequence[str]) -> dict[str, str]:
-    """Return the states of jobs in the accounting database; empty if there is none."""
+def _accounted(job_ids: Sequence[str]) -> dict[tuple[str, str], str]:
+    """Return the states of jobs in the accounting database by id and name; empty if there is none."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
     try:
-        lines = _run(
-            "sacct", "--noheader", "--parsable2", "-X", "--format=JobID,State", "-j", ",".join(job_ids)
-        )
+        form = "--format=JobID,State,JobName"
+        lines = _run("sacct", "--noheader", "--parsable2", "-X", form, "-j", ",".join(job_ids))
     except SlurmError:
         return {}  # sacct is installed, but accounting is not configured
-    pairs = (line.split(_SEPARATOR, 1) for line in lines.splitlines() if _SEPARATOR in line)
-    return {job_id: state.split()[0] for job_id, state in pairs if state}  # CANCELLED by 1000
+    rows = (line.split(_SEPARATOR, 2) for line in lines.splitlines() if line.count(_SEPARATOR) >= 2)
+    return {(job_id, name): state.split()[0] for job_id, state, name in rows if state}  # CANCELLED by 1000
 
 
 # The limit that SLURM uses for UNLIMITED.

@@ -65,6 +65,11 @@ class SlurmJobRecord:
             raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
         return job_record
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Id and name, which identify the job once SLURM has returned its id."""
+        return self.job_id or "", self.name
+
     def find(self, listed: Jobs) -> Queued | None:
         """Return the job in the queue; None if it has ended, or its controller died before submitting it."""
         return listed.find(self.job_id, self.name, self.index)
