@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.cluster import queue
-from harness.cluster.died import dead_ranks, record_dead
+from harness.cluster.died import dead_ranks, only_victims, record_dead, record_left, unnamed_ranks
 from harness.cluster.node_check import UnfitNodes, check_nodes
 from harness.cluster.ranks import rank_environment, rendezvous_store
 from harness.errors import (
@@ -187,20 +187,21 @@ def _run_ranks(
         received.forward_to(srun.pid)
         returned = srun.wait()
         received.process = None
-    return _verdict(folder, allocation, returned)
+    return _verdict(folder, allocation, returned, job.world_size)
 
 
-def _verdict(folder: RunFolder, allocation: Allocation, returned: int) -> int:
+def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: int) -> int:
     """Determine why the ranks ended, and record a rank that could not record its error itself.
 
     An error that is not a consequence of another rank's failure comes first, then a rank that was killed. If
     srun ended rank 0 because another rank was killed, rank 0's error is a consequence. So is a failed
-    collective.
+    collective. If all recorded errors say that a peer is gone, the rank that recorded none is the cause.
 
     Args:
         folder: the run folder.
         allocation: the job's allocation.
-        returned: exit code of srun.
+        returned: exit code of srun, negative for a signal.
+        ranks: number of ranks.
 
     Returns:
         an exit code.
@@ -213,7 +214,14 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int) -> int:
     if allocation.state() in _TAKEN:
         return EXIT_INTERRUPTED  # SLURM ended the ranks; the errors they recorded are not the cause
     logs = folder.path / "logs"
-    dead = record_dead(folder, dead_ranks((logs / SRUN_LOG).read_text(errors="replace"), logs))
+    if returned < 0:  # srun was killed, and its end has ended the ranks
+        return int(folder.record_error(None, StepFailed(returned, logs))["exit_code"])
+    said = (logs / SRUN_LOG).read_text(errors="replace")
+    dead = record_dead(folder, dead_ranks(said, logs))
+    if not dead and only_victims(folder):
+        dead = record_dead(folder, dead_ranks(said, logs, late=True))
+    if not dead and (error is not None or returned == 0):
+        dead = record_left(folder, unnamed_ranks(said, ranks))
     if dead:
         return dead[0].exit_code
     if code == EXIT_INTERRUPTED:
@@ -236,12 +244,13 @@ class NoProgress(MachineError):
 
 
 class StepFailed(MachineError):
-    """srun failed, and no rank recorded a reason."""
+    """srun failed or was killed, and no rank recorded a reason."""
 
     def __init__(self, code: int, logs: Path) -> None:
         tail = last_lines(logs / SRUN_LOG)
-        self.kind = kind_of_text(tail) or "unknown"
-        super().__init__(f"srun ended with exit code {code}{tail}")
+        self.kind = "machine" if code < 0 else kind_of_text(tail) or "unknown"
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        super().__init__(f"srun {how}{tail}")
 
 
 def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float) -> int:

@@ -32,6 +32,7 @@ ENDED = (
 )
 EXITED = "srun: error: node1: task 0: Exited with exit code 3\n"
 KILLED = "srun: error: node1: task 1: Killed\n"
+BOTH = "srun: error: node1: tasks 0-1: Exited with exit code 3\n"
 TIMEOUT = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
 PEER = RuntimeError("Connection closed by peer")
 STOP = KeyboardInterrupt()
@@ -58,6 +59,13 @@ VERDICTS = {
     "dead, 0 interrupted": (DIED + ENDED, "RUNNING", EXIT_INTERRUPTED, STOP, (1, "RankDied")),
     "killed, 0 sees it": (KILLED + ENDED + EXITED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "dies late": (EXITED + ENDED + DIED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
+    "killed, named late": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
+    "ended by srun": (
+        EXITED + ENDED + KILLED.replace("Killed", "Terminated"),
+        *("RUNNING", EXIT_MACHINE, PEER, (0, "RuntimeError")),
+    ),
+    "leaves": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
+    "all leave": ("", "RUNNING", None, None, (0, "RankDied")),
     "hangs": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
     "lags": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
     "stopped": ("", "RUNNING", EXIT_RESUMABLE, None, None),
@@ -71,8 +79,10 @@ VERDICTS = {
     "cancelled": (ENDED + KILLED, "CANCELLED", None, None, None),
     "done": ("", "RUNNING", EXIT_OK, None, None),
     "srun fails": ("srun: error: Unable to create step\n", "RUNNING", None, None, (None, "StepFailed")),
+    "srun killed": (BOTH, "RUNNING", EXIT_MACHINE, PEER, (None, "StepFailed")),
 }
 CODES = {"cancelled": EXIT_INTERRUPTED, "srun fails": StepFailed.exit_code}
+RETURNED = {"srun killed": -9, "all leave": 0}
 
 
 @pytest.mark.parametrize("case", VERDICTS)
@@ -85,9 +95,11 @@ def test_the_first_true_cause_wins(case: str, tmp_path: Path) -> None:
         (tmp_path / "result.json").write_text(json.dumps({"exit_code": row}))
     if error is not None:
         folder.record_error(0, error)
-    code = _verdict(folder, Granted(state), 1)
+    code = _verdict(folder, Granted(state), RETURNED.get(case, 1), 2)
     found = folder.first_error()
     assert (None if found is None else (found["rank"], found["type"])) == first
+    if case == "srun killed":
+        assert found is not None and found["kind"] == "machine"
     wanted = EXIT_MACHINE if first is not None and first[1] == "RankDied" else row
     assert code == CODES.get(case, wanted)
 

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from harness.cluster import attempt, queue
 from harness.cluster.attempt import srun_command
 from harness.cluster.config import minutes_of
-from harness.cluster.died import dead_ranks
+from harness.cluster.died import RankDied, dead_ranks
 from harness.cluster.queue import Queued, SlurmError
 from harness.cluster.ranks import rank_environment, rendezvous_store
 from harness.cluster.slurm import Submission, _environment_for_submitting, shape_of
@@ -354,6 +354,9 @@ def test_ranks_that_srun_names(tmp_path: Path) -> None:
     aborted = "srun: Job step aborted: Waiting up to 22 seconds for job step to finish.\n"
     dead = dead_ranks(f"{aborted}srun: error: node1: task 1: Killed\n{said}", tmp_path)
     assert [(rank, died.kind) for rank, died in dead] == [(2, "out_of_memory")], "its log has the reason"
+    [(_, died)] = dead_ranks("srun: error: node1: task 5: Exited with exit code 137\n", tmp_path)
+    assert str(died) == "rank 5 ended with 'Exited with exit code 137': killed, probably out of memory"
+    assert "probably out of memory" in str(RankDied.by_code(1, 137, 0, tmp_path))
     starved = dead_ranks("srun: error: node1: task 5: Out Of Memory\n", tmp_path)
     assert [(rank, died.kind) for rank, died in starved] == [(5, "out_of_memory")]
 
