@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from harness.cluster.config import minutes_of
-from harness.errors import MachineError, UserError
+from harness.errors import EXIT_USER, MachineError, UserError
 
 COMMAND_SECONDS = 60
 # sbatch tries for a minute to reach a scheduler that does not answer.
@@ -28,6 +28,8 @@ ANSWER_SECONDS = 5
 ATTEMPTS = 5
 LONGEST_COMMAND = 200  # characters of a command that an error message shows
 _SEPARATOR = "|"
+# The last line of SLURM's commands on a machine that is not part of a cluster.
+_NO_CONFIGURATION = "Could not establish a configuration source"
 # States of a job that was running and is in the queue again, or will be when its processes have ended.
 REQUEUED = {"PENDING", "REQUEUED", "COMPLETING"}
 T = TypeVar("T")
@@ -52,8 +54,19 @@ class Queued:
     @property
     def is_waiting(self) -> bool:
         """Whether it has no nodes (yet, or again)."""
-        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
+    @property
+    def never_starts(self) -> bool:
+        """Whether no node can ever meet its request, or what it depends on can never come."""
+        return self.is_waiting and (self.reason in _NEVER or self.reason.endswith("PerJobLimit"))
+
+
+# Reasons for which a job stays in the queue until it is changed (slurm.schedmd.com/job_reason_codes.html).
+_NEVER = (
+    *("AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS"),
+    *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed"),
+)
 
 # States of a job that has ended (slurm.schedmd.com/squeue.html, JOB STATE CODES).
 ENDED = (
@@ -109,6 +122,19 @@ class SlurmError(MachineError):
         self.lines = lines
 
 
+class NoSlurm(SlurmError):
+    """A command of SLURM is missing, or finds no configuration."""
+
+    kind = "user"
+    exit_code = EXIT_USER
+
+    def __init__(self, command: str, why: str) -> None:
+        super().__init__(
+            f"this machine has no SLURM: {command} {why}; would work: a login node of the cluster, "
+            "SLURM_CONF=FILE, or cluster=local"
+        )
+
+
 def require_slurm() -> None:
     """Raise UserError if SLURM's commands are missing."""
     _require_configuration()
@@ -145,6 +171,8 @@ def submit_script(script: Path) -> str:
     number, _, _ = out.strip().partition(";")  # the name of the cluster may follow
     if process.returncode != 0 or not number.isdigit():
         message = " ".join((err or out).split()) or f"exit code {process.returncode}"
+        if _NO_CONFIGURATION in message:
+            raise NoSlurm("sbatch", "finds no configuration")
         if "Unable to contact slurm controller" in message or "Socket timed out" in message:
             raise SlurmError(f"sbatch: {message}")
         raise UserError(f"sbatch refuses the job: {message}")
@@ -367,12 +395,14 @@ def _run(*command: str) -> str:
             command, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS
         )
     except FileNotFoundError:
-        raise SlurmError(f"{command[0]}: not found; is this a login node of the cluster?") from None
+        raise NoSlurm(command[0], "is not there") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]}: no answer within {COMMAND_SECONDS} s") from None
     if done.returncode != 0:
         # scontrol reports unknown array tasks on stdout.
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         message = " ".join(" ".join(lines).split()) or f"exit code {done.returncode}"
+        if _NO_CONFIGURATION in message:
+            raise NoSlurm(command[0], "finds no configuration")
         raise SlurmError(f"{command[0]} {' '.join(command[1:])[:LONGEST_COMMAND]}: {message}", lines)
     return done.stdout

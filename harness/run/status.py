@@ -56,6 +56,11 @@ class RunStatus:
         """Whether this attempt has written ``result.json``."""
         return (self.path / "result.json").is_file()
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether somebody cancelled the SLURM job of this attempt."""
+        return self._read("slurm/job.json").get("cancelled") is True
+
     def wait_for_result(self, seconds: float) -> None:
         """Wait until this attempt has written ``result.json``, but no longer than ``seconds``."""
         deadline = time.monotonic() + seconds
