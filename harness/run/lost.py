@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,10 @@ def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState
     seen = {run_dir: read_state(run_dir, listed) for run_dir in run_dirs}
     lost = _lost(seen)
     if _jobs_of(lost):
+        jobs = "1 job is" if len(lost) == 1 else f"{len(lost)} jobs are"
+        wait = f"in {LAST_WRITES_SECONDS:.0f} s missing rows are written"
+        sys.stderr.write(f"{jobs} not in SLURM's queue and without a result; {wait}\n")
+        sys.stderr.flush()
         time.sleep(LAST_WRITES_SECONDS)
         seen |= {each.run_dir: read_state(each.run_dir, listed) for each in lost}
         lost = _lost(seen)
@@ -104,7 +109,8 @@ def close_run(
         return finish_run(job, folder, EXIT_INTERRUPTED, quiet=quiet)
     lost = JobLost(job_record, state)
     if lost.kind == "cancelled":
-        replace(job_record, cancelled=True).write(folder.path)
+        if not job_record.cancelled:
+            replace(job_record, cancelled=True).write(folder.path)
         return finish_run(job, folder, EXIT_INTERRUPTED, quiet=quiet)
     folder.record_error(None, lost)
     return finish_run(job, folder, lost.exit_code, quiet=quiet)

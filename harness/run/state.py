@@ -30,8 +30,8 @@ class RunState:
         run_dir: its run folder.
         state: ``planned`` (never started), ``pending`` (waits in SLURM's queue), ``blocked`` (is in the queue
             and can never start), ``running``, ``suspended`` (by SLURM), ``completed``, ``stopped``
-            (interrupted, can resume), ``cancelled`` (its SLURM job was), ``failed``, or ``lost`` (ended without
-            a result).
+            (interrupted, can resume), ``cancelled`` (its SLURM job was), ``failed``, or ``lost`` (ended
+            without a result).
         step: the last finished step.
         steps: total number of steps.
         facts: values of the metrics FACTS; None where unknown.
@@ -121,7 +121,7 @@ def read_state(
         run_dir,
         state,
         step=int(facts.get("step") or 0),
-        steps=_steps(folder),
+        steps=folder.steps,
         facts={name: facts.get(name) for name in FACTS},
         kind=kind,
         reason=reason,
@@ -179,10 +179,3 @@ def _facts(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rate, int | float) or not isinstance(ranks, int) or ranks < 1:
         return {**row, "tokens_per_second": None, "tokens_per_second_per_rank": None}
     return {**row, "tokens_per_second": rate, "tokens_per_second_per_rank": rate / ranks}
-
-
-def _steps(folder: RunFolder) -> int:
-    try:
-        return folder.read_job().training.steps or 0
-    except (OSError, ValueError, UserError):
-        return 0
